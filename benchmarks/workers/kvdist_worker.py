@@ -1,0 +1,40 @@
+"""One worker of kvdist at the common work."""
+
+from __future__ import annotations
+
+import numpy as np
+from workload import LEARNING_RATE, MOMENTUM, measure, parse_arguments
+
+from kvdist import kv
+
+
+def main() -> None:
+    options = parse_arguments()
+    store = kv.create(options.store)
+    spec = options.spec
+    keys = list(range(spec.count))
+    make = np.empty if options.arrays == "plain" else store.empty
+    grads = [make((spec.size,), np.float32) for _ in keys]
+    outs = [make((spec.size,), np.float32) for _ in keys]
+    if options.optimizer != "none":
+        momentum = {"momentum": MOMENTUM} if options.optimizer == "sgd" else {}
+        store.set_optimizer(options.optimizer, learning_rate=LEARNING_RATE, wd=0.0, **momentum)
+    store.init(keys, [np.zeros(spec.size, np.float32) for _ in keys])
+
+    def prepare() -> None:
+        for grad in grads:
+            grad[:] = store.rank + 1
+
+    def exchange() -> None:
+        if options.call == "pushpull":
+            store.pushpull(keys, grads, out=outs)
+        else:
+            store.push(keys, grads)
+            store.pull(keys, out=outs)
+
+    measure(options, store.rank, store.num_workers, prepare, store.barrier, exchange, lambda: outs)
+    store.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""kvdist: a parameter server for PyTorch and NumPy that speaks MXNet's KVStore language.
+
+The public names and nothing else. What needs torch, and what needs sockets, is imported when it is first used, so that
+``import kvdist`` costs little and a server never loads torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvdist.errors import (
+    BarrierTimeout,
+    ConfigError,
+    DeadlineExceeded,
+    FencedError,
+    ForkError,
+    InitMismatch,
+    KeyNotInitialised,
+    KvdistError,
+    OptimizerMismatch,
+    PeerLostError,
+    ProtocolError,
+    PushRefused,
+    StoreClosed,
+)
+from kvdist.version import __version__
+
+if TYPE_CHECKING:
+    from kvdist import kvstore as kv
+    from kvdist import optimizer
+    from kvdist.data import SplitSampler, split_and_load, split_data
+    from kvdist.kvstore.base import KVStore
+    from kvdist.trainer import Trainer
+
+__all__ = [
+    "BarrierTimeout",
+    "ConfigError",
+    "DeadlineExceeded",
+    "FencedError",
+    "ForkError",
+    "InitMismatch",
+    "KVStore",
+    "KeyNotInitialised",
+    "KvdistError",
+    "OptimizerMismatch",
+    "PeerLostError",
+    "ProtocolError",
+    "PushRefused",
+    "SplitSampler",
+    "StoreClosed",
+    "Trainer",
+    "__version__",
+    "kv",
+    "optimizer",
+    "split_and_load",
+    "split_data",
+]
+
+_MODULES = {"kv": "kvdist.kvstore", "optimizer": "kvdist.optimizer"}
+_NAMES = {
+    "KVStore": "kvdist.kvstore.base",
+    "SplitSampler": "kvdist.data",
+    "Trainer": "kvdist.trainer",
+    "split_and_load": "kvdist.data",
+    "split_data": "kvdist.data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name])
+    elif name in _NAMES:
+        value = getattr(import_module(_NAMES[name]), name)
+    else:
+        raise AttributeError(f"module 'kvdist' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

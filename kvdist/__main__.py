@@ -1,0 +1,113 @@
+"""``python -m kvdist``: be the scheduler or the server that the environment describes.
+
+Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
+environment, 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import BinaryIO
+
+from kvdist.config import ClusterConfig, local_address_towards, tcp_endpoint
+from kvdist.core.effects import ChildEnded, LauncherGone
+from kvdist.core.scheduler import Scheduler
+from kvdist.core.server import Server
+from kvdist.errors import ConfigError, KvdistError, PeerLostError
+from kvdist.kernels.reference import REFERENCE
+from kvdist.kvstore.cluster import introduction
+from kvdist.node import Node
+from kvdist.nodes import NodeId, Role
+from kvdist.transport.zeromq import ZeroMQTransport
+
+EXIT_PEER_LOST = 75
+EXIT_CONFIG = 2
+
+
+def main() -> int:
+    """Run until the job is over. Returns the exit code."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    try:
+        config = ClusterConfig.from_env()
+        if config is None or config.role is Role.WORKER:
+            raise ConfigError(
+                "python -m kvdist runs a scheduler or a server, and DMLC_ROLE says neither; workers run your own"
+                " script. kvdist-launch starts all three"
+            )
+        node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
+        node.run()
+    except KvdistError as error:
+        return _told(error, EXIT_CONFIG if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    if node.failure is None:
+        return 0
+    lost = isinstance(node.failure, PeerLostError)
+    return _told(node.failure, EXIT_PEER_LOST if lost else EXIT_CONFIG if isinstance(node.failure, ConfigError) else 1)
+
+
+def _scheduler(config: ClusterConfig) -> Node:
+    config.require_private(config.root_host)
+    transport = ZeroMQTransport(config.limits)
+    transport.bind(config.scheduler_endpoint)
+    node = Node(Scheduler(config, time.monotonic()), transport, config.job_tag, config.limits.explain_after_s)
+    if config.supervised:
+        threading.Thread(target=_listen, args=(sys.stdin.buffer, node), name="kvdist-launcher", daemon=True).start()
+    return node
+
+
+def _server(config: ClusterConfig) -> Node:
+    host = config.node_host or local_address_towards(config.root_host, config.root_port)
+    config.require_private(host)
+    transport = ZeroMQTransport(config.limits)
+    endpoint = transport.bind(tcp_endpoint(host, 0))
+    machine = Server(introduction(config, endpoint, config.scheduler_endpoint), config.limits, REFERENCE, time.monotonic())
+    return Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+
+
+def _listen(lines: BinaryIO, node: Node) -> None:
+    """What the launcher saw, line by line: ``ended worker 1 signal 9``. The end of the stream is the launcher's."""
+    for line in lines:
+        event = parse_ended(line.decode("utf-8", "replace"))
+        if event is not None:
+            node.post(event)
+    node.post(LauncherGone())
+
+
+def parse_ended(line: str) -> ChildEnded | None:
+    """The event that a launcher's line tells of; None for a line of another form."""
+    words = line.split()
+    if len(words) != 5 or words[0] != "ended" or not words[2].isdigit() or not words[4].isdigit():
+        return None
+    try:
+        node = NodeId(Role(words[1]), int(words[2]))
+    except ValueError:
+        return None
+    number = int(words[4])
+    if words[3] == "signal":
+        return ChildEnded(node, f"killed by signal {number} ({_signal_name(number)})", clean=False)
+    if words[3] == "exit":
+        return ChildEnded(node, f"exited with code {number}", clean=number == 0)
+    return None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _told(error: Exception, code: int) -> int:
+    role = os.path.basename(os.environ.get("DMLC_ROLE", "")) or "kvdist"
+    print(f"kvdist {role}: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What the machines want done, and what can happen to them: the whole vocabulary between pure and impure.
+
+A machine never acts. It answers every input with a list of effects, which `Node` carries out in order and matches
+exhaustively in one place; a simulator does the same with a network of its own.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvdist.nodes import Member, NodeId
+from kvdist.protocol.messages import Message, Packet
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Say `message` to `to`. `token` comes back through `Machine.acknowledged` when it has arrived for certain."""
+
+    to: Member
+    message: Message
+    token: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Transmit:
+    """Put a stamped message on the wire. Only `Reliable` makes these, out of `Send`."""
+
+    to: Member
+    packet: Packet
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Dial `endpoint`; whatever is sent to `to` goes there."""
+
+    to: Member
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The process that introduced itself as `stranger` is `member` from now on: same connection, new name."""
+
+    stranger: Member
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The user's request is fulfilled."""
+
+    request: int
+    result: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The user's request cannot be fulfilled."""
+
+    request: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the person who watches."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """This process's part is over; with an error if it ends because something failed."""
+
+    error: Exception | None = None
+
+
+Effect = Send | Transmit | Connect | Adopt | Complete | Fail | Report | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A connection to `member` is up again, or it came back under a new one."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection to `member` broke."""
+
+    member: Member
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEnded:
+    """The launcher saw a process of the job end; `cause` is a phrase such as ``exited with code 1``."""
+
+    node: NodeId
+    cause: str
+    clean: bool
+    """Whether it ended with exit code 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherGone:
+    """The launcher that supervised this job has ended."""
+
+
+Event = Connected | Disconnected | ChildEnded | LauncherGone
+
+NEVER = float("inf")
+
+
+class Machine(abc.ABC):
+    """One role of the cluster as a pure state machine.
+
+    `handle` takes a message in order and exactly once; `Reliable` sees to that. Nothing here knows the time but by
+    the `now` it is given, in seconds of a clock that never goes back.
+    """
+
+    me: Member
+    epoch: int
+    step: int
+    """The training step this process is in."""
+    steps: dict[Member, int]
+    """The training step each peer was in when it was last heard of."""
+
+    @abc.abstractmethod
+    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+        """React to a message."""
+
+    @abc.abstractmethod
+    def observe(self, event: Event, now: float) -> list[Effect]:
+        """React to something that is not a message."""
+
+    @abc.abstractmethod
+    def tick(self, now: float) -> list[Effect]:
+        """Do what has fallen due. Called at or after `deadline`, and harmless before it."""
+
+    @abc.abstractmethod
+    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
+        """Messages with these tokens have arrived at `member`, or never will because it is gone."""
+
+    @property
+    @abc.abstractmethod
+    def deadline(self) -> float:
+        """When `tick` should run next; `NEVER` if nothing is due."""
+
+    @property
+    @abc.abstractmethod
+    def waiting_since(self) -> float | None:
+        """Since when somebody at this process waits; None when nobody does."""
+
+    @abc.abstractmethod
+    def explain(self, now: float) -> str | None:
+        """What is waited for, from whom, since when, in one sentence; None when nothing is."""
+
+    @abc.abstractmethod
+    def validate(self) -> None:
+        """Check every invariant; raises AssertionError. For tests and the simulator."""

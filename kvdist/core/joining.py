@@ -1,0 +1,122 @@
+"""How a server or a worker becomes part of the cluster: hello, welcome, roster, each with a deadline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvdist.core.effects import NEVER, Connect, Effect, Send
+from kvdist.errors import ConfigError, DeadlineExceeded
+from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
+from kvdist.protocol.messages import Hello, Peer, Rejected, Roster, Welcome
+
+SCHEDULER_MEMBER = Member(SCHEDULER, 1)
+HELLO_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a process says of itself."""
+
+    role: Role
+    token: int
+    """A random number that tells this process from any other until it has an incarnation."""
+    wanted_rank: int | None
+    host: str
+    pid: int
+    endpoint: str
+    num_workers: int
+    num_servers: int
+    version: str
+    scheduler_endpoint: str
+
+
+class Joining:
+    """The part that servers and workers share until the first roster is in.
+
+    Args:
+        introduction: who this process is.
+        connect_timeout_s: how long the scheduler may take to answer.
+        form_timeout_s: how long the cluster may take to be complete after that.
+        now: the time.
+    """
+
+    def __init__(self, introduction: Introduction, connect_timeout_s: float, form_timeout_s: float, now: float) -> None:
+        self.introduction = introduction
+        self.connect_timeout_s = connect_timeout_s
+        self.form_timeout_s = form_timeout_s
+        self.me = Member(NodeId(introduction.role, UNRANKED), introduction.token)
+        self.started_at = now
+        self.welcomed_at: float | None = None
+        self.complete = False
+        self._next_hello = now
+        self._dialled = False
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` should run next."""
+        if self.complete:
+            return NEVER
+        if self.welcomed_at is None:
+            return min(self._next_hello, self.started_at + self.connect_timeout_s)
+        return self.welcomed_at + self.form_timeout_s
+
+    def tick(self, now: float) -> list[Effect]:
+        """Say hello again if it is time.
+
+        Raises:
+            DeadlineExceeded: the scheduler does not answer, or the cluster does not become complete.
+        """
+        if self.complete:
+            return []
+        if self.welcomed_at is not None:
+            if now >= self.welcomed_at + self.form_timeout_s:
+                raise DeadlineExceeded(self.explain(now) or "")
+            return []
+        if now >= self.started_at + self.connect_timeout_s:
+            raise DeadlineExceeded(
+                f"the scheduler at {self.introduction.scheduler_endpoint} did not answer within"
+                f" {self.connect_timeout_s:g} s: is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
+                " right? (KVDIST_CONNECT_TIMEOUT_S sets the time)"
+            )
+        if now < self._next_hello:
+            return []
+        effects: list[Effect] = []
+        if not self._dialled:
+            self._dialled = True
+            effects.append(Connect(SCHEDULER_MEMBER, self.introduction.scheduler_endpoint))
+        self._next_hello = now + HELLO_INTERVAL_S
+        return [*effects, Send(SCHEDULER_MEMBER, self._hello())]
+
+    def welcome(self, message: Welcome, now: float) -> None:
+        """Take the seat that the scheduler gave."""
+        if self.welcomed_at is None:
+            self.me = Member(NodeId(self.introduction.role, message.rank), message.incarnation)
+            self.welcomed_at = now
+
+    def roster(self, message: Roster) -> tuple[Peer, ...]:
+        """Take the list of members; the first one ends the joining."""
+        self.complete = True
+        return message.peers
+
+    def refusal(self, message: Rejected) -> ConfigError:
+        """What a refusal means for the user."""
+        return ConfigError(f"{self.introduction.scheduler_endpoint} refused this {self.introduction.role}: {message.reason}")
+
+    def explain(self, now: float) -> str | None:
+        """What is waited for; None once the cluster is complete."""
+        if self.complete:
+            return None
+        if self.welcomed_at is None:
+            waited = now - self.started_at
+            return f"waiting for the scheduler at {self.introduction.scheduler_endpoint} to answer, since {waited:.1f} s"
+        return (
+            f"{self.me} has waited {now - self.welcomed_at:.1f} s for the cluster of {self.introduction.num_workers}"
+            f" worker(s) and {self.introduction.num_servers} server(s) to be complete"
+        )
+
+    def _hello(self) -> Hello:
+        intro = self.introduction
+        wanted = -1 if intro.wanted_rank is None else intro.wanted_rank
+        return Hello(
+            wanted, intro.host, intro.pid, intro.endpoint, intro.num_workers, intro.num_servers, intro.version
+        )

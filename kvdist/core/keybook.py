@@ -1,0 +1,154 @@
+"""The scheduler's book of one store: which worker declared which key how, and what the optimizer is.
+
+A key goes through three states: *declared* by some workers, *agreed* when every live worker has declared it alike,
+*placed* when every server knows of it. A request for a list of keys is answered when its last key is placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from kvdist.dtypes import DType
+from kvdist.errors import InitMismatch
+from kvdist.nodes import Member
+from kvdist.protocol.messages import Declare, Placement
+
+
+@dataclass(slots=True, eq=False)
+class KeyRequest:
+    """One worker's list of keys, waiting to be placed."""
+
+    member: Member
+    request: int
+    keys: tuple[int | str, ...]
+    missing: int
+    """How many of the keys are not placed yet."""
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What is known of one key."""
+
+    key: int | str
+    shape: tuple[int, ...]
+    dtype: int
+    first: Member
+    """Who declared it first; the others must agree."""
+    declared: set[int] = field(default_factory=set)
+    """The ranks that have declared it."""
+    home: int = -1
+    first_slice: int = -1
+    placed: bool = False
+    placing: bool = False
+    conflict: str = ""
+    """The error that everybody gets once two workers disagreed."""
+    waiters: list[KeyRequest] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(slots=True)
+class KeyBook:
+    """All keys of one store."""
+
+    store: int
+    mode: str
+    opener: Member
+    """Who used the store first."""
+    slice_bytes: int
+    entries: dict[int | str, Entry] = field(default_factory=dict)
+    requests: list[KeyRequest] = field(default_factory=list)
+
+    def declare(self, sender: Member, message: Declare, now: float) -> KeyRequest:
+        """Note that `sender` is about to initialise these keys.
+
+        Raises:
+            InitMismatch: another worker declared one of them, or the store, otherwise. Everybody who waits for that
+                key is to be told the same; `fail_waiters` finds them.
+        """
+        if message.mode != self.mode:
+            raise InitMismatch(
+                f"store {message.store} is {self.mode} on {self.opener} and {message.mode} on {sender}:"
+                " every worker must create its stores in the same order and with the same types"
+            )
+        request = KeyRequest(sender, message.request, message.keys, 0, now)
+        conflict = ""
+        for key, shape, dtype in zip(message.keys, message.shapes, message.dtypes, strict=True):
+            entry = self.entries.get(key)
+            if entry is None:
+                entry = self.entries[key] = Entry(key, shape, dtype, sender)
+            elif not entry.conflict and (entry.shape != shape or entry.dtype != dtype):
+                entry.conflict = (
+                    f"key {key!r} was declared with shape {entry.shape} and dtype {DType(entry.dtype).label} by"
+                    f" {entry.first}, but with shape {shape} and dtype {DType(dtype).label} by {sender};"
+                    " every worker must initialise a key alike"
+                )
+            conflict = conflict or entry.conflict
+            entry.declared.add(sender.node.rank)
+            if not entry.placed:
+                entry.waiters.append(request)
+                request.missing += 1
+        if conflict:
+            raise InitMismatch(conflict)
+        self.requests.append(request)
+        return request
+
+    def take_conflicts(self) -> list[tuple[KeyRequest, str]]:
+        """The requests that wait for a key about which workers disagree, each once; they are removed."""
+        failed: dict[int, tuple[KeyRequest, str]] = {}
+        for entry in self.entries.values():
+            if entry.conflict:
+                for request in entry.waiters:
+                    failed.setdefault(id(request), (request, entry.conflict))
+                entry.waiters.clear()
+        self.requests = [request for request in self.requests if id(request) not in failed]
+        return list(failed.values())
+
+    def take_agreed(self, members: Set[int]) -> list[Entry]:
+        """The keys that every live worker has declared and that have no place yet, in order of declaration."""
+        agreed = [
+            entry
+            for entry in self.entries.values()
+            if not entry.placing and not entry.conflict and members <= entry.declared
+        ]
+        for entry in agreed:
+            entry.placing = True
+        return agreed
+
+    def mark_placed(self, entries: list[Entry]) -> None:
+        """Every server knows of these keys now."""
+        for entry in entries:
+            entry.placed = True
+            for request in entry.waiters:
+                request.missing -= 1
+            entry.waiters.clear()
+
+    def take_answerable(self) -> list[KeyRequest]:
+        """The requests all of whose keys are placed; they are removed."""
+        ready = [request for request in self.requests if request.missing == 0]
+        self.requests = [request for request in self.requests if request.missing]
+        return ready
+
+    def placement(self, keys: tuple[int | str, ...]) -> Placement:
+        """Where these keys live."""
+        entries = [self.entries[key] for key in keys]
+        return Placement(
+            tuple(entry.first_slice for entry in entries), tuple(entry.home for entry in entries), self.slice_bytes
+        )
+
+    def oldest_wait(self, members: Set[int]) -> tuple[KeyRequest, int | str, tuple[int, ...]] | None:
+        """The request that has waited longest, one key it waits for, and who has not declared that."""
+        for request in self.requests:
+            for key in request.keys:
+                entry = self.entries[key]
+                if not entry.placed:
+                    return request, key, tuple(sorted(members - entry.declared))
+        return None

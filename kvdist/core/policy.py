@@ -1,0 +1,47 @@
+"""When a version is made, and what a contribution is worth: one frozen object per store.
+
+The knobs span the known ways of training on unequal machines; synchronous and asynchronous training are two
+settings. The decisions are pure functions of the contribution and the state, so every server decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Set
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a store does with contributions."""
+
+    name: str
+    """The word on the wire and in messages."""
+    close: int | None
+    """How many contributions make a version; None = one from every live worker."""
+    max_delay: int | None
+    """How many versions old a contribution may be; None = any age."""
+    needs_optimizer: bool
+    """Whether a contribution without an optimizer on the server is an error (there is no round to sum)."""
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether a version waits for every live worker."""
+        return self.close is None
+
+    def is_full(self, present: Collection[int], members: Set[int]) -> bool:
+        """Whether the contributions of the workers `present` make a version while `members` are alive."""
+        if self.close is None:
+            return members <= set(present) if len(present) >= len(members) else False
+        return len(present) >= self.close
+
+    def missing(self, present: Collection[int], members: Set[int]) -> tuple[int, ...]:
+        """The ranks whose contributions are awaited."""
+        return tuple(sorted(members - set(present))) if self.close is None else ()
+
+
+SYNC = Policy("sync", close=None, max_delay=0, needs_optimizer=False)
+"""A version is one contribution from every live worker."""
+ASYNC = Policy("async", close=1, max_delay=None, needs_optimizer=True)
+"""Every contribution makes a version at once."""
+
+POLICIES = {policy.name: policy for policy in (SYNC, ASYNC)}

@@ -1,0 +1,245 @@
+"""Exactly once and in order, over connections that may break at any byte.
+
+The transport delivers in order but loses what was under way when a connection breaks (and tells nobody which messages
+those were). `Reliable` wraps a machine and mends that: it numbers messages per pair of members, keeps each one
+until it is acknowledged, repeats what is missing, drops what comes twice before looking at it, and refuses what
+comes from another job, from a former life, or is meant for one. Acknowledgements are cumulative and ride on every
+message; they travel alone only when nothing else is going that way.
+
+Rules that the simulator checks: a machine sees each sequenced message of a peer exactly once and in order; a token
+is returned exactly once; an older incarnation changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvdist.core.effects import (
+    NEVER,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    Machine,
+    Send,
+    Transmit,
+)
+from kvdist.nodes import UNRANKED, Member, NodeId, Role
+from kvdist.protocol.messages import Ack, InitValues, Message, Packet, Push, Rejected, Stamp, Values
+
+ACK_DELAY_S = 0.02
+"""An acknowledgement waits this long for a message to ride on."""
+ACK_BYTES_MAX = 8 << 20
+"""Payload bytes after which an acknowledgement goes at once, because the sender's window waits for it."""
+RETRY_S = 2.0
+"""Silence after which the oldest unacknowledged message is repeated; doubles up to `RETRY_MAX_S`."""
+RETRY_MAX_S = 16.0
+TERM = 1
+"""The generation of schedulers; a restarted scheduler will have the next one."""
+
+
+@dataclass(slots=True)
+class Link:
+    """What is known about the traffic with one member."""
+
+    peer: Member
+    next_seq: int = 1
+    unacknowledged: deque[tuple[int, Message, object]] = field(default_factory=deque)
+    received: int = 0
+    """Every message up to this number has been handed to the machine."""
+    owed_bytes: int = 0
+    ack_due: float = NEVER
+    retry_s: float = RETRY_S
+    retry_due: float = NEVER
+    broken: bool = False
+    asked_at: int = -1
+    """The value of `received` at which a repetition was asked for, so that one gap asks once."""
+
+
+class Reliable:
+    """A machine with an orderly line to each of its peers. Has the machine's verbs, for packets.
+
+    Args:
+        machine: who reacts to the messages.
+        job: the job's tag; packets of another job are refused.
+    """
+
+    def __init__(self, machine: Machine, job: int) -> None:
+        self.machine = machine
+        self.job = job
+        self.links: dict[Member, Link] = {}
+        self.current: dict[NodeId, int] = {}
+        """The newest incarnation seen in each seat."""
+        self.duplicates_dropped = 0
+        self.strangers_refused = 0
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` should run next."""
+        due = min((min(link.ack_due, link.retry_due) for link in self.links.values()), default=NEVER)
+        return min(due, self.machine.deadline)
+
+    def receive(self, packet: Packet, now: float) -> list[Effect]:
+        """React to a packet from the transport."""
+        stamp = packet.stamp
+        refusal = self._refusal(stamp)
+        if refusal is not None:
+            self.strangers_refused += 1
+            # A refusal is never refused in turn, or two processes of different jobs would keep each other busy.
+            return [] if not refusal or isinstance(packet.message, Rejected) else [self._unsequenced(stamp.source, Rejected(refusal))]
+        if stamp.source.node.rank == UNRANKED:
+            return self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
+        link = self._link(stamp.source)
+        self.machine.steps[stamp.source] = stamp.step
+        effects = self._acknowledge(link, stamp.ack, now)
+        if isinstance(packet.message, Ack):
+            return effects + (self._repeat(link, now) if packet.message.wanted else [])
+        if stamp.seq:
+            verdict = self._sequence(link, stamp.seq, packet.message, now)
+            if verdict is not None:
+                return effects + verdict
+        return effects + self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
+
+    def observe(self, event: Event, now: float) -> list[Effect]:
+        """React to something that is not a packet."""
+        effects: list[Effect] = []
+        if isinstance(event, Disconnected) and event.member in self.links:
+            self.links[event.member].broken = True
+        if isinstance(event, Connected):
+            link = self.links.get(event.member)
+            if link is not None and link.broken:
+                link.broken = False
+                # What was under way is lost in both directions: say it all again, and ask for the same.
+                effects = [*self._repeat(link, now), self._unsequenced(event.member, Ack(wanted=True))]
+        return effects + self._stamped(self.machine.observe(event, now), now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Send the acknowledgements and repetitions that are due, then let the machine tick."""
+        effects: list[Effect] = []
+        for link in self.links.values():
+            if link.retry_due <= now:
+                link.retry_s = min(2 * link.retry_s, RETRY_MAX_S)
+                effects += self._repeat(link, now, 1)
+            elif link.ack_due <= now:
+                effects.append(self._unsequenced(link.peer, Ack(wanted=False)))
+        if self.machine.deadline <= now:
+            effects += self._stamped(self.machine.tick(now), now)
+        return effects
+
+    def perform(self, action: Callable[[], list[Effect]], now: float) -> list[Effect]:
+        """Run any other method of the machine and stamp what it sends."""
+        return self._stamped(action(), now)
+
+    def forget(self, member: Member, now: float) -> list[Effect]:
+        """The member is gone for ever: nothing more is sent to it, and its tokens come back."""
+        link = self.links.pop(member, None)
+        if link is None:
+            return []
+        tokens = [token for _, _, token in link.unacknowledged if token is not None]
+        return self._stamped(self.machine.acknowledged(member, tokens, now), now) if tokens else []
+
+    def settled(self) -> bool:
+        """Whether everything that was sent has arrived."""
+        return not any(link.unacknowledged for link in self.links.values())
+
+    def validate(self) -> None:
+        """Check every invariant of the links and of the machine."""
+        for link in self.links.values():
+            numbers = [seq for seq, _, _ in link.unacknowledged]
+            assert numbers == list(range(link.next_seq - len(numbers), link.next_seq)), "unacknowledged is contiguous"
+            assert bool(numbers) == (link.retry_due < NEVER), "what is unacknowledged will be repeated"
+        self.machine.validate()
+
+    def _refusal(self, stamp: Stamp) -> str | None:
+        """None to accept, a sentence to refuse with, or '' to drop without a word."""
+        if stamp.job != self.job:
+            return (
+                f"this port belongs to another job than {stamp.source}'s: check the address of the scheduler"
+                " and that both were started by the same launcher (KVDIST_JOB)"
+            )
+        if stamp.destination and stamp.destination != self.machine.me.incarnation:
+            # Meant for a former life of this seat. After a hello the first answers still carry the token.
+            return ""
+        newest = self.current.get(stamp.source.node, 0)
+        if stamp.source.node.rank != UNRANKED and stamp.source.incarnation < newest:
+            return f"{stamp.source} was replaced by a newer process and must not go on"
+        return None
+
+    def _link(self, member: Member) -> Link:
+        link = self.links.get(member)
+        if link is None:
+            former = self.current.get(member.node)
+            if former is not None and former < member.incarnation:
+                self.links.pop(Member(member.node, former), None)
+            self.current[member.node] = member.incarnation
+            link = self.links[member] = Link(member)
+        return link
+
+    def _acknowledge(self, link: Link, ack: int, now: float) -> list[Effect]:
+        waiting = link.unacknowledged
+        if not waiting or waiting[0][0] > ack:
+            return []
+        tokens = []
+        while waiting and waiting[0][0] <= ack:
+            token = waiting.popleft()[2]
+            if token is not None:
+                tokens.append(token)
+        link.retry_s = RETRY_S
+        link.retry_due = now + link.retry_s if waiting else NEVER
+        return self._stamped(self.machine.acknowledged(link.peer, tokens, now), now) if tokens else []
+
+    def _sequence(self, link: Link, seq: int, message: Message, now: float) -> list[Effect] | None:
+        """None if the message is the next one; else what to do instead of handling it."""
+        if seq == link.received + 1:
+            link.received = seq
+            link.owed_bytes += _payload_bytes(message)
+            link.ack_due = now if link.owed_bytes >= ACK_BYTES_MAX else min(link.ack_due, now + ACK_DELAY_S)
+            return None
+        if seq <= link.received:
+            self.duplicates_dropped += 1
+            link.ack_due = min(link.ack_due, now + ACK_DELAY_S)
+            return []
+        if link.asked_at == link.received:
+            return []
+        link.asked_at = link.received
+        return [self._unsequenced(link.peer, Ack(wanted=True))]
+
+    def _repeat(self, link: Link, now: float, messages_max: int | None = None) -> list[Effect]:
+        link.retry_due = now + link.retry_s if link.unacknowledged else NEVER
+        again = list(link.unacknowledged)[:messages_max]
+        return [Transmit(link.peer, Packet(self._stamp(link.peer, seq), message)) for seq, message, _ in again]
+
+    def _stamped(self, effects: Iterable[Effect], now: float) -> list[Effect]:
+        return [self._transmit(effect, now) if isinstance(effect, Send) else effect for effect in effects]
+
+    def _transmit(self, send: Send, now: float) -> Transmit:
+        if not send.message.SEQUENCED or send.to.node.rank == UNRANKED:
+            return self._unsequenced(send.to, send.message)
+        link = self._link(send.to)
+        seq = link.next_seq
+        link.next_seq = seq + 1
+        link.unacknowledged.append((seq, send.message, send.token))
+        if link.retry_due == NEVER:
+            link.retry_due = now + link.retry_s
+        return Transmit(send.to, Packet(self._stamp(send.to, seq), send.message))
+
+    def _unsequenced(self, to: Member, message: Message) -> Transmit:
+        return Transmit(to, Packet(self._stamp(to, 0), message))
+
+    def _stamp(self, to: Member, seq: int) -> Stamp:
+        received = 0
+        link = self.links.get(to)
+        if link is not None:
+            received = link.received
+            link.ack_due = NEVER
+            link.owed_bytes = 0
+        machine = self.machine
+        # The scheduler's seat outlives what a stranger can know of it: 0 means whoever sits there.
+        destination = 0 if to.node.role is Role.SCHEDULER else to.incarnation
+        return Stamp(self.job, TERM, machine.epoch, machine.me, destination, seq, received, machine.step)
+
+
+def _payload_bytes(message: Message) -> int:
+    return len(message.arrays.payload) if isinstance(message, Push | Values | InitValues) else 0

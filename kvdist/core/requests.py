@@ -1,0 +1,230 @@
+"""What a user's thread asks of the worker machine: one frozen dataclass per call, and the plan of a transfer.
+
+A *plan* says for a list of keys which slices they have, which of them travel together (a *run*), and where each
+slice lies in the run's payload. It depends on the keys only, so it is made once and used at every step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.core.sharding import Slice
+from kvdist.dtypes import DType
+from kvdist.protocol.messages import U8, U32, padded
+
+Bits = npt.NDArray[np.generic]
+
+SLICES_PER_RUN_MAX = 256
+"""Enough to make messages rare, few enough that a server sums one run while the next is on its way."""
+ALONE_BYTES_MIN = 64 << 10
+"""A slice of at least this size travels in a message of its own, without being copied together with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """One initialised key: what it is and where it lives."""
+
+    key: int | str
+    shape: tuple[int, ...]
+    dtype: DType
+    slices: tuple[Slice, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.slices[-1].stop
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One slice inside a run: elements `start` to `stop` of the `index`-th key of the plan, at byte `offset`."""
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunPlan:
+    """Slices of one server that travel together. Parallel arrays, one element per slice."""
+
+    server: int
+    ids: U32
+    counts: U32
+    dtypes: U8
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    """The size of the payload."""
+    positions: dict[int, int]
+    """Slice → its place in the arrays."""
+    key_of: npt.NDArray[np.intp]
+    """(n,) the index of the key of each slice."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """How a list of keys travels."""
+
+    keys: tuple[KeyInfo, ...]
+    runs: tuple[RunPlan, ...]
+
+
+def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
+    """The plan for a list of keys, in their order.
+
+    Small slices of one server are put into runs of at most `run_bytes_max` bytes; large ones travel alone.
+    """
+    runs: list[RunPlan] = []
+    open_runs: dict[int, list[tuple[int, Slice, DType]]] = {}
+    open_bytes: dict[int, int] = {}
+    for index, info in enumerate(keys):
+        for piece in info.slices:
+            nbytes = padded(piece.count * info.dtype.itemsize)
+            if nbytes >= ALONE_BYTES_MIN:
+                runs.append(_run(piece.server, [(index, piece, info.dtype)]))
+                continue
+            batch = open_runs.setdefault(piece.server, [])
+            if batch and (open_bytes[piece.server] + nbytes > run_bytes_max or len(batch) >= SLICES_PER_RUN_MAX):
+                runs.append(_run(piece.server, batch))
+                batch = open_runs[piece.server] = []
+                open_bytes[piece.server] = 0
+            batch.append((index, piece, info.dtype))
+            open_bytes[piece.server] = open_bytes.get(piece.server, 0) + nbytes
+    runs += [_run(server, batch) for server, batch in open_runs.items() if batch]
+    return Plan(tuple(keys), tuple(runs))
+
+
+def _run(server: int, batch: list[tuple[int, Slice, DType]]) -> RunPlan:
+    pieces = []
+    offset = 0
+    for index, piece, dtype in batch:
+        pieces.append(Piece(index, piece.start, piece.stop, offset))
+        offset += padded(piece.count * dtype.itemsize)
+    ids = [piece.number for _, piece, _ in batch]
+    return RunPlan(
+        server,
+        np.array(ids, np.uint32),
+        np.array([piece.count for _, piece, _ in batch], np.uint32),
+        np.array([dtype for _, _, dtype in batch], np.uint8),
+        tuple(pieces),
+        offset,
+        {number: i for i, number in enumerate(ids)},
+        np.array([index for index, _, _ in batch], np.intp),
+    )
+
+
+class Kind(enum.Enum):
+    """What a run does."""
+
+    INITIALISE = "init"
+    REPLACE = "replace"
+    PUSH = "push"
+    PULL = "pull"
+    PUSHPULL = "pushpull"
+
+    @property
+    def pushes(self) -> bool:
+        """Whether it carries a contribution."""
+        return self in (Kind.PUSH, Kind.PUSHPULL)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether values come back."""
+        return self in (Kind.PULL, Kind.PUSHPULL)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunData:
+    """What one run carries besides its plan.
+
+    payload: the contribution's bytes, laid out as the plan says; belongs to the worker until the run is counted.
+    sinks: for a pull, per slice the 1-D array that takes the value.
+    """
+
+    plan: RunPlan
+    payload: memoryview | None = None
+    sinks: Sequence[Bits] = ()
+    flags: U8 | None = None
+    settings: tuple[tuple[float, float, float], ...] = ()
+    setting_of: U8 | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Register:
+    """Join the cluster; completes with the worker's rank."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeclareKeys:
+    """Agree on keys with all workers; completes with a tuple of `KeyInfo`."""
+
+    request: int
+    store: int
+    mode: str
+    keys: tuple[int | str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[DType, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """Push, pull, both, or give first values; completes when the last slice is answered."""
+
+    request: int
+    kind: Kind
+    label: str
+    """What is moved, for people, such as ``push of key 'fc1'``."""
+    runs: Sequence[RunData]
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SetStoreOptimizer:
+    """Give the store its optimizer."""
+
+    request: int
+    store: int
+    description: dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EnterBarrier:
+    """Wait for all workers; with a time-out the wait fails then, naming who is missing."""
+
+    request: int
+    store: int
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leave:
+    """Say goodbye once everything that was pushed has arrived; a `failure` says so at once and ends the job."""
+
+    request: int
+    failure: str = ""
+
+
+Request = Register | DeclareKeys | Transfer | SetStoreOptimizer | EnterBarrier | Leave
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request that is not fulfilled yet."""
+
+    request: int
+    label: str
+    since: float
+    runs_left: int = 0
+    error: Exception | None = None
+    due: float = field(default=float("inf"))
+    """When it fails for lateness."""
+    asked: bool = False
+    """It is late, and the scheduler was asked who is missing."""

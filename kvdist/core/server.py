@@ -1,0 +1,448 @@
+"""The server: keeps its slices of every key, closes rounds, answers pushes and pulls. Pure; no socket, no clock.
+
+Walk of a push: `handle` → `_push` (check every slice against the table) → `Shard.offer` → when full `Shard.close` →
+`_answer` everybody who waited. Answers to one worker that arise from one message leave in one message, small arrays
+joined, large ones as views of the published buffer under a lease that ends when the worker has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.config import Limits
+from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Machine, Report, Send, Stop
+from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
+from kvdist.core.policy import POLICIES, Policy
+from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
+from kvdist.core.sharding import cut
+from kvdist.core.verdict import lost, scheduler_lost
+from kvdist.dtypes import DType
+from kvdist.errors import KvdistError, OptimizerMismatch, PushRefused
+from kvdist.kernels.interface import Kernels
+from kvdist.nodes import Member, Role
+from kvdist.optimizer.registry import from_description
+from kvdist.optimizer.updater import Updater
+from kvdist.protocol.layout import views
+from kvdist.protocol.messages import (
+    Abort,
+    Alive,
+    Arrays,
+    Assign,
+    Counted,
+    Done,
+    ErrorCode,
+    Failed,
+    Flag,
+    InitValues,
+    Message,
+    Outcome,
+    Pull,
+    Push,
+    Refused,
+    Rejected,
+    Roster,
+    SetOptimizer,
+    Stop as StopMessage,
+    U8,
+    U32,
+    Values,
+    Waiting,
+    Welcome,
+    padded,
+)
+
+JOIN_BYTES_MAX = 64 << 10
+"""Values up to this size are copied together into one frame; larger ones travel alone, without a copy."""
+
+
+@dataclass(slots=True)
+class Store:
+    """One namespace of keys: how its versions are made."""
+
+    policy: Policy
+    updater: Updater | None = None
+
+
+@dataclass(slots=True)
+class Answers:
+    """What one worker is to be told at the end of this message."""
+
+    counted: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(run, slice, version, outcome)"""
+    values: list[tuple[int, Shard, int]] = field(default_factory=list)
+    """(run, shard, outcome)"""
+    refused: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=dict)
+    """(error code, reason) → [(run, slice)]"""
+
+
+class Server(Machine):
+    """The pure machine of a server.
+
+    Args:
+        introduction: who this process is and where it listens.
+        limits: sizes and times.
+        kernels: who does the arithmetic.
+        now: the time.
+    """
+
+    def __init__(self, introduction: Introduction, limits: Limits, kernels: Kernels, now: float) -> None:
+        self.limits = limits
+        self.kernels = kernels
+        self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
+        self.epoch = 0
+        self.step = 0
+        self.steps: dict[Member, int] = {}
+        self.workers: dict[int, Member] = {}
+        """Rank → the live worker there."""
+        self.stores: dict[int, Store] = {}
+        self.shards: dict[int, Shard] = {}
+        self._store_of: dict[int, Store] = {}
+        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        """Slice → elements; -1 for a slice that is not kept here."""
+        self._dtypes: U8 = np.zeros(0, np.uint8)
+        self._answers: dict[Member, Answers] = {}
+        self._open: set[int] = set()
+        """Slices with an open round or waiting pulls."""
+        self._next_alive = NEVER
+        self._next_look = NEVER
+        self._scheduler_lost_at = NEVER
+        self._stopping = False
+
+    @property
+    def me(self) -> Member:  # type: ignore[override]  # read-only here: the joining decides
+        """Who this process is."""
+        return self.joining.me
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` should run next."""
+        return min(self.joining.deadline, self._next_alive, self._next_look, self._scheduler_lost_at)
+
+    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+        """React to a message of a worker or of the scheduler."""
+        match message:
+            case Push():
+                self._push(sender, message, now)
+            case Pull():
+                self._pull(sender, message, now)
+            case InitValues():
+                self._initialise(sender, message)
+            case _:
+                return self._control(message, now) if sender.node.role is Role.SCHEDULER else []
+        return self._flush()
+
+    def observe(self, event: Event, now: float) -> list[Effect]:
+        """React to a broken or mended connection; only the scheduler's matters, it judges the others."""
+        if isinstance(event, Disconnected):
+            if event.member == SCHEDULER_MEMBER and self.joining.complete and not self._stopping:
+                self._scheduler_lost_at = now + self.limits.reconnect_grace_s
+        elif getattr(event, "member", None) == SCHEDULER_MEMBER:
+            self._scheduler_lost_at = NEVER
+        return []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Heartbeat, hints to those who wait, deadlines."""
+        try:
+            effects = self.joining.tick(now)
+        except KvdistError as error:
+            return [Stop(error)]
+        if now >= self._scheduler_lost_at:
+            return [Stop(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))]
+        if now >= self._next_alive:
+            self._next_alive = now + self.limits.heartbeat_s
+            effects.append(Send(SCHEDULER_MEMBER, Alive()))
+        if now >= self._next_look:
+            self._next_look = now + self.limits.explain_after_s / 2
+            effects += self._hints(now)
+        return effects
+
+    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
+        """Values have arrived: the buffers they showed are free again."""
+        for token in tokens:
+            assert isinstance(token, Buffer) and token.leases > 0
+            token.leases -= 1
+        return []
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when this server waits for the cluster to form; its open rounds are explained by the workers."""
+        return None if self.joining.complete else self.joining.started_at
+
+    def explain(self, now: float) -> str | None:
+        """The oldest open round, and who is missing in it."""
+        waiting = self.joining.explain(now)
+        if waiting is not None:
+            return waiting
+        rounds = [self.shards[number] for number in self._open if self.shards[number].slots]
+        if not rounds:
+            return None
+        shard = min(rounds, key=lambda shard: (shard.open_since, shard.number))
+        missing = ", ".join(f"worker-{rank}" for rank in shard.policy.missing(shard.slots, self.workers.keys()))
+        return f"round {shard.version} of key {shard.key!r} has waited {now - shard.open_since:.1f} s for {missing}"
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        assert not self._answers, "answers leave with the message that caused them"
+        for number, shard in self.shards.items():
+            shard.validate(self.workers.keys())
+            waits = bool(shard.slots or shard.pulls)
+            assert not waits or number in self._open, "who waits is known"
+
+    # What the scheduler says.
+
+    def _control(self, message: Message, now: float) -> list[Effect]:
+        match message:
+            case Welcome():
+                self.joining.welcome(message, now)
+                self._next_alive = now + self.limits.heartbeat_s
+            case Rejected():
+                return [Stop(self.joining.refusal(message))]
+            case Roster():
+                return self._roster(message, now)
+            case Assign():
+                self._assign(message)
+                return [Send(SCHEDULER_MEMBER, Done(message.request))]
+            case SetOptimizer():
+                return [self._set_optimizer(message)]
+            case Abort():
+                return [Stop(lost(message))]
+            case StopMessage():
+                self._stopping = True
+                return [Stop()]
+            case _:
+                return [Report(f"ignored an unexpected {type(message).__name__} from the scheduler")]
+        return []
+
+    def _roster(self, message: Roster, now: float) -> list[Effect]:
+        peers = self.joining.roster(message)
+        self.workers = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
+        self.epoch += 1
+        self._next_look = now + self.limits.explain_after_s
+        # Whoever left cannot be waited for any more.
+        for number in sorted(self._open):
+            self._close_if_ready(self.shards[number], now)
+        return self._flush()
+
+    def _assign(self, message: Assign) -> None:
+        store = self.stores.setdefault(message.store, Store(POLICIES[message.mode]))
+        placement = message.placement
+        num_servers = self.joining.introduction.num_servers
+        for key, size, code, first, home in zip(
+            message.keys, message.sizes, message.dtypes, placement.first_slices, placement.homes, strict=True
+        ):
+            dtype = DType(code)
+            for piece in cut(size, dtype.itemsize, home, num_servers, first, placement.slice_bytes):
+                if piece.server == self.me.node.rank and piece.number not in self.shards:
+                    self.shards[piece.number] = Shard(key, piece.number, dtype, piece.count, store.policy)
+                    self._store_of[piece.number] = store
+        self._rebuild_table()
+
+    def _rebuild_table(self) -> None:
+        size = max(self.shards, default=-1) + 1
+        self._counts = np.full(size, -1, np.int64)
+        self._dtypes = np.zeros(size, np.uint8)
+        for number, shard in self.shards.items():
+            self._counts[number] = shard.count
+            self._dtypes[number] = shard.dtype
+
+    def _set_optimizer(self, message: SetOptimizer) -> Effect:
+        try:
+            optimizer = from_description(message.description)
+        except (ValueError, TypeError) as error:
+            return Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))
+        store = self.stores.setdefault(message.store, Store(POLICIES["sync"]))
+        store.updater = Updater(optimizer, self.kernels)
+        return Send(SCHEDULER_MEMBER, Done(message.request))
+
+    # What workers say.
+
+    def _initialise(self, sender: Member, message: InitValues) -> None:
+        arrays = views(message.arrays)
+        for i in self._checked(sender, message.runs, message.ids, message.arrays):
+            number = int(message.ids[i])
+            shard = self.shards[number]
+            shard.initialise(arrays[i])
+            self._to(sender).counted.append((int(message.runs[i]), number, shard.version, Outcome.INITIALISED))
+            self._close_if_ready(shard, 0.0)
+
+    def _push(self, sender: Member, message: Push, now: float) -> None:
+        arrays = views(message.arrays)
+        runs, ids, steps = message.runs.tolist(), message.ids.tolist(), message.steps.tolist()
+        versions, samples, flags = message.versions.tolist(), message.samples.tolist(), message.flags.tolist()
+        setting_of = message.setting_of.tolist()
+        for i in self._checked(sender, message.runs, message.ids, message.arrays, message.flags):
+            shard = self.shards[ids[i]]
+            contribution = Contribution(
+                sender,
+                runs[i],
+                steps[i],
+                versions[i],
+                samples[i],
+                flags[i],
+                message.settings[setting_of[i]],
+                arrays[i],
+                message.pull,
+            )
+            try:
+                verdict = shard.offer(contribution, now)
+            except PushRefused as error:
+                self._refuse(sender, runs[i], ids[i], ErrorCode.REFUSED, str(error))
+                continue
+            if verdict is Verdict.ACCEPTED:
+                self._open.add(ids[i])
+                self._close_if_ready(shard, now)
+            elif verdict is Verdict.ALREADY_COUNTED:
+                self._answer_contribution(shard, contribution)
+
+    def _pull(self, sender: Member, message: Pull, now: float) -> None:
+        steps, versions = message.steps.tolist(), message.versions.tolist()
+        runs, ids = message.runs.tolist(), message.ids.tolist()
+        for i in self._checked(sender, message.runs, message.ids):
+            shard = self.shards[ids[i]]
+            if not shard.pulls:
+                shard.open_since = shard.open_since if shard.slots else now
+            shard.pulls.append(PullRequest(sender, runs[i], steps[i], versions[i]))
+            self._answer_pulls(shard)
+            if shard.pulls:
+                self._open.add(ids[i])
+
+    def _checked(
+        self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
+    ) -> Iterable[int]:
+        """The positions whose slice is kept here and whose array has its shape; the others are refused."""
+        inside = ids < len(self._counts)
+        expected = np.where(inside, self._counts[np.where(inside, ids, 0)], -1) if len(self._counts) else inside - 1
+        good = expected >= 0
+        if arrays is not None:
+            fits = (arrays.counts == expected) & (arrays.dtypes == self._dtypes[np.where(inside, ids, 0)] if good.any() else good)
+            if flags is not None:
+                fits |= (flags & Flag.EMPTY).astype(bool)
+            good &= fits
+        if good.all():
+            return range(len(ids))
+        for i in np.flatnonzero(~good).tolist():
+            known = expected[i] >= 0
+            what = "has another size or dtype than was declared" if known else f"is not kept by {self.me}"
+            self._refuse(sender, int(runs[i]), int(ids[i]), ErrorCode.REFUSED, f"slice {int(ids[i])} {what}")
+        positions: list[int] = np.flatnonzero(good).tolist()
+        return positions
+
+    def _close_if_ready(self, shard: Shard, now: float) -> None:
+        while shard.is_ready(self.workers.keys()):
+            contributions = list(shard.slots.values())
+            try:
+                contributions = shard.close(self._store_of[shard.number].updater, self.kernels)
+            except (OptimizerMismatch, PushRefused) as error:
+                mismatch = isinstance(error, OptimizerMismatch)
+                code = ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED
+                for contribution in contributions:
+                    self._refuse(contribution.member, contribution.run, shard.number, code, str(error))
+            else:
+                for contribution in contributions:
+                    self._answer_contribution(shard, contribution)
+        self._answer_pulls(shard)
+        if not shard.slots and not shard.pulls:
+            self._open.discard(shard.number)
+
+    # What workers are told.
+
+    def _to(self, member: Member) -> Answers:
+        answers = self._answers.get(member)
+        if answers is None:
+            answers = self._answers[member] = Answers()
+        return answers
+
+    def _answer_contribution(self, shard: Shard, contribution: Contribution) -> None:
+        answers = self._to(contribution.member)
+        if contribution.pull:
+            answers.values.append((contribution.run, shard, Outcome.COUNTED))
+        else:
+            answers.counted.append((contribution.run, shard.number, shard.version, Outcome.COUNTED))
+
+    def _answer_pulls(self, shard: Shard) -> None:
+        for pull in shard.take_satisfied_pulls():
+            self._to(pull.member).values.append((pull.run, shard, Outcome.COUNTED))
+
+    def _refuse(self, member: Member, run: int, number: int, code: ErrorCode, reason: str) -> None:
+        self._to(member).refused.setdefault((code, reason), []).append((run, number))
+
+    def _flush(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for member, answers in self._answers.items():
+            if self.workers and self.workers.get(member.node.rank) != member:
+                continue  # It left, or was replaced, while others were still in the round.
+            effects += _value_messages(member, answers.values, self.limits.slice_bytes)
+            if answers.counted:
+                runs, ids, versions, outcomes = zip(*answers.counted, strict=True)
+                effects.append(Send(member, Counted(_u32(runs), _u32(ids), _u32(versions), _u8(outcomes))))
+            for (code, reason), slices in answers.refused.items():
+                runs, ids = zip(*slices, strict=True)
+                effects.append(Send(member, Refused(_u32(runs), _u32(ids), code, reason)))
+        self._answers = {}
+        return effects
+
+    def _hints(self, now: float) -> list[Effect]:
+        """Tell those who have waited long in which round, and for whom."""
+        hints: dict[Member, Waiting] = {}
+        for number in sorted(self._open):
+            shard = self.shards[number]
+            if now - shard.open_since < self.limits.explain_after_s:
+                continue
+            missing = shard.policy.missing(shard.slots, self.workers.keys()) if shard.slots else ()
+            subject = f"round {shard.version} of key {shard.key!r}"
+            if shard.published is None:
+                subject, missing = f"the first value of key {shard.key!r}", (0,)
+            waiters = [c.member for c in shard.slots.values()] + [pull.member for pull in shard.pulls]
+            for member in waiters:
+                hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
+        return [Send(member, hint) for member, hint in hints.items()]
+
+
+def _value_messages(member: Member, values: list[tuple[int, Shard, int]], slice_bytes: int) -> list[Effect]:
+    effects: list[Effect] = []
+    batch: list[tuple[int, Shard, int]] = []
+    batch_bytes = 0
+    for item in values:
+        buffer = item[1].published
+        assert buffer is not None
+        nbytes = buffer.array.nbytes
+        if nbytes > JOIN_BYTES_MAX:
+            buffer.leases += 1
+            effects.append(Send(member, _values_message([item], buffer.payload), buffer))
+            continue
+        if batch and batch_bytes + nbytes > slice_bytes:
+            effects.append(Send(member, _joined(batch)))
+            batch, batch_bytes = [], 0
+        batch.append(item)
+        batch_bytes += padded(nbytes)
+    if batch:
+        effects.append(Send(member, _joined(batch)))
+    return effects
+
+
+def _joined(batch: list[tuple[int, Shard, int]]) -> Values:
+    """One message with copies of small values: one pass over bytes that are few."""
+    return _values_message(batch, b"".join([shard.published.payload for _, shard, _ in batch if shard.published]))
+
+
+def _values_message(batch: list[tuple[int, Shard, int]], payload: bytes | memoryview) -> Values:
+    shards = [shard for _, shard, _ in batch]
+    return Values(
+        _u32([run for run, _, _ in batch]),
+        _u32([shard.number for shard in shards]),
+        _u32([shard.version for shard in shards]),
+        _u8([outcome for _, _, outcome in batch]),
+        Arrays(_u8([shard.dtype for shard in shards]), _u32([shard.count for shard in shards]), payload),
+    )
+
+
+def _u32(numbers: Sequence[int]) -> U32:
+    return np.array(numbers, np.uint32)
+
+
+def _u8(numbers: Sequence[int]) -> U8:
+    return np.array(numbers, np.uint8)

@@ -1,0 +1,243 @@
+"""One slice of one key on its server: its versions, who has contributed to the next one, who waits for it.
+
+Rules that hold here:
+
+* A round is a set keyed by worker, never a count of messages: the first contribution of a worker wins.
+* What has been handed out never changes. A new version is written into another buffer than the published one, and
+  never into one that somebody still reads (a *lease*).
+* Contributions are summed in rank order, so that two runs give the same bits.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.core.policy import Policy
+from kvdist.dtypes import DType
+from kvdist.errors import OptimizerMismatch, PushRefused
+from kvdist.kernels.interface import Kernels
+from kvdist.nodes import Member, worker
+from kvdist.optimizer.updater import Updater
+from kvdist.protocol.messages import Flag, padded
+
+Bits = npt.NDArray[np.generic]
+"""A 1-D array of `DType.storage` elements."""
+
+
+@dataclass(slots=True)
+class Contribution:
+    """What one worker adds to the next version of a slice."""
+
+    member: Member
+    run: int
+    step: int
+    version: int
+    samples: int
+    flags: int
+    setting: tuple[float, float, float]
+    values: Bits
+    pull: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it only counts."""
+        return bool(self.flags & Flag.EMPTY)
+
+
+@dataclass(slots=True)
+class PullRequest:
+    """A worker that waits for the slice to reach a state."""
+
+    member: Member
+    run: int
+    step: int
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Memory for one version. While `leases` is not 0 somebody still reads it.
+
+    payload: the bytes of `array` and the padding behind it, ready to be sent.
+    """
+
+    array: Bits
+    payload: memoryview
+    leases: int = 0
+
+    @classmethod
+    def of(cls, count: int, dtype: DType) -> Buffer:
+        """A new one for `count` elements, not initialised but for the padding."""
+        nbytes = count * dtype.itemsize
+        memory = np.empty(padded(nbytes), np.uint8)
+        memory[nbytes:] = 0
+        return cls(memory[:nbytes].view(dtype.storage), memoryview(memory))
+
+
+class Verdict(enum.Enum):
+    """What `Shard.offer` did."""
+
+    ACCEPTED = enum.auto()
+    ALREADY_COUNTED = enum.auto()
+    REPEATED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Shard:
+    """The state of one slice."""
+
+    key: int | str
+    number: int
+    dtype: DType
+    count: int
+    policy: Policy
+    version: int = 0
+    """How many rounds have been closed."""
+    published: Buffer | None = None
+    """The present value; None before the first one has arrived."""
+    spare: list[Buffer] = field(default_factory=list)
+    slots: dict[int, Contribution] = field(default_factory=dict)
+    """Worker rank → its contribution to the open round."""
+    counted: dict[int, int] = field(default_factory=dict)
+    """Worker rank → how many of its pushes are in the value, or were refused for good."""
+    pulls: list[PullRequest] = field(default_factory=list)
+    open_since: float = 0.0
+
+    def initialise(self, values: Bits) -> bool:
+        """Take the first value; one copy. False if there is one already, which then stays."""
+        if self.published is not None:
+            return False
+        self.published = Buffer.of(self.count, self.dtype)
+        self.published.array[...] = values
+        return True
+
+    def offer(self, contribution: Contribution, now: float) -> Verdict:
+        """Put a contribution into its slot.
+
+        Raises:
+            PushRefused: the worker's push counter does not fit, which only a broken peer can cause.
+        """
+        rank = contribution.member.node.rank
+        expected = self.counted.get(rank, 0)
+        if contribution.step < expected:
+            return Verdict.ALREADY_COUNTED
+        if contribution.step > expected:
+            raise PushRefused(
+                f"{contribution.member} sent its push {contribution.step} of key {self.key!r},"
+                f" but only {expected} of its pushes have been counted"
+            )
+        if rank in self.slots:
+            return Verdict.REPEATED
+        if not self.slots:
+            self.open_since = now
+        self.slots[rank] = contribution
+        return Verdict.ACCEPTED
+
+    def is_ready(self, members: Set[int]) -> bool:
+        """Whether the open round can be closed while the workers `members` are alive."""
+        return self.published is not None and bool(self.slots) and self.policy.is_full(self.slots, members)
+
+    def close(self, updater: Updater | None, kernels: Kernels) -> list[Contribution]:
+        """Make the next version out of the open round and return what went into it, in rank order.
+
+        Passes over the slice, W contributions: without an optimizer W reads and one write; with one as many more as
+        its rule says. The published buffer is read, never written.
+
+        Raises:
+            OptimizerMismatch, PushRefused: the round cannot be applied. It is closed all the same, with the value as it
+                was, so that the workers' counters go on; the caller tells them.
+        """
+        contributions = [self.slots[rank] for rank in sorted(self.slots)]
+        self.slots = {}
+        self.version += 1
+        for contribution in contributions:
+            self.counted[contribution.member.node.rank] = contribution.step + 1
+        present = [contribution for contribution in contributions if not contribution.is_empty]
+        if present:
+            self._apply(present, len(contributions), updater, kernels)
+        return contributions
+
+    def take_satisfied_pulls(self) -> list[PullRequest]:
+        """The pulls that the present state answers; they are removed."""
+        if not self.pulls or self.published is None:
+            return []
+        ready = [pull for pull in self.pulls if self._satisfies(pull)]
+        if ready:
+            self.pulls = [pull for pull in self.pulls if not self._satisfies(pull)]
+        return ready
+
+    def validate(self, members: Set[int]) -> None:
+        """Check every invariant."""
+        assert self.published is None or self.published not in self.spare, "the published buffer is not spare"
+        assert not self.is_ready(members), "a full round is closed at once"
+        assert not any(self._satisfies(pull) for pull in self.pulls), "a pull that can be answered is answered"
+        for rank, contribution in self.slots.items():
+            assert contribution.member.node == worker(rank), "a slot holds its own worker's contribution"
+            assert contribution.step == self.counted.get(rank, 0), "a slot holds the worker's next push"
+
+    def _satisfies(self, pull: PullRequest) -> bool:
+        return (
+            self.published is not None
+            and self.counted.get(pull.member.node.rank, 0) >= pull.step
+            and self.version >= pull.version
+        )
+
+    def _apply(self, present: Sequence[Contribution], total: int, updater: Updater | None, kernels: Kernels) -> None:
+        assert self.published is not None
+        if self.policy.needs_optimizer and updater is None:
+            raise PushRefused(
+                f"key {self.key!r}: a dist_async store has no rounds to sum, so it needs an optimizer:"
+                " call set_optimizer before the first push"
+            )
+        lr, wd = _agreed_settings(self.key, present)
+        target = self._target()
+        scales = [_scale(contribution, total, updater) for contribution in present]
+        values = [contribution.values for contribution in present]
+        try:
+            if updater is None:
+                kernels.weighted_sum(values, scales, self.dtype, target.array)
+            else:
+                updater.update(self.number, self.published.array, values, scales, self.dtype, target.array, lr, wd)
+        except (TypeError, ValueError) as error:
+            self.spare.append(target)
+            raise PushRefused(f"key {self.key!r}: {error}") from error
+        self.spare.append(self.published)
+        self.published = target
+
+    def _target(self) -> Buffer:
+        """A buffer that nobody reads. There are at most two more than there are readers that lag behind."""
+        for i, buffer in enumerate(self.spare):
+            if buffer.leases == 0:
+                return self.spare.pop(i)
+        return Buffer.of(self.count, self.dtype)
+
+
+def _scale(contribution: Contribution, total: int, updater: Updater | None) -> float:
+    rescale = contribution.setting[2]
+    if math.isnan(rescale):
+        rescale = 1.0 if updater is None else updater.optimizer.rescale_grad
+    return rescale / total if contribution.flags & Flag.AVERAGE else rescale
+
+
+def _agreed_settings(key: int | str, present: Sequence[Contribution]) -> tuple[float | None, float | None]:
+    """The learning rate and weight decay of a round; None where the server's optimizer decides."""
+    first = present[0]
+    for other in present[1:]:
+        if other.setting[:2] != first.setting[:2] and not _same(other.setting, first.setting):
+            said = "; ".join(f"{c.member} says lr {c.setting[0]:g}, wd {c.setting[1]:g}" for c in present)
+            raise OptimizerMismatch(
+                f"workers disagree on the learning rate or weight decay of key {key!r} in one round: {said}."
+                " Change them on every worker at the same step"
+            )
+    lr, wd, _ = first.setting
+    return None if math.isnan(lr) else lr, None if math.isnan(wd) else wd
+
+
+def _same(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a[:2], b[:2], strict=True))

@@ -1,0 +1,83 @@
+"""What a worker knows of each slice: how often it has pushed it, which version it has seen, what waits in line.
+
+A slice has at most one push of this worker under way; the next one stands in line until the first is counted. Runs
+take their places in the lines of all their slices at once, in the order of the user's calls, so a run can only wait
+for older ones and two runs never wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.core.outbox import Run
+from kvdist.protocol.messages import U32
+
+
+class SliceTable:
+    """One row per slice number, growing as keys are placed."""
+
+    def __init__(self) -> None:
+        self.pushed: U32 = np.zeros(0, np.uint32)
+        """Pushes submitted by the user's thread so far."""
+        self.versions: U32 = np.zeros(0, np.uint32)
+        """The newest version seen."""
+        self._busy: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._lines: dict[int, deque[Run]] = {}
+
+    def grow(self, size: int) -> None:
+        """Have rows for slices 0 to `size - 1`."""
+        more = size - len(self.pushed)
+        if more > 0:
+            self.pushed = np.concatenate([self.pushed, np.zeros(more, np.uint32)])
+            self.versions = np.concatenate([self.versions, np.zeros(more, np.uint32)])
+            self._busy = np.concatenate([self._busy, np.zeros(more, np.bool_)])
+
+    def enter(self, run: Run) -> bool:
+        """Give a pushing run its step numbers and its places in line; True if it may leave at once."""
+        ids = run.data.plan.ids
+        run.steps = self.pushed[ids]
+        self.pushed[ids] += 1
+        busy = self._busy[ids]
+        if busy.any():
+            for number in ids[busy].tolist():
+                self._lines.setdefault(number, deque()).append(run)
+                run.blockers += 1
+        self._busy[ids] = True
+        return run.blockers == 0
+
+    def counted(self, ids: U32) -> list[Run]:
+        """These pushes are counted; returns the runs that may leave now."""
+        self._busy[ids] = False
+        if not self._lines:
+            return []
+        freed = []
+        for number in ids.tolist():
+            line = self._lines.get(number)
+            if line is None:
+                continue
+            self._busy[number] = True
+            run = line.popleft()
+            if not line:
+                del self._lines[number]
+            run.blockers -= 1
+            if run.blockers == 0:
+                freed.append(run)
+        return freed
+
+    def saw(self, ids: U32, versions: U32) -> None:
+        """These versions have been seen."""
+        self.versions[ids] = np.maximum(self.versions[ids], versions)
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether any run waits for a push of its own worker."""
+        return bool(self._lines)
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        for number, line in self._lines.items():
+            assert line and self._busy[number], "a line stands only before a busy slice"
+            assert all(run.blockers > 0 for run in line), "who stands in line is blocked"

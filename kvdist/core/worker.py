@@ -1,0 +1,505 @@
+"""The worker: turns the user's calls into messages to the scheduler and the servers, and their answers into results.
+
+Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (steps and places in line) → `Outbox` →
+`settle` (as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays → `Complete`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvdist.config import Limits
+from kvdist.core.effects import (
+    NEVER,
+    Complete,
+    Connect,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    Fail,
+    Machine,
+    Send,
+    Stop,
+)
+from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
+from kvdist.core.outbox import Credit, Outbox, Run
+from kvdist.core.requests import (
+    DeclareKeys,
+    EnterBarrier,
+    KeyInfo,
+    Kind,
+    Leave,
+    Pending,
+    Register,
+    Request,
+    SetStoreOptimizer,
+    Transfer,
+)
+from kvdist.core.sharding import cut
+from kvdist.core.slices import SliceTable
+from kvdist.core.verdict import lost, scheduler_lost
+from kvdist.errors import (
+    BarrierTimeout,
+    ConfigError,
+    InitMismatch,
+    KvdistError,
+    OptimizerMismatch,
+    PeerLostError,
+    PushRefused,
+    StoreClosed,
+)
+from kvdist.nodes import Member, Role
+from kvdist.protocol.layout import views
+from kvdist.protocol.messages import (
+    U32,
+    Abort,
+    Alive,
+    Barrier,
+    Configure,
+    Counted,
+    Declare,
+    Done,
+    ErrorCode,
+    Failed,
+    Goodbye,
+    Message,
+    Peer,
+    Placed,
+    Refused,
+    Rejected,
+    Roster,
+    Values,
+    Waiting,
+    Welcome,
+)
+
+VERDICT_WAIT_S = 2.0
+"""How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""
+
+ERRORS: dict[int, type[KvdistError]] = {
+    ErrorCode.INTERNAL: KvdistError,
+    ErrorCode.INIT_MISMATCH: InitMismatch,
+    ErrorCode.OPTIMIZER_MISMATCH: OptimizerMismatch,
+    ErrorCode.REFUSED: PushRefused,
+    ErrorCode.CONFIG: ConfigError,
+}
+
+
+class Worker(Machine):
+    """The pure machine of a worker.
+
+    Args:
+        introduction: who this process is.
+        limits: sizes and times.
+        now: the time.
+    """
+
+    def __init__(self, introduction: Introduction, limits: Limits, now: float) -> None:
+        self.limits = limits
+        self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
+        self.epoch = 0
+        self.step = 0
+        self.steps: dict[Member, int] = {}
+        self.servers: dict[int, Member] = {}
+        self.peers: tuple[Peer, ...] = ()
+        self.slices = SliceTable()
+        self.outboxes: dict[int, Outbox] = {}
+        self.failure: Exception | None = None
+        """Why every request fails from now on."""
+        self._pending: dict[int, Pending] = {}
+        self._declared: dict[int, DeclareKeys] = {}
+        self._runs: dict[int, Run] = {}
+        self._next_run = 0
+        self._barriers_passed: dict[int, int] = {}
+        self._barrier_of: dict[int, tuple[int, int]] = {}
+        """Request → (store, counter)"""
+        self._registering: list[int] = []
+        self._leaving: Leave | None = None
+        self._goodbye_said = False
+        self._flying_messages = 0
+        self._hint: Waiting | None = None
+        self._lost_links: dict[Member, tuple[float, str]] = {}
+        """Member → when the broken connection counts as lost, and why it broke."""
+        self._next_alive = NEVER
+
+    @property
+    def me(self) -> Member:  # type: ignore[override]  # read-only here: the joining decides
+        """Who this process is."""
+        return self.joining.me
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` should run next."""
+        if self.failure is not None:
+            return NEVER
+        requests = min((pending.due for pending in self._pending.values()), default=NEVER)
+        links = min((due for due, _ in self._lost_links.values()), default=NEVER)
+        return min(self.joining.deadline, self._next_alive, requests, links)
+
+    def submit(self, requests: Sequence[Request], now: float) -> list[Effect]:
+        """Take calls of the user's thread, in order. Small transfers among them leave joined."""
+        effects: list[Effect] = []
+        for request in requests:
+            if self.failure is not None and not isinstance(request, Leave):
+                effects.append(Fail(request.request, self.failure))
+            elif self._leaving is not None:
+                effects.append(Fail(request.request, StoreClosed("this worker has left the cluster")))
+            else:
+                effects += self._accept(request, now)
+        return effects + self._settle()
+
+    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+        """React to a message of the scheduler or of a server."""
+        match message:
+            case Values():
+                effects = self._values(message)
+            case Counted():
+                effects = self._counted(message.runs, message.ids, message.versions)
+            case Refused():
+                effects = self._refused(message, sender)
+            case Waiting():
+                effects = self._hinted(message, now)
+            case _ if sender.node.role is Role.SCHEDULER:
+                effects = self._control(message, now)
+            case _:
+                effects = []
+        return effects + self._settle()
+
+    def observe(self, event: Event, now: float) -> list[Effect]:
+        """React to a broken or mended connection."""
+        match event:
+            case Disconnected(member, reason) if self.joining.complete and not self._goodbye_said:
+                grace = self.limits.reconnect_grace_s
+                patience = grace if member == SCHEDULER_MEMBER else grace + VERDICT_WAIT_S
+                self._lost_links[member] = (now + patience, reason)
+            case Connected(member):
+                self._lost_links.pop(member, None)
+            case _:
+                pass
+        return []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Hello, heartbeat, deadlines."""
+        try:
+            effects = self.joining.tick(now)
+        except KvdistError as error:
+            return self._fail_all(error)
+        for member, (due, reason) in list(self._lost_links.items()):
+            if now >= due:
+                return self._lost_link(member, reason)
+        if now >= self._next_alive:
+            self._next_alive = now + self.limits.heartbeat_s
+            effects.append(Send(SCHEDULER_MEMBER, Alive()))
+        for pending in [pending for pending in self._pending.values() if now >= pending.due]:
+            effects += self._late(pending, now)
+        return effects
+
+    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
+        """Messages have arrived: their bytes are back in the window."""
+        for token in tokens:
+            assert isinstance(token, Credit)
+            self.outboxes[token.server].release(token)
+            self._flying_messages -= 1
+        return self._settle()
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when the oldest request waits."""
+        return min((pending.since for pending in self._pending.values()), default=None)
+
+    def explain(self, now: float) -> str | None:
+        """The oldest request, and what it waits for."""
+        joining = self.joining.explain(now)
+        if joining is not None:
+            hint = f": {self._hint.subject}" if self._hint else ""
+            return joining + hint
+        if not self._pending:
+            return None
+        oldest = min(self._pending.values(), key=lambda pending: pending.since)
+        text = f"{self.me}: {oldest.label} has waited {now - oldest.since:.1f} s"
+        if self._hint is not None:
+            names = ", ".join(self._named(rank) for rank in self._hint.ranks)
+            return f"{text}; {self._hint.subject} lacks {names or 'an answer'}"
+        servers = {run.data.plan.server for run in self._runs.values() if run.request == oldest.request}
+        awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in sorted(servers))
+        return f"{text} for {awaited or 'the scheduler'}"
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        self.slices.validate()
+        for run in self._runs.values():
+            assert run.request in self._pending, "a run belongs to a request"
+            assert 0 < run.left <= len(run.data.plan.ids)
+        for outbox in self.outboxes.values():
+            assert outbox.flying_bytes >= 0
+
+    # Calls of the user.
+
+    def _accept(self, request: Request, now: float) -> list[Effect]:
+        match request:
+            case Register():
+                self._open(request.request, "joining the cluster", now)
+                self._registering.append(request.request)
+                return self._registered() if self.joining.complete else []
+            case DeclareKeys():
+                self._open(request.request, f"init of {_keys(request.keys)}", now)
+                self._declared[request.request] = request
+                dtypes = tuple(int(dtype) for dtype in request.dtypes)
+                declare = Declare(request.request, request.store, request.mode, request.keys, request.shapes, dtypes)
+                return [Send(SCHEDULER_MEMBER, declare)]
+            case Transfer():
+                return self._transfer(request, now)
+            case SetStoreOptimizer():
+                self._open(request.request, "set_optimizer", now)
+                return [Send(SCHEDULER_MEMBER, Configure(request.request, request.store, request.description))]
+            case EnterBarrier():
+                pending = self._open(request.request, "barrier", now)
+                pending.due = NEVER if request.timeout_s is None else now + request.timeout_s
+                counter = self._barriers_passed.get(request.store, 0)
+                self._barrier_of[request.request] = (request.store, counter)
+                return [Send(SCHEDULER_MEMBER, Barrier(request.request, request.store, counter))]
+            case Leave():
+                return self._leave(request, now)
+
+    def _open(self, request: int, label: str, now: float) -> Pending:
+        pending = self._pending[request] = Pending(request, label, now)
+        self._hint = None if len(self._pending) == 1 else self._hint
+        return pending
+
+    def _transfer(self, request: Transfer, now: float) -> list[Effect]:
+        pending = self._open(request.request, request.label, now)
+        pending.runs_left = len(request.runs)
+        if not request.runs:
+            return [self._close(pending)]
+        for data in request.runs:
+            ids = data.plan.ids
+            self._next_run = (self._next_run + 1) & 0xFFFFFFFF
+            run = Run(
+                self._next_run,
+                request.request,
+                request.kind,
+                data,
+                self.slices.pushed[ids],
+                self.slices.versions[ids],
+                len(ids),
+                priority=request.priority,
+            )
+            self._runs[run.number] = run
+            if not request.kind.pushes or self.slices.enter(run):
+                self.outboxes[data.plan.server].add(run)
+        if request.kind.pushes:
+            self.step = max(self.step, int(self.slices.pushed[request.runs[0].plan.ids[0]]))
+        return []
+
+    def _leave(self, request: Leave, now: float) -> list[Effect]:
+        self._leaving = request
+        pending = self._open(request.request, "leaving the cluster", now)
+        pending.due = NEVER if not request.failure else now + self.limits.farewell_s
+        if self.failure is not None or not self.joining.complete:
+            return [self._close(pending), Stop()]
+        return []
+
+    def _settle(self) -> list[Effect]:
+        """Let everything leave that may."""
+        effects: list[Effect] = []
+        for outbox in self.outboxes.values():
+            while (taken := outbox.take()) is not None:
+                message, credit = taken
+                self._flying_messages += 1
+                effects.append(Send(self.servers[outbox.server], message, credit))
+        leaving = self._leaving
+        if leaving is not None and not self._goodbye_said and self.failure is None:
+            arrived = self._flying_messages == 0 and not self.slices.has_lines
+            if leaving.failure or (arrived and all(outbox.is_empty for outbox in self.outboxes.values())):
+                self._goodbye_said = True
+                effects.append(Send(SCHEDULER_MEMBER, Goodbye(leaving.request, leaving.failure)))
+        return effects
+
+    # Answers of the scheduler.
+
+    def _control(self, message: Message, now: float) -> list[Effect]:
+        match message:
+            case Welcome():
+                self.joining.welcome(message, now)
+                self._next_alive = now + self.limits.heartbeat_s
+            case Rejected():
+                return self._fail_all(self.joining.refusal(message))
+            case Roster():
+                return self._roster(message)
+            case Placed():
+                return self._placed(message)
+            case Done():
+                return self._done(message.request)
+            case Failed():
+                pending = self._pending.get(message.request)
+                if pending is not None:
+                    pending.error = ERRORS.get(message.code, KvdistError)(message.reason)
+                    return [self._close(pending)]
+            case Abort():
+                return self._fail_all(lost(message))
+            case _:
+                pass
+        return []
+
+    def _roster(self, message: Roster) -> list[Effect]:
+        self.peers = self.joining.roster(message)
+        self.epoch += 1
+        effects: list[Effect] = []
+        for peer in self.peers:
+            rank = peer.member.node.rank
+            if peer.member.node.role is Role.SERVER and rank not in self.servers:
+                self.servers[rank] = peer.member
+                self.outboxes[rank] = Outbox(rank, self.limits.window_bytes, self.limits.slice_bytes)
+                effects.append(Connect(peer.member, peer.endpoint))
+        return effects + self._registered()
+
+    def _registered(self) -> list[Effect]:
+        requests, self._registering = self._registering, []
+        return [self._close(self._pending[request], self.me.node.rank) for request in requests]
+
+    def _placed(self, message: Placed) -> list[Effect]:
+        declared = self._declared.pop(message.request, None)
+        if declared is None:
+            return []
+        placement = message.placement
+        infos = []
+        for key, shape, dtype, first, home in zip(
+            declared.keys, declared.shapes, declared.dtypes, placement.first_slices, placement.homes, strict=True
+        ):
+            size = int(np.prod(shape, dtype=object)) if shape else 1
+            slices = cut(size, dtype.itemsize, home, len(self.servers), first, placement.slice_bytes)
+            self.slices.grow(slices[-1].number + 1)
+            infos.append(KeyInfo(key, shape, dtype, tuple(slices)))
+        return [self._close(self._pending[message.request], tuple(infos))]
+
+    def _done(self, request: int) -> list[Effect]:
+        pending = self._pending.get(request)
+        if pending is None:
+            return []
+        barrier = self._barrier_of.pop(request, None)
+        if barrier is not None:
+            store, counter = barrier
+            self._barriers_passed[store] = max(self._barriers_passed.get(store, 0), counter + 1)
+        if self._leaving is not None and request == self._leaving.request:
+            return [self._close(pending), *self._fail_rest(StoreClosed("the store was closed meanwhile")), Stop()]
+        return [self._close(pending)]
+
+    # Answers of servers.
+
+    def _values(self, message: Values) -> list[Effect]:
+        arrays = views(message.arrays)
+        for run, begin, end in self._segments(message.runs):
+            sinks, positions = run.data.sinks, run.data.plan.positions
+            for number, array in zip(message.ids[begin:end].tolist(), arrays[begin:end], strict=True):
+                # The one copy of a pulled value on this side: from the transport's memory into the user's.
+                sinks[positions[number]][...] = array
+        return self._counted(message.runs, message.ids, message.versions)
+
+    def _counted(self, runs: U32, ids: U32, versions: U32) -> list[Effect]:
+        self.slices.saw(ids, versions)
+        return self._answered(runs, ids)
+
+    def _refused(self, message: Refused, sender: Member) -> list[Effect]:
+        error = ERRORS.get(message.code, KvdistError)(f"{sender} refused: {message.reason}")
+        for run, _, _ in self._segments(message.runs):
+            self._pending[run.request].error = error
+        return self._answered(message.runs, message.ids)
+
+    def _answered(self, runs: U32, ids: U32) -> list[Effect]:
+        """These slices of these runs have their answer."""
+        effects: list[Effect] = []
+        for run, begin, end in self._segments(runs):
+            if run.kind.pushes:
+                for freed in self.slices.counted(ids[begin:end]):
+                    self.outboxes[freed.data.plan.server].add(freed)
+            run.left -= end - begin
+            if run.left == 0:
+                del self._runs[run.number]
+                pending = self._pending[run.request]
+                pending.runs_left -= 1
+                if pending.runs_left == 0:
+                    effects.append(self._close(pending))
+        return effects
+
+    def _segments(self, runs: U32) -> Iterator[tuple[Run, int, int]]:
+        """The stretches of an answer that belong to one run that still waits: (run, begin, end)."""
+        ends = np.append(np.flatnonzero(runs[1:] != runs[:-1]) + 1, len(runs)).tolist()
+        begin = 0
+        for end in ends:
+            run = self._runs.get(int(runs[begin]))
+            if run is not None:
+                yield run, begin, end
+            begin = end
+
+    # Ends.
+
+    def _close(self, pending: Pending, result: object = None) -> Effect:
+        self._pending.pop(pending.request, None)
+        self._hint = None
+        if pending.error is not None:
+            return Fail(pending.request, pending.error)
+        return Complete(pending.request, result)
+
+    def _fail_rest(self, error: Exception) -> list[Effect]:
+        self._runs.clear()
+        effects: list[Effect] = [Fail(request, error) for request in self._pending]
+        self._pending.clear()
+        return effects
+
+    def _fail_all(self, error: Exception) -> list[Effect]:
+        """Nothing can go on: fail what waits now and what will be asked later."""
+        if self.failure is not None:
+            return []
+        self.failure = error
+        self._lost_links.clear()
+        for rank in self.outboxes:
+            self.outboxes[rank] = Outbox(rank, self.limits.window_bytes, self.limits.slice_bytes)
+        return [*self._fail_rest(error), Stop(error)]
+
+    def _lost_link(self, member: Member, reason: str) -> list[Effect]:
+        if member == SCHEDULER_MEMBER:
+            return self._fail_all(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))
+        cause = f"its connection to {self.me} broke ({reason}) and did not come back, though the scheduler still sees it"
+        host = self._host(member)
+        error = PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
+        return [Send(SCHEDULER_MEMBER, Goodbye(0, f"lost its connection to {member} ({reason})")), *self._fail_all(error)]
+
+    def _late(self, pending: Pending, now: float) -> list[Effect]:
+        """A deadline has passed: of a goodbye, or of a barrier, which first asks once more who is missing."""
+        barrier = self._barrier_of.get(pending.request)
+        if barrier is None:
+            return [self._close(pending), Stop()]
+        if not pending.asked:
+            pending.asked = True
+            pending.due = now + 1.0
+            return [Send(SCHEDULER_MEMBER, Barrier(pending.request, *barrier))]
+        return [self._barrier_timed_out(pending, (), now)]
+
+    def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
+        self._hint = hint
+        asked = [pending for pending in self._pending.values() if pending.asked]
+        return [self._barrier_timed_out(pending, hint.ranks, now) for pending in asked]
+
+    def _barrier_timed_out(self, pending: Pending, missing: tuple[int, ...], now: float) -> Effect:
+        _, counter = self._barrier_of.pop(pending.request)
+        names = ", ".join(self._named(rank) for rank in missing) or "every worker"
+        waited = now - pending.since
+        pending.error = BarrierTimeout(f"barrier {counter} was not reached by {names} within {waited:.1f} s", missing)
+        return self._close(pending)
+
+    def _host(self, member: Member) -> str:
+        return next((peer.host for peer in self.peers if peer.member == member), "unknown host")
+
+    def _named(self, rank: int) -> str:
+        for peer in self.peers:
+            if peer.member.node.role is Role.WORKER and peer.member.node.rank == rank:
+                return f"worker-{rank} ({peer.host})"
+        return f"worker-{rank}"
+
+
+def _keys(keys: Sequence[int | str]) -> str:
+    shown = ", ".join(repr(key) for key in keys[:3])
+    return f"key {shown}" if len(keys) == 1 else f"{len(keys)} keys ({shown}{', …' if len(keys) > 3 else ''})"

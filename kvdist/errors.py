@@ -1,0 +1,80 @@
+"""Every exception that kvdist raises, in one tree.
+
+Two kinds of wrong are kept apart. What the caller did wrong raises at the call and derives from the
+built-in that a Python user would expect (`ValueError`, `TypeError`, `KeyError`). What a peer or the
+network did wrong fails the request that waited for it and names the peer. Nothing else is raised on purpose.
+"""
+
+
+class KvdistError(Exception):
+    """The root: `except KvdistError` catches whatever kvdist raises on purpose."""
+
+
+class ConfigError(KvdistError, ValueError):
+    """The cluster described by the environment or the arguments is impossible or incomplete."""
+
+
+class KeyNotInitialised(KvdistError, KeyError):
+    """A key was pushed or pulled before `init` or `broadcast` had given it a value."""
+
+    def __str__(self) -> str:
+        # KeyError prints the repr of its argument, which turns a sentence into a quoted string.
+        return str(self.args[0]) if self.args else "key not initialised"
+
+
+class InitMismatch(KvdistError, ValueError):
+    """Workers declared one key with different shapes, dtypes or store types."""
+
+
+class OptimizerMismatch(KvdistError, ValueError):
+    """Workers disagree on the optimizer of a store, or on the learning rate of one round."""
+
+
+class PushRefused(KvdistError, ValueError):
+    """A server refused a contribution; the message names the key and the reason."""
+
+
+class StoreClosed(KvdistError, RuntimeError):
+    """The store was used after `close()`."""
+
+
+class ForkError(KvdistError, RuntimeError):
+    """The store was used in a forked child; sockets and threads do not survive a fork."""
+
+
+class DeadlineExceeded(KvdistError, TimeoutError):
+    """A wait ran past its deadline; the message says what was awaited, from whom, since when."""
+
+
+class BarrierTimeout(DeadlineExceeded):
+    """A barrier ran past the time-out given to it; `missing` holds the worker ranks that had not arrived."""
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class PeerLostError(KvdistError, ConnectionError):
+    """A process of the cluster is gone. The message is one sentence with its name, host, cause and step.
+
+    Attributes:
+        node: the name of the lost process, such as ``worker-3`` ('' when it never had one).
+        host: the host it ran on ('' when unknown).
+        cause: what ended it, such as ``killed by signal 9``.
+        step: the last training step it was known to be in, or None.
+    """
+
+    def __init__(self, message: str, node: str = "", host: str = "", cause: str = "", step: int | None = None) -> None:
+        super().__init__(message)
+        self.node = node
+        self.host = host
+        self.cause = cause
+        self.step = step
+
+
+class FencedError(KvdistError, RuntimeError):
+    """This process was replaced by a newer one of the same rank and must not go on."""
+
+
+class ProtocolError(KvdistError):
+    """Bytes from a peer that are not a valid message. The only exception the decoder raises."""

@@ -1,0 +1,82 @@
+"""What is computed on arrays, as a table of functions: the seam that every backend fills.
+
+Rules that hold at this seam: arrays are one-dimensional, C-contiguous and of `DType.storage` (bfloat16 travels as the
+bits in uint16) or, where a function says so, of `DType.accumulate`. A kernel never keeps a reference to an array. A
+kernel checks its arguments before it writes. There is no inheritance: a backend is the reference with some fields
+replaced (`dataclasses.replace`) by functions that were measured to be faster and that give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from kvdist.dtypes import DType
+
+Array = NDArray[Any]
+
+CHUNK_ELEMENTS = 64 * 1024
+"""How many elements an element-wise rule of several passes takes at a time.
+
+A chunk costs some five microseconds of calls, and its arrays (256 KiB each in float32) should stay in the cache from
+pass to pass. On slices of 4 MiB, 64 Ki and more were equally fast for all rules, 32 Ki 10 to 20 % and 8 Ki 70 to 100 %
+slower; more than 64 Ki would only need more scratch memory and a larger cache.
+"""
+
+
+class WeightedSum(Protocol):
+    """out = Σ scales[i] · contributions[i], added in the order given, in `dtype.accumulate`."""
+
+    def __call__(self, contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
+        """Write the sum to `out`.
+
+        When all scales are equal, the sum is multiplied once, at its end; otherwise each contribution is multiplied
+        before it is added. A scale of exactly 1 multiplies nothing. No contributions give zeros. Integers wrap around.
+        Overflow to infinity gives no warning.
+
+        Args:
+            contributions: arrays of `dtype.storage` and the length of `out`; may be read-only and unaligned.
+            scales: one finite number for each contribution; integers take only 1.
+            dtype: the element type of the contributions.
+            out: an array that overlaps no contribution. Its own type says what is written: `dtype.accumulate`, or
+                `dtype.storage`, to which halves are rounded once, to nearest even.
+
+        Raises:
+            TypeError: an array has another type than `dtype` says.
+            ValueError: lengths differ, or an integer contribution has a scale.
+        """
+
+
+class ToFloat32(Protocol):
+    """The exact float32 values of float16 or bfloat16."""
+
+    def __call__(self, bits: Array, dtype: DType, out: Array | None = None) -> Array:
+        """Return `out`, or a new float32 array of the length of `bits`.
+
+        Raises:
+            TypeError: `dtype` is not a half.
+        """
+
+
+class FromFloat32(Protocol):
+    """Halves from float32: rounded to nearest even; what is too large becomes infinite, NaN stays NaN."""
+
+    def __call__(self, values: Array, dtype: DType, out: Array | None = None) -> Array:
+        """Return `out`, or a new array of `dtype.storage` of the length of `values`.
+
+        Raises:
+            TypeError: `dtype` is not a half.
+        """
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One backend: a name for the log, and its functions."""
+
+    name: str
+    weighted_sum: WeightedSum
+    to_float32: ToFloat32
+    from_float32: FromFloat32

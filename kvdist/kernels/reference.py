@@ -1,0 +1,175 @@
+"""The definition of every kernel, in NumPy: what other backends must equal, and what runs where there is no other.
+
+A pass is one reading of the whole of an array from wherever it lies. They are counted beside the code, because on a
+host they are the whole cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvdist.dtypes import DType
+from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
+
+
+def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
+    """See `WeightedSum`.
+
+    Passes for n contributions of full width: 1 for n = 1, n - 1 for more; one more when all share a scale that is not
+    1; 2n - 1 when scales differ. From two passes on, all but the first find their operands in cache.
+    """
+    _check(contributions, scales, dtype, out)
+    if not contributions:
+        out.fill(0)
+        return
+    with np.errstate(all="ignore"):
+        if dtype.accumulate != dtype.storage:
+            _sum_halves(contributions, scales, dtype, out)
+        elif out.size <= CHUNK_ELEMENTS or (len(contributions) <= 2 and all(scale == 1 for scale in scales)):
+            _sum(contributions, scales, out)
+        else:
+            for start in range(0, out.size, CHUNK_ELEMENTS):
+                part = slice(start, start + CHUNK_ELEMENTS)
+                _sum([contribution[part] for contribution in contributions], scales, out[part])
+
+
+def _check(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
+    if len(scales) != len(contributions):
+        raise ValueError(f"{len(contributions)} contributions need as many scales, not {len(scales)}")
+    storage, size = dtype.storage, out.size
+    if out.dtype != storage and out.dtype != dtype.accumulate:
+        raise TypeError(f"a sum of {dtype.label} goes to an array of {storage} or {dtype.accumulate}, not {out.dtype}")
+    for contribution in contributions:
+        if contribution.dtype != storage:
+            raise TypeError(f"a contribution of {dtype.label} is an array of {storage}, not {contribution.dtype}")
+        if contribution.size != size:
+            raise ValueError(f"a contribution has {contribution.size} elements where the sum has {size}")
+    if not dtype.is_floating and any(scale != 1 for scale in scales):
+        raise ValueError(
+            f"gradients of {dtype.label} cannot be scaled by {list(scales)}: use a scale of 1 or a floating-point key"
+        )
+
+
+def _all_equal(scales: Sequence[float]) -> bool:
+    return scales.count(scales[0]) == len(scales)
+
+
+def _sum(contributions: Sequence[Array], scales: Sequence[float], out: Array) -> None:
+    """Add arrays that are summed in their own type."""
+    first, scale = contributions[0], scales[0]
+    if not _all_equal(scales):
+        _sum_unequal(contributions, scales, out)
+    elif len(contributions) == 1:
+        _scaled(first, scale, out)
+    else:
+        np.add(first, contributions[1], out=out)
+        for contribution in contributions[2:]:
+            np.add(out, contribution, out=out)
+        if scale != 1:
+            np.multiply(out, scale, out=out)
+
+
+def _sum_unequal(contributions: Sequence[Array], scales: Sequence[float], out: Array) -> None:
+    term = np.empty_like(out)
+    _scaled(contributions[0], scales[0], out)
+    for contribution, scale in zip(contributions[1:], scales[1:], strict=True):
+        if scale == 1:
+            np.add(out, contribution, out=out)
+        else:
+            np.add(out, _scaled(contribution, scale, term), out=out)
+
+
+def _scaled(values: Array, scale: float, out: Array) -> Array:
+    if scale == 1:
+        np.copyto(out, values)
+    else:
+        np.multiply(values, scale, out=out)
+    return out
+
+
+def _sum_halves(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
+    """Add halves in float32. One pass to widen each, n - 1 to add, one to round where `out` is narrow."""
+    narrow = out.dtype == dtype.storage
+    if narrow and len(contributions) == 1 and scales[0] == 1:
+        np.copyto(out, contributions[0])
+        return
+    length = min(out.size, CHUNK_ELEMENTS)
+    wide, term = np.empty(length, np.float32), np.empty(length, np.float32)
+    for start in range(0, out.size, CHUNK_ELEMENTS):
+        part = slice(start, start + CHUNK_ELEMENTS)
+        target = out[part]
+        total = wide[: target.size] if narrow else target
+        _widen_and_sum([each[part] for each in contributions], scales, dtype, total, term[: target.size])
+        if narrow:
+            from_float32(total, dtype, target)
+
+
+def _widen_and_sum(
+    contributions: Sequence[Array], scales: Sequence[float], dtype: DType, total: Array, term: Array
+) -> None:
+    equal = _all_equal(scales)
+    for position, (contribution, scale) in enumerate(zip(contributions, scales, strict=True)):
+        values = to_float32(contribution, dtype, term if position else total)
+        if scale != 1 and not equal:
+            np.multiply(values, scale, out=values)
+        if position:
+            np.add(total, values, out=total)
+    if equal and scales[0] != 1:
+        np.multiply(total, scales[0], out=total)
+
+
+def to_float32(bits: Array, dtype: DType, out: Array | None = None) -> Array:
+    """See `ToFloat32`. One pass."""
+    _require_half(dtype)
+    values = np.empty(bits.size, np.float32) if out is None else out
+    if dtype is DType.FLOAT16:
+        np.copyto(values, bits)
+    else:
+        # A bfloat16 is the upper half of a float32. `dtype` keeps NumPy 1 from shifting in 16 bits.
+        np.left_shift(bits, 16, out=values.view(np.uint32), dtype=np.uint32)
+    return values
+
+
+def from_float32(values: Array, dtype: DType, out: Array | None = None) -> Array:
+    """See `FromFloat32`. One pass for float16, seven for bfloat16 (all but the first in cache)."""
+    _require_half(dtype)
+    bits = np.empty(values.size, dtype.storage) if out is None else out
+    if dtype is DType.FLOAT16:
+        with np.errstate(all="ignore"):
+            np.copyto(bits, values, casting="same_kind")
+    else:
+        scratch = np.empty(min(values.size, CHUNK_ELEMENTS), np.uint32)
+        for start in range(0, values.size, CHUNK_ELEMENTS):
+            part = slice(start, start + CHUNK_ELEMENTS)
+            _round_to_bfloat16(values[part], bits[part], scratch)
+    return bits
+
+
+def _round_to_bfloat16(values: Array, bits: Array, scratch: Array) -> None:
+    """Add half of the last kept bit, less one where that bit is even, and cut: ties go to even."""
+    exact, rounded = values.view(np.uint32), scratch[: values.size]
+    np.right_shift(exact, 16, out=rounded)
+    np.bitwise_and(rounded, 1, out=rounded)
+    np.add(rounded, 0x7FFF, out=rounded)
+    np.add(rounded, exact, out=rounded)
+    np.right_shift(rounded, 16, out=bits, dtype=np.uint32, casting="unsafe")
+    # The addition can carry a NaN to infinity or round to zero, so NaNs are cut instead and kept quiet.
+    not_a_number = np.isnan(values)
+    if not_a_number.any():
+        bits[not_a_number] = (exact[not_a_number] >> 16) | 0x40
+
+
+def _require_half(dtype: DType) -> None:
+    if dtype is not DType.FLOAT16 and dtype is not DType.BFLOAT16:
+        raise TypeError(f"{dtype.label} is not a half: only float16 and bfloat16 are cast from and to float32")
+
+
+REFERENCE = Kernels(
+    name="numpy",
+    weighted_sum=weighted_sum,
+    to_float32=to_float32,
+    from_float32=from_float32,
+)
+"""The NumPy backend."""

@@ -1,0 +1,218 @@
+"""What every store can do: the contract between a training script (or `Trainer`) and the store that serves it.
+
+Rules that hold for every store:
+
+- A *key* is an `int` or a `str`; one call takes one key or a list of them, never both types at once.
+- A *value* is a NumPy array or a torch tensor of one of the types of `kvdist.dtypes`; for one key it may be a list of
+  them, one per device, which are summed. For a list of keys it is a list of as many values.
+- ``None`` in the place of a value that is pushed means "no gradient here": an empty contribution that counts, so nobody
+  waits for it.
+- What is handed in is never written (except where a result goes in place) and never kept by reference. What was handed
+  out never changes.
+- A list call handles its keys in the order of the list; a higher `priority` overtakes a lower one.
+- The caller's mistakes raise at the call. What a peer did wrong fails the call that waits for it.
+
+Methods are abstract here and final in the stores: what stores share are the functions of `kvstore.values`.
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from kvdist.kvstore.values import Key
+from kvdist.optimizer.base import Optimizer
+
+Keys: TypeAlias = Key | Sequence[Key]
+Value: TypeAlias = Any
+"""An array, a list of arrays, or for a list of keys a list of those (see the rules above)."""
+
+UpdaterFunction: TypeAlias = Callable[[Key, Any, Any], None]
+"""Called as ``fn(key, received, stored)``; changes `stored` in place."""
+
+
+class KVStore(abc.ABC):
+    """Values by key, shared by the devices of a process and by the workers of a cluster.
+
+    Every method that moves values raises `StoreClosed` after `close()`, `KeyNotInitialised` for a key without `init`,
+    `TypeError` for a key or value of a wrong type and `ValueError` for a wrong shape. Stores on a cluster raise
+    `PeerLostError` as well when a process they wait for is gone.
+    """
+
+    @property
+    @abc.abstractmethod
+    def type(self) -> str:
+        """The name with which the store was created, such as ``dist``."""
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This worker's number, from 0 to `num_workers` - 1."""
+
+    @property
+    @abc.abstractmethod
+    def num_workers(self) -> int:
+        """How many workers share the store; 1 for stores within a process."""
+
+    @property
+    @abc.abstractmethod
+    def num_servers(self) -> int:
+        """How many servers hold the values; 0 for stores within a process."""
+
+    @abc.abstractmethod
+    def init(self, key: Keys, value: Value) -> None:
+        """Give keys their first value; returns when every worker has declared them.
+
+        The value of rank 0 wins; other ranks only declare shape and dtype. A repeated `init` of the same shape and
+        dtype changes nothing.
+
+        Args:
+            key: one key or a list.
+            value: one array, or a list as long as the keys. Only the first of several arrays per key is used.
+
+        Raises:
+            InitMismatch: workers, or this and an earlier call, gave different shapes or dtypes.
+        """
+
+    @abc.abstractmethod
+    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> None:
+        """Contribute to keys: the sum over devices, then over workers, is what updates the stored value.
+
+        With an optimizer or updater the sum updates the stored value; without one it replaces it. Returns at once;
+        the value may be changed as soon as the call has returned.
+
+        Args:
+            key: one key or a list.
+            value: as described for the module; ``None`` for a key without a gradient on this worker.
+            priority: higher goes first.
+            average: divide the sum by the number of workers that contributed (not by the devices).
+        """
+
+    @abc.abstractmethod
+    def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+        """Read keys into `out`, or into new arrays; blocks until they are there.
+
+        A pull sees at least every push that this worker made before it.
+
+        Args:
+            key: one key or a list.
+            out: arrays of the shape and dtype given to `init`; each array of a key is written. None makes new ones.
+            priority: higher goes first.
+            ignore_sparse: kept for scripts of the mirrored system; dense values do not depend on it.
+
+        Returns:
+            With ``out=None`` one new array per key, of the kind given to `init` (one array for one key, else a list);
+            otherwise None.
+        """
+
+    @abc.abstractmethod
+    def pushpull(
+        self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
+    ) -> None:
+        """Push keys and pull the result, in one round trip; blocks until the result is written.
+
+        Args:
+            key: one key or a list.
+            value: what is pushed, as in `push`.
+            out: where the result goes, as in `pull`; None writes it in place into every array of `value`.
+            priority: higher goes first.
+            average: as in `push`.
+        """
+
+    @abc.abstractmethod
+    def push_async(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> Future[None]:
+        """`push` with a future that resolves when the contribution has been counted."""
+
+    @abc.abstractmethod
+    def pull_async(
+        self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True
+    ) -> Future[Any]:
+        """`pull` with a future of its result; `out` belongs to the store until the future resolves."""
+
+    @abc.abstractmethod
+    def pushpull_async(
+        self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
+    ) -> Future[None]:
+        """`pushpull` with a future; `out` (or `value`, in place) belongs to the store until it resolves."""
+
+    @abc.abstractmethod
+    def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
+        """Give every worker rank 0's present values, in the store and in `out`; returns when they are there.
+
+        For new keys it is `init` and `pull`. Keys that have a value already get rank 0's in its place, and the state
+        of an optimizer stays: so weights that were loaded from a file on rank 0 become everybody's. Every worker calls
+        it.
+
+        Args:
+            key: one key or a list.
+            value: as in `init`; only rank 0's is read.
+            out: as in `pull`.
+            priority: higher goes first.
+        """
+
+    @abc.abstractmethod
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every worker is here.
+
+        Args:
+            timeout: seconds; None waits as long as the others live.
+
+        Raises:
+            BarrierTimeout: somebody did not come in time; `missing` holds their ranks.
+        """
+
+    @abc.abstractmethod
+    def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
+        """Let the store update its values: from now on a push is a gradient.
+
+        The store keeps this very object: its learning rate, multipliers and `rescale_grad` are read at every push.
+
+        Args:
+            optimizer: an `Optimizer`, or the name of one with its hyper-parameters.
+
+        Raises:
+            OptimizerMismatch: another worker, or an earlier call, chose a different one.
+        """
+
+    @abc.abstractmethod
+    def set_updater(self, updater: UpdaterFunction) -> None:
+        """Let a function update the values: ``fn(key, received, stored)`` changes `stored` in place.
+
+        Both arrays are of the kind given to `init`. Only stores within a process can run a function.
+
+        Raises:
+            TypeError: the updater cannot be called, or the values rest on servers.
+        """
+
+    @abc.abstractmethod
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can do something; ``optimizer`` (update values itself) is the one capability there is.
+
+        Raises:
+            ValueError: the capability is not known.
+        """
+
+    @abc.abstractmethod
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """A new uninitialised NumPy array that the store can send at the least cost.
+
+        Args:
+            shape: its shape.
+            dtype: a name, a NumPy or torch dtype. bfloat16 needs torch's own arrays and is a `TypeError` here.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave: the store cannot be used afterwards. A second call does nothing."""
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(
+        self, kind: builtins.type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

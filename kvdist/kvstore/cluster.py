@@ -1,0 +1,191 @@
+"""This process's membership in a cluster: one worker node and its thread, shared by all stores of the process.
+
+Three ways of becoming a member: the environment describes a cluster (this process joins it as a worker), or it
+describes none (a cluster of one worker and one server runs inside this process, in one thread), or it is wrong (an
+error says how). Leaving is explicit with the last `close()`, else it happens when the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from kvdist.config import ClusterConfig, host_name
+from kvdist.core.joining import Introduction
+from kvdist.core.requests import Leave, Register, Request
+from kvdist.core.scheduler import Scheduler
+from kvdist.core.server import Server
+from kvdist.core.worker import Worker
+from kvdist.errors import ConfigError, KvdistError, StoreClosed
+from kvdist.kernels.reference import REFERENCE
+from kvdist.node import Finish, Node, run_together
+from kvdist.nodes import Role
+from kvdist.transport.inproc import InprocNetwork
+from kvdist.transport.zeromq import ZeroMQTransport
+from kvdist.version import __version__
+
+LOG = logging.getLogger("kvdist")
+
+EMBEDDED_ENDPOINT = "inproc://kvdist-scheduler"
+EMBEDDED_SERVER_ENDPOINT = "inproc://kvdist-server"
+
+
+class Cluster:
+    """One membership. Made by `join`, not by hand."""
+
+    def __init__(self, config: ClusterConfig, node: Node, run: Callable[[], None]) -> None:
+        self.config = config
+        self.node = node
+        self.rank = -1
+        self.stores_open = 0
+        self._next_store = 0
+        self._thread = threading.Thread(target=run, name="kvdist-node", daemon=True)
+
+    def start(self) -> None:
+        """Run the node and wait until the cluster is complete.
+
+        Raises:
+            ConfigError: the scheduler refused this process.
+            DeadlineExceeded: the scheduler or the rest of the cluster did not turn up.
+        """
+        self._thread.start()
+        try:
+            self.rank = self.ask(Register)
+        except BaseException:
+            self.leave("it was interrupted while joining")
+            raise
+
+    def open_store(self) -> int:
+        """A number for a new store: all workers must open theirs in the same order."""
+        self.stores_open += 1
+        self._next_store += 1
+        return self._next_store - 1
+
+    def submit(self, make: Callable[[int], Request], finish: Finish | None = None) -> Future[Any]:
+        """Hand the worker a request."""
+        return self.node.submit(make, finish)
+
+    def ask(self, make: Callable[[int], Request]) -> Any:
+        """Hand the worker a request and wait for its result."""
+        return self.node.submit(make).result()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this membership is over."""
+        return self.node.stopped
+
+    def leave(self, failure: str = "") -> None:
+        """Say goodbye, wait until it is heard, and end the thread. With a `failure` the others end too."""
+        if not self.node.stopped:
+            try:
+                self.node.submit(lambda number: Leave(number, failure)).result()
+            except KvdistError:
+                pass  # The cluster ended first; whoever waited for something has been told.
+        self._thread.join()
+
+
+class Membership:
+    """The one cluster that this process may be in at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._present: Cluster | None = None
+
+    def join(self) -> Cluster:
+        """The cluster of this process, joined now if it has not been."""
+        with self._lock:
+            present = self._present
+            if present is not None:
+                present.node.check_fork()
+                if not present.has_left:
+                    return present
+                if present.config.root_host != "embedded":
+                    raise present.node.failure or StoreClosed(
+                        "this process has left the cluster and cannot join it again; keep one store open until the end"
+                    )
+            config = ClusterConfig.from_env()
+            cluster = _embedded() if config is None else _joined(config)
+            cluster.start()
+            self._present = cluster
+            return cluster
+
+    def leave_at_exit(self) -> None:
+        """The interpreter ends: say goodbye, and say so if it ends by an exception."""
+        cluster = self._present
+        if cluster is None or cluster.has_left:
+            return
+        try:
+            cluster.node.check_fork()
+        except KvdistError:
+            return
+        error = getattr(sys, "last_value", None)
+        cluster.leave("" if error is None else f"ended by an unhandled {type(error).__name__}: {str(error)[:200]}")
+
+
+MEMBERSHIP = Membership()
+atexit.register(MEMBERSHIP.leave_at_exit)
+
+
+def introduction(config: ClusterConfig, endpoint: str, scheduler_endpoint: str) -> Introduction:
+    """What this process says of itself to the scheduler; `endpoint` is where it listens, if it does."""
+    # Not a secret: it only has to differ between processes that start at the same time.
+    token = random.SystemRandom().getrandbits(63) | 1
+    return Introduction(
+        config.role,
+        token,
+        config.rank,
+        host_name(),
+        os.getpid(),
+        endpoint,
+        config.num_workers,
+        config.num_servers,
+        __version__,
+        scheduler_endpoint,
+    )
+
+
+def _joined(config: ClusterConfig) -> Cluster:
+    if config.role is not Role.WORKER:
+        raise ConfigError(
+            f"DMLC_ROLE is {config.role}, but only workers create stores; start this process with"
+            " `python -m kvdist` instead of your script"
+        )
+    machine = Worker(introduction(config, "", config.scheduler_endpoint), config.limits, time.monotonic())
+    node = Node(machine, ZeroMQTransport(config.limits), config.job_tag, config.limits.explain_after_s)
+    return Cluster(config, node, node.run)
+
+
+def _embedded() -> Cluster:
+    """A scheduler, a server and a worker in this process, in one thread, without sockets."""
+    LOG.warning(
+        "kv.create('dist') found no cluster in the environment: running alone, with an embedded server in this process."
+        " Start with `kvdist-launch -n WORKERS -s SERVERS COMMAND` to train on several"
+    )
+    config = ClusterConfig(Role.WORKER, "embedded", 1, num_workers=1, num_servers=1)
+    network = InprocNetwork()
+    now = time.monotonic()
+    server_config = replace(config, role=Role.SERVER)
+    machines = (
+        (Scheduler(replace(config, role=Role.SCHEDULER), now), EMBEDDED_ENDPOINT),
+        (
+            Server(introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT), config.limits, REFERENCE, now),
+            EMBEDDED_SERVER_ENDPOINT,
+        ),
+        (Worker(introduction(config, "", EMBEDDED_ENDPOINT), config.limits, now), ""),
+    )
+    nodes = []
+    for machine, endpoint in machines:
+        transport = network.transport()
+        if endpoint:
+            transport.bind(endpoint)
+        nodes.append(Node(machine, transport, config.job_tag, config.limits.explain_after_s))
+    return Cluster(config, nodes[-1], lambda: run_together(nodes, network.wait))

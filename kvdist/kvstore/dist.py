@@ -1,0 +1,439 @@
+"""`DistStore`: values that rest on servers, shared by all workers of a cluster.
+
+The user's thread checks and copies (a plain array is copied before `push` returns), makes a request, and waits on a
+future if the call says so. Everything else happens on the node's thread. Rules that hold here:
+
+* Whatever can be known to be wrong here raises here, before anything is sent.
+* The error of a push that nobody waited for is raised by the next call on the store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from kvdist.core.policy import Policy
+from kvdist.core.requests import (
+    Bits,
+    DeclareKeys,
+    EnterBarrier,
+    KeyInfo,
+    Kind,
+    Plan,
+    RunData,
+    RunPlan,
+    SetStoreOptimizer,
+    Transfer,
+    make_plan,
+)
+from kvdist.errors import InitMismatch, KeyNotInitialised, OptimizerMismatch, StoreClosed
+from kvdist.kernels.interface import Kernels
+from kvdist.kernels.reference import REFERENCE
+from kvdist.kvstore import values
+from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
+from kvdist.kvstore.cluster import Cluster
+from kvdist.kvstore.staging import RunBuffer, Staging
+from kvdist.kvstore.values import Key
+from kvdist.optimizer.base import LIVE, Optimizer
+from kvdist.optimizer.registry import create
+from kvdist.protocol.messages import U8, Flag
+
+PLANS_MAX = 8192
+"""Lists of keys whose plans are remembered."""
+
+SERVER_DECIDES = (math.nan, math.nan, math.nan)
+Setting = tuple[float, float, float]
+
+
+class DistStore(KVStore):
+    """The stores ``dist``, ``dist_async`` and their other spellings.
+
+    Args:
+        type_name: the name it was created by.
+        policy: when servers make a version.
+        cluster: this process's membership.
+        kernels: what sums over devices.
+    """
+
+    def __init__(self, type_name: str, policy: Policy, cluster: Cluster, kernels: Kernels = REFERENCE) -> None:
+        self._type = type_name
+        self._policy = policy
+        self._cluster = cluster
+        self._kernels = kernels
+        self._number = cluster.open_store()
+        self._infos: dict[Key, KeyInfo] = {}
+        self._kinds: dict[Key, str] = {}
+        self._stagings: dict[tuple[Key, ...], Staging] = {}
+        self._optimizer: Optimizer | None = None
+        self._closed = False
+        self._errors: deque[BaseException] = deque()
+        """Of pushes that nobody waited for."""
+
+    @property
+    def type(self) -> str:
+        """The name with which the store was created."""
+        return self._type
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self._cluster.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the cluster was started with."""
+        return self._cluster.config.num_workers
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers keep the values."""
+        return self._cluster.config.num_servers
+
+    def init(self, key: Keys, value: Value) -> None:
+        """Agree on keys with all workers; rank 0's values win. See `KVStore.init`."""
+        self._require_usable()
+        fresh = self._undeclared(values.pairs(key, value))
+        if not fresh:
+            return
+        shapes_dtypes = [values.describe(array) for _, array in fresh]
+        names = tuple(one for one, _ in fresh)
+        shapes = tuple(shape for shape, _ in shapes_dtypes)
+        dtypes = tuple(dtype for _, dtype in shapes_dtypes)
+        infos = self._cluster.ask(
+            lambda number: DeclareKeys(number, self._number, self._policy.name, names, shapes, dtypes)
+        )
+        for info, (one, array) in zip(infos, fresh, strict=True):
+            self._infos[one] = info
+            self._kinds[one] = values.kind_of(array)
+        if self.rank == 0:
+            self._give(Kind.INITIALISE, fresh)
+
+    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> None:
+        """Contribute; returns as soon as the values are copied. See `KVStore.push`."""
+        self.push_async(key, value, priority, average=average).add_done_callback(self._remember_error)
+
+    def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+        """Read; waits for this worker's own pushes to be counted. See `KVStore.pull`."""
+        return self.pull_async(key, out, priority, ignore_sparse).result()
+
+    def pushpull(
+        self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
+    ) -> None:
+        """Contribute and read the result in one round trip. See `KVStore.pushpull`."""
+        self.pushpull_async(key, value, out, priority, average=average).result()
+
+    def push_async(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> Future[None]:
+        """`push`, with a future that resolves when the servers have counted it."""
+        self._require_usable()
+        given = self._matched(values.pairs(key, value))
+        staging = self._staging([info for info, _ in given])
+        runs, buffers = self._contribution(staging, given, average)
+
+        def finish() -> None:
+            staging.give_back(buffers)
+
+        label = f"push of {_named(staging.plan)}"
+        return self._cluster.submit(
+            lambda number: Transfer(number, Kind.PUSH, label, runs, priority), finish if buffers else None
+        )
+
+    def pull_async(
+        self,
+        key: Keys,
+        out: Value | None = None,
+        priority: int = 0,
+        ignore_sparse: bool = True,  # noqa: ARG002  # dense values do not depend on it
+    ) -> Future[Any]:
+        """`pull`, with a future of its result."""
+        self._require_usable()
+        if out is None:
+            names = values.keys(key)
+            infos = [self._info(one) for one in dict.fromkeys(names)]
+            results = [np.empty(info.size, info.dtype.storage) for info in infos]
+            staging = self._staging(infos)
+
+            def finish() -> Any:
+                made = {
+                    info.key: values.like(self._kinds[info.key], info.shape, info.dtype, bits)
+                    for info, bits in zip(infos, results, strict=True)
+                }
+                return [made[one] for one in names] if isinstance(key, (list, tuple)) else made[names[0]]
+
+        else:
+            taken = self._matched(values.pairs(key, out), writable=True)
+            staging = self._staging([info for info, _ in taken])
+            results, spread = _sinks(taken)
+
+            def finish() -> Any:
+                spread()
+
+        runs = [RunData(run, sinks=_cut(run, results)) for run in staging.plan.runs]
+        label = f"pull of {_named(staging.plan)}"
+        return self._cluster.submit(lambda number: Transfer(number, Kind.PULL, label, runs, priority), finish)
+
+    def pushpull_async(
+        self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
+    ) -> Future[None]:
+        """`pushpull`, with a future."""
+        self._require_usable()
+        given = self._matched(values.pairs(key, value))
+        taken = self._matched(values.pairs(key, value if out is None else out), writable=True)
+        staging = self._staging([info for info, _ in given])
+        runs, buffers = self._contribution(staging, given, average)
+        results, spread = _sinks(taken)
+        runs = [
+            RunData(run.plan, run.payload, _cut(run.plan, results), run.flags, run.settings, run.setting_of)
+            for run in runs
+        ]
+
+        def finish() -> None:
+            spread()
+            if buffers:
+                staging.give_back(buffers)
+
+        label = f"pushpull of {_named(staging.plan)}"
+        return self._cluster.submit(lambda number: Transfer(number, Kind.PUSHPULL, label, runs, priority), finish)
+
+    def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
+        """Give every worker rank 0's present values; every worker calls it. See `KVStore.broadcast`."""
+        self._require_usable()
+        given = values.pairs(key, value)
+        replaced = [(one, arrays[0]) for one, arrays in given if one in self._infos and arrays]
+        self.init(key, value)
+        if replaced:
+            # Between two barriers nobody's push is under way, so the new values meet no open round.
+            self.barrier()
+            if self.rank == 0:
+                self._give(Kind.REPLACE, replaced)
+            self.barrier()
+        self.pull(key, out, priority)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every worker is here. See `KVStore.barrier`."""
+        self._require_usable()
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"the time-out of a barrier is {timeout}; it must be a positive number of seconds, or None")
+        self._cluster.ask(lambda number: EnterBarrier(number, self._number, timeout))
+
+    def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
+        """Let the servers update the values. See `KVStore.set_optimizer`."""
+        self._require_usable()
+        chosen = create(optimizer, **hyperparameters)
+        if self._optimizer is not None:
+            if _rule(chosen) != _rule(self._optimizer):
+                raise OptimizerMismatch(
+                    f"this store's servers update with {self._optimizer.name}; it cannot be changed to {chosen.name} or"
+                    " to other hyper-parameters. Create a second store for that"
+                )
+        else:
+            description = chosen.describe()
+            self._cluster.ask(lambda number: SetStoreOptimizer(number, self._number, description))
+        self._optimizer = chosen
+
+    def set_updater(self, updater: UpdaterFunction) -> None:  # noqa: ARG002
+        """Always a `TypeError`: the values rest on servers, which run no code that a worker sends."""
+        raise TypeError(
+            f"a {self._type!r} store keeps its values on servers, and servers run no functions from workers;"
+            " use set_optimizer, or a 'local' store"
+        )
+
+    def is_capable(self, capability: str) -> bool:
+        """True for ``optimizer``. See `KVStore.is_capable`."""
+        return values.is_optimizer_capability(capability)
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """A new array; in this version in ordinary memory. See `KVStore.empty`."""
+        return np.empty(shape, values.as_numpy_dtype(dtype))
+
+    def close(self) -> None:
+        """Leave the store; the last store of the process leaves the cluster. Raises the error of a lost push."""
+        if self._closed:
+            return
+        self._closed = True
+        self._cluster.stores_open -= 1
+        if self._cluster.stores_open == 0:
+            self._cluster.leave()
+        self._raise_lost_error()
+
+    # Checks.
+
+    def _require_usable(self) -> None:
+        if self._closed:
+            raise StoreClosed(f"this {self._type!r} store has been closed; create another one")
+        self._cluster.node.check_fork()
+        self._raise_lost_error()
+
+    def _raise_lost_error(self) -> None:
+        if self._errors:
+            raise self._errors.popleft()
+
+    def _remember_error(self, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._errors.append(error)
+
+    def _info(self, key: Key) -> KeyInfo:
+        info = self._infos.get(key)
+        if info is None:
+            raise KeyNotInitialised(values.unknown_key(key, self._infos))
+        return info
+
+    def _undeclared(self, given: list[tuple[Key, list[Any]]]) -> list[tuple[Key, Any]]:
+        """The keys of an init that are new; the others must be as they were."""
+        fresh = []
+        for one, arrays in given:
+            if not arrays:
+                raise ValueError(f"key {one!r} has no value; init needs an array for every key")
+            info = self._infos.get(one)
+            if info is None:
+                values.describe(arrays[0])
+                fresh.append((one, arrays[0]))
+                continue
+            shape, dtype = values.describe(arrays[0])
+            if (shape, dtype) != (info.shape, info.dtype):
+                raise InitMismatch(
+                    f"key {one!r} was initialised with shape {info.shape} and dtype {info.dtype.label},"
+                    f" and now with shape {shape} and dtype {dtype.label}"
+                )
+        return fresh
+
+    def _matched(
+        self, given: list[tuple[Key, list[Any]]], *, writable: bool = False
+    ) -> list[tuple[KeyInfo, list[Any]]]:
+        check = values.require_writable if writable else values.require
+        matched = [(self._info(one), arrays) for one, arrays in given]
+        for info, arrays in matched:
+            for array in arrays:
+                check(info.key, array, info.shape, info.dtype)
+        return matched
+
+    # Transfers.
+
+    def _staging(self, infos: Sequence[KeyInfo]) -> Staging:
+        names = tuple(info.key for info in infos)
+        staging = self._stagings.get(names)
+        if staging is None:
+            if len(self._stagings) >= PLANS_MAX:
+                self._stagings.clear()
+            staging = self._stagings[names] = Staging(make_plan(infos, self._cluster.config.limits.slice_bytes))
+        return staging
+
+    def _give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
+        """Send first or new values, and wait until the servers have them."""
+        staging = self._staging([self._infos[one] for one, _ in given])
+        buffers = staging.fill([[values.read_bits(array)] for _, array in given], self._kernels)
+        runs = [RunData(plan, buffer.payload) for plan, buffer in zip(staging.plan.runs, buffers, strict=True)]
+        label = f"init of {_named(staging.plan)}"
+        self._cluster.ask(lambda number: Transfer(number, kind, label, runs))
+
+    def _contribution(
+        self, staging: Staging, given: Sequence[tuple[KeyInfo, list[Any]]], average: bool
+    ) -> tuple[list[RunData], list[RunBuffer]]:
+        """The runs of a push, and the buffers they occupy (none when a key has no value: such a push is rare)."""
+        plan = staging.plan
+        settings, setting_of_key = self._settings(plan)
+        flag = int(Flag.AVERAGE) if average else 0
+        arrays = [[values.read_bits(array) for array in arrays] for _, arrays in given]
+        if all(arrays):
+            buffers = staging.fill(arrays, self._kernels)
+            payloads: list[memoryview] = [buffer.payload for buffer in buffers]
+            flags: list[U8 | None] = [_flags(run, flag) for run in plan.runs]
+        else:
+            buffers = []
+            empty = np.array([not parts for parts in arrays])
+            flags = [_flags(run, flag) | np.where(empty[run.key_of], Flag.EMPTY, 0).astype(np.uint8) for run in plan.runs]
+            payloads = [self._sparse_payload(run, given, arrays) for run in plan.runs]
+        runs = []
+        for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
+            own, index = _used_settings(settings, None if setting_of_key is None else setting_of_key[run.key_of])
+            runs.append(RunData(run, payload, (), run_flags, own, index))
+        return runs, buffers
+
+    def _sparse_payload(
+        self, run: RunPlan, given: Sequence[tuple[KeyInfo, list[Any]]], arrays: Sequence[Sequence[Bits]]
+    ) -> memoryview:
+        """The payload of a run some of whose keys have no value: those take no bytes."""
+        payload = bytearray()
+        for piece in run.pieces:
+            if not arrays[piece.index]:
+                continue
+            info, _ = given[piece.index]
+            total = np.empty(piece.stop - piece.start, info.dtype.storage)
+            parts = [part[piece.start : piece.stop] for part in arrays[piece.index]]
+            self._kernels.weighted_sum(parts, [1.0] * len(parts), info.dtype, total)
+            payload += total.tobytes()
+            payload += b"\0" * (-total.nbytes % 8)
+        return memoryview(payload)
+
+    def _settings(self, plan: Plan) -> tuple[list[Setting], np.ndarray[Any, Any] | None]:
+        """The distinct (learning rate, weight decay, rescale) of a plan's keys; per key an index, None if all alike."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return [SERVER_DECIDES], None
+        rescale = optimizer.rescale_grad
+        if not optimizer.lr_mult and not optimizer.wd_mult:
+            return [(optimizer.learning_rate, optimizer.wd, rescale)], None
+        distinct: dict[Setting, int] = {}
+        index = []
+        for info in plan.keys:
+            setting = (optimizer.lr_for(info.key), optimizer.wd_for(info.key), rescale)
+            index.append(distinct.setdefault(setting, len(distinct)))
+        return list(distinct), np.array(index)
+
+
+def _used_settings(
+    settings: list[Setting], index: np.ndarray[Any, Any] | None
+) -> tuple[tuple[Setting, ...], U8 | None]:
+    """The settings that one run uses, and its slices' indices into them."""
+    if index is None:
+        return (settings[0],), None
+    used, positions = np.unique(index, return_inverse=True)
+    return tuple(settings[i] for i in used.tolist()), positions.astype(np.uint8)
+
+
+def _flags(run: RunPlan, flag: int) -> U8:
+    return np.full(len(run.ids), flag, np.uint8)
+
+
+def _cut(run: RunPlan, results: Sequence[Bits]) -> list[Bits]:
+    """Per slice of a run the stretch of its key's result."""
+    return [results[piece.index][piece.start : piece.stop] for piece in run.pieces]
+
+
+def _sinks(taken: Sequence[tuple[KeyInfo, list[Any]]]) -> tuple[list[Bits], Any]:
+    """Per key the memory that takes its result, and a function that spreads it to where else it is wanted."""
+    results: list[Bits] = []
+    copies: list[tuple[Any, Bits]] = []
+    for info, arrays in taken:
+        if not arrays:
+            results.append(np.empty(info.size, info.dtype.storage))
+            continue
+        first = values.writable_bits(arrays[0])
+        rest = arrays[1:]
+        if first is None:
+            first, rest = np.empty(info.size, info.dtype.storage), arrays
+        results.append(first)
+        copies += [(array, first) for array in rest]
+
+    def spread() -> None:
+        for array, bits in copies:
+            values.write_bits(array, bits)
+
+    return results, spread
+
+
+def _named(plan: Plan) -> str:
+    keys = [repr(info.key) for info in plan.keys[:3]]
+    if len(plan.keys) == 1:
+        return f"key {keys[0]}"
+    return f"{len(plan.keys)} keys ({', '.join(keys)}{', …' if len(plan.keys) > 3 else ''})"
+
+
+def _rule(optimizer: Optimizer) -> dict[str, Any]:
+    """What of an optimizer cannot change."""
+    return {name: number for name, number in optimizer.describe().items() if name not in LIVE}

@@ -1,0 +1,311 @@
+"""What a user may hand in: keys, arrays and tensors, and how to read and write their memory.
+
+Torch is never imported here: whoever hands in a tensor has imported it already. Inside the package a value is its
+*bits*: a one-dimensional NumPy array of the storage type of its `DType`, in C order and little-endian.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdist.dtypes import DType, from_name
+from kvdist.kernels.interface import Kernels
+
+Key: TypeAlias = int | str
+Shape: TypeAlias = tuple[int, ...]
+Bits: TypeAlias = NDArray[Any]
+
+_BY_NUMPY: dict[np.dtype[Any], DType] = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
+_KEYS_NAMED_MAX = 5
+_SUPPORTED = ", ".join(dtype.label for dtype in DType)
+
+
+def pairs(key: Key | Sequence[Key], value: Any) -> list[tuple[Key, list[Any]]]:
+    """The keys of a call, each with its arrays: one per device, none where the value is None.
+
+    Args:
+        key: an int or a str, or a list or tuple of one of those types. A repeated key gathers all its arrays.
+        value: for one key an array, a list of arrays, or None; for a list of keys a list of as many of those.
+
+    Returns:
+        Pairs in the order in which the keys appear first.
+
+    Raises:
+        TypeError: a key is neither int nor str, or both types are mixed; a list of keys comes without a list of values.
+        ValueError: the lists are empty or of different lengths.
+    """
+    if not isinstance(key, (list, tuple)):
+        single = _checked(key)
+        return [(single, _arrays(single, value))]
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"for a list of keys give a list of values, one for each key, not one {type(value).__name__}")
+    if len(key) != len(value):
+        raise ValueError(f"there are {len(key)} keys and {len(value)} values; give one value, or list, for each key")
+    if not key:
+        raise ValueError("the list of keys is empty; name at least one key")
+    if {type(one) for one in key} not in ({int}, {str}):
+        key = _checked_list(key)
+    gathered: dict[Key, list[Any]] = {}
+    for one, arrays in zip(key, value, strict=True):
+        if one in gathered:
+            gathered[one] += _arrays(one, arrays)
+        else:
+            gathered[one] = _arrays(one, arrays)
+    return list(gathered.items())
+
+
+def keys(key: Key | Sequence[Key]) -> list[Key]:
+    """The keys of a call without values, in the order given.
+
+    Raises:
+        TypeError, ValueError: as in `pairs`.
+    """
+    if not isinstance(key, (list, tuple)):
+        return [_checked(key)]
+    if not key:
+        raise ValueError("the list of keys is empty; name at least one key")
+    return _checked_list(key)
+
+
+def describe(value: Any) -> tuple[Shape, DType]:
+    """Shape and element type of a NumPy array or torch tensor.
+
+    Raises:
+        TypeError: it is neither, it is sparse, or its element type is not one that a key may have.
+    """
+    if isinstance(value, np.ndarray):
+        dtype = _BY_NUMPY.get(value.dtype, _BY_NUMPY.get(value.dtype.newbyteorder("<")))
+        if dtype is None:
+            raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
+        return value.shape, dtype
+    if not is_tensor(value):
+        raise TypeError(
+            f"a value must be a NumPy array or a torch tensor, not {type(value).__name__}; numpy.asarray makes an array"
+        )
+    torch = sys.modules["torch"]
+    if value.layout is not torch.strided:
+        raise TypeError(f"tensors of layout {value.layout} are not supported; use .to_dense()")
+    dtype = _torch_dtypes(torch).get(value.dtype)
+    if dtype is None:
+        raise TypeError(f"tensors of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
+    return tuple(value.shape), dtype
+
+
+def require(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
+    """Check that a value fits its key.
+
+    Raises:
+        TypeError: it is not an array, or of another dtype; the message names key, expected and given.
+        ValueError: it is of another shape.
+    """
+    try:
+        given_shape, given_dtype = describe(value)
+    except TypeError as error:
+        raise TypeError(f"key {key!r}: {error}") from None
+    if given_dtype is not dtype:
+        raise TypeError(f"key {key!r} holds {dtype.label}, but the value given is {given_dtype.label}; convert it")
+    if given_shape != shape:
+        raise ValueError(f"key {key!r} has shape {shape}, but the value given has shape {given_shape}")
+
+
+def require_writable(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
+    """Check that a result for the key can be written into the value: `require`, and it is not read-only."""
+    require(key, value, shape, dtype)
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        raise ValueError(f"key {key!r}: {_read_only(value)}")
+
+
+def read_bits(value: Any) -> Bits:
+    """The value's elements as one-dimensional storage bits.
+
+    No copy is made of contiguous host memory: the result then shows the value itself and must not be written.
+    """
+    if isinstance(value, np.ndarray):
+        plain = np.asarray(value)
+        storage = describe(plain)[1].storage
+        if plain.flags.c_contiguous and plain.flags.aligned and plain.dtype == storage:
+            return plain.reshape(-1)
+        return np.array(plain, dtype=storage, order="C", copy=True).reshape(-1)
+    return _tensor_memory(value.detach().cpu().contiguous())
+
+
+def writable_bits(value: Any) -> Bits | None:
+    """The value's own memory as storage bits to write into; None where it has no such form (use `write_bits`).
+
+    The caller is going to write: autograd is told now that a tensor changes, so a backward pass that still needs the
+    old values raises instead of computing with the new ones.
+    """
+    if isinstance(value, np.ndarray):
+        plain = np.asarray(value)
+        flags = plain.flags
+        native = plain.dtype == describe(plain)[1].storage
+        return plain.reshape(-1) if flags.carray and native else None
+    tensor = value.detach()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    # An operation on no elements at all: it writes nothing but advances the version counter that detach() shares.
+    tensor.view(-1)[:0].zero_()
+    return _tensor_memory(tensor)
+
+
+def write_bits(value: Any, bits: Bits) -> None:
+    """Write storage bits into the value in place, wherever its memory lies.
+
+    Raises:
+        ValueError: the value is a read-only array.
+    """
+    if isinstance(value, np.ndarray):
+        if not value.flags.writeable:
+            raise ValueError(_read_only(value))
+        np.asarray(value)[...] = bits.reshape(value.shape)
+    else:
+        value.detach().copy_(_tensor_over(bits, describe(value)[1]).view(value.shape))
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for `like`: ``numpy``, ``torch``, or ``torch:`` and a device such as ``cuda:0``."""
+    if isinstance(value, np.ndarray):
+        return "numpy"
+    return "torch" if value.device.type == "cpu" else f"torch:{value.device}"
+
+
+def like(kind: str, shape: Shape, dtype: DType, bits: Bits) -> Any:
+    """An array or tensor of the kind over these bits: in host memory it shows them, elsewhere it is a copy."""
+    if kind == "numpy":
+        return bits.reshape(shape)
+    tensor = _tensor_over(bits, dtype).view(shape)
+    _, _, device = kind.partition(":")
+    return tensor.to(device) if device else tensor
+
+
+def sum_devices(values: Sequence[Any], dtype: DType, kernels: Kernels, out: Bits | None = None) -> Bits:
+    """The sum of one key's values over the devices, as bits; halves are added in float32.
+
+    Args:
+        values: at least one value, all of one shape and of this dtype.
+        out: where the sum goes. Without it the bits of a single value are returned as they are, not copied.
+    """
+    if len(values) > 1:
+        contributions = [read_bits(value) for value in values]
+        out = np.empty_like(contributions[0]) if out is None else out
+        kernels.weighted_sum(contributions, [1.0] * len(values), dtype, out)
+        return out
+    bits = read_bits(values[0])
+    if out is None:
+        return bits
+    out[...] = bits
+    return out
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether the value is a torch tensor (nothing is one as long as torch is not imported)."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def as_dtype(dtype: Any) -> DType:
+    """The element type meant by a name, a NumPy dtype or type, a torch dtype, or a `DType`.
+
+    Raises:
+        TypeError: it is none of those, or not one that a key may have.
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return from_name(str(dtype).removeprefix("torch."))
+    if isinstance(dtype, str) and dtype == DType.BFLOAT16.label:
+        return DType.BFLOAT16
+    return from_name(np.dtype(dtype).name)
+
+
+def as_numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """The NumPy dtype of new arrays of an element type, given as for `as_dtype`.
+
+    Raises:
+        TypeError: NumPy has no such type.
+    """
+    found = as_dtype(dtype)
+    if found is DType.BFLOAT16:
+        raise TypeError("NumPy has no bfloat16; make a torch tensor, or an array of another dtype")
+    return found.storage
+
+
+def unknown_key(key: Key, known: Collection[Key]) -> str:
+    """The sentence for a key that has no value yet."""
+    if not known:
+        return f"key {key!r} has not been initialised, and neither has any other; call init first"
+    named = ", ".join(repr(one) for one in itertools.islice(known, _KEYS_NAMED_MAX))
+    more = "" if len(known) <= _KEYS_NAMED_MAX else f", … ({len(known)} in all)"
+    return f"key {key!r} has not been initialised; call init first. The keys there are: {named}{more}"
+
+
+def is_optimizer_capability(capability: str) -> bool:
+    """True for ``optimizer``, the one capability there is to ask for.
+
+    Raises:
+        ValueError: it is another word.
+    """
+    if capability.lower() != "optimizer":
+        raise ValueError(f"unknown capability {capability!r}; the one there is is 'optimizer'")
+    return True
+
+
+def _checked(key: Any) -> Key:
+    if isinstance(key, bool) or not isinstance(key, (int, str, np.integer)):
+        raise TypeError(f"a key must be an int or a str, not {type(key).__name__} ({key!r})")
+    return key if isinstance(key, str) else int(key)
+
+
+def _checked_list(keys: Sequence[Any]) -> list[Key]:
+    checked = [_checked(key) for key in keys]
+    if len({isinstance(key, str) for key in checked}) > 1:
+        raise TypeError("the keys of one call must be all int or all str, not mixed")
+    return checked
+
+
+def _arrays(key: Key, value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    if not value:
+        raise ValueError(f"key {key!r} has an empty list of values; give an array, or None for no gradient")
+    return [array for array in value if array is not None]
+
+
+def _read_only(value: Bits) -> str:
+    return (
+        f"the array of shape {value.shape} and dtype {value.dtype} is read-only, so the result cannot be written"
+        " into it; give a writable one, such as its .copy()"
+    )
+
+
+def _tensor_memory(tensor: Any) -> Bits:
+    """Host memory of a contiguous tensor that does not require grad."""
+    if tensor.dtype is sys.modules["torch"].bfloat16:
+        bits: Bits = tensor.view(sys.modules["torch"].int16).numpy().view(DType.BFLOAT16.storage)
+    else:
+        bits = tensor.numpy()
+    return bits.reshape(-1)
+
+
+def _tensor_over(bits: Bits, dtype: DType) -> Any:
+    torch = sys.modules["torch"]
+    if not bits.flags.writeable:
+        bits = bits.copy()  # torch has no read-only tensors, and what was handed out must not change
+    if dtype is DType.BFLOAT16:
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(bits)
+
+
+@functools.cache
+def _torch_dtypes(torch: Any) -> dict[Any, DType]:
+    return {getattr(torch, dtype.label): dtype for dtype in DType}

@@ -1,0 +1,326 @@
+"""The only loop: runs any machine over any transport, and hands calls and answers between threads.
+
+One thread owns a `Node` and everything in it. Other threads may only `submit` and `post`, which put something into
+the mailbox and wake the loop; answers come back as futures. This is the one place that knows machines, bytes and
+sockets at once, and the one place where effects are carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import Any
+
+from kvdist.core.effects import (
+    NEVER,
+    Adopt,
+    Complete,
+    Connect,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    Fail,
+    Machine,
+    Report,
+    Send,
+    Stop,
+    Transmit,
+)
+from kvdist.core.reliable import ACK_DELAY_S, Reliable
+from kvdist.core.requests import Request
+from kvdist.core.worker import Worker
+from kvdist.errors import ForkError, ProtocolError, StoreClosed
+from kvdist.nodes import Member
+from kvdist.protocol.messages import Packet, Rejected
+from kvdist.protocol.wire import VersionMismatch, decode, encode
+from kvdist.transport.base import Arrived, Route, Transport
+from kvdist.transport.base import Connected as RouteUp
+from kvdist.transport.base import Disconnected as RouteDown
+
+LOG = logging.getLogger("kvdist")
+
+TURN_S = 1.0
+"""The longest the loop sleeps."""
+LINGER_S = 0.5
+"""How long last words may take to leave."""
+GARBAGE_REPORTS_MAX = 5
+"""Invalid messages that are reported one by one; the rest is only counted."""
+
+Finish = Callable[[], Any]
+"""Called on the node's thread when a request is fulfilled, before its future resolves; gives the future's result."""
+
+_living: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+class Node:
+    """One machine, one transport, one thread.
+
+    Args:
+        machine: what reacts.
+        transport: what carries.
+        job: the tag of the job.
+        explain_after_s: a wait longer than this is explained, again at every multiple.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        transport: Transport,
+        job: int,
+        explain_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.machine = machine
+        self.transport = transport
+        self.reliable = Reliable(machine, job)
+        self.stopped = False
+        self.failure: Exception | None = None
+        """Why the machine stopped; None if it stopped well."""
+        self.garbage_dropped = 0
+        """Messages that were not valid."""
+        self._explain_after_s = explain_after_s
+        self._explained_until = NEVER
+        self._clock = clock
+        self._forked = False
+        self._routes: dict[Member, Route] = {}
+        self._members: dict[Route, Member] = {}
+        self._mailbox: deque[tuple[Request, Future[Any], Finish | None] | Event] = deque()
+        self._answers: dict[int, tuple[Future[Any], Finish | None]] = {}
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+        _living.add(self)
+
+    # For other threads.
+
+    def submit(self, make: Callable[[int], Request], finish: Finish | None = None) -> Future[Any]:
+        """Hand the machine a request; `make` gets its number. Errors come through the future, also those of the past."""
+        self.check_fork()
+        future: Future[Any] = Future()
+        request = make(next(self._numbers))
+        with self._lock:
+            if not self.stopped:
+                self._mailbox.append((request, future, finish))
+                self.transport.wake()
+                return future
+        future.set_exception(self._reason())
+        return future
+
+    def post(self, event: Event) -> None:
+        """Hand the machine an event."""
+        self._mailbox.append(event)
+        self.transport.wake()
+
+    def check_fork(self) -> None:
+        """Raise `ForkError` in a forked child: threads and sockets stay with the parent."""
+        if self._forked:
+            raise ForkError(
+                "this process was forked from one with a kvdist store, and a store does not survive a fork;"
+                " use it in the parent only, or create it after the fork"
+            )
+
+    # For the thread that owns the node.
+
+    def run(self) -> None:
+        """Turn until the machine stops, then close the transport."""
+        try:
+            while not self.stopped:
+                self.turn(TURN_S)
+        except BaseException as error:
+            self._stop(error if isinstance(error, Exception) else None)
+            raise
+        finally:
+            self.finish()
+
+    def turn(self, timeout_s: float) -> bool:
+        """One round of the loop: what has arrived, what was asked, what is due. True if there was anything.
+
+        Args:
+            timeout_s: how long to wait for something to happen.
+        """
+        now = self._clock()
+        timeout_s = 0.0 if self._mailbox else max(0.0, min(timeout_s, self.reliable.deadline - now))
+        events = self.transport.recv(timeout_s)
+        for event in events:
+            match event:
+                case Arrived(route, frames):
+                    self._arrived(route, frames)
+                case RouteUp(route):
+                    self._observe(self._members.get(route), Connected)
+                case RouteDown(route, reason):
+                    self._observe(self._members.get(route), lambda member, why=reason: Disconnected(member, why), route)
+        asked = self._take_mail()
+        now = self._clock()
+        due = self.reliable.deadline <= now
+        if due:
+            self._carry_out(self.reliable.tick(now))
+        self._explain(now)
+        return bool(events) or asked or due
+
+    def finish(self) -> None:
+        """Say the last acknowledgements, free the transport, and fail what nobody will answer any more."""
+        self._stop(None)
+        if not self.transport_is_closed:
+            self._carry_out(self.reliable.tick(self._clock() + ACK_DELAY_S))
+            self.transport.close(LINGER_S)
+            self.transport_is_closed = True
+        with self._lock:
+            mail = [item for item in self._mailbox if isinstance(item, tuple)]
+            self._mailbox.clear()
+        for _, future, _ in mail:
+            future.set_exception(self._reason())
+        for future, _ in self._answers.values():
+            future.set_exception(self._reason())
+        self._answers.clear()
+
+    transport_is_closed = False
+
+    def _stop(self, failure: Exception | None) -> None:
+        with self._lock:
+            if not self.stopped:
+                self.stopped = True
+                self.failure = failure
+
+    def _reason(self) -> Exception:
+        return self.failure or StoreClosed("the store is closed: this process has left the cluster")
+
+    def _arrived(self, route: Route, frames: Sequence[memoryview]) -> None:
+        try:
+            packet = decode(frames)
+        except VersionMismatch as error:
+            self._garbage(route, error)
+            return
+        except ProtocolError as error:
+            self._garbage(route, error)
+            return
+        source = packet.stamp.source
+        known = self._routes.get(source)
+        if known != route:
+            self._routes[source] = route
+            self._members[route] = source
+            if known is not None:
+                self._members.pop(known, None)
+                self._observe(source, Connected)
+        self._carry_out(self.reliable.receive(packet, self._clock()))
+
+    def _garbage(self, route: Route, error: ProtocolError) -> None:
+        self.garbage_dropped += 1
+        if self.garbage_dropped <= GARBAGE_REPORTS_MAX:
+            sender = self._members.get(route, "a stranger")
+            LOG.warning("%s dropped an invalid message from %s: %s", self.machine.me, sender, error)
+
+    def _observe(self, member: Member | None, make: Callable[[Member], Event], gone: Route | None = None) -> None:
+        if member is None:
+            return
+        if gone is not None and self._routes.get(member) != gone:
+            return  # It already came back under another route.
+        self._carry_out(self.reliable.observe(make(member), self._clock()))
+
+    def _take_mail(self) -> bool:
+        requests: list[Request] = []
+        events: list[Event] = []
+        while self._mailbox:
+            item = self._mailbox.popleft()
+            if isinstance(item, tuple):
+                request, future, finish = item
+                self._answers[request.request] = (future, finish)
+                requests.append(request)
+            else:
+                events.append(item)
+        now = self._clock()
+        for event in events:
+            self._carry_out(self.reliable.observe(event, now))
+        machine = self.machine
+        if requests and isinstance(machine, Worker):
+            self._carry_out(self.reliable.perform(lambda: machine.submit(requests, now), now))
+        return bool(requests or events)
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Transmit(to, packet):
+                    self._transmit(to, packet)
+                case Complete(request, result):
+                    self._complete(request, result)
+                case Fail(request, error):
+                    future, _ = self._answers.pop(request, (None, None))
+                    if future is not None:
+                        future.set_exception(error)
+                case Connect(to, endpoint):
+                    route = self.transport.connect(endpoint)
+                    self._routes[to] = route
+                    self._members[route] = to
+                case Adopt(stranger, member):
+                    route = self._routes.pop(stranger)
+                    self._routes[member] = route
+                    self._members[route] = member
+                case Report(text):
+                    LOG.warning("%s", text)
+                case Stop(failure):
+                    self._stop(failure)
+                case Send():
+                    raise AssertionError("Reliable stamps every Send")
+
+    def _transmit(self, to: Member, packet: Packet) -> None:
+        route = self._routes.get(to)
+        # Without a route the peer is away: what matters is repeated when it is back.
+        if route is not None:
+            self.transport.send(route, encode(packet))
+
+    def _complete(self, request: int, result: object) -> None:
+        future, finish = self._answers.pop(request, (None, None))
+        if future is None:
+            return
+        try:
+            future.set_result(result if finish is None else finish())
+        except Exception as error:  # noqa: BLE001  # whatever the finishing raised belongs to its caller
+            future.set_exception(error)
+
+    def _explain(self, now: float) -> None:
+        since = self.machine.waiting_since
+        if since is None:
+            self._explained_until = NEVER
+            return
+        waits = int((now - since) / self._explain_after_s)
+        if waits < 1:
+            self._explained_until = since
+        elif now >= min(self._explained_until, NEVER) + self._explain_after_s or self._explained_until == NEVER:
+            self._explained_until = since + waits * self._explain_after_s
+            LOG.warning("%s", self.machine.explain(now))
+
+
+def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None:
+    """Run several nodes in one thread until all have stopped, first to last in every round.
+
+    Args:
+        nodes: the nodes; their transports must share what `wait` waits for.
+        wait: sleeps for at most so many seconds, or until something happens for any of the nodes.
+    """
+    try:
+        while not all(node.stopped for node in nodes):
+            busy = False
+            for node in nodes:
+                if not node.stopped:
+                    busy = node.turn(0.0) or busy
+            if not busy:
+                now = time.monotonic()
+                wait(max(0.0, min(TURN_S, *(node.reliable.deadline - now for node in nodes))))
+    finally:
+        for node in nodes:
+            node.finish()
+
+
+def _poison_children() -> None:
+    for node in list(_living):
+        node._forked = True
+
+
+os.register_at_fork(after_in_child=_poison_children)

@@ -1,0 +1,67 @@
+"""Who takes part: roles, names of processes, and their lives.
+
+A `NodeId` is a seat in the cluster ("worker-3"). A `Member` is one process that sits there: a restarted
+worker-3 is the same node and another member. Messages go to members, never to seats, so nothing meant for a
+dead process can reach its replacement.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(enum.Enum):
+    """The part that a process plays. Values are the words of the environment variable ``DMLC_ROLE``."""
+
+    SCHEDULER = "scheduler"
+    SERVER = "server"
+    WORKER = "worker"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+UNRANKED = 0xFFFFFFFF
+"""The rank of a process to which the scheduler has not given one yet."""
+
+
+@dataclass(frozen=True, slots=True, order=False)
+class NodeId:
+    """A seat in the cluster: a role and a rank counted from 0 within the role."""
+
+    role: Role
+    rank: int
+
+    def __str__(self) -> str:
+        if self.role is Role.SCHEDULER:
+            return "scheduler"
+        return f"{self.role}-{'?' if self.rank == UNRANKED else self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process in a seat.
+
+    `incarnation` is given by the scheduler at registration and strictly increases; before that it is the random
+    token with which the process introduced itself (then `node.rank` is `UNRANKED`).
+    """
+
+    node: NodeId
+    incarnation: int
+
+    def __str__(self) -> str:
+        return str(self.node)
+
+
+SCHEDULER = NodeId(Role.SCHEDULER, 0)
+
+
+def worker(rank: int) -> NodeId:
+    """The seat of the worker of that rank."""
+    return NodeId(Role.WORKER, rank)
+
+
+def server(rank: int) -> NodeId:
+    """The seat of the server of that rank."""
+    return NodeId(Role.SERVER, rank)

@@ -1,0 +1,108 @@
+"""Optimizers by name: for users, who may write the name as they like, and for the network, which may not.
+
+The table is closed but for `register`, which only code in this process can call. A description from a peer can choose
+a row of the table and numbers within its schema, nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TypeVar
+
+from kvdist.optimizer.base import HINTS, Optimizer
+from kvdist.optimizer.schema import schema_of
+
+_OptimizerClass = TypeVar("_OptimizerClass", bound=type[Optimizer])
+
+_BY_NAME: dict[str, type[Optimizer]] = {}
+
+
+def register(cls: _OptimizerClass) -> _OptimizerClass:
+    """Class decorator: make an optimizer known by its `name`. Servers need it too; they import it by their own choice.
+
+    Raises:
+        TypeError: it is not a dataclass derived from `Optimizer`, a field has no schema, or its rule is missing.
+        ValueError: the name is not lower case, or another class has it.
+    """
+    if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
+        raise TypeError(f"{cls!r} is not a class derived from kvdist.optimizer.Optimizer")
+    if "__dataclass_fields__" not in vars(cls):
+        raise TypeError(f"{cls.__name__} must be decorated with @dataclass(kw_only=True, eq=False), below @register")
+    if inspect.isabstract(cls):
+        raise TypeError(f"{cls.__name__} has no rule: define apply()")
+    schema_of(cls)
+    name = cls.name
+    if not name or name != name.lower():
+        raise ValueError(f"{cls.__name__}.name must be in lower case, not {name!r}")
+    known = _BY_NAME.get(name)
+    # The same definition run again (a notebook's cell, a reloaded module) replaces the old one.
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"the name {name!r} belongs to {known.__module__}.{known.__qualname__}: choose another")
+    _BY_NAME[name] = cls
+    return cls
+
+
+def create(optimizer: str | Optimizer, /, **hyperparameters: object) -> Optimizer:
+    """An optimizer by name and numbers; an instance is returned as it is.
+
+    Args:
+        optimizer: such as ``'sgd'``, in any case; or an `Optimizer`.
+        hyperparameters: such as ``learning_rate=0.1``.
+
+    Raises:
+        ValueError: the name is unknown, or a value is out of range.
+        TypeError: a hyper-parameter is unknown or of a wrong type, or an instance came with hyper-parameters.
+    """
+    if isinstance(optimizer, Optimizer):
+        if hyperparameters:
+            raise TypeError(
+                f"an optimizer that exists takes no hyper-parameters ({', '.join(hyperparameters)}): "
+                "give them when you create it, or give its name"
+            )
+        return optimizer
+    if not isinstance(optimizer, str):
+        raise TypeError(f"an optimizer is a name or an Optimizer, not {type(optimizer).__name__}")
+    cls = _BY_NAME.get(optimizer.lower())
+    if cls is None:
+        raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(sorted(_BY_NAME))}")
+    _refuse_unknown(cls, hyperparameters)
+    return cls(**hyperparameters)  # type: ignore[arg-type]  # the class checks every value against its schema
+
+
+def _refuse_unknown(cls: type[Optimizer], hyperparameters: Mapping[str, object]) -> None:
+    known = schema_of(cls)
+    for name in hyperparameters:
+        if name not in known:
+            hint = f" (here it is called {HINTS[name]})" if name in HINTS else ""
+            raise TypeError(f"{cls.name} has no hyper-parameter {name}{hint}; it takes {', '.join(known)}")
+
+
+def from_description(description: object) -> Optimizer:
+    """The optimizer that `Optimizer.describe` described, perhaps in another process.
+
+    Args:
+        description: untrusted; must be a dict with exactly the entries of a registered optimizer.
+
+    Raises:
+        ValueError: it is anything else; the message says what.
+    """
+    if type(description) is not dict:
+        raise ValueError(f"an optimizer's description is a table, not {type(description).__name__}")
+    name = description.get("name")
+    cls = _BY_NAME.get(name) if type(name) is str else None
+    if cls is None:
+        raise ValueError(
+            f"unknown optimizer {name!r:.80} in a description: this process knows {', '.join(sorted(_BY_NAME))}"
+        )
+    values = {key: value for key, value in description.items() if key != "name"}
+    expected = schema_of(cls)
+    if values.keys() != expected.keys():
+        raise ValueError(f"a description of {cls.name} has exactly name, {', '.join(expected)}")
+    for key, value in values.items():
+        if type(value) not in (float, int, bool, type(None)):
+            raise ValueError(f"{key} in a description of {cls.name} cannot be of type {type(value).__name__}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ValueError(f"in a description of {cls.name}: {error}") from None

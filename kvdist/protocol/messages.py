@@ -1,0 +1,453 @@
+"""Everything that processes say to each other: one frozen dataclass per kind, and the stamp on each message.
+
+`WIRE.md` is the specification of the bytes; `wire` turns these objects into frames and back. Rules that hold here:
+
+* A kind means one thing. No flag changes what a message is.
+* Whatever is about slices is a set of parallel arrays, one element per slice (`ids[i]`, `steps[i]`, …), so that a
+  thousand small keys cost one message and a handful of array operations.
+* A *run* is the sender's number for a batch of slices that it asked for at once; answers repeat it.
+* `SEQUENCED` messages are numbered, acknowledged and repeated until they arrive; the others may be lost.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.nodes import Member
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+Payload = bytes | bytearray | memoryview
+
+ALIGNMENT_BYTES = 8
+"""Each array in a payload starts at a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The envelope: who speaks, to which life of whom, in which order. See WIRE.md for widths."""
+
+    job: int
+    term: int
+    epoch: int
+    source: Member
+    destination: int
+    """The incarnation this is meant for; 0 while the sender does not know it."""
+    seq: int
+    """1, 2, … per pair of members for sequenced messages; 0 for the others."""
+    ack: int
+    """Every sequenced message up to this number has arrived here."""
+    step: int
+    """The training step the sender is in, for people."""
+
+
+class Outcome(enum.IntEnum):
+    """What became of a contribution."""
+
+    COUNTED = 0
+    KEPT = 1
+    """Kept for the next version."""
+    DROPPED = 2
+    """Too old for the store's policy."""
+    INITIALISED = 3
+    """The first value of the slice is in place."""
+
+
+class ErrorCode(enum.IntEnum):
+    """Why a request failed; each becomes one exception type on the worker."""
+
+    INTERNAL = 0
+    INIT_MISMATCH = 1
+    OPTIMIZER_MISMATCH = 2
+    REFUSED = 3
+    CONFIG = 4
+
+
+class Flag(enum.IntFlag):
+    """What a contribution is; one byte per slice."""
+
+    EMPTY = 1
+    """No gradient on this worker: counts, adds nothing, and has no bytes in the payload."""
+    DELTA = 2
+    """A change of the weights made by local steps, not a gradient."""
+    AVERAGE = 4
+    """Divide the sum by the number of contributions."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrays:
+    """Arrays back to back in one payload frame, each starting at a multiple of 8 bytes.
+
+    dtypes: (n,) codes of `kvdist.dtypes.DType`; counts: (n,) elements; encoding: 0 = the elements themselves.
+    """
+
+    dtypes: U8
+    counts: U32
+    payload: Payload
+    encoding: int = 0
+
+
+# Registration. Spoken between a process and the scheduler before sequence numbers exist, hence idempotent.
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Process → scheduler: here I am. Repeated until answered; the stamp's incarnation is the process's token."""
+
+    KIND: ClassVar[int] = 1
+    SEQUENCED: ClassVar[bool] = False
+    wanted_rank: int
+    """The rank asked for, or -1."""
+    host: str
+    pid: int
+    endpoint: str
+    """Where a server accepts workers; empty for a worker."""
+    num_workers: int
+    num_servers: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Scheduler → process: your rank and incarnation."""
+
+    KIND: ClassVar[int] = 2
+    SEQUENCED: ClassVar[bool] = False
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Anybody → a process that may not take part: why not. Final."""
+
+    KIND: ClassVar[int] = 3
+    SEQUENCED: ClassVar[bool] = False
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One line of the roster."""
+
+    member: Member
+    host: str
+    pid: int
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Scheduler → all: who is in the cluster now. The first one says that it is complete."""
+
+    KIND: ClassVar[int] = 4
+    SEQUENCED: ClassVar[bool] = True
+    peers: tuple[Peer, ...]
+
+
+# Keys and optimizers: agreed on by all workers through the scheduler.
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """Worker → scheduler: I am about to initialise these keys."""
+
+    KIND: ClassVar[int] = 10
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    store: int
+    mode: str
+    """The name of the store's policy: ``sync`` or ``async``."""
+    keys: tuple[int | str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the slices of a list of keys live. `homes[i]` is a server's rank, or `CUT` for a key cut over all."""
+
+    CUT: ClassVar[int] = 0xFFFFFFFF
+    first_slices: tuple[int, ...]
+    homes: tuple[int, ...]
+    slice_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Scheduler → worker: every worker declared these keys alike; this is where they live."""
+
+    KIND: ClassVar[int] = 11
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Scheduler → server: these keys exist; keep the slices that are yours."""
+
+    KIND: ClassVar[int] = 12
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    store: int
+    mode: str
+    keys: tuple[int | str, ...]
+    sizes: tuple[int, ...]
+    """Elements per key."""
+    dtypes: tuple[int, ...]
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Worker → scheduler: the optimizer of this store, as names and numbers."""
+
+    KIND: ClassVar[int] = 13
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    store: int
+    description: dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class SetOptimizer:
+    """Scheduler → server: from now on update the weights of this store so."""
+
+    KIND: ClassVar[int] = 14
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    store: int
+    description: dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request is fulfilled."""
+
+    KIND: ClassVar[int] = 15
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request cannot be fulfilled."""
+
+    KIND: ClassVar[int] = 16
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Worker → scheduler: I am at the `counter`-th barrier of this store. Answered by `Done` when all are."""
+
+    KIND: ClassVar[int] = 17
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    store: int
+    counter: int
+
+
+# Data: between workers and servers, no scheduler involved.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InitValues:
+    """Worker 0 → server: the first values of slices. Repeated, it changes nothing."""
+
+    KIND: ClassVar[int] = 20
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Push:
+    """Worker → server: contributions to slices; with `pull`, the new values are wanted back."""
+
+    KIND: ClassVar[int] = 21
+    SEQUENCED: ClassVar[bool] = True
+    pull: bool
+    runs: U32
+    ids: U32
+    steps: U32
+    """The worker's push counter of the slice: 0 for its first push."""
+    versions: U32
+    """The version of the weights that the contribution was computed on."""
+    samples: U32
+    """How many examples the contribution sums; 0 = not said."""
+    flags: U8
+    settings: tuple[tuple[float, float, float], ...]
+    """Distinct (learning rate, weight decay, rescale); NaN for what the server's optimizer should decide."""
+    setting_of: U8
+    """(n,) index into `settings`."""
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pull:
+    """Worker → server: send the values as soon as my first `steps` pushes are counted and `versions` is reached."""
+
+    KIND: ClassVar[int] = 22
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    steps: U32
+    versions: U32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Values:
+    """Server → worker: values of slices at a version; answers `Pull`, and `Push` with `pull`."""
+
+    KIND: ClassVar[int] = 23
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    versions: U32
+    outcomes: U8
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counted:
+    """Server → worker: what became of contributions or first values."""
+
+    KIND: ClassVar[int] = 24
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    versions: U32
+    outcomes: U8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refused:
+    """Server → worker: these slices of a request failed, for one reason. Their neighbours are not touched."""
+
+    KIND: ClassVar[int] = 25
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    code: int
+    reason: str
+
+
+# Life and death.
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Process → scheduler, every heartbeat: I live; the stamp says in which step."""
+
+    KIND: ClassVar[int] = 30
+    SEQUENCED: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Nothing but the acknowledgement in the stamp. `wanted` asks for one back: the connection is new."""
+
+    KIND: ClassVar[int] = 31
+    SEQUENCED: ClassVar[bool] = False
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Scheduler or server → worker: what your request waits for, so that your side can say it."""
+
+    KIND: ClassVar[int] = 32
+    SEQUENCED: ClassVar[bool] = False
+    subject: str
+    """Such as ``round 7 of key 'fc1'``."""
+    ranks: tuple[int, ...]
+    """The workers awaited."""
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Worker → scheduler: I leave. With a `failure` the job cannot go on. Answered by `Done`."""
+
+    KIND: ClassVar[int] = 33
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Scheduler → all: the job ends because of this."""
+
+    KIND: ClassVar[int] = 34
+    SEQUENCED: ClassVar[bool] = False
+    node: str
+    host: str
+    cause: str
+    step: int
+    """-1 when unknown."""
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Scheduler → server: every worker has left; end."""
+
+    KIND: ClassVar[int] = 35
+    SEQUENCED: ClassVar[bool] = True
+
+
+Message = (
+    Hello
+    | Welcome
+    | Rejected
+    | Roster
+    | Declare
+    | Placed
+    | Assign
+    | Configure
+    | SetOptimizer
+    | Done
+    | Failed
+    | Barrier
+    | InitValues
+    | Push
+    | Pull
+    | Values
+    | Counted
+    | Refused
+    | Alive
+    | Ack
+    | Waiting
+    | Goodbye
+    | Abort
+    | Stop
+)
+
+KEPT_BY_SERVER = math.nan
+"""In `Push.settings`: the server's optimizer uses its own number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A stamped message: what the transport carries and what the cores receive."""
+
+    stamp: Stamp
+    message: Message
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes` rounded up to where the next array of a payload may start."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,353 @@
+"""Messages to frames and back. The bytes are specified in WIRE.md, whose table of messages is `KINDS`.
+
+Rules that hold here:
+
+* Whatever the bytes are, only `ProtocolError` leaves `decode`; its text is safe to print.
+* Nothing is allocated for a size that a peer merely claims.
+* What a receiver would refuse is refused by `encode`, in the process that made the mistake.
+* The payload is handed through in both directions, never copied.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from kvdist.errors import ProtocolError
+from kvdist.protocol import fields, messages
+from kvdist.protocol.fields import Field, Source
+from kvdist.protocol.layout import ITEMSIZES, padded_sizes
+from kvdist.protocol.limits import DEFAULT, SLICE_BYTES_MIN, WireLimits
+from kvdist.protocol.messages import Arrays, Flag, Outcome, Packet, Payload, Stamp
+
+MAGIC = b"KVDI"
+VERSION = 1
+
+_ENVELOPE = struct.Struct("<4sBBHIIIIQQQQIB3s")
+_EMPTY = int(Flag.EMPTY)
+_FLAGS_KNOWN = int(Flag.EMPTY | Flag.DELTA | Flag.AVERAGE)
+_OUTCOME_MAX = int(max(Outcome))
+_NO_PAYLOAD = memoryview(b"")
+
+
+class VersionMismatch(ProtocolError):
+    """The peer speaks another version of the protocol, `version`; nothing else of its message was looked at."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"the peer speaks version {version} of the protocol, this process version {VERSION}; install the same"
+            " kvdist on every machine"
+        )
+        self.version = version
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How messages of one class travel: the fields of the header in order, and what must hold between them."""
+
+    message: type[Any]
+    fields: tuple[tuple[str, Field], ...]
+    check: Callable[[Any, WireLimits], None]
+    has_payload: bool
+    reread: bool
+    """Read back by `encode`: rare, made of what users typed, with many ways to be wrong."""
+
+
+def encode(packet: Packet, limits: WireLimits = DEFAULT) -> list[Payload]:
+    """The frames of a message: envelope, header and, for a message with arrays, the payload itself.
+
+    Raises:
+        ValueError: a field is not what WIRE.md allows; the message names it.
+    """
+    message: Any = packet.message
+    kind = _KIND_OF[type(message)]
+    name = "stamp"
+    try:
+        envelope = _pack_stamp(packet.stamp, message.KIND, message.SEQUENCED)
+        packed = []
+        for name, field in kind.fields:
+            packed.append(field.pack(getattr(message, name)))
+        name = "header"
+        header: bytes = msgpack.packb(packed)
+        payload = memoryview(message.arrays.payload) if kind.has_payload else _NO_PAYLOAD
+        if kind.reread:
+            _read_message(kind, header, payload, limits)
+        else:
+            _check_header(header, limits)
+            kind.check(message, limits)
+    except (ProtocolError, TypeError, ValueError, OverflowError, KeyError, AttributeError, struct.error) as error:
+        raise ValueError(f"cannot send this {kind.message.__name__} ({name}): {error}") from error
+    return [envelope, header, payload] if kind.has_payload else [envelope, header]
+
+
+def decode(frames: Sequence[memoryview | bytes], limits: WireLimits = DEFAULT) -> Packet:
+    """The message that the frames hold. Its arrays show the frames, read-only.
+
+    Raises:
+        VersionMismatch: another version of this protocol.
+        ProtocolError: anything else that WIRE.md does not allow; says what.
+    """
+    if not frames:
+        raise ProtocolError("a message without frames")
+    kind, stamp = _read_stamp(frames[0])
+    wanted = 3 if kind.has_payload else 2
+    if len(frames) != wanted:
+        raise ProtocolError(f"{kind.message.__name__}: expected {wanted} frames, found {len(frames)}")
+    payload = _NO_PAYLOAD
+    if kind.has_payload:
+        payload = memoryview(frames[2]).toreadonly()
+    return Packet(stamp, _read_message(kind, frames[1], payload, limits))
+
+
+# Envelope.
+
+
+def _pack_stamp(stamp: Stamp, kind: int, sequenced: bool) -> bytes:
+    if (stamp.seq > 0) is not sequenced:
+        raise ValueError(f"seq is {stamp.seq}; sequenced messages count from 1 and all others have 0")
+    source = stamp.source
+    role = fields.ROLE_CODES[source.node.role]
+    fields.member_of(role, source.node.rank, source.incarnation)
+    return _ENVELOPE.pack(
+        MAGIC, VERSION, kind, 0, stamp.job, stamp.term, stamp.epoch, source.node.rank, source.incarnation,
+        stamp.destination, stamp.seq, stamp.ack, stamp.step, role, b"",
+    )  # fmt: skip
+
+
+def _read_stamp(frame: memoryview | bytes) -> tuple[Kind, Stamp]:
+    start = bytes(memoryview(frame)[:5])
+    if start[:4] != MAGIC or len(start) < 5:
+        raise ProtocolError("not a kvdist message: the first frame does not begin with KVDI and a version")
+    if start[4] != VERSION:
+        raise VersionMismatch(start[4])
+    if len(frame) != _ENVELOPE.size:
+        raise ProtocolError(f"an envelope of {len(frame)} bytes, where {_ENVELOPE.size} are expected")
+    (_, _, code, flags, job, term, epoch, rank, incarnation, destination, seq, ack, step, role, rest) = (
+        _ENVELOPE.unpack(frame)
+    )
+    kind = KINDS.get(code)
+    if kind is None:
+        raise ProtocolError(f"unknown kind of message {code}")
+    if flags or rest != b"\0\0\0":
+        raise ProtocolError("the reserved bytes of the envelope are not zero")
+    if (seq > 0) is not kind.message.SEQUENCED:
+        raise ProtocolError(f"{kind.message.__name__}: sequence number {seq}")
+    source = fields.member_of(role, rank, incarnation)
+    return kind, Stamp(job, term, epoch, source, destination, seq, ack, step)
+
+
+# Header.
+
+
+def _read_message(kind: Kind, header: memoryview | bytes, payload: memoryview, limits: WireLimits) -> Any:
+    name = "header"
+    try:
+        _check_header(header, limits)
+        reader = _reader(header, limits)
+        source = Source(reader, limits, payload)
+        fields.expect(fields.read_count(source), len(kind.fields))
+        values = []
+        for name, field in kind.fields:  # noqa: B007 (the handlers below name the field that failed)
+            values.append(field.read(source))
+        name = "header"
+        if reader.tell() != len(header):
+            raise ProtocolError(f"{len(header) - reader.tell()} bytes are left over after the last field")
+        message = kind.message(*values)
+        kind.check(message, limits)
+    except ProtocolError as error:
+        raise ProtocolError(f"{kind.message.__name__}, {name}: {error}") from None
+    # RecursionError: msgpack's pure-Python version on deeply nested items.
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"{kind.message.__name__}, {name}: not readable ({type(error).__name__})") from None
+    return message
+
+
+def _check_header(header: memoryview | bytes, limits: WireLimits) -> None:
+    if len(header) > limits.header_bytes_max:
+        raise ProtocolError(f"{len(header)} bytes, where {limits.header_bytes_max} are allowed")
+
+
+def _reader(header: memoryview | bytes, limits: WireLimits) -> Any:
+    """A decoder of single items; the widest lists and maps that it may allocate are those of one small field."""
+    reader = msgpack.Unpacker(
+        use_list=False,
+        max_buffer_size=max(len(header), 1),
+        max_str_len=max(limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max),
+        max_array_len=max(limits.settings_max, limits.dims_max),
+        max_map_len=limits.entries_max,
+        max_ext_len=0,
+        ext_hook=_refuse_extension,
+        object_pairs_hook=_distinct,
+    )
+    reader.feed(header)
+    return reader
+
+
+def _refuse_extension(code: int, data: bytes) -> None:  # noqa: ARG001 (msgpack calls it so)
+    raise ProtocolError("an extension type")
+
+
+def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ProtocolError("a map with the same name twice")
+    return entries
+
+
+# What must hold between the fields of a message.
+
+
+def _nothing(message: Any, limits: WireLimits) -> None:
+    pass
+
+
+def _same_length(lists: Sequence[Sized]) -> int:
+    lengths = {len(one) for one in lists}
+    if len(lengths) != 1:
+        raise ProtocolError(f"lists that belong together have lengths {sorted(lengths)}")
+    return lengths.pop()
+
+
+def _check_slices(count: int, limits: WireLimits) -> None:
+    if not 0 < count <= limits.slices_max:
+        raise ProtocolError(f"{count} slices, where 1 to {limits.slices_max} are allowed")
+
+
+def _check_payload(arrays: Arrays, limits: WireLimits) -> None:
+    if arrays.encoding != 0:
+        raise ProtocolError(f"unknown encoding {arrays.encoding}")
+    if not ITEMSIZES[arrays.dtypes].all():
+        raise ProtocolError("an array has an unknown dtype")
+    wanted = int(padded_sizes(arrays.dtypes, arrays.counts).sum())
+    found = memoryview(arrays.payload).nbytes
+    if found > limits.payload_bytes_max:
+        raise ProtocolError(f"a payload of {found} bytes, where {limits.payload_bytes_max} are allowed")
+    if wanted != found:
+        raise ProtocolError(f"the payload has {found} bytes where its dtypes and counts make {wanted}")
+
+
+def _check_outcomes(outcomes: messages.U8) -> None:
+    if outcomes.max() > _OUTCOME_MAX:
+        raise ProtocolError(f"unknown outcome {outcomes.max()}")
+
+
+def _check_declare(message: messages.Declare, limits: WireLimits) -> None:  # noqa: ARG001
+    _same_length((message.keys, message.shapes, message.dtypes))
+
+
+def _check_placed(message: messages.Placed, limits: WireLimits) -> None:  # noqa: ARG001
+    _same_length((message.placement.first_slices, message.placement.homes))
+
+
+def _check_assign(message: messages.Assign, limits: WireLimits) -> None:  # noqa: ARG001
+    placement = message.placement
+    _same_length((message.keys, message.sizes, message.dtypes, placement.first_slices, placement.homes))
+
+
+def _check_init_values(message: messages.InitValues, limits: WireLimits) -> None:
+    arrays = message.arrays
+    _check_slices(_same_length((message.runs, message.ids, arrays.dtypes, arrays.counts)), limits)
+    _check_payload(arrays, limits)
+
+
+def _check_push(message: messages.Push, limits: WireLimits) -> None:
+    m, arrays, flags = message, message.arrays, message.flags
+    count = _same_length(
+        (m.runs, m.ids, m.steps, m.versions, m.samples, flags, m.setting_of, arrays.dtypes, arrays.counts)
+    )
+    _check_slices(count, limits)
+    present = int(np.bitwise_or.reduce(flags))
+    if present & ~_FLAGS_KNOWN:
+        raise ProtocolError(f"unknown flags {present & ~_FLAGS_KNOWN}")
+    if present & _EMPTY and (arrays.counts[flags & _EMPTY != 0] != 0).any():
+        raise ProtocolError("an empty contribution has elements")
+    if m.setting_of.max() >= len(m.settings):
+        raise ProtocolError(f"a slice uses setting {m.setting_of.max()} of {len(m.settings)}")
+    _check_payload(arrays, limits)
+
+
+def _check_pull(message: messages.Pull, limits: WireLimits) -> None:
+    _check_slices(_same_length((message.runs, message.ids, message.steps, message.versions)), limits)
+
+
+def _check_values(message: messages.Values, limits: WireLimits) -> None:
+    m, arrays = message, message.arrays
+    count = _same_length((m.runs, m.ids, m.versions, m.outcomes, arrays.dtypes, arrays.counts))
+    _check_slices(count, limits)
+    _check_outcomes(m.outcomes)
+    _check_payload(arrays, limits)
+
+
+def _check_counted(message: messages.Counted, limits: WireLimits) -> None:
+    _check_slices(_same_length((message.runs, message.ids, message.versions, message.outcomes)), limits)
+    _check_outcomes(message.outcomes)
+
+
+def _check_refused(message: messages.Refused, limits: WireLimits) -> None:
+    _check_slices(_same_length((message.runs, message.ids)), limits)
+
+
+# The table of messages.
+
+_U32 = fields.integer(0, (1 << 32) - 1)
+_U64 = fields.integer(0, (1 << 64) - 1)
+_FROM_MINUS_1 = fields.integer(-1, (1 << 32) - 1)
+_NAME = fields.text("name_bytes_max")
+_SENTENCE = fields.sentence(DEFAULT.sentence_bytes_max)
+_KEYS = fields.many(fields.KEY, "keys_max")
+_DTYPES = fields.many(fields.DTYPE, "keys_max")
+_NUMBERS, _OCTETS, _ARRAYS = fields.NUMBERS, fields.OCTETS, fields.ARRAYS
+
+_PLACEMENT = fields.record(
+    messages.Placement,
+    first_slices=fields.many(_U32, "keys_max"),
+    homes=fields.many(_U32, "keys_max"),
+    slice_bytes=fields.integer(SLICE_BYTES_MIN, (1 << 32) - 1),
+)
+_PEER = fields.record(messages.Peer, member=fields.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
+
+KINDS: dict[int, Kind] = {}
+"""Code of a kind → how it travels."""
+_KIND_OF: dict[type[Any], Kind] = {}
+
+
+def _kind(message: type[Any], check: Callable[[Any, WireLimits], None] = _nothing, **table: Field) -> None:
+    in_slices = "runs" in table
+    kind = Kind(message, tuple(table.items()), check, "arrays" in table, not in_slices)
+    KINDS[message.KIND] = _KIND_OF[message] = kind
+
+
+_kind(messages.Hello, wanted_rank=_FROM_MINUS_1, host=_NAME, pid=_U32, endpoint=_NAME, num_workers=_U32,
+      num_servers=_U32, version=_NAME)  # fmt: skip
+_kind(messages.Welcome, rank=_U32, incarnation=_U64)
+_kind(messages.Rejected, reason=_SENTENCE)
+_kind(messages.Roster, peers=fields.many(_PEER, "members_max"))
+_kind(messages.Declare, _check_declare, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
+      shapes=fields.many(fields.SHAPE, "keys_max"), dtypes=_DTYPES)  # fmt: skip
+_kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT)
+_kind(messages.Assign, _check_assign, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
+      sizes=fields.many(fields.length("elements_max"), "keys_max"), dtypes=_DTYPES, placement=_PLACEMENT)  # fmt: skip
+_kind(messages.Configure, request=_U64, store=_U32, description=fields.DESCRIPTION)
+_kind(messages.SetOptimizer, request=_U64, store=_U32, description=fields.DESCRIPTION)
+_kind(messages.Done, request=_U64)
+_kind(messages.Failed, request=_U64, code=fields.ERROR, reason=_SENTENCE)
+_kind(messages.Barrier, request=_U64, store=_U32, counter=_U64)
+_kind(messages.InitValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
+_kind(messages.Push, _check_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
+      samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
+_kind(messages.Pull, _check_pull, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS)
+_kind(messages.Values, _check_values, runs=_NUMBERS, ids=_NUMBERS, versions=_NUMBERS, outcomes=_OCTETS,
+      arrays=_ARRAYS)  # fmt: skip
+_kind(messages.Counted, _check_counted, runs=_NUMBERS, ids=_NUMBERS, versions=_NUMBERS, outcomes=_OCTETS)
+_kind(messages.Refused, _check_refused, runs=_NUMBERS, ids=_NUMBERS, code=fields.ERROR, reason=_SENTENCE)
+_kind(messages.Alive)
+_kind(messages.Ack, wanted=fields.FLAG)
+_kind(messages.Waiting, subject=_SENTENCE, ranks=fields.many(_U32, "members_max"), since_s=fields.SECONDS)
+_kind(messages.Goodbye, request=_U64, failure=_SENTENCE)
+_kind(messages.Abort, node=_NAME, host=_NAME, cause=_SENTENCE, step=_FROM_MINUS_1, sentence=_SENTENCE)
+_kind(messages.Stop)

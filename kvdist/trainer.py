@@ -1,0 +1,381 @@
+"""`Trainer`: updates the parameters of a torch network through a store. It takes the place of ``torch.optim``.
+
+Rules that hold here:
+
+* All parameters travel in one list call per step, in the order given, so the first layers, which the next forward
+  pass needs first, come first. Their keys are their positions, 0, 1, 2, ….
+* A parameter is one tensor, or a list of replicas of it, one per device; every parameter has the same number.
+* Nothing is sent before the first `step` (or `allreduce_grads`, `update`, `broadcast_parameters`). Then rank 0's
+  weights become everybody's.
+* Weights are written in place and autograd is told: a backward pass through the old weights raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvdist.errors import KeyNotInitialised
+from kvdist.kvstore import create as create_store
+from kvdist.kvstore import values
+from kvdist.kvstore.base import KVStore
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.registry import create as create_optimizer
+from kvdist.optimizer.updater import Updater
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("kvdist.Trainer needs torch, which is not installed: pip install 'kvdist[torch]'") from error
+
+BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
+"""With a larger parameter the store ``local`` leaves the update to the devices."""
+
+ASYNCHRONOUS = frozenset({"dist_async", "dist_device_async", "dist_async_device"})
+"""Stores that cannot hand out the sum of a round, because they have no rounds."""
+
+_GROUP_ENTRIES = ("params", "lr_mult", "wd_mult")
+_GROUP_ADVICE = {
+    "lr": "give 'lr_mult', a factor on the trainer's learning_rate",
+    "weight_decay": "give 'wd_mult', a factor on the trainer's wd",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Parameter:
+    """One parameter: its replicas, and whether it is trained or only kept the same everywhere."""
+
+    name: str
+    replicas: list[torch.Tensor]
+    trained: bool
+    group: Mapping[str, Any]
+
+    def grads(self) -> list[torch.Tensor] | None:
+        """The gradients there are; None when no device has one."""
+        return [replica.grad for replica in self.replicas if replica.grad is not None] or None
+
+
+class Trainer:
+    """Applies an optimizer to parameters, on the store or here, after summing gradients over devices and workers.
+
+    Args:
+        params: ``net.parameters()``, ``net.named_parameters()``, a dict of name to parameter (taken in the order of its
+            sorted names), or torch's parameter groups ``{'params': …, 'lr_mult': …, 'wd_mult': …}``. With several
+            devices each parameter is a list of its replicas, one per device, as in
+            ``zip(net0.parameters(), net1.parameters())``. A parameter that appears twice counts once. Those with
+            ``requires_grad=False`` when the trainer is made are not trained, only made equal to rank 0's.
+        optimizer: a name such as ``'adam'``, or an `Optimizer` of kvdist.
+        optimizer_params: hyper-parameters for a name, such as ``{'learning_rate': .001}``.
+        kvstore: the name of a store, which the first step creates; a store; or None to update without one.
+        compression_params: for gradient compression, which no store offers yet: None.
+        update_on_kvstore: True: the store holds the optimizer and gives back weights. False: it sums gradients, and
+            each worker updates. None: on the store where it can.
+
+    Raises:
+        TypeError: parameters or optimizer are of a wrong type.
+        ValueError: parameters do not fit each other, or settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: str | Optimizer,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: str | KVStore | None = "device",
+        compression_params: Mapping[str, Any] | None = None,
+        update_on_kvstore: bool | None = None,
+    ) -> None:
+        self._parameters = _collect(params)
+        self._num_devices = len(self._parameters[0].replicas)
+        self._optimizer = _make_optimizer(optimizer, optimizer_params)
+        self._scale = self._optimizer.rescale_grad
+        if compression_params:
+            raise ValueError("compression_params: no store of this version compresses gradients; leave it out")
+        if kvstore is None and self._num_devices > 1:
+            raise ValueError(
+                f"the parameters have replicas on {self._num_devices} devices, and without a store nobody sums their"
+                " gradients; use kvstore='device'"
+            )
+        self._kvstore_wanted = kvstore
+        self._update_on_kvstore_wanted = update_on_kvstore
+        self._kvstore: KVStore | None = None
+        self._update_on_kvstore = False
+        self._started = False
+        self._updaters = [Updater(self._optimizer) for _ in range(self._num_devices)]
+        self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
+        self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **_multipliers(self._parameters, "lr_mult")})
+        self._optimizer.set_wd_mult({**self._optimizer.wd_mult, **_multipliers(self._parameters, "wd_mult")})
+
+    def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:  # noqa: ARG002
+        """Make one step of training: sum the gradients over devices and workers, update, and get the new weights.
+
+        ``step()`` is torch's convention: each device's loss is a mean over its examples, and gradients are averaged
+        over workers and devices, as in DistributedDataParallel. ``step(batch_size)`` is Gluon's: losses are sums; each
+        worker's gradient is divided by the size it gives, its examples on all devices, and these are summed over the
+        workers. The size may change from step to step.
+
+        A parameter without a gradient (``grad`` is None) on every device of every worker stays as it is. Where only
+        some have none, those contribute nothing and get the others' update; nobody waits for them.
+
+        Args:
+            batch_size: None, or how many examples this worker's gradients sum.
+            ignore_stale_grad: kept for scripts of the mirrored system. Torch does not tell old gradients from new ones,
+                so this changes nothing: call ``zero_grad()`` before each backward pass.
+        """
+        self._start()
+        self._rescale(batch_size)
+        average = batch_size is None
+        if self._update_on_kvstore:
+            self._push_grads_pull_weights(average)
+        else:
+            self._sum_grads(average)
+            self._update_here()
+
+    def allreduce_grads(self, *, average: bool = False) -> None:
+        """Replace each gradient by its sum over devices and workers, for use (clipping, say) before `update`.
+
+        Args:
+            average: divide the sum by the number of workers, as ``step()`` does; then call ``update()``.
+
+        Raises:
+            RuntimeError: the weights are updated on the store.
+        """
+        self._start()
+        self._require_update_here("allreduce_grads")
+        self._sum_grads(average)
+
+    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:  # noqa: ARG002
+        """Update the weights here with the present gradients, after `allreduce_grads`.
+
+        Args:
+            batch_size: gradients are divided by it; None divides by the number of devices.
+            ignore_stale_grad: as in `step`.
+
+        Raises:
+            RuntimeError: the weights are updated on the store.
+        """
+        self._start()
+        self._require_update_here("update")
+        self._rescale(batch_size)
+        self._update_here()
+
+    def broadcast_parameters(self) -> None:
+        """Make rank 0's present weights everybody's, on all devices and on the store; the optimizer's state stays.
+
+        Call it on every worker after weights were changed other than by `step`, such as by ``load_state_dict``.
+        """
+        if not self._started:
+            self._start()
+        elif self._kvstore is not None:
+            self._broadcast(self._kvstore)
+
+    @property
+    def kvstore(self) -> KVStore | None:
+        """The store in use; None before the first step, and when the weights are updated without one."""
+        return self._kvstore
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer. Its learning rate, wd and multipliers may be changed at any time."""
+        return self._optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """The present learning rate, before the multipliers of groups."""
+        return self._optimizer.learning_rate
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate from the next step on, on servers too; every worker must set the same."""
+        self._optimizer.learning_rate = lr
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        store = self._chosen_store()
+        if store is not None:
+            self._update_on_kvstore = self._decide_update_on_kvstore(store)
+            _require_unused(store)
+            if self._update_on_kvstore:
+                store.set_optimizer(self._optimizer)
+            self._broadcast(store)
+        self._kvstore = store
+        self._started = True
+
+    def _chosen_store(self) -> KVStore | None:
+        if not isinstance(self._kvstore_wanted, str):
+            return self._kvstore_wanted
+        store = create_store(self._kvstore_wanted)
+        if self._num_devices == 1 and store.num_servers == 0 and store.num_workers == 1:
+            store.close()  # one device, one worker: a store would only copy
+            return None
+        return store
+
+    def _decide_update_on_kvstore(self, store: KVStore) -> bool:
+        wanted = self._update_on_kvstore_wanted
+        capable = store.is_capable("optimizer")
+        if wanted and not capable:
+            raise ValueError(f"the store {store.type!r} cannot update weights; leave update_on_kvstore out")
+        if store.type in ASYNCHRONOUS:
+            if wanted is False:
+                raise ValueError(f"the store {store.type!r} trains asynchronously, which needs update_on_kvstore=True")
+            return True
+        if wanted is not None:
+            return wanted
+        if self._kvstore_wanted == "local":
+            return capable and all(one.replicas[0].numel() <= BIG_PARAMETER_ELEMENTS for one in self._parameters)
+        return capable
+
+    def _broadcast(self, store: KVStore) -> None:
+        replicas = [parameter.replicas for parameter in self._parameters]
+        store.broadcast(list(range(len(replicas))), [one[0] for one in replicas], out=replicas)
+
+    def _rescale(self, batch_size: float | None) -> None:
+        divisor = self._num_devices if batch_size is None else batch_size
+        if not divisor > 0:
+            raise ValueError(f"batch_size is {batch_size}; it counts the examples behind the gradients, more than 0")
+        self._optimizer.rescale_grad = self._scale / divisor
+
+    def _push_grads_pull_weights(self, average: bool) -> None:
+        assert self._kvstore is not None
+        keys = [key for key, _ in self._trained]
+        grads = [parameter.grads() for _, parameter in self._trained]
+        self._kvstore.pushpull(keys, grads, out=[parameter.replicas for _, parameter in self._trained], average=average)
+
+    def _sum_grads(self, average: bool) -> None:
+        if self._kvstore is None:
+            return
+        # On a cluster others may have the gradient that is missing here, and their sum has to go somewhere.
+        alone = self._kvstore.num_workers == 1
+        present = [(key, one) for key, one in self._trained if not alone or one.grads() is not None]
+        for _, parameter in present:
+            for replica in parameter.replicas:
+                if replica.grad is None:
+                    replica.grad = torch.zeros_like(replica)
+        if present:
+            grads = [parameter.grads() for _, parameter in present]
+            self._kvstore.pushpull([key for key, _ in present], grads, average=average)
+
+    def _update_here(self) -> None:
+        for key, parameter in self._trained:
+            for updater, replica in zip(self._updaters, parameter.replicas, strict=True):
+                if replica.grad is not None:
+                    _update(updater, key, replica, replica.grad)
+
+    def _require_update_here(self, method: str) -> None:
+        if self._update_on_kvstore:
+            raise RuntimeError(
+                f"{method}() cannot be used while the store updates the weights: gradients never come back. Call"
+                " step(), or make the trainer with update_on_kvstore=False"
+            )
+
+
+def _update(updater: Updater, key: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
+    shape, dtype = values.describe(weight)
+    values.require(key, grad, shape, dtype)
+    bits = values.writable_bits(weight)
+    target = values.read_bits(weight).copy() if bits is None else bits
+    updater.update(key, target, [values.read_bits(grad)], [updater.optimizer.rescale_grad], dtype, target)
+    if bits is None:
+        values.write_bits(weight, target)
+
+
+def _require_unused(store: KVStore) -> None:
+    try:
+        store.pull(0)
+    except KeyNotInitialised:
+        return
+    raise ValueError(
+        "the store holds key 0 already, so another Trainer uses it, and both would share their weights;"
+        f" give each its own store: kv.create({store.type!r})"
+    )
+
+
+def _make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
+    by_torch = isinstance(optimizer, torch.optim.Optimizer) or (
+        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    )
+    if by_torch:
+        raise TypeError(
+            "an optimizer of torch cannot travel to the servers; give a name and its numbers, such as"
+            " Trainer(net.parameters(), 'adam', {'learning_rate': .001})"
+        )
+    return create_optimizer(optimizer, **(optimizer_params or {}))
+
+
+def _multipliers(parameters: list[_Parameter], entry: str) -> dict[int, float]:
+    return {key: one.group[entry] for key, one in enumerate(parameters) if entry in one.group}
+
+
+def _collect(params: Any) -> list[_Parameter]:
+    """The parameters in order, each once, all with the same number of replicas."""
+    if isinstance(params, torch.nn.Module):
+        raise TypeError("give the network's parameters, not the network: net.parameters()")
+    if isinstance(params, (torch.Tensor, str)) or not isinstance(params, Iterable):
+        raise TypeError(f"params must be parameters, such as net.parameters(), not {type(params).__name__}")
+    seen: set[int] = set()
+    collected: list[_Parameter] = []
+    for parameter in _groups(params):
+        if id(parameter.replicas[0]) not in seen:
+            collected.append(parameter)
+        seen.update(id(replica) for replica in parameter.replicas)
+    if not collected:
+        raise ValueError("there are no parameters to train: the list is empty (was a generator used up before?)")
+    counts = {len(parameter.replicas): parameter.name for parameter in collected}
+    if len(counts) > 1:
+        said = " and ".join(f"{name} on {count}" for count, name in counts.items())
+        raise ValueError(f"every parameter must be on the same number of devices, but there is {said}")
+    if not any(parameter.trained for parameter in collected):
+        raise ValueError("no parameter requires grad; state_dict() gives copies, use dict(net.named_parameters())")
+    return collected
+
+
+def _groups(params: Iterable[Any]) -> Iterator[_Parameter]:
+    if isinstance(params, Mapping):
+        yield from _named([(str(name), params[name]) for name in sorted(params)], {})
+        return
+    items = list(params)
+    if not any(isinstance(item, Mapping) for item in items):
+        yield from _named(items, {})
+        return
+    for item in items:
+        if not isinstance(item, Mapping):
+            raise TypeError(f"params mixes groups and parameters: {type(item).__name__} stands beside a group (a dict)")
+        _check_group(item)
+        members = item["params"]
+        yield from _named([members] if isinstance(members, torch.Tensor) else list(members), item)
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    for entry in group:
+        if entry not in _GROUP_ENTRIES:
+            advice = _GROUP_ADVICE.get(entry, f"a group has {', '.join(_GROUP_ENTRIES)}")
+            raise ValueError(f"a parameter group cannot have {entry!r}: {advice}")
+    if "params" not in group:
+        raise ValueError("a parameter group needs 'params', the list of its parameters")
+
+
+def _named(items: Iterable[Any], group: Mapping[str, Any]) -> Iterator[_Parameter]:
+    for position, item in enumerate(items):
+        name = f"parameter {position}"
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+            name, item = item
+        replicas = list(item) if isinstance(item, (list, tuple)) else [item]
+        _check_replicas(name, replicas)
+        yield _Parameter(name, replicas, replicas[0].requires_grad, group)
+
+
+def _check_replicas(name: str, replicas: list[Any]) -> None:
+    if not replicas:
+        raise ValueError(f"{name} has no replica; give a tensor, or a list with one for each device")
+    for replica in replicas:
+        if not isinstance(replica, torch.Tensor):
+            raise TypeError(f"{name} must be a torch parameter or a list of its replicas, not {type(replica).__name__}")
+        if not replica.is_leaf:
+            raise ValueError(f"{name} is the result of a computation, not a parameter, so training it has no effect")
+        if (replica.shape, replica.dtype) != (replicas[0].shape, replicas[0].dtype):
+            raise ValueError(
+                f"the replicas of {name} differ: {tuple(replicas[0].shape)} {replicas[0].dtype} on the first device,"
+                f" {tuple(replica.shape)} {replica.dtype} on another"
+            )
+        values.describe(replica)

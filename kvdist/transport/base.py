@@ -1,0 +1,88 @@
+"""The seam between what is said and how it travels: six verbs, no meaning.
+
+A transport carries lists of byte frames between *routes*. A route is an opaque, hashable token that the transport
+made: for a connection that this side dialled it is what `connect` returned, for one that a peer dialled it is the
+token under which that connection's first message arrived. A connection that breaks and comes back may arrive
+under a new route.
+
+The contract, kept by every transport:
+
+* Order holds per route, and a message arrives whole or not at all. It may be lost when a connection breaks;
+  nobody is told which one was (the core retransmits).
+* `send` never blocks and never drops silently: what cannot leave now waits in a queue of the transport until it can,
+  or until the route is gone, which is reported as `Disconnected`.
+* A frame handed to `send` is not copied when it is large. Its bytes must stay unchanged until the receiver's answer
+  proves that they arrived.
+* Frames handed out by `recv` are read-only buffers that live as long as somebody holds them; large ones are not copies.
+* Only `wake` may be called from another thread.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+Route = Hashable
+"""An opaque token for one direction in which frames can be sent."""
+
+Buffer = bytes | bytearray | memoryview
+"""A contiguous run of bytes. What `recv` returns supports `memoryview()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """One whole message: the frames as they were sent."""
+
+    route: Route
+    frames: list[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A dialled route is up, for the first time or again after a break."""
+
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection under this route broke or was closed by the peer. `reason` is for people."""
+
+    route: Route
+    reason: str
+
+
+Event = Arrived | Connected | Disconnected
+
+
+class Transport(abc.ABC):
+    """Carries frames. See the module for the contract."""
+
+    @abc.abstractmethod
+    def bind(self, endpoint: str) -> str:
+        """Accept connections at `endpoint` (``tcp://127.0.0.1:0``, ``ipc:///…``) and return it with the port filled in.
+
+        Raises:
+            ConfigError: the address is taken or not this machine's; the message names it.
+        """
+
+    @abc.abstractmethod
+    def connect(self, endpoint: str) -> Route:
+        """Dial `endpoint`; returns at once. Frames sent before the connection is up wait for it."""
+
+    @abc.abstractmethod
+    def send(self, to: Route, frames: Sequence[Buffer]) -> None:
+        """Hand a message over. To a route that is gone it is discarded: its `Disconnected` was or will be reported."""
+
+    @abc.abstractmethod
+    def recv(self, timeout_s: float) -> list[Event]:
+        """What has happened, in order: at once when there is something, else after `timeout_s` seconds or a `wake`."""
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Make a `recv` that waits, or the next one, return soon. Safe from any thread, and after `close`."""
+
+    @abc.abstractmethod
+    def close(self, linger_s: float = 0.0) -> None:
+        """Give queued messages `linger_s` seconds to leave, then free every socket, file and thread. Idempotent."""

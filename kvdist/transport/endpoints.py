@@ -1,0 +1,55 @@
+"""Endpoints: what libzmq would take silently or refuse with a number is refused here with a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+
+from kvdist.errors import ConfigError
+
+
+def check_form(endpoint: str) -> None:
+    """Raise `ConfigError` when this is no ``tcp://host:port`` or ``ipc:///path``."""
+    scheme, separator, address = endpoint.partition("://")
+    if not separator or scheme not in ("tcp", "ipc") or not address:
+        raise ConfigError(f"{endpoint!r} is no endpoint; write tcp://host:port or ipc:///path")
+    host, _, port = address.rpartition(":")
+    if scheme == "tcp" and ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ConfigError(f"{endpoint!r}: an IPv6 address stands in brackets; write tcp://[{host}]:{port}")
+    if scheme == "tcp" and not (host and port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"{endpoint!r}: a port from 0 to 65535 follows the host; write tcp://host:port")
+
+
+def check_path_is_free(endpoint: str) -> None:
+    """libzmq removes whatever lies at the path before it binds: a stranger's file, or a living server's socket."""
+    path = endpoint.removeprefix("ipc://")
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # nothing there; libzmq says it when the folder is missing
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"cannot bind {endpoint}: a file that is no socket lies there; choose another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(path) == 0:
+            raise bind_error(endpoint, errno.EADDRINUSE, "")
+
+
+def bind_error(endpoint: str, number: int, text: str) -> ConfigError:
+    """The sentence for a refused bind; `text` stands for an error number that is not expected."""
+    advice = {
+        errno.EADDRINUSE: "it is in use by another process; end that one or choose another port or path",
+        errno.EADDRNOTAVAIL: "it is not an address of this machine; give one that `ip address` lists here",
+        errno.ENODEV: "it is not an address or interface of this machine; give one that `ip address` lists here",
+        errno.EACCES: "this user may not; choose a port from 1024 up, or a folder of your own",
+    }
+    return ConfigError(f"cannot bind {endpoint}: {advice.get(number, text)}")
+
+
+def unlink_if_ours(path: str, inode: int) -> None:
+    """Remove the socket file, unless somebody else has bound the path since."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(path).st_ino == inode:
+            os.unlink(path)

@@ -1,0 +1,72 @@
+"""How one process ended, in the three forms that are needed: for people, for the scheduler, and as an exit code."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from kvdist.nodes import NodeId, Role
+
+PEER_LOST = 75
+"""sysexits.h's EX_TEMPFAIL: a scheduler or server ended because some *other* process was lost."""
+
+SIGNAL_BASE = 128
+"""A shell's exit code for a process that a signal killed is this plus the signal's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of the process in seat `node`.
+
+    Attributes:
+        pid: the process's id.
+        status: its exit code, or minus the number of the signal that killed it (as in `subprocess`).
+    """
+
+    node: NodeId
+    pid: int
+    status: int
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended in any other way than exit code 0."""
+        return self.status != 0
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it says of itself that it failed because another process was lost."""
+        return self.status == PEER_LOST and self.node.role is not Role.WORKER
+
+    @property
+    def doubt(self) -> int:
+        """Orders endings seen at the same moment: the likelier one is the first cause, the lower."""
+        if self.status < 0:
+            return 0
+        return 3 if self.is_consequence else 1 if self.is_failure else 2
+
+    @property
+    def exit_code(self) -> int:
+        """The code with which the launcher passes this ending on."""
+        return SIGNAL_BASE - self.status if self.status < 0 else self.status
+
+    @property
+    def report(self) -> str:
+        """The line, without line end, that tells the scheduler."""
+        how = f"signal {-self.status}" if self.status < 0 else f"exit {self.status}"
+        return f"ended {self.node.role} {self.node.rank} {how}"
+
+    def __str__(self) -> str:
+        who = f"{self.node} (pid {self.pid})"
+        if self.status < 0:
+            return f"{who} was killed by {signal_name(-self.status)}"
+        if self.is_consequence:
+            return f"{who} lost a peer and ended with exit code {PEER_LOST}"
+        return f"{who} {'failed' if self.status else 'ended early'} with exit code {self.status}"
+
+
+def signal_name(number: int) -> str:
+    """``signal 9 (SIGKILL)``, or the bare number when the system has no name for it."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,197 @@
+"""What holds for every test: nothing is left behind, and nothing of the caller's environment leaks in.
+
+A test fails when it leaves a thread, a child process or an open descriptor. What can outlive its maker (grandchildren,
+shared memory, files in the run-time directory) is looked for once, at the end of the run and by the process that
+outlives the others, so that tests running side by side cannot accuse each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import multiprocessing.resource_tracker
+import os
+import select
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE_S = 5.0
+"""How long what a test has already told to stop may take to be gone."""
+
+RUN_MARK = "PYTEST_RUN_OF_KVDIST"
+OURS = ("kvdist", "psm_kvdist")
+"""How the names of files begin that kvdist makes outside the project."""
+
+
+# Set before anything imports a numeric library: side by side on two cores, more threads only get in each other's way.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take the cluster's variables out of the environment, and let child processes find an uninstalled checkout."""
+    for name in list(os.environ):
+        if name.startswith(("DMLC_", "KVDIST_", "MXNET_KVSTORE_")):
+            del os.environ[name]
+    os.environ.setdefault(RUN_MARK, str(os.getpid()))
+    paths = [str(ROOT), str(ROOT / "launcher"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
+    config.stash[FILES_BEFORE] = machine_files()
+
+
+FILES_BEFORE = pytest.StashKey[set[str]]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` say that they were skipped where there is no device."""
+    if not any(item.get_closest_marker("gpu") for item in items) or cuda_is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def cuda_is_available() -> bool:
+    """Whether torch is here and sees a CUDA device."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# Per test: threads, children, descriptors.
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a thread, a child process or an open socket, pipe or memory file."""
+    threads, children, descriptors = set(threading.enumerate()), child_processes(), open_descriptors()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    left = [*new_threads(threads, deadline), *new_children(children, deadline), *new_descriptors(descriptors)]
+    if left:
+        pytest.fail("left behind by this test: " + "; ".join(left), pytrace=False)
+
+
+def new_threads(before: set[threading.Thread], deadline: float) -> list[str]:
+    """Threads that were not there and do not end by the deadline."""
+    for thread in set(threading.enumerate()) - before:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+    return [f"thread {thread.name!r}" for thread in set(threading.enumerate()) - before]
+
+
+def child_processes() -> set[int]:
+    """Process ids of this process's children; empty where the system does not tell."""
+    children: set[int] = set()
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # the thread may have ended, or the kernel may lack the file
+            children.update(int(pid) for pid in (task / "children").read_text().split())
+    return children
+
+
+def new_children(before: set[int], deadline: float) -> list[str]:
+    """Children that were not there, that no one has waited for, and that do not end by the deadline."""
+    if child_processes() <= before:
+        return []
+    gc.collect()  # a Popen that ended is reaped when it is collected
+    names = []
+    for pid in child_processes() - before - {tracker_pid()}:
+        if not ends_by(pid, deadline):
+            names.append(f"process {pid} ({command_of(pid)})")
+    return names
+
+
+def tracker_pid() -> int | None:
+    """The helper process that the standard library starts once and keeps."""
+    return getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
+
+
+def ends_by(pid: int, deadline: float) -> bool:
+    """Wait for a child's end and reap it."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        ended = bool(select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0])
+    finally:
+        os.close(descriptor)
+    if ended:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    return ended
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200].strip()
+    except OSError:
+        return "gone"
+
+
+def open_descriptors() -> Counter[str]:
+    """How many descriptors of each kind that a leak would be made of; plain files come and go with capturing."""
+    kinds: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")):
+                kinds[target.split(":[")[0].split(" ")[0]] += 1
+    return kinds
+
+
+def new_descriptors(before: Counter[str]) -> list[str]:
+    """Kinds of descriptors of which there are more than there were."""
+    if not open_descriptors() - before:
+        return []
+    gc.collect()
+    grown = open_descriptors() - before
+    if getattr(multiprocessing.resource_tracker._resource_tracker, "_fd", None) is not None:
+        grown["pipe"] -= 1
+    return [f"{count} more open {kind}" for kind, count in grown.items() if count > 0]
+
+
+# Once, at the end: what only the machine remembers.
+
+
+def machine_files() -> set[str]:
+    """Files of kvdist in shared memory and in the directories for sockets."""
+    folders = {"/dev/shm", tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", "/dev/shm")}
+    found: set[str] = set()
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            found.update(os.path.join(folder, name) for name in os.listdir(folder) if name.startswith(OURS))
+    return found
+
+
+def marked_processes() -> list[str]:
+    """Processes that descend from this run and are not part of it."""
+    mark = f"{RUN_MARK}={os.environ[RUN_MARK]}".encode()
+    own = {os.getpid(), os.getppid(), tracker_pid()}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(folder.name) not in own and mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(f"process {folder.name} ({command_of(int(folder.name))})")
+    return found
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Turn a run red that leaves processes or files on the machine."""
+    if os.environ[RUN_MARK] != str(os.getpid()):
+        return  # one of several: the process that started them looks when all are done
+    left = marked_processes() + sorted(machine_files() - session.config.stash[FILES_BEFORE])
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print("\nleft behind on this machine by the test run: " + "; ".join(left), file=sys.stderr)

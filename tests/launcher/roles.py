@@ -1,0 +1,48 @@
+"""Stand-ins for ``python -m kvdist``: a scheduler and servers that obey the launcher, without a network.
+
+The servers wait on a FIFO that the scheduler holds open: a byte means goodbye (exit 0), its end that the scheduler
+is lost (exit 75). The variables SCHEDULER_DOES and SERVER_DOES make them misbehave.
+"""
+
+import os
+import signal
+import sys
+
+PEER_LOST = 75
+
+
+def scheduler() -> int:
+    if os.environ.get("SCHEDULER_DOES") == "fail":
+        print("address in use", file=sys.stderr)
+        return 1
+    goodbye = os.open(os.environ["GOODBYE_FIFO"], os.O_RDWR)
+    print(f"pid {os.getpid()}", flush=True)
+    waiting = {"worker": int(os.environ["DMLC_NUM_WORKER"]), "server": int(os.environ["DMLC_NUM_SERVER"])}
+    for line in sys.stdin:
+        print(line, end="", flush=True)
+        _, role, _, how, number = line.split()
+        if (how, number) != ("exit", "0"):
+            return PEER_LOST
+        waiting[role] -= 1
+        if role == "worker" and waiting["worker"] == 0:
+            os.write(goodbye, b"0" * waiting["server"])
+        if not any(waiting.values()):
+            return 0
+    return PEER_LOST
+
+
+def server() -> int:
+    does = os.environ.get("SERVER_DOES")
+    if does == "leave":
+        return 0
+    goodbye = os.open(os.environ["GOODBYE_FIFO"], os.O_RDONLY)
+    print(f"pid {os.getpid()}", flush=True)
+    if not os.read(goodbye, 1):
+        return PEER_LOST
+    if does == "stay":
+        signal.pause()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit({"scheduler": scheduler, "server": server}[os.environ["DMLC_ROLE"]]())

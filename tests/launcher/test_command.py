@@ -1,0 +1,82 @@
+"""The user's command: words or one quoted string, checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvdist.errors import ConfigError
+from kvdist_launch.command import CommandError, parse_command
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A PATH with the programs ``train`` and ``my train``."""
+    for name in ("train", "my train"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["train"], ("train",)),
+        (["train", "-n", "5", "a b", ""], ("train", "-n", "5", "a b", "")),
+        (["train --x 1"], ("train", "--x", "1")),
+        (["train --text 'a b' \"c\"d"], ("train", "--text", "a b", "cd")),
+        (["train $HOME *"], ("train", "$HOME", "*")),
+        (["my train"], ("my train",)),
+        (["train", "a && b"], ("train", "a && b")),
+    ],
+)
+def test_one_quoted_string_is_split_and_words_are_taken_as_they_are(path, words, command):
+    assert parse_command(words, path) == command
+
+
+@pytest.mark.parametrize("words", [[], [""], ["  "]])
+def test_a_missing_command_is_refused_with_an_example(path, words):
+    with pytest.raises(ConfigError, match="there is no command to run"):
+        parse_command(words, path)
+
+
+def test_quotes_that_do_not_match_are_refused(path):
+    with pytest.raises(ConfigError, match="cannot be split into words: no closing quotation"):
+        parse_command(["train 'a"], path)
+
+
+@pytest.mark.parametrize("text", ["train && train", "train | tee log", "train > log", "train ; train"])
+def test_a_command_for_a_shell_is_refused_and_told_how_to_get_one(path, text):
+    with pytest.raises(ConfigError, match="needs a shell") as caught:
+        parse_command([text], path)
+    assert f"sh -c '{text}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "the command 'trian' does not exist: it is in no directory of PATH"),
+        (["./absent.py"], "the command './absent.py' does not exist: there is no such file"),
+        (["FOO=1 train"], "the command 'FOO=1' does not exist"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_named(path, words, message):
+    with pytest.raises(CommandError, match=message) as caught:
+        parse_command(words, path)
+    assert caught.value.exit_code == 127
+
+
+def test_a_file_that_is_not_executable_is_named_with_the_cure(path):
+    script = Path(path, "train.py")
+    script.write_text("print(1)\n")
+    with pytest.raises(CommandError, match=r"train.py is not executable; make it so \(chmod \+x") as caught:
+        parse_command([str(script)], path)
+    assert caught.value.exit_code == 126
+
+
+def test_a_directory_is_not_a_command(path):
+    with pytest.raises(CommandError, match="is a directory, not a command") as caught:
+        parse_command([path], None)
+    assert caught.value.exit_code == 126

@@ -1,0 +1,177 @@
+"""Real processes: what users see, exit codes, first causes, signals, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SAY_AND_SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
+LEAVE_CHILD = (
+    "import os, subprocess, sys\n"
+    "child = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+    "print('pid', child.pid, flush=True)\n"
+    "raise SystemExit(int(sys.argv[1]))"
+)
+STUBBORN = (
+    "import os, signal, time\n"
+    "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
+    "print('pid', os.getpid(), flush=True)\n"
+    "time.sleep(60)"
+)
+
+
+def test_a_job_whose_workers_succeed_ends_with_0_and_a_summary(launch):
+    code, out, err = launch("-n", "2", "-s", "1", "python", "-c", "print('hello')").finish()
+    assert code == 0, err
+    assert sorted(line for line in out.splitlines() if "hello" in line) == ["[worker-0] hello", "[worker-1] hello"]
+    assert err.splitlines()[-1].startswith("kvdist-launch: 2 workers and 1 server finished in ")
+
+
+def test_the_scheduler_is_told_of_every_ending(launch):
+    _, out, _ = launch("-n", "1", "-s", "2", "python", "-c", "").finish()
+    told = [line for line in out.splitlines() if line.startswith("[scheduler] ended")]
+    assert told[0] == "[scheduler] ended worker 0 exit 0"
+    assert sorted(told[1:]) == ["[scheduler] ended server 0 exit 0", "[scheduler] ended server 1 exit 0"]
+
+
+def test_the_first_failing_worker_is_named_and_gives_its_exit_code(launch):
+    script = "import os, time; exit(3) if os.environ['KVDIST_RANK'] == '1' else time.sleep(60)"
+    code, out, err = launch("-n", "3", "-s", "2", "--grace", "0.2", "python", "-c", script).finish()
+    assert code == 3
+    assert "[scheduler] ended worker 1 exit 3" in out
+    last = err.splitlines()[-1]
+    assert last.startswith("kvdist-launch: worker-1 (pid ")
+    assert "failed with exit code 3 after " in last
+    assert last.endswith("; job ended with exit code 3")
+
+
+@pytest.mark.parametrize("name", ["scheduler", "server-1", "worker-0"])
+def test_a_killed_process_is_named_with_its_signal_and_ends_the_job(launch, is_gone, name):
+    job = launch("-n", "2", "-s", "2", "--grace", "0.2", "python", "-c", SAY_AND_SLEEP)
+    lines = [job.line_with("] pid ") for _ in range(5)]
+    pids = {line.split()[0][1:-1]: int(line.split()[-1]) for line in lines}
+    os.kill(pids[name], signal.SIGKILL)
+    code, _, err = job.finish()
+    assert code == 128 + 9
+    assert f"{name} (pid {pids[name]}) was killed by signal 9 (SIGKILL)" in err.splitlines()[-1]
+    assert all(is_gone(pid) for pid in pids.values())
+
+
+def test_a_server_that_leaves_while_workers_run_fails_the_job_with_1(launch):
+    job = launch("-n", "1", "-s", "1", "--grace", "0.2", "--env-server", "SERVER_DOES=leave", "sleep", "60")
+    code, _, err = job.finish()
+    assert code == 1
+    assert "server-0 (pid " in err.splitlines()[-1]
+    assert "ended early with exit code 0" in err.splitlines()[-1]
+
+
+def test_a_scheduler_that_cannot_start_is_named_and_its_reason_shown(launch):
+    job = launch("-n", "1", "--grace", "0.2", "--env", "SCHEDULER_DOES=fail", "sleep", "60")
+    code, _, err = job.finish()
+    assert code == 1
+    assert err.index("[scheduler] address in use") < err.index("scheduler (pid ")
+
+
+def test_servers_that_do_not_end_after_the_last_worker_are_terminated_and_named(launch):
+    job = launch("-n", "1", "-s", "1", "--grace", "0.2", "--env-server", "SERVER_DOES=stay", "true")
+    code, _, err = job.finish()
+    assert code == 0
+    assert "server-0 did not end within 0.2 s of the last worker's end; terminating" in err
+
+
+def test_ctrl_c_reaches_the_workers_as_an_interrupt_they_can_handle(launch, is_gone):
+    script = (
+        "import os, time\n"
+        "try:\n    print('pid', os.getpid(), flush=True); time.sleep(60)\n"
+        "except KeyboardInterrupt: print('saved')"
+    )
+    job = launch("-n", "1", "-s", "1", "python", "-c", script)
+    pid = job.pid_of("worker-0")
+    job.process.send_signal(signal.SIGINT)
+    code, out, err = job.finish()
+    assert code == 130
+    assert "[worker-0] saved" in out
+    assert "interrupted by signal 2 (SIGINT)" in err.splitlines()[-1]
+    assert is_gone(pid)
+
+
+def test_a_second_ctrl_c_kills_what_ignores_the_first(launch, is_gone):
+    job = launch("-n", "1", "-s", "1", "--grace", "50", "python", "-c", STUBBORN)
+    pid = job.pid_of("worker-0")
+    while job.process.poll() is None:
+        # Signals in quick succession count as one, so this repeats until the second is taken as such.
+        job.process.send_signal(signal.SIGINT)
+        try:
+            job.process.wait(timeout=0.3)
+        except subprocess.TimeoutExpired:
+            continue
+    assert job.finish()[0] == 130
+    assert is_gone(pid)
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_other_requests_to_end_are_treated_like_ctrl_c(launch, is_gone, number, exit_code):
+    job = launch("-n", "1", "-s", "1", "--grace", "0.1", "python", "-c", STUBBORN)
+    pid = job.pid_of("worker-0")
+    job.process.send_signal(number)
+    code, _, err = job.finish()
+    assert code == exit_code
+    assert "worker-0 did not end within 0.1 s of the interruption; terminating" in err
+    assert is_gone(pid)
+
+
+@pytest.mark.parametrize("exit_code", [0, 4])
+def test_what_a_worker_has_started_ends_with_the_job(launch, is_gone, exit_code):
+    job = launch("-n", "1", "-s", "1", "--grace", "0.2", "python", "-c", LEAVE_CHILD, str(exit_code))
+    pid = job.pid_of("worker-0")
+    assert job.finish()[0] == exit_code
+    assert is_gone(pid)
+
+
+def test_workers_do_not_outlive_a_killed_launcher(launch, is_gone):
+    job = launch("-n", "1", "-s", "1", "python", "-c", STUBBORN)
+    pid = job.pid_of("worker-0")
+    assert not is_gone(pid)
+    job.process.kill()
+    assert is_gone(pid, timeout_s=10.0)
+
+
+def test_output_passes_through_byte_for_byte_and_by_stream(launch):
+    script = "import os; os.write(1, b'\\xff\\xfe no end'); os.write(2, b'to stderr\\n')"
+    _, out, err = launch("-n", "1", "-s", "1", "python", "-c", script).finish()
+    assert "[worker-0] \udcff\udcfe no end\n" in out
+    assert "[worker-0] to stderr\n" in err
+
+
+def test_a_workers_standard_input_is_empty(launch):
+    _, out, _ = launch("-n", "1", "-s", "1", "python", "-c", "import sys; print(repr(sys.stdin.read()))").finish()
+    assert "[worker-0] ''" in out
+
+
+def test_training_goes_on_when_the_reader_of_the_output_has_gone(launch):
+    script = "import os, time\nprint('pid', os.getpid())\nfor _ in range(1000): print('x' * 100)"
+    job = launch("-n", "1", "-s", "1", "python", "-c", script)
+    job.pid_of("worker-0")
+    job.process.stdout.close()
+    job.process.stdout = None
+    code, _, err = job.finish()
+    assert code == 0, err
+    assert "finished in" in err
+
+
+def test_awkward_arguments_and_values_reach_the_worker_unchanged(launch):
+    awkward = "a b'c\"d$HOME `id` \n;*\\"
+    script = "import os, sys; print(ascii((sys.argv[1:], os.environ['X'])))"
+    _, out, _ = launch("-n", "1", "-s", "1", "--env-worker", f"X={awkward}", "python", "-c", script, awkward).finish()
+    assert f"[worker-0] {([awkward], awkward)!a}" in out
+
+
+def test_python_is_the_interpreter_that_runs_the_launcher(launch):
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("not in a virtual environment: PATH decides")
+    _, out, _ = launch("-n", "1", "-s", "1", "python", "-c", "import sys; print(sys.prefix)").finish()
+    assert f"[worker-0] {sys.prefix}" in out

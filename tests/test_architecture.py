@@ -1,0 +1,510 @@
+"""The shape of the project, held by reading its source.
+
+The tables below are the architecture; the functions under them find what breaks it, and each has a test that feeds it
+a few lines of wrong source to show that it would speak. Imports inside functions and under ``TYPE_CHECKING`` count
+like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FLOORS = {
+    "kvdist.errors": 0,
+    "kvdist.version": 0,
+    "kvdist.config": 1,
+    "kvdist.dtypes": 1,
+    "kvdist.nodes": 1,
+    "kvdist.rowsparse": 1,
+    "kvdist.kernels": 2,
+    "kvdist.protocol": 2,
+    "kvdist.transport": 2,
+    "kvdist.checkpoint": 3,
+    "kvdist.compression": 3,
+    "kvdist.lr_scheduler": 3,
+    "kvdist.optimizer": 3,
+    "kvdist.core": 4,
+    "kvdist.collective": 5,
+    "kvdist.node": 5,
+    "kvdist.kvstore": 6,
+    "kvdist.__main__": 7,
+    "kvdist.data": 7,
+    "kvdist.trainer": 7,
+    "kvdist.horovod": 8,
+    "kvdist": 9,
+}
+"""A module belongs to the longest entry that begins its name. It may import from lower floors and its own."""
+
+SIDEWAYS = {("kvdist.config", "kvdist.nodes")}
+"""(importer, imported): pairs of entries on one floor where the first may know the second."""
+
+LAUNCHER_MAY_IMPORT = {"kvdist.config", "kvdist.errors", "kvdist.nodes"}
+
+ONLY_IMPORTER = {
+    "cupy": {"kvdist/kernels/cupy_gpu.py"},
+    "msgpack": {"kvdist/protocol/wire.py"},
+    "numba": {"kvdist/kernels/numba_cpu.py", "kvdist/kernels/numba_gpu.py"},
+    "zmq": {"kvdist/transport/zeromq.py"},
+}
+"""Libraries that only these files of `kvdist` and the launcher may import."""
+
+ENVIRONMENT_READER = "kvdist/config.py"
+
+IMPURE = {
+    "asyncio", "concurrent", "datetime", "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "select",
+    "selectors", "signal", "socket", "subprocess", "tempfile", "threading", "time", "uuid",
+}  # fmt: skip
+"""What no file of `kvdist/core` imports: time arrives as `now`, and what is to be done leaves as an effect."""
+
+BANNED_MODULES = {"cPickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
+BANNED_CALLS = {
+    "eval", "exec", "exit", "os._exit", "os.popen", "os.system", "quit", "sys.exit", "torch.load", "yaml.load",
+}  # fmt: skip
+BANNED_METHODS = {"recv_pyobj", "send_pyobj"}
+MAY_EXIT = {"kvdist/__main__.py", "launcher/kvdist_launch/__main__.py", "launcher/kvdist_launch/cli.py"}
+"""Programs, not libraries: `sys.exit` is theirs to call."""
+
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 500
+LONGER_FILES: dict[str, int] = {}
+"""Files over the limit and the length that each may have. Lower a number when its file shrinks; add none lightly."""
+
+HEAVY = ("torch", "numba", "cupy", "sklearn", "scipy")
+"""Libraries that `import kvdist` and a server do without until something asks for them."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: where it lies, the name it is imported by, and its text."""
+
+    path: str
+    module: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.endswith("__init__.py")
+
+
+def read_sources(folder: Path) -> list[Source]:
+    """Every Python file of the package in `folder`."""
+    sources = []
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        sources.append(Source(path.relative_to(ROOT).as_posix(), name, path.read_text("utf-8")))
+    return sources
+
+
+LIBRARY = read_sources(ROOT / "kvdist")
+LAUNCHER = read_sources(ROOT / "launcher" / "kvdist_launch")
+MODULES = {source.module for source in LIBRARY + LAUNCHER}
+
+
+# What a file imports.
+
+
+def imported_names(source: Source) -> Iterator[tuple[str, int]]:
+    """(absolute dotted name, line) of everything imported anywhere in the file; `from a import b` gives ``a.b``."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute_base(source, node)
+            for alias in node.names:
+                yield f"{base}.{alias.name}", node.lineno
+
+
+def absolute_base(source: Source, node: ast.ImportFrom) -> str:
+    """The module after `from`, with leading dots resolved."""
+    if not node.level:
+        return node.module or ""
+    package = source.module.split(".") if source.is_package else source.module.split(".")[:-1]
+    package = package[: len(package) - node.level + 1]
+    return ".".join(package + ([node.module] if node.module else []))
+
+
+def imported_modules(source: Source, modules: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """(module, line): as `imported_names`, with every name cut back to the module of ours that defines it."""
+    known = set(modules)
+    for name, line in imported_names(source):
+        while name not in known and "." in name:
+            name = name.rpartition(".")[0]
+        if name in known:
+            yield name, line
+
+
+def entry_of(module: str) -> str:
+    """The entry of `FLOORS` that a module belongs to."""
+    parts = module.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in FLOORS), "")
+
+
+# What is wrong with it. Each function returns sentences.
+
+
+def floor_faults(source: Source, modules: Iterable[str]) -> list[str]:
+    """Imports that run upward, or sideways to a stranger, and modules without a floor of their own."""
+    mine = entry_of(source.module)
+    if mine in ("", "kvdist") and source.module != "kvdist":
+        return [f"{source.path}: {source.module} has no floor; give it one in FLOORS"]
+    faults = []
+    for module, line in imported_modules(source, modules):
+        theirs = entry_of(module)
+        downward = FLOORS.get(theirs, 99) < FLOORS[mine]
+        if not (downward or theirs == mine or (mine, theirs) in SIDEWAYS):
+            faults.append(f"{source.path}:{line}: {source.module} may not import {module}, which is not below it")
+    return faults
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """A round trip for each module that imports itself by way of others."""
+    found = []
+    for start in sorted(graph):
+        trail, seen = [[start]], {start}
+        while trail:
+            path = trail.pop()
+            for target in sorted(graph.get(path[-1], ())):
+                if target == start:
+                    found.append([*path, start])
+                elif target not in seen:
+                    seen.add(target)
+                    trail.append([*path, target])
+    return found
+
+
+def import_graph(sources: Iterable[Source], modules: Iterable[str]) -> dict[str, set[str]]:
+    """Who imports whom, modules of ours only."""
+    return {source.module: {name for name, _ in imported_modules(source, modules)} for source in sources}
+
+
+def launcher_faults(source: Source, modules: Iterable[str]) -> list[str]:
+    """What the launcher imports of the library beyond the few modules it may know."""
+    return [
+        f"{source.path}:{line}: the launcher may not import {module}"
+        for module, line in imported_modules(source, modules)
+        if not module.startswith("kvdist_launch") and module not in LAUNCHER_MAY_IMPORT
+    ]
+
+
+def importer_faults(source: Source) -> list[str]:
+    """Libraries imported outside the one place that wraps each, and what has no business in the pure core."""
+    faults = []
+    for name, line in imported_names(source):
+        top = name.partition(".")[0]
+        if top in ONLY_IMPORTER and source.path not in ONLY_IMPORTER[top]:
+            faults.append(f"{source.path}:{line}: only {' and '.join(sorted(ONLY_IMPORTER[top]))} may import {top}")
+        if name.startswith("torch.distributed") and not source.module.startswith("kvdist.collective"):
+            faults.append(f"{source.path}:{line}: only kvdist.collective may import torch.distributed")
+        if source.module.startswith("kvdist.core") and (top in IMPURE or name.startswith("numpy.random")):
+            faults.append(f"{source.path}:{line}: the core is pure and may not import {name}")
+    return faults
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` for such an expression, else ''."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (left := dotted(node.value)):
+        return f"{left}.{node.attr}"
+    return ""
+
+
+def environment_faults(source: Source) -> list[str]:
+    """Uses of the environment outside the one module of the library that reads it."""
+    if source.path == ENVIRONMENT_READER:
+        return []
+    names = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
+    used = [(dotted(node), node.lineno) for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
+    lines = [line for name, line in [*used, *imported_names(source)] if name in names]
+    return [f"{source.path}:{line}: only {ENVIRONMENT_READER} reads the environment" for line in lines]
+
+
+def banned_faults(source: Source) -> list[str]:
+    """Whatever could execute what a peer sent, run a shell, or end a process from inside a library."""
+    faults = [
+        f"{source.path}:{line}: {name} is banned"
+        for name, line in imported_names(source)
+        if name.partition(".")[0] in BANNED_MODULES or (name in BANNED_CALLS and not may_call(source, name))
+    ]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            faults += [f"{source.path}:{node.lineno}: {what} is banned" for what in banned_in_call(source, node)]
+    return faults
+
+
+def banned_in_call(source: Source, call: ast.Call) -> Iterator[str]:
+    """What is banned about one call."""
+    name = dotted(call.func)
+    if name in BANNED_CALLS and not may_call(source, name):
+        yield name
+    if isinstance(call.func, ast.Attribute) and call.func.attr in BANNED_METHODS:
+        yield call.func.attr
+    for keyword in call.keywords:
+        falsy = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+        if (keyword.arg == "shell" and not falsy) or (keyword.arg == "allow_pickle" and not falsy):
+            yield f"{keyword.arg}=True"
+
+
+def may_call(source: Source, name: str) -> bool:
+    """Whether this file is a program and the call its exit."""
+    return name == "sys.exit" and source.path in MAY_EXIT
+
+
+def handler_faults(source: Source) -> list[str]:
+    """`except:` without a type, which also swallows Ctrl-C and an exit."""
+    bare = [node for node in ast.walk(source.tree) if isinstance(node, ast.ExceptHandler) and node.type is None]
+    return [f"{source.path}:{node.lineno}: a bare except" for node in bare]
+
+
+def length_faults(source: Source) -> list[str]:
+    """Functions over the limit, docstring left out."""
+    faults = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
+            if lines > FUNCTION_LINES_MAX:
+                faults.append(f"{source.path}:{node.lineno}: {node.name} has {lines} lines of {FUNCTION_LINES_MAX}")
+    return faults
+
+
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = node.body[0]
+    return (first.end_lineno or first.lineno) - first.lineno + 1 if ast.get_docstring(node) is not None else 0
+
+
+def file_faults(sources: Iterable[Source], longer: dict[str, int]) -> list[str]:
+    """Files over the limit, and allowances that are larger than they need to be: the ratchet turns one way."""
+    lengths = {source.path: len(source.text.splitlines()) for source in sources}
+    faults = [
+        f"{path} has {lines} lines, {longer.get(path, FILE_LINES_MAX)} allowed"
+        for path, lines in lengths.items()
+        if lines > longer.get(path, FILE_LINES_MAX)
+    ]
+    for path, allowed in longer.items():
+        if lengths.get(path, 0) < allowed - 20:
+            faults.append(f"{path} has {lengths.get(path, 0)} lines: lower its allowance of {allowed}, or drop it")
+    return faults
+
+
+def path_faults(path: str, text: str) -> list[str]:
+    """Paths of the machine on which somebody wrote it."""
+    machine = ("/" + "work/", "/" + "root/", "/home" + "/runner")
+    return [f"{path}: names {needle}, a path of one machine" for needle in machine if needle in text]
+
+
+# The project has none of these faults.
+
+
+@pytest.mark.parametrize("source", LIBRARY, ids=lambda source: source.module)
+def test_a_module_imports_only_what_lies_below_it(source: Source) -> None:
+    assert floor_faults(source, MODULES) == []
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    assert cycles(import_graph(LIBRARY + LAUNCHER, MODULES)) == []
+
+
+@pytest.mark.parametrize("source", LAUNCHER, ids=lambda source: source.module)
+def test_the_launcher_knows_only_config_nodes_and_errors(source: Source) -> None:
+    assert launcher_faults(source, MODULES) == []
+
+
+@pytest.mark.parametrize("source", LIBRARY + LAUNCHER, ids=lambda source: source.module)
+def test_a_library_is_imported_only_where_it_is_wrapped(source: Source) -> None:
+    assert importer_faults(source) == []
+
+
+@pytest.mark.parametrize("source", LIBRARY, ids=lambda source: source.module)
+def test_only_config_reads_the_environment(source: Source) -> None:
+    assert environment_faults(source) == []
+
+
+@pytest.mark.parametrize("source", LIBRARY + LAUNCHER, ids=lambda source: source.module)
+def test_nothing_runs_what_it_was_sent_or_ends_its_caller(source: Source) -> None:
+    assert banned_faults(source) + handler_faults(source) == []
+
+
+@pytest.mark.parametrize("source", LIBRARY + LAUNCHER, ids=lambda source: source.module)
+def test_functions_are_short(source: Source) -> None:
+    assert length_faults(source) == []
+
+
+def test_files_are_short_and_those_that_are_not_only_shrink() -> None:
+    assert file_faults(LIBRARY + LAUNCHER, LONGER_FILES) == []
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    faults = []
+    for path in project_files():
+        faults += path_faults(path.relative_to(ROOT).as_posix(), path.read_text("utf-8", errors="replace"))
+    assert faults == []
+
+
+def project_files() -> Iterator[Path]:
+    """The text files of the project, without what building and running make."""
+    folders = ("kvdist", "launcher", "tests", "benchmarks", "examples", "docs", ".ci")
+    endings = {".py", ".md", ".toml", ".txt", ".sh", ".json", ".yml", ".yaml", ""}
+    for path in [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]:
+        if path.is_file() and path.suffix in endings and "__pycache__" not in path.parts and path.name != ".git":
+            yield path
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    """The top-level modules in a fresh interpreter after the statement."""
+    code = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'launcher'}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("statement", ["import kvdist", "import kvdist.__main__", "import kvdist_launch.cli"])
+def test_importing_it_draws_in_nothing_heavy(statement: str) -> None:
+    assert modules_loaded_by(statement).isdisjoint(HEAVY)
+
+
+def test_every_entry_of_the_tables_is_of_use() -> None:
+    floors = set(FLOORS.values())
+    assert floors == set(range(max(floors) + 1))
+    assert all(FLOORS[importer] == FLOORS[imported] for importer, imported in SIDEWAYS)
+    graph = import_graph(LIBRARY, MODULES)
+    used = {(entry_of(importer), entry_of(target)) for importer, targets in graph.items() for target in targets}
+    assert used >= SIDEWAYS, "an allowance that nothing uses any more"
+
+
+# And each fault would be found: the same functions on a few wrong lines.
+
+
+def wrong(text: str, module: str = "kvdist.core.shard") -> Source:
+    return Source(module.replace(".", "/") + ".py", module, text)
+
+
+SOME_MODULES = {
+    "kvdist", "kvdist.errors", "kvdist.config", "kvdist.protocol", "kvdist.protocol.wire", "kvdist.transport.base",
+    "kvdist.core.shard", "kvdist.core.server", "kvdist.kvstore.dist", "kvdist.nodes", "kvdist.node",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("kvdist.core.shard", "from kvdist.kvstore.dist import DistKVStore"),
+        ("kvdist.core.shard", "def late():\n    import kvdist.node"),
+        ("kvdist.core.shard", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvdist import node"),
+        ("kvdist.core.shard", "from .. import node"),
+        ("kvdist.core.shard", "from ..kvstore.dist import DistKVStore"),
+        ("kvdist.core.shard", "from kvdist import Trainer"),
+        ("kvdist.protocol.wire", "from kvdist.transport.base import Route"),
+        ("kvdist.novelty", "import math"),
+    ],
+)
+def test_an_upward_or_sideways_import_is_found(module: str, text: str) -> None:
+    assert len(floor_faults(wrong(text, module), SOME_MODULES)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["from kvdist.errors import ConfigError", "from kvdist import errors", "from . import server", "import numpy"],
+)
+def test_a_downward_import_is_not_complained_of(text: str) -> None:
+    assert floor_faults(wrong(text), SOME_MODULES) == []
+
+
+def test_a_circle_is_found_with_its_members() -> None:
+    assert ["a", "b", "c", "a"] in cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_a_launcher_that_knows_too_much_is_found() -> None:
+    text = "from kvdist.config import ClusterConfig\nfrom kvdist.core.server import Server"
+    assert len(launcher_faults(wrong(text, "kvdist_launch.cli"), SOME_MODULES)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("kvdist.node", "import zmq"),
+        ("kvdist.protocol.messages", "import msgpack"),
+        ("kvdist.core.shard", "import time"),
+        ("kvdist.core.shard", "from threading import Lock"),
+        ("kvdist.core.shard", "from numpy import random"),
+        ("kvdist.trainer", "import torch.distributed"),
+        ("kvdist.trainer", "from torch import distributed"),
+    ],
+)
+def test_a_library_in_the_wrong_place_is_found(module: str, text: str) -> None:
+    assert len(importer_faults(wrong(text, module))) == 1
+
+
+@pytest.mark.parametrize("text", ["import os\nos.environ['A']", "import os\nos.getenv('A')", "from os import environ"])
+def test_a_second_reader_of_the_environment_is_found(text: str) -> None:
+    assert len(environment_faults(wrong(text))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "def late():\n    import shelve",
+        "eval('1')",
+        "exec('1')",
+        "socket.recv_pyobj()",
+        "import torch\ntorch.load('f')",
+        "yaml.load(f)",
+        "subprocess.run('ls', shell=True)",
+        "np.load('f', allow_pickle=True)",
+        "os.system('ls')",
+        "sys.exit(1)",
+        "from os import system",
+    ],
+)
+def test_a_banned_call_is_found(text: str) -> None:
+    assert len(banned_faults(wrong(text))) == 1
+
+
+def test_a_program_may_exit_and_a_model_may_be_evaluated() -> None:
+    assert banned_faults(wrong("sys.exit(1)", "kvdist.__main__")) == []
+    assert banned_faults(wrong("model.eval()\nsubprocess.run(['ls'], shell=False)")) == []
+
+
+def test_a_bare_except_is_found() -> None:
+    assert len(handler_faults(wrong("try:\n    f()\nexcept:\n    pass"))) == 1
+
+
+def test_a_long_function_is_found_and_its_docstring_is_free() -> None:
+    body = "    x = 1\n" * FUNCTION_LINES_MAX
+    assert len(length_faults(wrong(f"def f():\n{body}"))) == 1
+    docstring = '    """' + "word\n" * 90 + '    """\n'
+    assert length_faults(wrong(f"def f():\n{docstring}    return 1\n")) == []
+
+
+def test_a_long_file_is_found_and_so_is_a_stale_allowance() -> None:
+    long = wrong("x = 1\n" * (FILE_LINES_MAX + 50))
+    assert len(file_faults([long], {})) == 1
+    assert file_faults([long], {long.path: FILE_LINES_MAX + 50}) == []
+    assert len(file_faults([long], {long.path: FILE_LINES_MAX + 49})) == 1
+    assert len(file_faults([wrong("x = 1\n")], {"kvdist/core/shard.py": 550})) == 1
+
+
+def test_a_path_of_one_machine_is_found() -> None:
+    assert len(path_faults("README.md", "see /" + "work/main for more")) == 1
+
+
+def test_the_reader_of_loaded_modules_sees_what_is_loaded() -> None:
+    assert "msgpack" in modules_loaded_by("import msgpack")

@@ -1,0 +1,244 @@
+"""The cluster as the environment describes it: what is read, what is refused, and that it survives a round trip."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdist.config import (
+    FOREIGN_LAUNCHERS,
+    TWINS,
+    ClusterConfig,
+    Limits,
+    is_loopback,
+    local_address_towards,
+    tcp_endpoint,
+)
+from kvdist.errors import ConfigError
+from kvdist.nodes import Role
+
+MXNET = {
+    "DMLC_ROLE": "worker",
+    "DMLC_PS_ROOT_URI": "10.0.0.1",
+    "DMLC_PS_ROOT_PORT": "9091",
+    "DMLC_NUM_WORKER": "2",
+    "DMLC_NUM_SERVER": "3",
+}
+OURS = {name: MXNET[theirs] for name, theirs in TWINS.items() if theirs in MXNET}
+
+
+def read(**changes: str) -> ClusterConfig:
+    """The configuration of a worker, with changed variables; an empty one counts as not set."""
+    config = ClusterConfig.from_env({**MXNET, **changes})
+    assert config is not None
+    return config
+
+
+def refused(**changes: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(**changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("environ", [MXNET, OURS], ids=["DMLC names", "KVDIST names"])
+def test_both_families_of_names_describe_the_same_cluster(environ):
+    assert ClusterConfig.from_env(environ) == ClusterConfig(Role.WORKER, "10.0.0.1", 9091, 2, 3)
+
+
+def test_our_name_of_a_variable_wins_over_the_old_one():
+    assert read(KVDIST_NUM_WORKER="7").num_workers == 7
+
+
+def test_our_name_does_not_win_when_it_is_empty():
+    assert read(KVDIST_NUM_WORKER="").num_workers == 2
+
+
+@pytest.mark.parametrize("environ", [{}, {"DMLC_ROLE": "worker"}, {"HOME": "/", "KVDIST_TRANSPORT": "tcp"}])
+def test_an_environment_without_a_cluster_describes_none(environ):
+    assert ClusterConfig.from_env(environ) is None
+
+
+def test_without_an_argument_the_environment_of_the_process_is_read(monkeypatch):
+    for name, value in MXNET.items():
+        monkeypatch.setenv(name, value)
+    assert ClusterConfig.from_env() == read()
+
+
+@pytest.mark.parametrize("missing", MXNET)
+def test_half_a_cluster_is_refused_and_what_is_missing_is_named(missing):
+    message = refused(**{missing: ""})
+    assert "half a cluster" in message
+    assert f"{missing} is missing" in message
+    assert "kvdist-launch" in message
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_a_server_without_a_cluster_is_refused_and_everything_missing_is_named(role):
+    with pytest.raises(ConfigError, match=r"DMLC_ROLE is set.*DMLC_PS_ROOT_URI.*DMLC_NUM_SERVER are missing"):
+        ClusterConfig.from_env({"DMLC_ROLE": role})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("DMLC_ROLE", "boss", "DMLC_ROLE is 'boss'; it must be scheduler, server or worker"),
+        ("DMLC_NUM_WORKER", "two", "DMLC_NUM_WORKER is 'two'; it must be a whole number"),
+        ("DMLC_NUM_WORKER", "0", "DMLC_NUM_WORKER is 0"),
+        ("DMLC_NUM_SERVER", "-1", "DMLC_NUM_SERVER is -1"),
+        ("DMLC_PS_ROOT_PORT", "0", "DMLC_PS_ROOT_PORT is 0; a port is a number from 1 to 65535"),
+        ("DMLC_PS_ROOT_PORT", "65536", "DMLC_PS_ROOT_PORT is 65536"),
+        ("KVDIST_RANK", "-1", "KVDIST_RANK is -1; ranks count from 0"),
+        ("KVDIST_RANK", "2", "KVDIST_RANK is 2, but the cluster has only 2 worker(s)"),
+        ("KVDIST_RANK", "x", "KVDIST_RANK is 'x'"),
+        ("MXNET_KVSTORE_BIGARRAY_BOUND", "0", "MXNET_KVSTORE_BIGARRAY_BOUND is 0"),
+        ("MXNET_KVSTORE_BIGARRAY_BOUND", "1e6", "MXNET_KVSTORE_BIGARRAY_BOUND is '1e6'"),
+        ("KVDIST_SECURITY", "some", "KVDIST_SECURITY is 'some'; it must be one of: none"),
+        ("KVDIST_TRANSPORT", "udp", "KVDIST_TRANSPORT is 'udp'; it must be one of: auto, tcp"),
+        ("KVDIST_PLACEMENT", "luck", "KVDIST_PLACEMENT is 'luck'"),
+        ("KVDIST_SUMMATION", "float", "KVDIST_SUMMATION is 'float'"),
+        ("KVDIST_SLICE_BYTES", "4MiB", "KVDIST_SLICE_BYTES is '4MiB'; it must be a number"),
+        ("KVDIST_SLICE_BYTES", "0", "KVDIST_SLICE_BYTES is 0; it must be positive and finite"),
+        ("KVDIST_SILENCE_S", "-1", "KVDIST_SILENCE_S is -1"),
+        ("KVDIST_SILENCE_S", "inf", "KVDIST_SILENCE_S is inf"),
+        ("KVDIST_SILENCE_S", "nan", "KVDIST_SILENCE_S is nan"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_the_name_of_its_variable(name, value, message):
+    assert message in refused(**{name: value})
+
+
+@pytest.mark.parametrize(("role", "count"), [("worker", 2), ("server", 3), ("scheduler", 1)])
+def test_ranks_count_within_the_role(role, count):
+    assert read(DMLC_ROLE=role, KVDIST_RANK=str(count - 1)).rank == count - 1
+    assert f"has only {count} {role}(s)" in refused(DMLC_ROLE=role, KVDIST_RANK=str(count))
+
+
+def test_a_role_is_read_whatever_its_case():
+    assert read(DMLC_ROLE=" Server ").role is Role.SERVER
+
+
+@pytest.mark.parametrize(("launcher", "names"), FOREIGN_LAUNCHERS.items())
+def test_several_tasks_of_another_launcher_are_refused_when_there_is_no_cluster(launcher, names):
+    size, rank = names
+    with pytest.raises(ConfigError) as caught:
+        ClusterConfig.from_env({size: "4", rank: "0"})
+    assert str(caught.value).startswith(f"{launcher} started 4 tasks ({size}=4)")
+    assert "kvdist-launch" in str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "rank"), FOREIGN_LAUNCHERS.values())
+def test_a_single_task_or_a_described_cluster_is_no_matter_for_another_launcher(size, rank):
+    assert ClusterConfig.from_env({size: "1", rank: "0"}) is None
+    assert ClusterConfig.from_env({size: "4"}) is None
+    assert ClusterConfig.from_env({**MXNET, size: "4", rank: "0"}) == read()
+
+
+def test_limits_are_read_by_their_names_with_their_types():
+    config = read(KVDIST_SLICE_BYTES="4096", KVDIST_SILENCE_S="1.5")
+    assert config.limits == Limits(slice_bytes=4096, silence_s=1.5)
+    assert isinstance(config.limits.slice_bytes, int)
+
+
+HOSTS = st.sampled_from(["127.0.0.1", "::1", "node-7.example"])
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ClusterConfig:
+    role = draw(st.sampled_from(Role))
+    workers, servers = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    count = {Role.WORKER: workers, Role.SERVER: servers, Role.SCHEDULER: 1}[role]
+    return ClusterConfig(
+        role=role,
+        root_host=draw(HOSTS),
+        root_port=draw(st.integers(1, 65535)),
+        num_workers=workers,
+        num_servers=servers,
+        rank=draw(st.none() | st.integers(0, count - 1)),
+        node_host=draw(st.none() | HOSTS),
+        job=draw(st.text(min_size=1).filter(lambda text: "\0" not in text)),
+        security=draw(st.sampled_from([None, "none"])),
+        bigarray_bound=draw(st.integers(1, 1 << 40)),
+        transport=draw(st.sampled_from(["auto", "tcp"])),
+        placement=draw(st.sampled_from(["bytes", "hash"])),
+        supervised=draw(st.booleans()),
+        limits=Limits(slice_bytes=draw(st.integers(1, 1 << 40)), silence_s=draw(st.floats(1e-9, 1e9))),
+    )
+
+
+@given(configs())
+def test_a_cluster_survives_the_way_through_an_environment(config):
+    assert ClusterConfig.from_env(config.to_env()) == config
+
+
+def test_an_environment_never_holds_torchruns_variables():
+    names = set(read(KVDIST_RANK="0").to_env())
+    assert names.isdisjoint({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
+
+
+def test_another_seat_of_the_same_cluster_differs_in_role_and_rank_only():
+    config = read(KVDIST_JOB="job-1", KVDIST_TRANSPORT="tcp")
+    other = config.with_role(Role.SERVER, 2)
+    assert (other.role, other.rank) == (Role.SERVER, 2)
+    assert other.with_role(config.role, config.rank) == config
+
+
+def test_jobs_of_different_names_have_different_tags_of_32_bits():
+    tags = {read(KVDIST_JOB=job).job_tag for job in ("", "a", "b", "ä")}
+    assert len(tags) == 4
+    assert all(0 <= tag < 1 << 32 for tag in tags)
+
+
+@pytest.mark.parametrize(
+    ("host", "answer"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("10.0.0.1", False),
+     ("0.0.0.0", False), ("node-7", False), ("", False)],
+)  # fmt: skip
+def test_only_loopback_addresses_are_private(host, answer):
+    assert is_loopback(host) is answer
+
+
+def test_an_open_address_needs_an_explicit_word():
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1 can be reached from other machines.*KVDIST_SECURITY=none"):
+        read().require_private("10.0.0.1")
+    read(KVDIST_SECURITY="None").require_private("10.0.0.1")
+    read().require_private("127.0.0.1")
+
+
+def test_an_ipv6_address_is_written_in_brackets():
+    assert tcp_endpoint("::1", 5) == "tcp://[::1]:5"
+    assert read(DMLC_PS_ROOT_URI="::1").scheduler_endpoint == "tcp://[::1]:9091"
+    assert tcp_endpoint("node-7", 5) == "tcp://node-7:5"
+
+
+def test_the_address_towards_this_machine_is_a_loopback_one():
+    assert local_address_towards("127.0.0.1", 9) == "127.0.0.1"
+
+
+def test_a_scheduler_whose_name_does_not_resolve_is_named(monkeypatch):
+    def fail(*args: object, **settings: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(
+        ConfigError, match=r"no way from this machine to the scheduler at node-7:9091.*DMLC_PS_ROOT_URI"
+    ):
+        local_address_towards("node-7", 9091)
+
+
+def test_an_interface_stands_for_its_address():
+    assert read(DMLC_INTERFACE="lo").node_host == "127.0.0.1"
+    assert read(DMLC_INTERFACE="lo", DMLC_NODE_HOST="10.1.1.1").node_host == "10.1.1.1"
+
+
+def test_an_interface_that_is_not_there_is_named_among_those_that_are():
+    assert "DMLC_INTERFACE is 'nope0', which has no IPv4 address here; interfaces: " in refused(DMLC_INTERFACE="nope0")
+
+
+def test_reading_changes_nothing_in_the_environment_of_the_process():
+    before = dict(os.environ)
+    read(KVDIST_SLICE_BYTES="4096")
+    assert dict(os.environ) == before
