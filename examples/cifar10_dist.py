@@ -28,6 +28,7 @@ IMAGE_BYTES = 3 * 32 * 32
 def main() -> None:
     args = parse_arguments()
     torch.manual_seed(args.seed)
+    train, test = fake_data(args) if args.fake_data else cifar10(args.data)
 
     # Step 1: use a distributed key-value store.
     store = kv.create(args.store)
@@ -35,7 +36,6 @@ def main() -> None:
     print(f"This worker's rank: {store.rank}", flush=True)
 
     # Step 2: split the training data over the workers.
-    train, test = fake_data(args) if args.fake_data else cifar10(args.data)
     sampler = SplitSampler(len(train), store.num_workers, store.rank)
     train_data = DataLoader(train, args.batch_size, sampler=sampler)
     test_data = DataLoader(test, args.batch_size)

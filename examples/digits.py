@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from kvdist import SplitSampler, Trainer, kv
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--epochs", type=int, default=12)
-parser.add_argument("--batch-size", type=int, default=32, help="images per worker and step")
-parser.add_argument("--lr", type=float, default=0.003)
+parser.add_argument("--epochs", type=int, default=25)
+parser.add_argument("--batch-size", type=int, default=16, help="images per worker and step")
+parser.add_argument("--lr", type=float, default=0.005)
 parser.add_argument("--store", default="dist", help="the type of the store, such as dist or dist_async")
 args = parser.parse_args()
 
@@ -78,7 +78,6 @@ for epoch in range(args.epochs):
         net.zero_grad()
         cross_entropy(net(batch), target).backward()
         trainer.step()  # averages the gradients over the workers
-    store.barrier()
     print(f"Epoch {epoch}: Test_acc {accuracy():.6f}", flush=True)
 
 store.close()

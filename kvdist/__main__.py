@@ -7,12 +7,10 @@ environment, 1 for anything else.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import threading
 import time
-from typing import BinaryIO
 
 from kvdist.config import ClusterConfig, local_address_towards, tcp_endpoint
 from kvdist.core.effects import ChildEnded, LauncherGone
@@ -57,7 +55,7 @@ def _scheduler(config: ClusterConfig) -> Node:
     transport.bind(config.scheduler_endpoint)
     node = Node(Scheduler(config, time.monotonic()), transport, config.job_tag, config.limits.explain_after_s)
     if config.supervised:
-        threading.Thread(target=_listen, args=(sys.stdin.buffer, node), name="kvdist-launcher", daemon=True).start()
+        threading.Thread(target=_listen, args=(node,), name="kvdist-launcher", daemon=True).start()
     return node
 
 
@@ -66,16 +64,20 @@ def _server(config: ClusterConfig) -> Node:
     config.require_private(host)
     transport = ZeroMQTransport(config.limits)
     endpoint = transport.bind(tcp_endpoint(host, 0))
-    machine = Server(introduction(config, endpoint, config.scheduler_endpoint), config.limits, REFERENCE, time.monotonic())
+    machine = Server(
+        introduction(config, endpoint, config.scheduler_endpoint), config.limits, REFERENCE, time.monotonic()
+    )
     return Node(machine, transport, config.job_tag, config.limits.explain_after_s)
 
 
-def _listen(lines: BinaryIO, node: Node) -> None:
+def _listen(node: Node) -> None:
     """What the launcher saw, line by line: ``ended worker 1 signal 9``. The end of the stream is the launcher's."""
-    for line in lines:
-        event = parse_ended(line.decode("utf-8", "replace"))
-        if event is not None:
-            node.post(event)
+    # Unbuffered: the interpreter aborts if it ends while a thread waits inside the buffered standard input.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
+        for line in lines:
+            event = parse_ended(line.decode("utf-8", "replace"))
+            if event is not None:
+                node.post(event)
     node.post(LauncherGone())
 
 
@@ -104,8 +106,7 @@ def _signal_name(number: int) -> str:
 
 
 def _told(error: Exception, code: int) -> int:
-    role = os.path.basename(os.environ.get("DMLC_ROLE", "")) or "kvdist"
-    print(f"kvdist {role}: {error}", file=sys.stderr, flush=True)
+    print(f"kvdist: {error}", file=sys.stderr, flush=True)
     return code
 
 

@@ -330,7 +330,9 @@ def _address_of_interface(name: str) -> str:
             answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
         except OSError as error:
             known = ", ".join(label for _, label in socket.if_nameindex())
-            raise ConfigError(f"DMLC_INTERFACE is {name!r}, which has no IPv4 address here; interfaces: {known}") from error
+            raise ConfigError(
+                f"DMLC_INTERFACE is {name!r}, which has no IPv4 address here; interfaces: {known}"
+            ) from error
     return socket.inet_ntoa(answer[20:24])
 
 

@@ -34,12 +34,13 @@ from kvdist.core.effects import (
     Stop,
     Transmit,
 )
+from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.requests import Request
 from kvdist.core.worker import Worker
-from kvdist.errors import ForkError, ProtocolError, StoreClosed
+from kvdist.errors import ConfigError, ForkError, ProtocolError, StoreClosed
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Packet, Rejected
+from kvdist.protocol.messages import Packet
 from kvdist.protocol.wire import VersionMismatch, decode, encode
 from kvdist.transport.base import Arrived, Route, Transport
 from kvdist.transport.base import Connected as RouteUp
@@ -94,6 +95,9 @@ class Node:
         self._routes: dict[Member, Route] = {}
         self._members: dict[Route, Member] = {}
         self._mailbox: deque[tuple[Request, Future[Any], Finish | None] | Event] = deque()
+        self._closed = False
+        self._refused_routes: set[Route] = set()
+        """Peers of another version, told so once."""
         self._answers: dict[int, tuple[Future[Any], Finish | None]] = {}
         self._numbers = count(1)
         self._lock = threading.Lock()
@@ -154,9 +158,9 @@ class Node:
                 case Arrived(route, frames):
                     self._arrived(route, frames)
                 case RouteUp(route):
-                    self._observe(self._members.get(route), Connected)
+                    self._came_back(self._members.get(route))
                 case RouteDown(route, reason):
-                    self._observe(self._members.get(route), lambda member, why=reason: Disconnected(member, why), route)
+                    self._went_away(route, reason)
         asked = self._take_mail()
         now = self._clock()
         due = self.reliable.deadline <= now
@@ -168,10 +172,10 @@ class Node:
     def finish(self) -> None:
         """Say the last acknowledgements, free the transport, and fail what nobody will answer any more."""
         self._stop(None)
-        if not self.transport_is_closed:
+        if not self._closed:
+            self._closed = True
             self._carry_out(self.reliable.tick(self._clock() + ACK_DELAY_S))
             self.transport.close(LINGER_S)
-            self.transport_is_closed = True
         with self._lock:
             mail = [item for item in self._mailbox if isinstance(item, tuple)]
             self._mailbox.clear()
@@ -180,8 +184,6 @@ class Node:
         for future, _ in self._answers.values():
             future.set_exception(self._reason())
         self._answers.clear()
-
-    transport_is_closed = False
 
     def _stop(self, failure: Exception | None) -> None:
         with self._lock:
@@ -196,7 +198,7 @@ class Node:
         try:
             packet = decode(frames)
         except VersionMismatch as error:
-            self._garbage(route, error)
+            self._other_version(route, error)
             return
         except ProtocolError as error:
             self._garbage(route, error)
@@ -208,8 +210,17 @@ class Node:
             self._members[route] = source
             if known is not None:
                 self._members.pop(known, None)
-                self._observe(source, Connected)
+                self._came_back(source)
         self._carry_out(self.reliable.receive(packet, self._clock()))
+
+    def _other_version(self, route: Route, error: VersionMismatch) -> None:
+        """Whoever joins learns from the scheduler's first answer that it cannot; the scheduler answers once."""
+        if self._members.get(route) == SCHEDULER_MEMBER:
+            self._stop(ConfigError(f"{error}: install the same version of kvdist on every machine"))
+        elif route not in self._refused_routes:
+            self._refused_routes.add(route)
+            self._garbage(route, error)
+            self.transport.send(route, encode(self.reliable.rejection(str(error))))
 
     def _garbage(self, route: Route, error: ProtocolError) -> None:
         self.garbage_dropped += 1
@@ -217,12 +228,15 @@ class Node:
             sender = self._members.get(route, "a stranger")
             LOG.warning("%s dropped an invalid message from %s: %s", self.machine.me, sender, error)
 
-    def _observe(self, member: Member | None, make: Callable[[Member], Event], gone: Route | None = None) -> None:
-        if member is None:
-            return
-        if gone is not None and self._routes.get(member) != gone:
-            return  # It already came back under another route.
-        self._carry_out(self.reliable.observe(make(member), self._clock()))
+    def _came_back(self, member: Member | None) -> None:
+        if member is not None:
+            self._carry_out(self.reliable.observe(Connected(member), self._clock()))
+
+    def _went_away(self, route: Route, reason: str) -> None:
+        member = self._members.get(route)
+        # A member that is heard under another route by now has come back already.
+        if member is not None and self._routes.get(member) == route:
+            self._carry_out(self.reliable.observe(Disconnected(member, reason), self._clock()))
 
     def _take_mail(self) -> bool:
         requests: list[Request] = []

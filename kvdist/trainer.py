@@ -107,7 +107,7 @@ class Trainer:
         self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **_multipliers(self._parameters, "lr_mult")})
         self._optimizer.set_wd_mult({**self._optimizer.wd_mult, **_multipliers(self._parameters, "wd_mult")})
 
-    def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:  # noqa: ARG002
+    def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Make one step of training: sum the gradients over devices and workers, update, and get the new weights.
 
         ``step()`` is torch's convention: each device's loss is a mean over its examples, and gradients are averaged
@@ -145,7 +145,7 @@ class Trainer:
         self._require_update_here("allreduce_grads")
         self._sum_grads(average)
 
-    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:  # noqa: ARG002
+    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Update the weights here with the present gradients, after `allreduce_grads`.
 
         Args:

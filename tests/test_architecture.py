@@ -73,6 +73,9 @@ BANNED_METHODS = {"recv_pyobj", "send_pyobj"}
 MAY_EXIT = {"kvdist/__main__.py", "launcher/kvdist_launch/__main__.py", "launcher/kvdist_launch/cli.py"}
 """Programs, not libraries: `sys.exit` is theirs to call."""
 
+MAY_IMPORT_BY_NAME = {"kvdist/__init__.py"}
+"""Who may import a module that is named by a string, where no reader of imports sees it."""
+
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 500
 LONGER_FILES: dict[str, int] = {}
@@ -266,6 +269,16 @@ def may_call(source: Source, name: str) -> bool:
     return name == "sys.exit" and source.path in MAY_EXIT
 
 
+def by_name_faults(source: Source) -> list[str]:
+    """Imports of modules named by a string, with which a floor could be passed unseen."""
+    if source.path in MAY_IMPORT_BY_NAME:
+        return []
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    names = ("__import__", "import_module", "importlib.import_module", "importlib.__import__")
+    found = [node for node in calls if dotted(node.func) in names]
+    return [f"{source.path}:{node.lineno}: imports a module by its name as a string" for node in found]
+
+
 def handler_faults(source: Source) -> list[str]:
     """`except:` without a type, which also swallows Ctrl-C and an exit."""
     bare = [node for node in ast.walk(source.tree) if isinstance(node, ast.ExceptHandler) and node.type is None]
@@ -328,6 +341,11 @@ def test_the_launcher_knows_only_config_nodes_and_errors(source: Source) -> None
 @pytest.mark.parametrize("source", LIBRARY + LAUNCHER, ids=lambda source: source.module)
 def test_a_library_is_imported_only_where_it_is_wrapped(source: Source) -> None:
     assert importer_faults(source) == []
+
+
+@pytest.mark.parametrize("source", LIBRARY + LAUNCHER, ids=lambda source: source.module)
+def test_no_import_hides_in_a_string(source: Source) -> None:
+    assert by_name_faults(source) == []
 
 
 @pytest.mark.parametrize("source", LIBRARY, ids=lambda source: source.module)
@@ -449,6 +467,11 @@ def test_a_launcher_that_knows_too_much_is_found() -> None:
 )
 def test_a_library_in_the_wrong_place_is_found(module: str, text: str) -> None:
     assert len(importer_faults(wrong(text, module))) == 1
+
+
+@pytest.mark.parametrize("text", ["__import__('zmq')", "import importlib\nimportlib.import_module('zmq')"])
+def test_an_import_that_hides_in_a_string_is_found(text: str) -> None:
+    assert len(by_name_faults(wrong(text))) == 1
 
 
 @pytest.mark.parametrize("text", ["import os\nos.environ['A']", "import os\nos.getenv('A')", "from os import environ"])

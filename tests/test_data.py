@@ -51,7 +51,7 @@ def test_a_data_loader_takes_the_sampler():
     loader = DataLoader(data, batch_size=2, sampler=SplitSampler(len(data), 2, 1))
     batches = [batch.tolist() for (batch,) in loader]
     assert len(loader) == len(batches) == 3
-    assert sorted(sum(batches, [])) == [5, 6, 7, 8, 9]
+    assert sorted(index for batch in batches for index in batch) == [5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from workload import LEARNING_RATE, MOMENTUM, Spec
 
 from kvdist import kv
 
-STEPS_BEFORE_READY = 3
+STEPS_BEFORE_READY = 10
 
 
 def main() -> None:

@@ -100,7 +100,9 @@ class Joining:
 
     def refusal(self, message: Rejected) -> ConfigError:
         """What a refusal means for the user."""
-        return ConfigError(f"{self.introduction.scheduler_endpoint} refused this {self.introduction.role}: {message.reason}")
+        return ConfigError(
+            f"{self.introduction.scheduler_endpoint} refused this {self.introduction.role}: {message.reason}"
+        )
 
     def explain(self, now: float) -> str | None:
         """What is waited for; None once the cluster is complete."""
@@ -108,7 +110,9 @@ class Joining:
             return None
         if self.welcomed_at is None:
             waited = now - self.started_at
-            return f"waiting for the scheduler at {self.introduction.scheduler_endpoint} to answer, since {waited:.1f} s"
+            return (
+                f"waiting for the scheduler at {self.introduction.scheduler_endpoint} to answer, since {waited:.1f} s"
+            )
         return (
             f"{self.me} has waited {now - self.welcomed_at:.1f} s for the cluster of {self.introduction.num_workers}"
             f" worker(s) and {self.introduction.num_servers} server(s) to be complete"
@@ -117,6 +121,4 @@ class Joining:
     def _hello(self) -> Hello:
         intro = self.introduction
         wanted = -1 if intro.wanted_rank is None else intro.wanted_rank
-        return Hello(
-            wanted, intro.host, intro.pid, intro.endpoint, intro.num_workers, intro.num_servers, intro.version
-        )
+        return Hello(wanted, intro.host, intro.pid, intro.endpoint, intro.num_workers, intro.num_servers, intro.version)

@@ -14,11 +14,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
-from kvdist.core.requests import ALONE_BYTES_MIN, Bits, Kind, RunData
-from kvdist.protocol.messages import U8, U32, Arrays, InitValues, Payload, Pull, Push
+from kvdist.core.requests import ALONE_BYTES_MIN, Kind, RunData
+from kvdist.protocol.messages import U8, U32, Arrays, InitValues, Payload, Pull, Push, ReplaceValues
+
+Column = TypeVar("Column", U8, U32)
+"""One number per slice."""
+
+DataMessage = Push | Pull | InitValues | ReplaceValues
 
 RUNS_PER_MESSAGE_MAX = 4096
 SETTINGS_PER_MESSAGE_MAX = 256
@@ -71,7 +77,7 @@ class Outbox:
         self._arrivals += 1
         heapq.heappush(self._heaps.setdefault(run.kind, []), (-run.priority, self._arrivals, run))
 
-    def take(self) -> tuple[Push | Pull | InitValues, Credit] | None:
+    def take(self) -> tuple[DataMessage, Credit] | None:
         """The next message that may leave now, and the credit it uses."""
         heaps = [heap for heap in self._heaps.values() if heap]
         if not heaps or self.flying_bytes >= self.window_bytes:
@@ -112,7 +118,7 @@ class Outbox:
         return runs
 
 
-def _message(runs: Sequence[Run]) -> Push | Pull | InitValues:
+def _message(runs: Sequence[Run]) -> DataMessage:
     plans = [run.data.plan for run in runs]
     numbers = _joined([np.full(len(run.data.plan.ids), run.number, np.uint32) for run in runs])
     ids = _joined([plan.ids for plan in plans])
@@ -123,6 +129,8 @@ def _message(runs: Sequence[Run]) -> Push | Pull | InitValues:
     arrays = Arrays(_joined([plan.dtypes for plan in plans]), counts, _payload(runs))
     if kind is Kind.INITIALISE:
         return InitValues(numbers, ids, arrays)
+    if kind is Kind.REPLACE:
+        return ReplaceValues(numbers, ids, arrays)
     settings, setting_of = _settings(runs)
     return Push(
         pull=kind is Kind.PUSHPULL,
@@ -138,7 +146,7 @@ def _message(runs: Sequence[Run]) -> Push | Pull | InitValues:
     )
 
 
-def _joined(arrays: list[Bits]) -> Bits:
+def _joined(arrays: list[Column]) -> Column:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 

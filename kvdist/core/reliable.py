@@ -27,7 +27,7 @@ from kvdist.core.effects import (
     Transmit,
 )
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
-from kvdist.protocol.messages import Ack, InitValues, Message, Packet, Push, Rejected, Stamp, Values
+from kvdist.protocol.messages import Ack, InitValues, Message, Packet, Push, Rejected, ReplaceValues, Stamp, Values
 
 ACK_DELAY_S = 0.02
 """An acknowledgement waits this long for a message to ride on."""
@@ -88,7 +88,11 @@ class Reliable:
         if refusal is not None:
             self.strangers_refused += 1
             # A refusal is never refused in turn, or two processes of different jobs would keep each other busy.
-            return [] if not refusal or isinstance(packet.message, Rejected) else [self._unsequenced(stamp.source, Rejected(refusal))]
+            return (
+                []
+                if not refusal or isinstance(packet.message, Rejected)
+                else [self._unsequenced(stamp.source, Rejected(refusal))]
+            )
         if stamp.source.node.rank == UNRANKED:
             return self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
         link = self._link(stamp.source)
@@ -139,6 +143,10 @@ class Reliable:
             return []
         tokens = [token for _, _, token in link.unacknowledged if token is not None]
         return self._stamped(self.machine.acknowledged(member, tokens, now), now) if tokens else []
+
+    def rejection(self, reason: str) -> Packet:
+        """A refusal for somebody whose messages cannot even be read."""
+        return Packet(Stamp(self.job, TERM, self.machine.epoch, self.machine.me, 0, 0, 0, 0), Rejected(reason))
 
     def settled(self) -> bool:
         """Whether everything that was sent has arrived."""
@@ -242,4 +250,4 @@ class Reliable:
 
 
 def _payload_bytes(message: Message) -> int:
-    return len(message.arrays.payload) if isinstance(message, Push | Values | InitValues) else 0
+    return len(message.arrays.payload) if isinstance(message, Push | Values | InitValues | ReplaceValues) else 0

@@ -46,9 +46,11 @@ from kvdist.protocol.messages import (
     Rejected,
     Roster,
     SetOptimizer,
-    Stop as StopMessage,
     Waiting,
     Welcome,
+)
+from kvdist.protocol.messages import (
+    Stop as StopMessage,
 )
 
 Description = dict[str, str | int | float | bool | None]
@@ -146,7 +148,9 @@ class Scheduler(Machine):
             return self._hello(sender, message, now)
         seat = self.seats.get(sender.node)
         if seat is None or seat.member != sender:
-            return [Send(sender, Rejected(f"{sender} is not registered with this scheduler; start the whole job again"))]
+            return [
+                Send(sender, Rejected(f"{sender} is not registered with this scheduler; start the whole job again"))
+            ]
         match message:
             case Declare():
                 return self._declare(sender, message, now)
@@ -177,7 +181,9 @@ class Scheduler(Machine):
             case ChildEnded():
                 return self._child_ended(event, now)
             case LauncherGone():
-                return self._abort("launcher", self.config.root_host, "it ended or was killed", None, "the launcher is gone")
+                return self._abort(
+                    "launcher", self.config.root_host, "it ended or was killed", None, "the launcher is gone"
+                )
         return self._stop_if_over()
 
     def tick(self, now: float) -> list[Effect]:
@@ -191,7 +197,10 @@ class Scheduler(Machine):
         if not self.complete and now >= self._form_by:
             missing = self._missing_seats()
             return self._abort(
-                missing.split(",")[0], "", f"did not register within {self.limits.form_timeout_s:g} s", None,
+                missing.split(",")[0],
+                "",
+                f"did not register within {self.limits.form_timeout_s:g} s",
+                None,
                 f"the cluster is incomplete after {self.limits.form_timeout_s:g} s: {missing} did not register",
             )
         if now >= self._next_look:
@@ -463,7 +472,10 @@ class Scheduler(Machine):
         absent = f"worker-{min(self._never_joined)}"
         cause = "ended without having joined the cluster"
         return self._abort(
-            absent, "", cause, None,
+            absent,
+            "",
+            cause,
+            None,
             f"{absent} {cause}, but {waiting[0]} waits for it: every worker must call kv.create('dist')",
         )
 
@@ -479,7 +491,9 @@ class Scheduler(Machine):
         if self._stopped:
             return []
         verdict = Abort(node, host, cause, -1 if step is None else step, sentence)
-        present = [peer.member for node_id, peer in self.seats.items() if str(node_id) != node and node_id not in self.left]
+        present = [
+            peer.member for node_id, peer in self.seats.items() if str(node_id) != node and node_id not in self.left
+        ]
         effects: list[Effect] = [Send(member, verdict) for member in present]
         return effects + self._stop(PeerLostError(sentence, node, host, cause, step))
 
@@ -505,7 +519,9 @@ class Scheduler(Machine):
             wait = book.oldest_wait(live)
             if wait is not None:
                 request, key, missing = wait
-                effects.append(Send(request.member, Waiting(f"the declaration of key {key!r}", missing, now - request.since)))
+                effects.append(
+                    Send(request.member, Waiting(f"the declaration of key {key!r}", missing, now - request.since))
+                )
         return effects
 
     def _barrier_hint(self, counter: int, barrier: BarrierState, now: float) -> Waiting:

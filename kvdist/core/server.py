@@ -28,6 +28,8 @@ from kvdist.optimizer.registry import from_description
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.layout import views
 from kvdist.protocol.messages import (
+    U8,
+    U32,
     Abort,
     Alive,
     Arrays,
@@ -44,15 +46,16 @@ from kvdist.protocol.messages import (
     Push,
     Refused,
     Rejected,
+    ReplaceValues,
     Roster,
     SetOptimizer,
-    Stop as StopMessage,
-    U8,
-    U32,
     Values,
     Waiting,
     Welcome,
     padded,
+)
+from kvdist.protocol.messages import (
+    Stop as StopMessage,
 )
 
 JOIN_BYTES_MAX = 64 << 10
@@ -129,8 +132,8 @@ class Server(Machine):
                 self._push(sender, message, now)
             case Pull():
                 self._pull(sender, message, now)
-            case InitValues():
-                self._initialise(sender, message)
+            case InitValues() | ReplaceValues():
+                self._initialise(sender, message, now)
             case _:
                 return self._control(message, now) if sender.node.role is Role.SCHEDULER else []
         return self._flush()
@@ -260,14 +263,14 @@ class Server(Machine):
 
     # What workers say.
 
-    def _initialise(self, sender: Member, message: InitValues) -> None:
+    def _initialise(self, sender: Member, message: InitValues | ReplaceValues, now: float) -> None:
         arrays = views(message.arrays)
         for i in self._checked(sender, message.runs, message.ids, message.arrays):
-            number = int(message.ids[i])
-            shard = self.shards[number]
-            shard.initialise(arrays[i])
-            self._to(sender).counted.append((int(message.runs[i]), number, shard.version, Outcome.INITIALISED))
-            self._close_if_ready(shard, 0.0)
+            shard = self.shards[int(message.ids[i])]
+            put = shard.replace if isinstance(message, ReplaceValues) else shard.initialise
+            put(arrays[i])
+            self._to(sender).counted.append((int(message.runs[i]), shard.number, shard.version, Outcome.INITIALISED))
+            self._close_if_ready(shard, now)
 
     def _push(self, sender: Member, message: Push, now: float) -> None:
         arrays = views(message.arrays)
@@ -318,7 +321,9 @@ class Server(Machine):
         expected = np.where(inside, self._counts[np.where(inside, ids, 0)], -1) if len(self._counts) else inside - 1
         good = expected >= 0
         if arrays is not None:
-            fits = (arrays.counts == expected) & (arrays.dtypes == self._dtypes[np.where(inside, ids, 0)] if good.any() else good)
+            fits = (arrays.counts == expected) & (
+                arrays.dtypes == self._dtypes[np.where(inside, ids, 0)] if good.any() else good
+            )
             if flags is not None:
                 fits |= (flags & Flag.EMPTY).astype(bool)
             good &= fits

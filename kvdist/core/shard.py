@@ -77,7 +77,7 @@ class Buffer:
         nbytes = count * dtype.itemsize
         memory = np.empty(padded(nbytes), np.uint8)
         memory[nbytes:] = 0
-        return cls(memory[:nbytes].view(dtype.storage), memoryview(memory))
+        return cls(memory[:nbytes].view(dtype.storage), memory.data)
 
 
 class Verdict(enum.Enum):
@@ -109,13 +109,18 @@ class Shard:
     pulls: list[PullRequest] = field(default_factory=list)
     open_since: float = 0.0
 
-    def initialise(self, values: Bits) -> bool:
-        """Take the first value; one copy. False if there is one already, which then stays."""
+    def initialise(self, values: Bits) -> None:
+        """Take the first value; one copy. One that is there already stays."""
+        if self.published is None:
+            self.replace(values)
+
+    def replace(self, values: Bits) -> None:
+        """Take another value in place of the present one; one copy. The version stays: no round made it."""
+        target = self._target()
+        target.array[...] = values
         if self.published is not None:
-            return False
-        self.published = Buffer.of(self.count, self.dtype)
-        self.published.array[...] = values
-        return True
+            self.spare.append(self.published)
+        self.published = target
 
     def offer(self, contribution: Contribution, now: float) -> Verdict:
         """Put a contribution into its slot.

@@ -30,7 +30,6 @@ from kvdist.core.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
-    Kind,
     Leave,
     Pending,
     Register,
@@ -462,10 +461,15 @@ class Worker(Machine):
     def _lost_link(self, member: Member, reason: str) -> list[Effect]:
         if member == SCHEDULER_MEMBER:
             return self._fail_all(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))
-        cause = f"its connection to {self.me} broke ({reason}) and did not come back, though the scheduler still sees it"
+        cause = (
+            f"its connection to {self.me} broke ({reason}) and did not come back, though the scheduler still sees it"
+        )
         host = self._host(member)
         error = PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
-        return [Send(SCHEDULER_MEMBER, Goodbye(0, f"lost its connection to {member} ({reason})")), *self._fail_all(error)]
+        return [
+            Send(SCHEDULER_MEMBER, Goodbye(0, f"lost its connection to {member} ({reason})")),
+            *self._fail_all(error),
+        ]
 
     def _late(self, pending: Pending, now: float) -> list[Effect]:
         """A deadline has passed: of a goodbye, or of a barrier, which first asks once more who is missing."""

@@ -177,7 +177,9 @@ def _embedded() -> Cluster:
     machines = (
         (Scheduler(replace(config, role=Role.SCHEDULER), now), EMBEDDED_ENDPOINT),
         (
-            Server(introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT), config.limits, REFERENCE, now),
+            Server(
+                introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT), config.limits, REFERENCE, now
+            ),
             EMBEDDED_SERVER_ENDPOINT,
         ),
         (Worker(introduction(config, "", EMBEDDED_ENDPOINT), config.limits, now), ""),

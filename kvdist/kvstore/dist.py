@@ -147,7 +147,7 @@ class DistStore(KVStore):
         key: Keys,
         out: Value | None = None,
         priority: int = 0,
-        ignore_sparse: bool = True,  # noqa: ARG002  # dense values do not depend on it
+        ignore_sparse: bool = True,  # dense values do not depend on it
     ) -> Future[Any]:
         """`pull`, with a future of its result."""
         self._require_usable()
@@ -217,7 +217,9 @@ class DistStore(KVStore):
         """Wait until every worker is here. See `KVStore.barrier`."""
         self._require_usable()
         if timeout is not None and not timeout > 0:
-            raise ValueError(f"the time-out of a barrier is {timeout}; it must be a positive number of seconds, or None")
+            raise ValueError(
+                f"the time-out of a barrier is {timeout}; it must be a positive number of seconds, or None"
+            )
         self._cluster.ask(lambda number: EnterBarrier(number, self._number, timeout))
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
@@ -235,7 +237,7 @@ class DistStore(KVStore):
             self._cluster.ask(lambda number: SetStoreOptimizer(number, self._number, description))
         self._optimizer = chosen
 
-    def set_updater(self, updater: UpdaterFunction) -> None:  # noqa: ARG002
+    def set_updater(self, updater: UpdaterFunction) -> None:
         """Always a `TypeError`: the values rest on servers, which run no code that a worker sends."""
         raise TypeError(
             f"a {self._type!r} store keeps its values on servers, and servers run no functions from workers;"
@@ -346,7 +348,9 @@ class DistStore(KVStore):
         else:
             buffers = []
             empty = np.array([not parts for parts in arrays])
-            flags = [_flags(run, flag) | np.where(empty[run.key_of], Flag.EMPTY, 0).astype(np.uint8) for run in plan.runs]
+            flags = [
+                _flags(run, flag) | np.where(empty[run.key_of], Flag.EMPTY, 0).astype(np.uint8) for run in plan.runs
+            ]
             payloads = [self._sparse_payload(run, given, arrays) for run in plan.runs]
         runs = []
         for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):

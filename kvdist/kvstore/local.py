@@ -89,7 +89,7 @@ class LocalStore(KVStore):
                 )
         self._entries.update((entry.key, entry) for entry in fresh)
 
-    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> None:  # noqa: ARG002
+    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> None:
         """Sum over the devices and update or replace the stored value; see `KVStore.push`."""
         self._contribute(self._matched(key, value))
 
@@ -97,8 +97,8 @@ class LocalStore(KVStore):
         self,
         key: Keys,
         out: Value | None = None,
-        priority: int = 0,  # noqa: ARG002
-        ignore_sparse: bool = True,  # noqa: ARG002
+        priority: int = 0,
+        ignore_sparse: bool = True,
     ) -> Any:
         """Copy the stored values out; see `KVStore.pull`."""
         if out is not None:
@@ -113,9 +113,9 @@ class LocalStore(KVStore):
         key: Keys,
         value: Value,
         out: Value | None = None,
-        priority: int = 0,  # noqa: ARG002
+        priority: int = 0,
         *,
-        average: bool = False,  # noqa: ARG002
+        average: bool = False,
     ) -> None:
         """`push`, then `pull`; see `KVStore.pushpull`."""
         contributions = self._matched(key, value)
@@ -141,7 +141,7 @@ class LocalStore(KVStore):
         self.pushpull(key, value, out, priority, average=average)
         return _resolved(None)
 
-    def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:  # noqa: ARG002
+    def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
         """Store the values, in place of those that are there, and copy them out; see `KVStore.broadcast`."""
         self.init(key, value)
         results = self._writable(key, out)
@@ -149,7 +149,7 @@ class LocalStore(KVStore):
             entry.bits[...] = values.read_bits(arrays[0])
         self._hand_out(results)
 
-    def barrier(self, timeout: float | None = None) -> None:  # noqa: ARG002
+    def barrier(self, timeout: float | None = None) -> None:
         """Nothing to wait for."""
         self._require_open()
 

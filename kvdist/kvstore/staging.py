@@ -20,7 +20,7 @@ class RunBuffer:
 
     def __init__(self, plan: RunPlan) -> None:
         memory = np.zeros(max(plan.nbytes, 1), np.uint8)  # zeroed once, so that the padding is defined
-        self.payload = memoryview(memory)[: plan.nbytes]
+        self.payload = memory.data[: plan.nbytes]
         self.views: list[Bits] = []
         for piece, code in zip(plan.pieces, plan.dtypes.tolist(), strict=True):
             dtype = DType(code)

@@ -55,7 +55,7 @@ class SGD(Optimizer):
         scratch: Array,
         lr: float,
         wd: float,
-        count: int,  # noqa: ARG002
+        count: int,
     ) -> None:
         """Two passes; four with momentum."""
         add_decay(grad, weight, wd, scratch)
@@ -99,7 +99,7 @@ class NAG(Optimizer):
         scratch: Array,
         lr: float,
         wd: float,
-        count: int,  # noqa: ARG002
+        count: int,
     ) -> None:
         """Six passes."""
         (momentum,) = state
@@ -131,11 +131,11 @@ class Test(Optimizer):
         weight: Array,
         grad: Array,
         out: Array,
-        state: tuple[Array, ...],  # noqa: ARG002
-        scratch: Array,  # noqa: ARG002
-        lr: float,  # noqa: ARG002
-        wd: float,  # noqa: ARG002
-        count: int,  # noqa: ARG002
+        state: tuple[Array, ...],
+        scratch: Array,
+        lr: float,
+        wd: float,
+        count: int,
     ) -> None:
         """One pass."""
         np.add(weight, grad, out=out)

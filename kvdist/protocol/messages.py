@@ -344,6 +344,17 @@ class Refused:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplaceValues:
+    """Worker 0 → server: new values of slices in place of the present ones, while nobody's push is under way."""
+
+    KIND: ClassVar[int] = 26
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    arrays: Arrays
+
+
 # Life and death.
 
 
@@ -423,6 +434,7 @@ Message = (
     | Failed
     | Barrier
     | InitValues
+    | ReplaceValues
     | Push
     | Pull
     | Values

@@ -249,7 +249,7 @@ def _check_assign(message: messages.Assign, limits: WireLimits) -> None:  # noqa
     _same_length((message.keys, message.sizes, message.dtypes, placement.first_slices, placement.homes))
 
 
-def _check_init_values(message: messages.InitValues, limits: WireLimits) -> None:
+def _check_init_values(message: messages.InitValues | messages.ReplaceValues, limits: WireLimits) -> None:
     arrays = message.arrays
     _check_slices(_same_length((message.runs, message.ids, arrays.dtypes, arrays.counts)), limits)
     _check_payload(arrays, limits)
@@ -338,6 +338,7 @@ _kind(messages.Done, request=_U64)
 _kind(messages.Failed, request=_U64, code=fields.ERROR, reason=_SENTENCE)
 _kind(messages.Barrier, request=_U64, store=_U32, counter=_U64)
 _kind(messages.InitValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
+_kind(messages.ReplaceValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.Push, _check_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
       samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
 _kind(messages.Pull, _check_pull, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS)

@@ -110,7 +110,10 @@ class ZeroMQTransport(Transport):
         if endpoint.startswith("ipc://"):
             path = endpoint.removeprefix("ipc://")
             self._files.append((path, os.stat(path).st_ino))
-        link.endpoint = link.socket.get_string(zmq.LAST_ENDPOINT)
+        else:
+            # libzmq tells 127.0.0.1 as [::ffff:127.0.0.1]; only its port is news.
+            port = link.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+            link.endpoint = f"{endpoint.rpartition(':')[0]}:{port}"
         return link.endpoint
 
     def connect(self, endpoint: str) -> Route:

@@ -299,7 +299,7 @@ def test_ten_rounds_of_random_gradients_on_four_devices_match_the_sum(store, gro
     store.set_optimizer("test", rescale_grad=0.1)
     store.init(list(weights), list(weights.values()))
     for _ in range(10):
-        grads = {key: [random.uniform(-1, 1, shape).astype(np.float32) for _ in range(4)] for key, shape in shapes.items()}
+        grads = {key: list(random.uniform(-1, 1, (4, *shape)).astype(np.float32)) for key, shape in shapes.items()}
         for keys in [list(shapes)] if grouped else [[key] for key in shapes]:
             store.push(keys, [grads[key] for key in keys])
         for key in shapes:

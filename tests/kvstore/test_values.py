@@ -129,7 +129,11 @@ def test_a_tensor_over_read_only_bits_is_a_copy():
     np.testing.assert_array_equal(bits, [0, 1, 2])
 
 
-@pytest.mark.parametrize("write", [values.write_bits, lambda value, bits: values.writable_bits(value).__setitem__(..., bits)])
+def write_into_memory(value, bits):
+    values.writable_bits(value)[...] = bits
+
+
+@pytest.mark.parametrize("write", [values.write_bits, write_into_memory])
 def test_a_backward_pass_through_overwritten_weights_raises(write):
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * weight).sum()

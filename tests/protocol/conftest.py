@@ -1,0 +1,97 @@
+"""One valid packet of every kind, and what it means that two packets are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
+from kvdist.protocol import messages as m
+from kvdist.protocol.layout import offsets
+
+NAN = math.nan
+
+
+def u32(*values: int) -> Any:
+    return np.array(values, np.uint32)
+
+
+def u8(*values: int) -> Any:
+    return np.array(values, np.uint8)
+
+
+def arrays(dtypes: list[int], counts: list[int]) -> m.Arrays:
+    """Arrays whose payload counts up, padding included."""
+    total = offsets(u8(*dtypes), u32(*counts))[1]
+    return m.Arrays(u8(*dtypes), u32(*counts), bytes(index % 251 for index in range(total)))
+
+
+def _messages() -> list[m.Message]:
+    placement = m.Placement((0, 1), (1, m.Placement.CUT), 4 << 20)
+    description = {"name": "adam", "beta1": 0.9, "clip_gradient": None, "lazy": True, "begin": -3}
+    peers = (m.Peer(Member(server(0), 1 << 63), "höst", 4242, "tcp://[::1]:9000"), m.Peer(Member(worker(2), 7), "", 0, ""))
+    keys: tuple[int | str, ...] = ("fc1.weight", -(1 << 63))
+    return [
+        m.Hello(-1, "node7", 4242, "tcp://10.0.0.7:9000", 2, 3, "0.1.0"),
+        m.Welcome(1, (1 << 64) - 1),
+        m.Rejected("the seat is taken"),
+        m.Roster(peers),
+        m.Declare(1 << 40, 0, "sync", keys, ((3, 0, 5), ()), (1, 4)),
+        m.Placed(5, placement),
+        m.Assign(6, 1, "async", keys, (15, 1 << 40), (8, 2), placement),
+        m.Configure(7, 0, dict(description)),
+        m.SetOptimizer(8, 0, dict(description)),
+        m.Done(9),
+        m.Failed(10, 1, "shapes differ"),
+        m.Barrier(11, 2, 3),
+        m.InitValues(u32(1, 1), u32(0, 9), arrays([1, 3], [3, 5])),
+        m.Push(True, u32(4, 4, 5), u32(0, 11, 12), u32(2, 2, 0), u32(2, 2, 1), u32(32, 0, 1), u8(0, 1, 6),
+               ((0.5, NAN, 0.25), (NAN, 0.0, 1.0)), u8(0, 1, 1), arrays([1, 1, 8], [3, 0, 13])),
+        m.Pull(u32(1, 2), u32(3, 4), u32(5, 6), u32(7, 8)),
+        m.Values(u32(1), u32(3), u32(5), u8(2), arrays([7], [1])),
+        m.Counted(u32(1, 1 << 31), u32(3, (1 << 32) - 1), u32(0, 8), u8(0, 3)),
+        m.Refused(u32(1), u32(3), 3, "shape"),
+        m.Alive(),
+        m.Ack(True),
+        m.Waiting("round 7 of key 'fc1'", (0, 2), 12.5),
+        m.Goodbye(12, "boom"),
+        m.Abort("worker-3", "node7", "killed by signal 9", -1, "worker-3 is gone"),
+        m.Stop(),
+    ]  # fmt: skip
+
+
+def stamped(message: m.Message) -> m.Packet:
+    source = Member(NodeId(Role.SERVER, UNRANKED), 0x0123456789ABCDEF)
+    return m.Packet(m.Stamp(0x1A2B3C4D, 1, 2, source, 3, 7 if message.SEQUENCED else 0, 6, 9), message)
+
+
+def difference(ours: Any, theirs: Any) -> str:
+    """Where two values differ, types included; '' when they do not."""
+    if isinstance(ours, np.ndarray):
+        same = isinstance(theirs, np.ndarray) and ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+        return "" if same else f"{ours!r} is not {theirs!r}"
+    if isinstance(ours, bytes | bytearray | memoryview):
+        return "" if bytes(ours) == bytes(theirs) else "payloads differ"
+    if type(ours) is not type(theirs):
+        return f"{type(ours)} is not {type(theirs)}"
+    if dataclasses.is_dataclass(ours):
+        pairs = [(field.name, getattr(ours, field.name), getattr(theirs, field.name)) for field in dataclasses.fields(ours)]
+    elif isinstance(ours, tuple) and len(ours) == len(theirs):
+        pairs = [(str(index), *pair) for index, pair in enumerate(zip(ours, theirs, strict=True))]
+    elif isinstance(ours, dict):
+        pairs = [("names", tuple(ours), tuple(theirs))] + [(name, ours[name], theirs.get(name)) for name in ours]
+    else:
+        equal = ours == theirs or (ours != ours and theirs != theirs)
+        return "" if equal else f"{ours!r} is not {theirs!r}"
+    found = [(name, difference(left, right)) for name, left, right in pairs]
+    return "; ".join(f"{name}: {text}" for name, text in found if text)
+
+
+@pytest.fixture(scope="session")
+def examples() -> dict[str, m.Packet]:
+    """A valid packet of each kind, by the name of its class."""
+    return {type(message).__name__: stamped(message) for message in _messages()}

@@ -1,0 +1,430 @@
+"""The trainer against torch's own optimizers, and what it asks of a store."""
+
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from kvdist import trainer as trainer_module
+from kvdist.kvstore.local import LocalStore
+from kvdist.optimizer import create
+from kvdist.trainer import Trainer
+
+torch.set_num_threads(1)
+
+
+class Cluster(LocalStore):
+    """A local store that passes for one on a cluster, and writes down what is asked of it."""
+
+    def __init__(self, type_name="dist", num_workers=2, capable=True):
+        super().__init__(type_name)
+        self.workers, self.capable, self.calls, self.optimizer = num_workers, capable, [], None
+
+    @property
+    def num_workers(self):
+        return self.workers
+
+    @property
+    def num_servers(self):
+        return 2
+
+    def is_capable(self, capability):
+        return self.capable
+
+    def set_optimizer(self, optimizer, **hyperparameters):
+        self.optimizer = optimizer
+        super().set_optimizer(optimizer, **hyperparameters)
+
+    def pushpull(self, key, value, out=None, priority=0, *, average=False):
+        self.calls.append((key, [None if one is None else len(one) for one in value], average))
+        super().pushpull(key, value, out, priority, average=average)
+
+
+@pytest.fixture
+def created(monkeypatch):
+    """The stores that trainers make by name; names on a cluster give a `Cluster`."""
+    stores = []
+
+    def create_store(name):
+        stores.append(Cluster(name) if name.startswith("dist") else LocalStore(name))
+        return stores[-1]
+
+    monkeypatch.setattr(trainer_module, "create_store", create_store)
+    return stores
+
+
+def parameter(number=0.0, shape=(10,)):
+    return nn.Parameter(torch.full(shape, number))
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def backward(replicas):
+    """A loss whose gradient is 1 on every device, as in the mirrored system's tests."""
+    for replica in replicas:
+        replica.grad = None
+        (replica + 1).sum().backward()
+
+
+def assert_all(tensors, number):
+    for tensor in tensors:
+        np.testing.assert_allclose(tensor.detach().numpy(), number, rtol=1e-6)
+
+
+# Against torch.
+
+
+@pytest.mark.parametrize("kvstore", [None, "device", "local", "store", "dist"])
+@pytest.mark.parametrize(
+    ("name", "numbers", "theirs"),
+    [
+        ("sgd", {"learning_rate": 0.1}, lambda params: torch.optim.SGD(params, lr=0.1)),
+        ("sgd", {"learning_rate": 0.1, "momentum": 0.9}, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+        ("adam", {"learning_rate": 0.01}, lambda params: torch.optim.Adam(params, lr=0.01)),
+    ],
+)
+def test_training_is_the_same_as_with_torch(created, kvstore, name, numbers, theirs):
+    ours, other = network(), network()
+    trainer = Trainer(ours.parameters(), name, numbers, kvstore=LocalStore("device") if kvstore == "store" else kvstore)
+    optimizer = theirs(other.parameters())
+    for _ in range(20):
+        x = torch.randn(6, 5)
+        for net, step in ((ours, trainer.step), (other, optimizer.step)):
+            net.zero_grad()
+            net(x).square().mean().backward()
+            step()
+    for mine, expected in zip(ours.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("update_on_kvstore", [True, False])
+def test_replicas_on_two_devices_train_as_one_network_on_the_whole_batch(created, update_on_kvstore):
+    nets, other = [network(1), network(2)], network(1)
+    replicas = zip(*(net.parameters() for net in nets), strict=True)
+    trainer = Trainer(replicas, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, update_on_kvstore=update_on_kvstore)
+    trainer.broadcast_parameters()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    for step in range(6):
+        x = torch.randn(8, 5)
+        for net, part in zip(nets, x.chunk(2), strict=True):
+            net.zero_grad()
+            (net(part).square().mean() if step % 2 else net(part).square().sum()).backward()
+        trainer.step() if step % 2 else trainer.step(8 * 3)
+        optimizer.zero_grad()
+        other(x).square().mean().backward()
+        optimizer.step()
+    for first, second, expected in zip(*(net.parameters() for net in [*nets, other]), strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kvstore", [None, "dist"])
+def test_every_floating_type_is_trained(created, kvstore, dtype):
+    weight = nn.Parameter(torch.ones(3, 2, dtype=dtype).t())  # not contiguous
+    trainer = Trainer([weight], "sgd", {"learning_rate": 0.5}, kvstore=kvstore)
+    (weight * 2).sum().backward()
+    trainer.step()
+    assert weight.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+# Numbers of the mirrored system's own tests.
+
+
+@pytest.mark.parametrize("kvstore", ["local", "device", "dist"])
+def test_momentum_and_a_changed_lr_mult_give_the_known_numbers(created, kvstore):
+    replicas = [parameter(), parameter()]
+    trainer = Trainer([replicas], "sgd", {"learning_rate": 1.0, "momentum": 0.5}, kvstore=kvstore)
+    backward(replicas)
+    trainer.step(1)
+    assert_all(replicas, -2)
+    trainer.optimizer.lr_mult[0] = 0.5
+    backward(replicas)
+    trainer.step(1)
+    assert_all(replicas, -4)
+    with pytest.raises(RuntimeError, match=r"update\(\) cannot be used.*update_on_kvstore=False"):
+        trainer.update(1)
+    with pytest.raises(RuntimeError, match=r"allreduce_grads\(\) cannot be used"):
+        trainer.allreduce_grads()
+
+
+@pytest.mark.parametrize("kvstore", ["local", "device", "dist"])
+def test_gradients_can_be_summed_and_weights_updated_in_two_calls(created, kvstore):
+    replicas = [parameter(), parameter()]
+    trainer = Trainer([replicas], "sgd", {"learning_rate": 0.5}, kvstore=kvstore, update_on_kvstore=False)
+    for i, replica in enumerate(replicas):
+        (replica * i).sum().backward()
+    trainer.allreduce_grads()
+    assert_all([replica.grad for replica in replicas], 1)
+    assert_all(replicas, 0)
+    trainer.update(1)
+    assert_all(replicas, -0.5)
+
+
+def test_on_one_device_there_is_no_store_and_momentum_is_kept(created):
+    weight = parameter()
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0, "momentum": 0.5})
+    for expected in (-1, -2.5):
+        backward([weight])
+        trainer.step(1)
+        assert_all([weight], expected)
+    assert trainer.kvstore is None and created[0].type == "device"
+
+
+def test_weights_put_back_by_hand_are_everybodys_after_broadcast_parameters(created):
+    replicas = [parameter(), parameter()]
+    trainer = Trainer([replicas], "sgd", {"learning_rate": 0.1}, kvstore="device")
+    backward(replicas)
+    trainer.step(1)
+    with torch.no_grad():
+        replicas[0].zero_()
+    trainer.broadcast_parameters()
+    assert_all(replicas, 0)
+    backward(replicas)
+    trainer.step(1)
+    assert_all(replicas, -0.2)
+
+
+def test_eight_layers_on_two_devices_train_with_shared_parameters_kept_once(created):
+    def layers():
+        return nn.Sequential(*(nn.Linear(10, 10) for _ in range(8)))
+
+    nets = [layers(), layers()]
+    for net in nets:
+        net[7].weight = net[0].weight
+    shared = list(zip(*([*net.parameters(), net[0].weight] for net in nets), strict=True))
+    trainer = Trainer(shared, "sgd", {"learning_rate": 0.1}, kvstore=(store := Cluster()))
+    for net in nets:
+        net(torch.ones(3, 10)).sum().backward()
+    trainer.step(6)
+    assert len(store.calls[0][0]) == 15
+    assert nets[0][7].weight is nets[0][0].weight
+    assert torch.equal(nets[0][0].weight, nets[1][7].weight)
+
+
+# What is asked of the store.
+
+
+@pytest.mark.parametrize(
+    ("kvstore", "devices", "wanted", "expected"),
+    [
+        (None, 1, None, None),
+        (None, 1, True, None),
+        ("device", 1, None, None),
+        ("local", 1, True, None),
+        ("device", 2, None, True),
+        ("device", 2, True, True),
+        ("device", 2, False, False),
+        ("local", 2, None, True),
+        ("local", 2, False, False),
+        ("dist", 1, None, True),
+        ("dist", 1, False, False),
+        ("dist", 2, True, True),
+        ("dist_async", 1, None, True),
+        ("dist_async", 1, True, True),
+    ],
+)
+def test_who_updates_the_weights(created, kvstore, devices, wanted, expected):
+    replicas = [parameter() for _ in range(devices)]
+    trainer = Trainer([replicas], "sgd", {"learning_rate": 0.1}, kvstore=kvstore, update_on_kvstore=wanted)
+    backward(replicas)
+    trainer.step(1)
+    assert_all(replicas, -0.1 * devices)
+    assert (trainer.kvstore is None) == (expected is None)
+    if expected:
+        with pytest.raises(RuntimeError, match="while the store updates"):
+            trainer.update(1)
+    else:
+        trainer.update(1)
+
+
+def test_a_store_object_is_used_also_with_one_device():
+    trainer = Trainer([weight := parameter()], "sgd", {"learning_rate": 1.0}, kvstore=(store := LocalStore("device")))
+    backward([weight])
+    trainer.step(1)
+    assert trainer.kvstore is store
+    assert_all([weight], -1)
+    np.testing.assert_array_equal(store.pull(0), weight.detach())
+
+
+def test_the_store_local_leaves_big_parameters_to_the_devices(created, monkeypatch):
+    monkeypatch.setattr(trainer_module, "BIG_PARAMETER_ELEMENTS", 9)
+    for kvstore, expected in (("local", False), ("device", True)):
+        replicas = [parameter(), parameter()]
+        trainer = Trainer([replicas], "sgd", kvstore=kvstore)
+        trainer.broadcast_parameters()
+        assert trainer._update_on_kvstore is expected
+
+
+def test_asynchronous_stores_and_stores_that_cannot_update_say_what_they_need():
+    with pytest.raises(ValueError, match="'dist_async' trains asynchronously, which needs update_on_kvstore=True"):
+        Trainer([parameter()], "sgd", kvstore=Cluster("dist_async"), update_on_kvstore=False).broadcast_parameters()
+    with pytest.raises(ValueError, match="cannot update weights; leave update_on_kvstore out"):
+        Trainer([parameter()], "sgd", kvstore=Cluster(capable=False), update_on_kvstore=True).broadcast_parameters()
+    trainer = Trainer([weight := parameter()], "sgd", {"learning_rate": 1.0}, kvstore=Cluster(capable=False))
+    backward([weight])
+    trainer.step(1)
+    trainer.update(1)
+    assert_all([weight], -2)
+
+
+def test_all_gradients_travel_in_one_call_in_the_order_of_the_parameters():
+    net = network()
+    trainer = Trainer(net.parameters(), "sgd", kvstore=(store := Cluster()))
+    for batch_size in (None, 4):
+        net(torch.ones(2, 5)).sum().backward()
+        trainer.step(batch_size)
+    assert store.calls == [([0, 1, 2, 3], [1, 1, 1, 1], True), ([0, 1, 2, 3], [1, 1, 1, 1], False)]
+    assert store.optimizer is trainer.optimizer
+
+
+def test_the_learning_rate_and_the_batch_size_reach_the_optimizer_of_the_store():
+    weight, store = parameter(), Cluster()
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0, "rescale_grad": 2}, kvstore=store)
+    backward([weight])
+    trainer.step(4)
+    assert_all([weight], -0.5)
+    trainer.set_learning_rate(3)
+    assert trainer.learning_rate == store.optimizer.learning_rate == 3
+    backward([weight])
+    trainer.step(2)
+    assert_all([weight], -3.5)
+
+
+@pytest.mark.parametrize("update_on_kvstore", [True, False])
+def test_a_parameter_without_a_gradient_is_pushed_as_nothing_and_stays(update_on_kvstore):
+    used, unused = parameter(), parameter(5.0)
+    store = Cluster()
+    trainer = Trainer([unused, used], "sgd", {"learning_rate": 1.0}, kvstore=store, update_on_kvstore=update_on_kvstore)
+    for _ in range(2):
+        backward([used])
+        trainer.step(1)
+    assert_all([used], -2)
+    assert_all([unused], 5)
+    assert len(store.calls) == 2
+    if update_on_kvstore:
+        assert store.calls[0][:2] == ([0, 1], [None, 1])
+
+
+@pytest.mark.parametrize("update_on_kvstore", [True, False])
+def test_where_only_one_device_has_a_gradient_all_get_the_update(created, update_on_kvstore):
+    replicas = [parameter(), parameter()]
+    trainer = Trainer([replicas], "sgd", {"learning_rate": 1.0}, update_on_kvstore=update_on_kvstore)
+    backward(replicas[1:])
+    trainer.step(1)
+    assert_all(replicas, -1)
+
+
+@pytest.mark.parametrize("kvstore", [None, "device", "dist"])
+def test_a_frozen_parameter_is_broadcast_but_not_trained(created, kvstore):
+    frozen = nn.Parameter(torch.full((3,), 7.0), requires_grad=False)
+    trainer = Trainer([frozen, weight := parameter()], "sgd", {"learning_rate": 1.0, "wd": 0.1}, kvstore=kvstore)
+    backward([weight])
+    trainer.step(1)
+    assert_all([frozen], 7)
+    assert_all([weight], -1)
+    if kvstore == "dist":
+        assert created[0].calls[0][0] == [1]
+        np.testing.assert_array_equal(created[0].pull(0), frozen)
+
+
+def test_two_trainers_cannot_share_a_store():
+    store = LocalStore("device")
+    Trainer([parameter()], "sgd", kvstore=store).broadcast_parameters()
+    with pytest.raises(ValueError, match=r"another Trainer uses it.*kv.create\('device'\)"):
+        Trainer([parameter()], "sgd", kvstore=store).broadcast_parameters()
+
+
+def test_a_backward_pass_through_weights_that_a_step_changed_raises():
+    weight = parameter(1.0)
+    trainer = Trainer([weight], "sgd", kvstore=None)
+    loss = weight.square().sum()
+    weight.grad = torch.ones(10)
+    trainer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Parameters.
+
+
+def test_a_dict_is_taken_in_the_order_of_its_names_and_a_list_as_it_is():
+    weights = {name: parameter(shape=(size,)) for size, name in enumerate(["b", "c", "a"], start=1)}
+    for given, sizes in ((weights, [3, 1, 2]), (list(weights.values()), [1, 2, 3]), (weights.items(), [1, 2, 3])):
+        trainer = Trainer(given, "sgd", kvstore=(store := LocalStore("device")))
+        trainer.broadcast_parameters()
+        assert [len(store.pull(key)) for key in range(3)] == sizes
+
+
+@pytest.mark.parametrize("kvstore", [None, "dist"])
+def test_groups_have_multipliers_of_their_own(created, kvstore):
+    first, second, third = parameter(1.0), parameter(1.0), parameter(1.0)
+    groups = [{"params": first, "lr_mult": 2}, {"params": iter([second]), "wd_mult": 0}, {"params": [third]}]
+    trainer = Trainer(groups, "sgd", {"learning_rate": 0.5, "wd": 0.2}, kvstore=kvstore)
+    for weight in (first, second, third):
+        weight.sum().backward()
+    trainer.step()
+    assert_all([first], 1 - 1.2)
+    assert_all([second], 1 - 0.5)
+    assert_all([third], 1 - 0.6)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        (nn.Linear(1, 1), TypeError, r"give the network's parameters, not the network: net.parameters\(\)"),
+        (parameter(), TypeError, "params must be parameters"),
+        (5, TypeError, "not int"),
+        ([], ValueError, "no parameters to train: the list is empty"),
+        (["w"], TypeError, "parameter 0 must be a torch parameter or a list of its replicas, not str"),
+        ([[]], ValueError, "parameter 0 has no replica"),
+        ([parameter() * 2], ValueError, "parameter 0 is the result of a computation"),
+        ([[parameter(), parameter(shape=(3,))]], ValueError, r"replicas of parameter 0 differ: \(10,\)"),
+        ([[parameter()], [parameter(), parameter()]], ValueError, "parameter 0 on 1 and parameter 1 on 2"),
+        (nn.Linear(1, 1).state_dict(), ValueError, "no parameter requires grad; state_dict"),
+        ([nn.Parameter(torch.zeros(1, dtype=torch.complex64))], TypeError, "complex64 are not supported"),
+        ([{"params": [parameter()], "lr": 0.1}], ValueError, "cannot have 'lr': give 'lr_mult'"),
+        ([{"params": [parameter()], "weight_decay": 0.1}], ValueError, "cannot have 'weight_decay': give 'wd_mult'"),
+        ([{"params": [parameter()], "betas": 0.1}], ValueError, "cannot have 'betas': a group has params, lr_mult"),
+        ([{"lr_mult": 1}], ValueError, "needs 'params'"),
+        ([{"params": [parameter()]}, parameter()], TypeError, "mixes groups and parameters"),
+    ],
+)
+def test_parameters_that_cannot_be_trained_are_refused(params, error, message):
+    with pytest.raises(error, match=message):
+        Trainer(params, "sgd")
+
+
+def test_an_optimizer_of_torch_or_an_unknown_one_is_refused():
+    weights = [parameter()]
+    for theirs in (torch.optim.Adam, torch.optim.Adam(weights)):
+        with pytest.raises(TypeError, match="an optimizer of torch cannot travel to the servers; give a name"):
+            Trainer(weights, theirs)
+    with pytest.raises(ValueError, match="unknown optimizer 'addam'"):
+        Trainer(weights, "addam")
+    with pytest.raises(TypeError, match="no hyper-parameter lr .*learning_rate"):
+        Trainer(weights, "adam", {"lr": 0.1})
+    with pytest.raises(TypeError, match="takes no hyper-parameters"):
+        Trainer(weights, create("adam"), {"learning_rate": 0.1})
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="replicas on 2 devices, and without a store nobody sums"):
+        Trainer([[parameter(), parameter()]], "sgd", kvstore=None)
+    with pytest.raises(ValueError, match="no store of this version compresses"):
+        Trainer([parameter()], "sgd", compression_params={"type": "2bit"})
+    for batch_size in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="batch_size is"):
+            Trainer([parameter()], "sgd", kvstore=None).step(batch_size)
+
+
+def test_a_sparse_gradient_is_refused_with_advice():
+    table = nn.Embedding(4, 2, sparse=True)
+    trainer = Trainer(table.parameters(), "sgd", kvstore=None)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"key 0: tensors of layout torch.sparse_coo are not supported; use .to_dense"):
+        trainer.step()
