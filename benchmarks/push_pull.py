@@ -51,6 +51,7 @@ def main() -> None:
         results += measured
     if options.json:
         path = RESULTS / options.json
+        path.parent.mkdir(exist_ok=True)
         work = {name: value for name, value in vars(options).items() if name not in ("json", "spec")}
         record = {"machine": machine(), "work": work, "results": [asdict(result) for result in results]}
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

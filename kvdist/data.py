@@ -98,7 +98,8 @@ def split_and_load(data: Any, devices: Sequence[Any], batch_axis: int = 0, even_
     """
     parts = split_data(data, len(devices), batch_axis, even_split)
     if is_tensor(data):
-        return [part.to(device, non_blocking=True) for part, device in zip(parts, devices, strict=True)]
+        pinned = data.is_pinned()  # only from there may a copy go on while the program does
+        return [part.to(device, non_blocking=pinned) for part, device in zip(parts, devices, strict=True)]
     elsewhere = [str(device) for device in devices if str(device) != "cpu"]
     if elsewhere:
         raise ValueError(f"a NumPy array cannot move to {elsewhere[0]}; give torch.from_numpy(array) instead")

@@ -8,62 +8,51 @@ halves in float32, everything else in its own.
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import numpy as np
 
 
 class DType(enum.IntEnum):
-    """Element types; the values are the codes on the wire and never change."""
+    """Element types; the values are the codes on the wire and never change.
 
-    FLOAT32 = 1
-    FLOAT64 = 2
-    FLOAT16 = 3
-    BFLOAT16 = 4
-    INT8 = 5
-    INT32 = 6
-    INT64 = 7
-    UINT8 = 8
+    Attributes:
+        storage: the NumPy type of the bytes.
+        accumulate: the NumPy type of sums.
+        itemsize: bytes per element.
+        label: the name a user knows, such as ``float32``.
+        is_floating: whether an optimizer can work on it.
+    """
 
-    @property
-    def label(self) -> str:
-        """The name a user knows, such as ``float32``."""
-        return self.name.lower()
+    storage: np.dtype[Any]
+    accumulate: np.dtype[Any]
+    itemsize: int
+    label: str
+    is_floating: bool
 
-    @property
-    def storage(self) -> np.dtype[np.generic]:
-        """The NumPy type of the bytes."""
-        return _STORAGE[self]
+    FLOAT32 = 1, "<f4", "<f4"
+    FLOAT64 = 2, "<f8", "<f8"
+    FLOAT16 = 3, "<f2", "<f4"
+    BFLOAT16 = 4, "<u2", "<f4"
+    INT8 = 5, "<i1", "<i1"
+    INT32 = 6, "<i4", "<i4"
+    INT64 = 7, "<i8", "<i8"
+    UINT8 = 8, "<u1", "<u1"
 
-    @property
-    def accumulate(self) -> np.dtype[np.generic]:
-        """The NumPy type of sums."""
-        return _ACCUMULATE.get(self, _STORAGE[self])
+    def __new__(cls, code: int, storage: str, accumulate: str) -> DType:
+        # Plain attributes, not properties that look something up: servers read them for every slice.
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.storage = np.dtype(storage)
+        member.accumulate = np.dtype(accumulate)
+        member.itemsize = member.storage.itemsize
+        member.is_floating = member.accumulate.kind == "f"
+        return member
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return _STORAGE[self].itemsize
-
-    @property
-    def is_floating(self) -> bool:
-        """Whether an optimizer can work on it."""
-        return self in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64)
+    def __init__(self, *_: object) -> None:
+        self.label = self.name.lower()
 
 
-_STORAGE: dict[DType, np.dtype[np.generic]] = {
-    DType.FLOAT32: np.dtype("<f4"),
-    DType.FLOAT64: np.dtype("<f8"),
-    DType.FLOAT16: np.dtype("<f2"),
-    DType.BFLOAT16: np.dtype("<u2"),
-    DType.INT8: np.dtype("<i1"),
-    DType.INT32: np.dtype("<i4"),
-    DType.INT64: np.dtype("<i8"),
-    DType.UINT8: np.dtype("<u1"),
-}
-_ACCUMULATE: dict[DType, np.dtype[np.generic]] = {
-    DType.FLOAT16: np.dtype("<f4"),
-    DType.BFLOAT16: np.dtype("<f4"),
-}
 _BY_NAME = {dtype.label: dtype for dtype in DType}
 
 

@@ -106,7 +106,7 @@ class Node:
     # For other threads.
 
     def submit(self, make: Callable[[int], Request], finish: Finish | None = None) -> Future[Any]:
-        """Hand the machine a request; `make` gets its number. Errors come through the future, also those of the past."""
+        """Hand the machine a request; `make` gets its number. Every error comes through the future."""
         self.check_fork()
         future: Future[Any] = Future()
         request = make(next(self._numbers))
@@ -154,6 +154,8 @@ class Node:
         timeout_s = 0.0 if self._mailbox else max(0.0, min(timeout_s, self.reliable.deadline - now))
         events = self.transport.recv(timeout_s)
         for event in events:
+            if self.stopped:
+                break
             match event:
                 case Arrived(route, frames):
                     self._arrived(route, frames)

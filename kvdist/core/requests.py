@@ -222,7 +222,6 @@ class Pending:
     request: int
     label: str
     since: float
-    runs_left: int = 0
     error: Exception | None = None
     due: float = field(default=float("inf"))
     """When it fails for lateness."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvdist.config import ClusterConfig
+from kvdist.core.barriers import Barriers
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -25,10 +26,12 @@ from kvdist.core.effects import (
 )
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.keybook import Entry, KeyBook
+from kvdist.core.policy import POLICIES
+from kvdist.core.seats import Seats
 from kvdist.core.sharding import Placer
 from kvdist.dtypes import DType
-from kvdist.errors import InitMismatch, PeerLostError
-from kvdist.nodes import UNRANKED, Member, NodeId, Role
+from kvdist.errors import ConfigError, InitMismatch, PeerLostError
+from kvdist.nodes import Member, Role
 from kvdist.protocol.messages import (
     Abort,
     Assign,
@@ -41,7 +44,6 @@ from kvdist.protocol.messages import (
     Goodbye,
     Hello,
     Message,
-    Peer,
     Placed,
     Rejected,
     Roster,
@@ -77,14 +79,6 @@ class Broadcast:
     failure: str = ""
 
 
-@dataclass(slots=True)
-class BarrierState:
-    """Who has arrived at one barrier, with which request, since when."""
-
-    arrived: dict[int, tuple[Member, int]] = field(default_factory=dict)
-    since: float = 0.0
-
-
 class Scheduler(Machine):
     """The pure machine of the scheduler.
 
@@ -100,23 +94,20 @@ class Scheduler(Machine):
         self.epoch = 0
         self.step = 0
         self.complete = False
-        self.seats: dict[NodeId, Peer] = {}
+        self.seats = Seats(config)
         self.steps: dict[Member, int] = {}
         self.books: dict[int, KeyBook] = {}
         self.optimizers: dict[int, Optimizer] = {}
-        self.barriers: dict[tuple[int, int], BarrierState] = {}
-        self.passed: dict[int, int] = {}
-        """Store → the number of barriers that everybody has passed."""
-        self.left: set[NodeId] = set()
+        self.barriers = Barriers()
         self.placer = Placer(
             config.num_servers, config.bigarray_bound, config.limits.slice_bytes, config.placement == "hash"
         )
-        self._tokens: dict[int, Member] = {}
-        self._next_incarnation = 1
         self._broadcasts: dict[int, Broadcast] = {}
         self._next_request = 0
         self._suspects: dict[Member, tuple[float, str]] = {}
         """Member → when it counts as lost, and why."""
+        self._servers_gone: set[int] = set()
+        """Servers that have ended after they were told to."""
         self._never_joined: set[int] = set()
         """Workers whose process ended well without having joined."""
         self._started_at = now
@@ -131,33 +122,20 @@ class Scheduler(Machine):
         suspects = min((due for due, _ in self._suspects.values()), default=NEVER)
         return min(suspects, NEVER if self.complete else self._form_by, self._next_look, self._stop_by)
 
-    @property
-    def workers(self) -> dict[int, Member]:
-        """Rank → the worker there, of those who have not left."""
-        return {node.rank: peer.member for node, peer in self.seats.items() if self._is_live_worker(node)}
-
-    @property
-    def servers(self) -> list[Member]:
-        """The servers, by rank."""
-        peers = [peer for node, peer in self.seats.items() if node.role is Role.SERVER]
-        return sorted((peer.member for peer in peers), key=lambda member: member.node.rank)
-
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of a server or a worker."""
         if isinstance(message, Hello):
-            return self._hello(sender, message, now)
-        seat = self.seats.get(sender.node)
-        if seat is None or seat.member != sender:
-            return [
-                Send(sender, Rejected(f"{sender} is not registered with this scheduler; start the whole job again"))
-            ]
+            return self._hello(sender, message)
+        if not self.seats.holds(sender):
+            reason = f"{sender} is not registered with this scheduler; start the whole job again"
+            return [Send(sender, Rejected(reason))]
         match message:
             case Declare():
                 return self._declare(sender, message, now)
             case Configure():
                 return self._configure(sender, message)
             case Barrier():
-                return self._barrier(sender, message, now)
+                return self.barriers.enter(sender, message, self.seats.workers.keys(), now)
             case Goodbye():
                 return self._goodbye(sender, message, now)
             case Done():
@@ -171,11 +149,10 @@ class Scheduler(Machine):
         """React to connections and to what the launcher saw."""
         match event:
             case Disconnected(member, reason):
-                expected = self._stop_by < NEVER or member.node in self.left
-                if self._seated(member) and not expected:
+                if self._is_over:
+                    self._servers_gone.add(member.node.rank)
+                elif self.seats.holds(member) and member.node not in self.seats.left:
                     self._suspects[member] = (now + self.limits.reconnect_grace_s, reason)
-                elif self._stop_by < NEVER:
-                    self.seats.pop(member.node, None)
             case Connected(member):
                 self._suspects.pop(member, None)
             case ChildEnded():
@@ -184,7 +161,7 @@ class Scheduler(Machine):
                 return self._abort(
                     "launcher", self.config.root_host, "it ended or was killed", None, "the launcher is gone"
                 )
-        return self._stop_if_over()
+        return self._stop_if_alone()
 
     def tick(self, now: float) -> list[Effect]:
         """Judge the suspects, hint at who is awaited, enforce deadlines."""
@@ -195,7 +172,7 @@ class Scheduler(Machine):
         if now >= self._stop_by:
             return self._stop(None)
         if not self.complete and now >= self._form_by:
-            missing = self._missing_seats()
+            missing = ", ".join(self.seats.missing())
             return self._abort(
                 missing.split(",")[0],
                 "",
@@ -220,97 +197,56 @@ class Scheduler(Machine):
     def explain(self, now: float) -> str | None:
         """Who is awaited, by the oldest of those who wait."""
         if not self.complete:
-            return f"waiting for {self._missing_seats()} to register"
+            return f"waiting for {', '.join(self.seats.missing())} to register"
         for book in self.books.values():
-            wait = book.oldest_wait(self.workers.keys())
+            wait = book.oldest_wait(self.seats.workers.keys())
             if wait is not None:
                 request, key, missing = wait
-                return f"{request.member} has waited {now - request.since:.1f} s for {_names(missing)} to initialise key {key!r}"
-        for (_, counter), barrier in self.barriers.items():
-            missing = tuple(sorted(self.workers.keys() - barrier.arrived.keys()))
-            return f"barrier {counter} has waited {now - barrier.since:.1f} s for {_names(missing)}"
+                waited = now - request.since
+                return f"{request.member} has waited {waited:.1f} s for {_names(missing)} to initialise key {key!r}"
+        barrier = self.barriers.oldest_wait(self.seats.workers.keys())
+        if barrier is not None:
+            counter, since, missing = barrier
+            return f"barrier {counter} has waited {now - since:.1f} s for {_names(missing)}"
         return None
 
     def validate(self) -> None:
         """Check every invariant."""
-        incarnations = [peer.member.incarnation for peer in self.seats.values()]
-        assert len(set(incarnations)) == len(incarnations), "an incarnation belongs to one process"
-        live = self.workers.keys()
-        for barrier in self.barriers.values():
-            assert not live or not live <= barrier.arrived.keys(), "a full barrier is released at once"
-        for node, peer in self.seats.items():
-            assert peer.member.node == node
+        self.seats.validate()
+        self.barriers.validate(self.seats.workers.keys())
 
     # Seats.
 
-    def _hello(self, sender: Member, message: Hello, now: float) -> list[Effect]:
-        known = self._tokens.get(sender.incarnation)
+    def _hello(self, sender: Member, message: Hello) -> list[Effect]:
+        known = self.seats.known(sender)
         if known is not None:
             return [Send(sender, Welcome(known.node.rank, known.incarnation))]
-        refusal = self._seat_refusal(sender.node.role, message)
-        if refusal:
-            return [Send(sender, Rejected(refusal))]
-        rank = message.wanted_rank if message.wanted_rank >= 0 else self._free_rank(sender.node.role)
-        member = Member(NodeId(sender.node.role, rank), self._next_incarnation)
-        self._next_incarnation += 1
-        self._tokens[sender.incarnation] = member
-        self.seats[member.node] = Peer(member, message.host, message.pid, message.endpoint)
-        effects: list[Effect] = [Send(sender, Welcome(rank, member.incarnation)), Adopt(sender, member)]
-        if len(self.seats) == self.config.num_workers + self.config.num_servers:
+        try:
+            member = self.seats.give(sender, message)
+        except ConfigError as error:
+            return [Send(sender, Rejected(str(error)))]
+        effects: list[Effect] = [Send(sender, Welcome(member.node.rank, member.incarnation)), Adopt(sender, member)]
+        if self._is_over and member.node.role is Role.SERVER:
+            effects.append(Send(member, StopMessage()))
+        elif self.seats.all_taken:
             self.complete = True
             effects += self._announce()
         elif self._never_joined:
             effects += self._incomplete_for_ever()
         return effects
 
-    def _seat_refusal(self, role: Role, message: Hello) -> str:
-        config = self.config
-        if (message.num_workers, message.num_servers) != (config.num_workers, config.num_servers):
-            return (
-                f"it was told of {message.num_workers} worker(s) and {message.num_servers} server(s), the scheduler of"
-                f" {config.num_workers} and {config.num_servers}: DMLC_NUM_WORKER and DMLC_NUM_SERVER must agree"
-            )
-        count = config.num_workers if role is Role.WORKER else config.num_servers
-        if message.wanted_rank >= count:
-            return f"it asks for rank {message.wanted_rank} of {count} {role}(s)"
-        if message.wanted_rank >= 0:
-            taken = self.seats.get(NodeId(role, message.wanted_rank))
-            if taken is not None:
-                return (
-                    f"{taken.member} is taken by process {taken.pid} on {taken.host}; process {message.pid} on"
-                    f" {message.host} claims the same rank: each needs a KVDIST_RANK of its own"
-                )
-        elif self._free_rank(role) >= count:
-            return f"the cluster has its {count} {role}(s) already"
-        return ""
-
-    def _free_rank(self, role: Role) -> int:
-        rank = 0
-        while NodeId(role, rank) in self.seats:
-            rank += 1
-        return rank
-
     def _announce(self) -> list[Effect]:
         """Tell everybody who is in the cluster."""
         self.epoch += 1
-        present = tuple(peer for node, peer in self.seats.items() if node not in self.left)
+        present = self.seats.present
         return [Send(peer.member, Roster(present)) for peer in present]
-
-    def _seated(self, member: Member) -> bool:
-        seat = self.seats.get(member.node)
-        return seat is not None and seat.member == member
-
-    def _is_live_worker(self, node: NodeId) -> bool:
-        return node.role is Role.WORKER and node not in self.left
-
-    def _missing_seats(self) -> str:
-        wanted = [NodeId(Role.SERVER, rank) for rank in range(self.config.num_servers)]
-        wanted += [NodeId(Role.WORKER, rank) for rank in range(self.config.num_workers)]
-        return ", ".join(str(node) for node in wanted if node not in self.seats)
 
     # Keys and optimizers.
 
     def _declare(self, sender: Member, message: Declare, now: float) -> list[Effect]:
+        if message.mode not in POLICIES:
+            reason = f"this scheduler knows no policy {message.mode!r}, only {', '.join(POLICIES)}"
+            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
         book = self.books.get(message.store)
         if book is None:
             book = self.books[message.store] = KeyBook(message.store, message.mode, sender, self.limits.slice_bytes)
@@ -327,7 +263,7 @@ class Scheduler(Machine):
 
     def _advance(self, book: KeyBook) -> list[Effect]:
         """Place what is agreed, answer what is placed."""
-        entries = book.take_agreed(self.workers.keys())
+        entries = book.take_agreed(self.seats.workers.keys())
         effects: list[Effect] = []
         if entries:
             effects += self._place(book, entries)
@@ -343,7 +279,7 @@ class Scheduler(Machine):
         for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
             entry.first_slice, entry.home = first, home
 
-        def placed(failure: str) -> list[Effect]:
+        def placed(_: str) -> list[Effect]:
             book.mark_placed(entries)
             return self._advance(book)
 
@@ -365,8 +301,8 @@ class Scheduler(Machine):
             )
         if present.description != message.description:
             reason = (
-                f"{present.chosen_by} set the optimizer of this store to {_shown(present.description)}, but {sender} asks"
-                f" for {_shown(message.description)}: every worker must set the same one, and only once"
+                f"{present.chosen_by} set the optimizer of this store to {_shown(present.description)}, but {sender}"
+                f" asks for {_shown(message.description)}: every worker must set the same one, and only once"
             )
             return [Send(sender, Failed(message.request, ErrorCode.OPTIMIZER_MISMATCH, reason))]
         if present.installed:
@@ -387,8 +323,8 @@ class Scheduler(Machine):
     def _ask_servers(self, make: Callable[[int], Message], then: Callable[[str], list[Effect]]) -> list[Effect]:
         self._next_request += 1
         request = self._next_request
-        self._broadcasts[request] = Broadcast(set(self.servers), then)
-        return [Send(server, make(request)) for server in self.servers]
+        self._broadcasts[request] = Broadcast(set(self.seats.servers), then)
+        return [Send(server, make(request)) for server in self.seats.servers]
 
     def _answered(self, sender: Member, request: int, failure: str) -> list[Effect]:
         broadcast = self._broadcasts.get(request)
@@ -401,100 +337,77 @@ class Scheduler(Machine):
         del self._broadcasts[request]
         return broadcast.then(broadcast.failure)
 
-    # Barriers.
-
-    def _barrier(self, sender: Member, message: Barrier, now: float) -> list[Effect]:
-        if message.counter < self.passed.get(message.store, 0):
-            return [Send(sender, Done(message.request))]
-        barrier = self.barriers.setdefault((message.store, message.counter), BarrierState(since=now))
-        if sender.node.rank in barrier.arrived:
-            # Whoever asks again wants to know who is missing.
-            return [Send(sender, self._barrier_hint(message.counter, barrier, now))]
-        barrier.arrived[sender.node.rank] = (sender, message.request)
-        return self._release_barriers()
-
-    def _release_barriers(self) -> list[Effect]:
-        effects: list[Effect] = []
-        live = self.workers.keys()
-        for (store, counter), barrier in list(self.barriers.items()):
-            if live <= barrier.arrived.keys():
-                del self.barriers[store, counter]
-                self.passed[store] = counter + 1
-                effects += [Send(member, Done(request)) for member, request in barrier.arrived.values()]
-        return effects
-
     # Leaving, dying, ending.
 
     def _goodbye(self, sender: Member, message: Goodbye, now: float) -> list[Effect]:
-        if message.failure:
-            return self._lost(sender, message.failure)
         effects: list[Effect] = [Send(sender, Done(message.request))]
-        if sender.node in self.left:
+        if message.failure:
+            return effects + self._lost(sender, message.failure)
+        if sender.node in self.seats.left:
             return effects
-        self.left.add(sender.node)
+        self.seats.left.add(sender.node)
         self._suspects.pop(sender, None)
         effects += self._announce()
-        effects += self._release_barriers()
+        effects += self.barriers.release(self.seats.workers.keys())
         for book in self.books.values():
             effects += self._advance(book)
-        return effects + self._stop_servers_if_alone(now)
+        return effects + self._end_if_alone(now)
 
-    def _stop_servers_if_alone(self, now: float) -> list[Effect]:
-        gone = {node.rank for node in self.left} | self._never_joined
-        if len(gone) < self.config.num_workers or self._stop_by < NEVER:
+    @property
+    def _is_over(self) -> bool:
+        """Whether every worker is gone and the servers have been told to stop."""
+        return self._stop_by < NEVER
+
+    def _end_if_alone(self, now: float) -> list[Effect]:
+        """The last worker has gone: stop the servers, those too that have not registered yet."""
+        gone = {node.rank for node in self.seats.left} | self._never_joined
+        if len(gone) < self.config.num_workers or self._is_over:
             return []
         self._stop_by = now + self.limits.farewell_s
-        return [Send(server, StopMessage()) for server in self.servers] + self._stop_if_over()
+        return [Send(server, StopMessage()) for server in self.seats.servers]
 
-    def _stop_if_over(self) -> list[Effect]:
-        over = self._stop_by < NEVER and not self.servers
+    def _stop_if_alone(self) -> list[Effect]:
+        over = self._is_over and len(self._servers_gone) == self.config.num_servers
         return self._stop(None) if over else []
 
     def _child_ended(self, event: ChildEnded, now: float) -> list[Effect]:
-        seat = self.seats.get(event.node)
-        if event.clean and event.node.role is Role.WORKER:
-            if event.node in self.left:
-                return []
-            if seat is None:
-                self._never_joined.add(event.node.rank)
-                return self._stop_servers_if_alone(now) or self._incomplete_for_ever()
-        if self._stop_by < NEVER and event.clean:
-            self.seats.pop(event.node, None)
-            return self._stop_if_over()
-        member = seat.member if seat else Member(event.node, 0)
-        return self._lost(member, event.cause + ("" if seat else " before it had joined the cluster"))
+        node = event.node
+        peer = self.seats.peers.get(node)
+        if event.clean and node.role is Role.WORKER and (node in self.seats.left or peer is None):
+            if peer is None:
+                self._never_joined.add(node.rank)
+                return self._end_if_alone(now) or self._incomplete_for_ever()
+            return []
+        if event.clean and self._is_over:
+            self._servers_gone.add(node.rank)
+            return self._stop_if_alone()
+        member = peer.member if peer else Member(node, 0)
+        return self._lost(member, event.cause + ("" if peer else " before it had joined the cluster"))
 
     def _incomplete_for_ever(self) -> list[Effect]:
-        """A worker's process ended without joining while others wait for it."""
-        waiting = [node for node in self.seats if node.role is Role.WORKER]
+        """A worker's process ended without joining: an error if others wait for it."""
+        waiting = [node for node in self.seats.peers if node.role is Role.WORKER]
         if not waiting:
             return []
         absent = f"worker-{min(self._never_joined)}"
         cause = "ended without having joined the cluster"
-        return self._abort(
-            absent,
-            "",
-            cause,
-            None,
-            f"{absent} {cause}, but {waiting[0]} waits for it: every worker must call kv.create('dist')",
-        )
+        sentence = f"{absent} {cause}, but {waiting[0]} waits for it: every worker must call kv.create('dist')"
+        return self._abort(absent, "", cause, None, sentence)
 
     def _lost(self, member: Member, cause: str) -> list[Effect]:
-        seat = self.seats.get(member.node)
-        host = seat.host if seat else ""
-        step = self.steps.get(member)
-        where = f" (host {seat.host}, pid {seat.pid})" if seat else ""
-        when = "" if step is None or member.node.role is not Role.WORKER else f" in step {step}"
+        peer = self.seats.peers.get(member.node)
+        host = peer.host if peer else ""
+        step = self.steps.get(member) if member.node.role is Role.WORKER else None
+        where = f" (host {peer.host}, pid {peer.pid})" if peer else ""
+        when = "" if step is None else f" in step {step}"
         return self._abort(str(member), host, cause, step, f"{member}{where} was lost{when}: {cause}")
 
     def _abort(self, node: str, host: str, cause: str, step: int | None, sentence: str) -> list[Effect]:
         if self._stopped:
             return []
         verdict = Abort(node, host, cause, -1 if step is None else step, sentence)
-        present = [
-            peer.member for node_id, peer in self.seats.items() if str(node_id) != node and node_id not in self.left
-        ]
-        effects: list[Effect] = [Send(member, verdict) for member in present]
+        others = [peer.member for peer in self.seats.present if str(peer.member) != node]
+        effects: list[Effect] = [Send(member, verdict) for member in others]
         return effects + self._stop(PeerLostError(sentence, node, host, cause, step))
 
     def _stop(self, error: PeerLostError | None) -> list[Effect]:
@@ -508,25 +421,17 @@ class Scheduler(Machine):
     def _hints(self, now: float) -> list[Effect]:
         """Tell workers that have waited long for whom they wait."""
         if not self.complete:
-            hint = Waiting(f"{self._missing_seats()} to register", (), 0.0)
-            return [Send(peer.member, hint) for peer in self.seats.values() if peer.member.node.rank != UNRANKED]
-        effects: list[Effect] = []
-        live = self.workers.keys()
-        for (_, counter), barrier in self.barriers.items():
-            hint = self._barrier_hint(counter, barrier, now)
-            effects += [Send(member, hint) for member, _ in barrier.arrived.values()]
+            hint = Waiting(f"{', '.join(self.seats.missing())} to register", (), now - self._started_at)
+            return [Send(peer.member, hint) for peer in self.seats.present]
+        live = self.seats.workers.keys()
+        effects = list(self.barriers.hints(live, now))
         for book in self.books.values():
             wait = book.oldest_wait(live)
             if wait is not None:
                 request, key, missing = wait
-                effects.append(
-                    Send(request.member, Waiting(f"the declaration of key {key!r}", missing, now - request.since))
-                )
+                hint = Waiting(f"the declaration of key {key!r}", missing, now - request.since)
+                effects.append(Send(request.member, hint))
         return effects
-
-    def _barrier_hint(self, counter: int, barrier: BarrierState, now: float) -> Waiting:
-        missing = tuple(sorted(self.workers.keys() - barrier.arrived.keys()))
-        return Waiting(f"barrier {counter}", missing, now - barrier.since)
 
 
 def _names(ranks: Sequence[int]) -> str:

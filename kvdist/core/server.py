@@ -8,12 +8,13 @@ joined, large ones as views of the published buffer under a lease that ends when
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdist.config import Limits
+from kvdist.core.answers import Answers
 from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Machine, Report, Send, Stop
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.policy import POLICIES, Policy
@@ -34,7 +35,6 @@ from kvdist.protocol.messages import (
     Alive,
     Arrays,
     Assign,
-    Counted,
     Done,
     ErrorCode,
     Failed,
@@ -44,22 +44,16 @@ from kvdist.protocol.messages import (
     Outcome,
     Pull,
     Push,
-    Refused,
     Rejected,
     ReplaceValues,
     Roster,
     SetOptimizer,
-    Values,
     Waiting,
     Welcome,
-    padded,
 )
 from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
-
-JOIN_BYTES_MAX = 64 << 10
-"""Values up to this size are copied together into one frame; larger ones travel alone, without a copy."""
 
 
 @dataclass(slots=True)
@@ -68,18 +62,6 @@ class Store:
 
     policy: Policy
     updater: Updater | None = None
-
-
-@dataclass(slots=True)
-class Answers:
-    """What one worker is to be told at the end of this message."""
-
-    counted: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(run, slice, version, outcome)"""
-    values: list[tuple[int, Shard, int]] = field(default_factory=list)
-    """(run, shard, outcome)"""
-    refused: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=dict)
-    """(error code, reason) → [(run, slice)]"""
 
 
 class Server(Machine):
@@ -269,7 +251,7 @@ class Server(Machine):
             shard = self.shards[int(message.ids[i])]
             put = shard.replace if isinstance(message, ReplaceValues) else shard.initialise
             put(arrays[i])
-            self._to(sender).counted.append((int(message.runs[i]), shard.number, shard.version, Outcome.INITIALISED))
+            self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
             self._close_if_ready(shard, now)
 
     def _push(self, sender: Member, message: Push, now: float) -> None:
@@ -293,7 +275,7 @@ class Server(Machine):
             try:
                 verdict = shard.offer(contribution, now)
             except PushRefused as error:
-                self._refuse(sender, runs[i], ids[i], ErrorCode.REFUSED, str(error))
+                self._to(sender).refuse(runs[i], ids[i], ErrorCode.REFUSED, str(error))
                 continue
             if verdict is Verdict.ACCEPTED:
                 self._open.add(ids[i])
@@ -332,7 +314,7 @@ class Server(Machine):
         for i in np.flatnonzero(~good).tolist():
             known = expected[i] >= 0
             what = "has another size or dtype than was declared" if known else f"is not kept by {self.me}"
-            self._refuse(sender, int(runs[i]), int(ids[i]), ErrorCode.REFUSED, f"slice {int(ids[i])} {what}")
+            self._to(sender).refuse(int(runs[i]), int(ids[i]), ErrorCode.REFUSED, f"slice {int(ids[i])} {what}")
         positions: list[int] = np.flatnonzero(good).tolist()
         return positions
 
@@ -345,7 +327,7 @@ class Server(Machine):
                 mismatch = isinstance(error, OptimizerMismatch)
                 code = ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED
                 for contribution in contributions:
-                    self._refuse(contribution.member, contribution.run, shard.number, code, str(error))
+                    self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
             else:
                 for contribution in contributions:
                     self._answer_contribution(shard, contribution)
@@ -364,29 +346,20 @@ class Server(Machine):
     def _answer_contribution(self, shard: Shard, contribution: Contribution) -> None:
         answers = self._to(contribution.member)
         if contribution.pull:
-            answers.values.append((contribution.run, shard, Outcome.COUNTED))
+            answers.value(contribution.run, shard)
         else:
-            answers.counted.append((contribution.run, shard.number, shard.version, Outcome.COUNTED))
+            answers.counted(contribution.run, shard, Outcome.COUNTED)
 
     def _answer_pulls(self, shard: Shard) -> None:
         for pull in shard.take_satisfied_pulls():
-            self._to(pull.member).values.append((pull.run, shard, Outcome.COUNTED))
-
-    def _refuse(self, member: Member, run: int, number: int, code: ErrorCode, reason: str) -> None:
-        self._to(member).refused.setdefault((code, reason), []).append((run, number))
+            self._to(pull.member).value(pull.run, shard)
 
     def _flush(self) -> list[Effect]:
         effects: list[Effect] = []
         for member, answers in self._answers.items():
             if self.workers and self.workers.get(member.node.rank) != member:
                 continue  # It left, or was replaced, while others were still in the round.
-            effects += _value_messages(member, answers.values, self.limits.slice_bytes)
-            if answers.counted:
-                runs, ids, versions, outcomes = zip(*answers.counted, strict=True)
-                effects.append(Send(member, Counted(_u32(runs), _u32(ids), _u32(versions), _u8(outcomes))))
-            for (code, reason), slices in answers.refused.items():
-                runs, ids = zip(*slices, strict=True)
-                effects.append(Send(member, Refused(_u32(runs), _u32(ids), code, reason)))
+            effects += answers.messages(member, self.limits.slice_bytes)
         self._answers = {}
         return effects
 
@@ -405,49 +378,3 @@ class Server(Machine):
             for member in waiters:
                 hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
         return [Send(member, hint) for member, hint in hints.items()]
-
-
-def _value_messages(member: Member, values: list[tuple[int, Shard, int]], slice_bytes: int) -> list[Effect]:
-    effects: list[Effect] = []
-    batch: list[tuple[int, Shard, int]] = []
-    batch_bytes = 0
-    for item in values:
-        buffer = item[1].published
-        assert buffer is not None
-        nbytes = buffer.array.nbytes
-        if nbytes > JOIN_BYTES_MAX:
-            buffer.leases += 1
-            effects.append(Send(member, _values_message([item], buffer.payload), buffer))
-            continue
-        if batch and batch_bytes + nbytes > slice_bytes:
-            effects.append(Send(member, _joined(batch)))
-            batch, batch_bytes = [], 0
-        batch.append(item)
-        batch_bytes += padded(nbytes)
-    if batch:
-        effects.append(Send(member, _joined(batch)))
-    return effects
-
-
-def _joined(batch: list[tuple[int, Shard, int]]) -> Values:
-    """One message with copies of small values: one pass over bytes that are few."""
-    return _values_message(batch, b"".join([shard.published.payload for _, shard, _ in batch if shard.published]))
-
-
-def _values_message(batch: list[tuple[int, Shard, int]], payload: bytes | memoryview) -> Values:
-    shards = [shard for _, shard, _ in batch]
-    return Values(
-        _u32([run for run, _, _ in batch]),
-        _u32([shard.number for shard in shards]),
-        _u32([shard.version for shard in shards]),
-        _u8([outcome for _, _, outcome in batch]),
-        Arrays(_u8([shard.dtype for shard in shards]), _u32([shard.count for shard in shards]), payload),
-    )
-
-
-def _u32(numbers: Sequence[int]) -> U32:
-    return np.array(numbers, np.uint32)
-
-
-def _u8(numbers: Sequence[int]) -> U8:
-    return np.array(numbers, np.uint8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvdist.protocol.messages import Placement
 
@@ -38,7 +39,7 @@ def ranges(size: int, parts: int) -> list[tuple[int, int]]:
     Boundary i is round(size · i / parts) with halves rounded up, as the mirrored system cuts a large array.
     """
     bounds = [(2 * size * i + parts) // (2 * parts) for i in range(parts + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 def cut(size: int, itemsize: int, home: int, num_servers: int, first_slice: int, slice_bytes: int) -> list[Slice]:

@@ -6,7 +6,7 @@ Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from kvdist.core.effects import (
     Stop,
 )
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
-from kvdist.core.outbox import Credit, Outbox, Run
+from kvdist.core.outbox import Credit
 from kvdist.core.requests import (
     DeclareKeys,
     EnterBarrier,
@@ -38,7 +38,7 @@ from kvdist.core.requests import (
     Transfer,
 )
 from kvdist.core.sharding import cut
-from kvdist.core.slices import SliceTable
+from kvdist.core.transfers import Transfers
 from kvdist.core.verdict import lost, scheduler_lost
 from kvdist.errors import (
     BarrierTimeout,
@@ -51,9 +51,7 @@ from kvdist.errors import (
     StoreClosed,
 )
 from kvdist.nodes import Member, Role
-from kvdist.protocol.layout import views
 from kvdist.protocol.messages import (
-    U32,
     Abort,
     Alive,
     Barrier,
@@ -104,21 +102,17 @@ class Worker(Machine):
         self.steps: dict[Member, int] = {}
         self.servers: dict[int, Member] = {}
         self.peers: tuple[Peer, ...] = ()
-        self.slices = SliceTable()
-        self.outboxes: dict[int, Outbox] = {}
+        self.transfers = Transfers(limits)
         self.failure: Exception | None = None
         """Why every request fails from now on."""
         self._pending: dict[int, Pending] = {}
         self._declared: dict[int, DeclareKeys] = {}
-        self._runs: dict[int, Run] = {}
-        self._next_run = 0
         self._barriers_passed: dict[int, int] = {}
         self._barrier_of: dict[int, tuple[int, int]] = {}
         """Request → (store, counter)"""
         self._registering: list[int] = []
         self._leaving: Leave | None = None
         self._goodbye_said = False
-        self._flying_messages = 0
         self._hint: Waiting | None = None
         self._lost_links: dict[Member, tuple[float, str]] = {}
         """Member → when the broken connection counts as lost, and why it broke."""
@@ -154,9 +148,9 @@ class Worker(Machine):
         """React to a message of the scheduler or of a server."""
         match message:
             case Values():
-                effects = self._values(message)
+                effects = self._close_all(self.transfers.values(message))
             case Counted():
-                effects = self._counted(message.runs, message.ids, message.versions)
+                effects = self._close_all(self.transfers.answered(message))
             case Refused():
                 effects = self._refused(message, sender)
             case Waiting():
@@ -198,10 +192,11 @@ class Worker(Machine):
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
         """Messages have arrived: their bytes are back in the window."""
+        if self.failure is not None:
+            return []
         for token in tokens:
             assert isinstance(token, Credit)
-            self.outboxes[token.server].release(token)
-            self._flying_messages -= 1
+            self.transfers.release(token)
         return self._settle()
 
     @property
@@ -222,18 +217,13 @@ class Worker(Machine):
         if self._hint is not None:
             names = ", ".join(self._named(rank) for rank in self._hint.ranks)
             return f"{text}; {self._hint.subject} lacks {names or 'an answer'}"
-        servers = {run.data.plan.server for run in self._runs.values() if run.request == oldest.request}
-        awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in sorted(servers))
+        servers = self.transfers.awaited_servers(oldest.request)
+        awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
         return f"{text} for {awaited or 'the scheduler'}"
 
     def validate(self) -> None:
         """Check every invariant."""
-        self.slices.validate()
-        for run in self._runs.values():
-            assert run.request in self._pending, "a run belongs to a request"
-            assert 0 < run.left <= len(run.data.plan.ids)
-        for outbox in self.outboxes.values():
-            assert outbox.flying_bytes >= 0
+        self.transfers.validate()
 
     # Calls of the user.
 
@@ -270,27 +260,11 @@ class Worker(Machine):
 
     def _transfer(self, request: Transfer, now: float) -> list[Effect]:
         pending = self._open(request.request, request.label, now)
-        pending.runs_left = len(request.runs)
         if not request.runs:
             return [self._close(pending)]
-        for data in request.runs:
-            ids = data.plan.ids
-            self._next_run = (self._next_run + 1) & 0xFFFFFFFF
-            run = Run(
-                self._next_run,
-                request.request,
-                request.kind,
-                data,
-                self.slices.pushed[ids],
-                self.slices.versions[ids],
-                len(ids),
-                priority=request.priority,
-            )
-            self._runs[run.number] = run
-            if not request.kind.pushes or self.slices.enter(run):
-                self.outboxes[data.plan.server].add(run)
+        self.transfers.start(request)
         if request.kind.pushes:
-            self.step = max(self.step, int(self.slices.pushed[request.runs[0].plan.ids[0]]))
+            self.step = max(self.step, int(self.transfers.slices.pushed[request.runs[0].plan.ids[0]]))
         return []
 
     def _leave(self, request: Leave, now: float) -> list[Effect]:
@@ -304,17 +278,14 @@ class Worker(Machine):
     def _settle(self) -> list[Effect]:
         """Let everything leave that may."""
         effects: list[Effect] = []
-        for outbox in self.outboxes.values():
-            while (taken := outbox.take()) is not None:
-                message, credit = taken
-                self._flying_messages += 1
-                effects.append(Send(self.servers[outbox.server], message, credit))
+        for server, message, credit in self.transfers.take():
+            effects.append(Send(self.servers[server], message, credit))
         leaving = self._leaving
-        if leaving is not None and not self._goodbye_said and self.failure is None:
-            arrived = self._flying_messages == 0 and not self.slices.has_lines
-            if leaving.failure or (arrived and all(outbox.is_empty for outbox in self.outboxes.values())):
-                self._goodbye_said = True
-                effects.append(Send(SCHEDULER_MEMBER, Goodbye(leaving.request, leaving.failure)))
+        if leaving is None or self._goodbye_said or self.failure is not None:
+            return effects
+        if leaving.failure or self.transfers.everything_arrived:
+            self._goodbye_said = True
+            effects.append(Send(SCHEDULER_MEMBER, Goodbye(leaving.request, leaving.failure)))
         return effects
 
     # Answers of the scheduler.
@@ -351,7 +322,7 @@ class Worker(Machine):
             rank = peer.member.node.rank
             if peer.member.node.role is Role.SERVER and rank not in self.servers:
                 self.servers[rank] = peer.member
-                self.outboxes[rank] = Outbox(rank, self.limits.window_bytes, self.limits.slice_bytes)
+                self.transfers.add_server(rank)
                 effects.append(Connect(peer.member, peer.endpoint))
         return effects + self._registered()
 
@@ -370,7 +341,7 @@ class Worker(Machine):
         ):
             size = int(np.prod(shape, dtype=object)) if shape else 1
             slices = cut(size, dtype.itemsize, home, len(self.servers), first, placement.slice_bytes)
-            self.slices.grow(slices[-1].number + 1)
+            self.transfers.slices.grow(slices[-1].number + 1)
             infos.append(KeyInfo(key, shape, dtype, tuple(slices)))
         return [self._close(self._pending[message.request], tuple(infos))]
 
@@ -388,50 +359,14 @@ class Worker(Machine):
 
     # Answers of servers.
 
-    def _values(self, message: Values) -> list[Effect]:
-        arrays = views(message.arrays)
-        for run, begin, end in self._segments(message.runs):
-            sinks, positions = run.data.sinks, run.data.plan.positions
-            for number, array in zip(message.ids[begin:end].tolist(), arrays[begin:end], strict=True):
-                # The one copy of a pulled value on this side: from the transport's memory into the user's.
-                sinks[positions[number]][...] = array
-        return self._counted(message.runs, message.ids, message.versions)
-
-    def _counted(self, runs: U32, ids: U32, versions: U32) -> list[Effect]:
-        self.slices.saw(ids, versions)
-        return self._answered(runs, ids)
-
     def _refused(self, message: Refused, sender: Member) -> list[Effect]:
         error = ERRORS.get(message.code, KvdistError)(f"{sender} refused: {message.reason}")
-        for run, _, _ in self._segments(message.runs):
-            self._pending[run.request].error = error
-        return self._answered(message.runs, message.ids)
+        for request in self.transfers.refused(message):
+            self._pending[request].error = error
+        return self._close_all(self.transfers.answered(message))
 
-    def _answered(self, runs: U32, ids: U32) -> list[Effect]:
-        """These slices of these runs have their answer."""
-        effects: list[Effect] = []
-        for run, begin, end in self._segments(runs):
-            if run.kind.pushes:
-                for freed in self.slices.counted(ids[begin:end]):
-                    self.outboxes[freed.data.plan.server].add(freed)
-            run.left -= end - begin
-            if run.left == 0:
-                del self._runs[run.number]
-                pending = self._pending[run.request]
-                pending.runs_left -= 1
-                if pending.runs_left == 0:
-                    effects.append(self._close(pending))
-        return effects
-
-    def _segments(self, runs: U32) -> Iterator[tuple[Run, int, int]]:
-        """The stretches of an answer that belong to one run that still waits: (run, begin, end)."""
-        ends = np.append(np.flatnonzero(runs[1:] != runs[:-1]) + 1, len(runs)).tolist()
-        begin = 0
-        for end in ends:
-            run = self._runs.get(int(runs[begin]))
-            if run is not None:
-                yield run, begin, end
-            begin = end
+    def _close_all(self, requests: Sequence[int]) -> list[Effect]:
+        return [self._close(self._pending[request]) for request in requests]
 
     # Ends.
 
@@ -443,7 +378,7 @@ class Worker(Machine):
         return Complete(pending.request, result)
 
     def _fail_rest(self, error: Exception) -> list[Effect]:
-        self._runs.clear()
+        self.transfers.clear()
         effects: list[Effect] = [Fail(request, error) for request in self._pending]
         self._pending.clear()
         return effects
@@ -454,8 +389,6 @@ class Worker(Machine):
             return []
         self.failure = error
         self._lost_links.clear()
-        for rank in self.outboxes:
-            self.outboxes[rank] = Outbox(rank, self.limits.window_bytes, self.limits.slice_bytes)
         return [*self._fail_rest(error), Stop(error)]
 
     def _lost_link(self, member: Member, reason: str) -> list[Effect]:

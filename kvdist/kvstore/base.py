@@ -83,7 +83,8 @@ class KVStore(abc.ABC):
         """Contribute to keys: the sum over devices, then over workers, is what updates the stored value.
 
         With an optimizer or updater the sum updates the stored value; without one it replaces it. Returns at once;
-        the value may be changed as soon as the call has returned.
+        the value may be changed as soon as the call has returned. What fails later is raised by the next call. Where no
+        device of any worker has a value, the stored one stays as it is.
 
         Args:
             key: one key or a list.

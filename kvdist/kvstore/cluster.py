@@ -8,6 +8,7 @@ error says how). Leaving is explicit with the last `close()`, else it happens wh
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import random
@@ -86,10 +87,9 @@ class Cluster:
     def leave(self, failure: str = "") -> None:
         """Say goodbye, wait until it is heard, and end the thread. With a `failure` the others end too."""
         if not self.node.stopped:
-            try:
-                self.node.submit(lambda number: Leave(number, failure)).result()
-            except KvdistError:
-                pass  # The cluster ended first; whoever waited for something has been told.
+            # If the cluster ended first, whoever waited for something has been told.
+            with contextlib.suppress(KvdistError):
+                self.ask(lambda number: Leave(number, failure))
         self._thread.join()
 
 

@@ -206,7 +206,9 @@ class DistStore(KVStore):
         replaced = [(one, arrays[0]) for one, arrays in given if one in self._infos and arrays]
         self.init(key, value)
         if replaced:
-            # Between two barriers nobody's push is under way, so the new values meet no open round.
+            # The pull waits for this worker's pushes to be counted, so between the two barriers nobody's push is
+            # under way, and no round that was meant for the old values closes on the new ones.
+            self.pull([one for one, _ in replaced])
             self.barrier()
             if self.rank == 0:
                 self._give(Kind.REPLACE, replaced)
@@ -276,7 +278,9 @@ class DistStore(KVStore):
 
     def _remember_error(self, future: Future[None]) -> None:
         error = future.exception()
-        if error is not None:
+        # Nobody leaves before the servers have what was pushed, so a push is not lost if leaving overtook its answer.
+        left_first = self._closed and isinstance(error, StoreClosed)
+        if error is not None and not left_first:
             self._errors.append(error)
 
     def _info(self, key: Key) -> KeyInfo:
@@ -289,15 +293,11 @@ class DistStore(KVStore):
         """The keys of an init that are new; the others must be as they were."""
         fresh = []
         for one, arrays in given:
-            if not arrays:
-                raise ValueError(f"key {one!r} has no value; init needs an array for every key")
+            shape, dtype = values.first_shape(one, arrays)
             info = self._infos.get(one)
             if info is None:
-                values.describe(arrays[0])
                 fresh.append((one, arrays[0]))
-                continue
-            shape, dtype = values.describe(arrays[0])
-            if (shape, dtype) != (info.shape, info.dtype):
+            elif (shape, dtype) != (info.shape, info.dtype):
                 raise InitMismatch(
                     f"key {one!r} was initialised with shape {info.shape} and dtype {info.dtype.label},"
                     f" and now with shape {shape} and dtype {dtype.label}"

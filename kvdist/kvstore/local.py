@@ -78,7 +78,7 @@ class LocalStore(KVStore):
         """Store copies of the values; see `KVStore.init`."""
         fresh: list[_Entry] = []
         for one, arrays in self._given(key, value):
-            shape, dtype = _first_shape(one, arrays)
+            shape, dtype = values.first_shape(one, arrays)
             entry = self._entries.get(one)
             if entry is None:
                 fresh.append(_Entry(one, shape, dtype, values.kind_of(arrays[0]), values.read_bits(arrays[0]).copy()))
@@ -246,18 +246,6 @@ class LocalStore(KVStore):
         for entry, arrays in results:
             for array in arrays:
                 values.write_bits(array, entry.bits)
-
-
-def _first_shape(key: Key, arrays: list[Any]) -> tuple[Shape, DType]:
-    if not arrays:
-        raise ValueError(f"key {key!r} has no value; init needs an array for every key")
-    try:
-        shape, dtype = values.describe(arrays[0])
-    except TypeError as error:
-        raise TypeError(f"key {key!r}: {error}") from None
-    for other in arrays[1:]:
-        values.require(key, other, shape, dtype)
-    return shape, dtype
 
 
 def _rule(optimizer: Optimizer) -> dict[str, Any]:

@@ -98,6 +98,23 @@ def describe(value: Any) -> tuple[Shape, DType]:
     return tuple(value.shape), dtype
 
 
+def first_shape(key: Key, arrays: Sequence[Any]) -> tuple[Shape, DType]:
+    """Shape and dtype of a key's first values, one per device, which must agree.
+
+    Raises:
+        ValueError, TypeError: there is none, or it is not an array, or they differ; the message names the key.
+    """
+    if not arrays:
+        raise ValueError(f"key {key!r} has no value; init needs an array for every key")
+    try:
+        shape, dtype = describe(arrays[0])
+    except TypeError as error:
+        raise TypeError(f"key {key!r}: {error}") from None
+    for other in arrays[1:]:
+        require(key, other, shape, dtype)
+    return shape, dtype
+
+
 def require(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
     """Check that a value fits its key.
 

@@ -261,6 +261,8 @@ def _check_push(message: messages.Push, limits: WireLimits) -> None:
         (m.runs, m.ids, m.steps, m.versions, m.samples, flags, m.setting_of, arrays.dtypes, arrays.counts)
     )
     _check_slices(count, limits)
+    if len(m.settings) > limits.settings_max:
+        raise ProtocolError(f"{len(m.settings)} settings, where {limits.settings_max} are allowed")
     present = int(np.bitwise_or.reduce(flags))
     if present & ~_FLAGS_KNOWN:
         raise ProtocolError(f"unknown flags {present & ~_FLAGS_KNOWN}")

@@ -5,8 +5,9 @@ Pure: endings, signals and the time come in; what to do comes out. The rules:
 - The job is done when every worker has ended with 0. Scheduler and servers then end by themselves, or are ended.
 - The first process that fails fails the job. The others get a grace to notice (they raise `PeerLostError`), then
   SIGTERM, then SIGKILL. Later failures are consequences and are not named.
-- A scheduler or server that ends with `PEER_LOST` is a consequence too, named only if nothing else failed, and no
-  failure at all once every worker has succeeded: whatever it missed, nobody needed it any more.
+- Who ends because it lost a peer is a consequence even if it was seen first (a failing worker tells the scheduler
+  before its process has ended): it is named only if nothing else failed. Of a scheduler or server it is no failure
+  at all once every worker has succeeded: whatever it missed, nobody needed it any more.
 - A server that ends with 0 while workers run is odd, but right when the scheduler also ends with 0: all workers
   have said goodbye and only finish work of their own. Otherwise the server is the first cause.
 - A first interruption asks: the workers get SIGINT, and servers live on so that workers can still save; whatever
@@ -167,7 +168,8 @@ class Course:
             self._suspect(ending, now)
 
     def _accuse(self, ending: Ending, now: float) -> None:
-        if ending.is_consequence and self.cause is None and not self._workers_alive():
+        is_needed = ending.node.role is Role.WORKER or bool(self._workers_alive())
+        if ending.is_consequence and self.cause is None and not is_needed:
             return
         if self.cause is None and self._early is not None:
             self._blame(*self._early)

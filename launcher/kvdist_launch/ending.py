@@ -5,10 +5,14 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from kvdist.errors import PeerLostError
 from kvdist.nodes import NodeId, Role
 
 PEER_LOST = 75
 """sysexits.h's EX_TEMPFAIL: a scheduler or server ended because some *other* process was lost."""
+
+PEER_LOST_TRACEBACK = f"{PeerLostError.__module__}.{PeerLostError.__qualname__}:".encode()
+"""How the last line of a traceback begins when a worker did not catch the error that says the same."""
 
 SIGNAL_BASE = 128
 """A shell's exit code for a process that a signal killed is this plus the signal's number."""
@@ -21,11 +25,13 @@ class Ending:
     Attributes:
         pid: the process's id.
         status: its exit code, or minus the number of the signal that killed it (as in `subprocess`).
+        last_error_line: the last line it printed to standard error.
     """
 
     node: NodeId
     pid: int
     status: int
+    last_error_line: bytes = b""
 
     @property
     def is_failure(self) -> bool:
@@ -35,7 +41,10 @@ class Ending:
     @property
     def is_consequence(self) -> bool:
         """Whether it says of itself that it failed because another process was lost."""
-        return self.status == PEER_LOST and self.node.role is not Role.WORKER
+        if self.node.role is Role.WORKER:
+            # A script chooses its exit codes freely; what ends Python's traceback is as good as a code of its own.
+            return self.status == 1 and self.last_error_line.startswith(PEER_LOST_TRACEBACK)
+        return self.status == PEER_LOST
 
     @property
     def doubt(self) -> int:
@@ -60,7 +69,7 @@ class Ending:
         if self.status < 0:
             return f"{who} was killed by {signal_name(-self.status)}"
         if self.is_consequence:
-            return f"{who} lost a peer and ended with exit code {PEER_LOST}"
+            return f"{who} lost a peer and ended with exit code {self.status}"
         return f"{who} {'failed' if self.status else 'ended early'} with exit code {self.status}"
 
 

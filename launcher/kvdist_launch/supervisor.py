@@ -11,7 +11,7 @@ import selectors
 import signal
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO
 
@@ -40,6 +40,7 @@ class Source:
     prefix: bytes
     splitter: LineSplitter = field(default_factory=LineSplitter)
     is_open: bool = True
+    last_line: bytes = b""
 
 
 class Supervisor:
@@ -124,14 +125,18 @@ class Supervisor:
         except BlockingIOError:
             return
         if data:
-            source.sink.write_lines(source.prefix, source.splitter.feed(data))
+            self._show(source, source.splitter.feed(data))
         else:
             self._selector.unregister(source.stream)
             source.is_open = False
             self._finish(source)
 
     def _finish(self, source: Source) -> None:
-        source.sink.write_lines(source.prefix, source.splitter.finish())
+        self._show(source, source.splitter.finish())
+
+    def _show(self, source: Source, lines: list[bytes]) -> None:
+        source.sink.write_lines(source.prefix, lines)
+        source.last_line = next((line for line in reversed(lines) if line.strip()), source.last_line)
 
     def _take_signals(self) -> None:
         numbers = self._signals.read()
@@ -143,7 +148,7 @@ class Supervisor:
 
     def _take_endings(self) -> None:
         endings = [ending for child in self._running if (ending := child.ending()) is not None]
-        for ending in endings:
+        for index, ending in enumerate(endings):
             child = self._children[ending.node]
             self._running.remove(child)
             if ending.is_failure:
@@ -151,13 +156,17 @@ class Supervisor:
                 child.signal_group(signal.SIGKILL)
             for other in self._running:
                 other.tell(ending.report)
-            self._read_last_words(child)
+            endings[index] = replace(ending, last_error_line=self._read_last_words(child))
         self._perform(self._course.ended(endings, time.monotonic()))
 
-    def _read_last_words(self, child: Child) -> None:
-        """Show what it printed before its end (one read takes what a pipe holds): reasons before conclusions."""
+    def _read_last_words(self, child: Child) -> bytes:
+        """Show what it printed before its end (one read takes what a pipe holds): reasons before conclusions.
+
+        Returns the last line of its standard error.
+        """
         for source in self._sources[child.node]:
             self._read(source)
+        return self._sources[child.node][1].last_line
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -109,6 +109,24 @@ def test_a_lost_peer_is_named_when_nothing_else_failed():
     assert course.summary(107.0).startswith("server-0 (pid 1001) lost a peer and ended with exit code 75 after 1.0 s")
 
 
+def test_a_worker_that_lost_a_peer_is_not_named_even_if_it_ends_before_the_one_that_failed():
+    course = new_course()
+    lost = Ending(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: worker-1 was lost\n")
+    assert course.ended([lost], 101.0) == [
+        Say("worker-0 (pid 1003) lost a peer and ended with exit code 1; the others get 5 s to end")
+    ]
+    course.ended([Ending(worker(1), 1004, 1, b"ValueError: mine\n")], 101.1)
+    assert course.cause is not None
+    assert course.cause.node == worker(1)
+
+
+def test_a_last_worker_that_lost_a_peer_still_fails_the_job():
+    course = new_course()
+    end(course, 101.0, (worker(1), 0))
+    course.ended([Ending(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: server-0 was lost\n")], 102.0)
+    assert course.exit_code() == 1
+
+
 def test_a_worker_may_end_with_75_without_meaning_a_lost_peer():
     course = new_course()
     end(course, 101.0, (worker(0), PEER_LOST))

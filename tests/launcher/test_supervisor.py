@@ -49,6 +49,24 @@ def test_the_first_failing_worker_is_named_and_gives_its_exit_code(launch):
     assert last.endswith("; job ended with exit code 3")
 
 
+def test_a_worker_that_fails_for_the_loss_of_another_is_not_named_though_it_ends_first(launch, tmp_path):
+    # Both open the FIFO; worker-0 ends on its own, and its end lets worker-1 end.
+    fifo = tmp_path / "first_ends"
+    os.mkfifo(fifo)
+    script = (
+        "import os, sys\n"
+        "from kvdist.errors import PeerLostError\n"
+        "if os.environ['KVDIST_RANK'] == '0':\n"
+        "    fifo = open(sys.argv[1], 'w')\n"
+        "    raise PeerLostError('worker-1 was lost')\n"
+        "open(sys.argv[1]).read()\n"
+        "raise ValueError('mine')"
+    )
+    code, _, err = launch("-n", "2", "-s", "1", "python", "-c", script, str(fifo)).finish()
+    assert code == 1
+    assert err.splitlines()[-1].startswith("kvdist-launch: worker-1 (pid ")
+
+
 @pytest.mark.parametrize("name", ["scheduler", "server-1", "worker-0"])
 def test_a_killed_process_is_named_with_its_signal_and_ends_the_job(launch, is_gone, name):
     job = launch("-n", "2", "-s", "2", "--grace", "0.2", "python", "-c", SAY_AND_SLEEP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,10 @@ def arrays(dtypes: list[int], counts: list[int]) -> m.Arrays:
 def _messages() -> list[m.Message]:
     placement = m.Placement((0, 1), (1, m.Placement.CUT), 4 << 20)
     description = {"name": "adam", "beta1": 0.9, "clip_gradient": None, "lazy": True, "begin": -3}
-    peers = (m.Peer(Member(server(0), 1 << 63), "höst", 4242, "tcp://[::1]:9000"), m.Peer(Member(worker(2), 7), "", 0, ""))
+    peers = (
+        m.Peer(Member(server(0), 1 << 63), "höst", 4242, "tcp://[::1]:9000"),
+        m.Peer(Member(worker(2), 7), "", 0, ""),
+    )
     keys: tuple[int | str, ...] = ("fc1.weight", -(1 << 63))
     return [
         m.Hello(-1, "node7", 4242, "tcp://10.0.0.7:9000", 2, 3, "0.1.0"),
@@ -55,6 +59,7 @@ def _messages() -> list[m.Message]:
         m.Values(u32(1), u32(3), u32(5), u8(2), arrays([7], [1])),
         m.Counted(u32(1, 1 << 31), u32(3, (1 << 32) - 1), u32(0, 8), u8(0, 3)),
         m.Refused(u32(1), u32(3), 3, "shape"),
+        m.ReplaceValues(u32(2), u32(7), arrays([2], [3])),
         m.Alive(),
         m.Ack(True),
         m.Waiting("round 7 of key 'fc1'", (0, 2), 12.5),
@@ -79,7 +84,9 @@ def difference(ours: Any, theirs: Any) -> str:
     if type(ours) is not type(theirs):
         return f"{type(ours)} is not {type(theirs)}"
     if dataclasses.is_dataclass(ours):
-        pairs = [(field.name, getattr(ours, field.name), getattr(theirs, field.name)) for field in dataclasses.fields(ours)]
+        pairs = [
+            (field.name, getattr(ours, field.name), getattr(theirs, field.name)) for field in dataclasses.fields(ours)
+        ]
     elif isinstance(ours, tuple) and len(ours) == len(theirs):
         pairs = [(str(index), *pair) for index, pair in enumerate(zip(ours, theirs, strict=True))]
     elif isinstance(ours, dict):
@@ -89,6 +96,18 @@ def difference(ours: Any, theirs: Any) -> str:
         return "" if equal else f"{ours!r} is not {theirs!r}"
     found = [(name, difference(left, right)) for name, left, right in pairs]
     return "; ".join(f"{name}: {text}" for name, text in found if text)
+
+
+@pytest.fixture(scope="session", name="difference")
+def difference_fixture() -> Callable[[Any, Any], str]:
+    """The function that says where two packets differ."""
+    return difference
+
+
+@pytest.fixture(scope="session", name="stamped")
+def stamped_fixture() -> Callable[[m.Message], m.Packet]:
+    """The function that puts a valid stamp on a message."""
+    return stamped
 
 
 @pytest.fixture(scope="session")

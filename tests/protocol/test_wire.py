@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import typing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,253 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.dtypes import DType
-from kvdist.nodes import UNRANKED, Member, NodeId, Role
+from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
 from kvdist.protocol import messages as m
 from kvdist.protocol import wire
 from kvdist.protocol.layout import offsets
 from kvdist.protocol.limits import DEFAULT, WireLimits
 
-_spec = importlib.util.spec_from_file_location("protocol_examples", Path(__file__).with_name("conftest.py"))
-assert _spec is not None and _spec.loader is not None
-support = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(support)
+U32_MAX, U64_MAX = (1 << 32) - 1, (1 << 64) - 1
+U32, U64 = st.integers(0, U32_MAX), st.integers(0, U64_MAX)
+I64 = st.integers(-(1 << 63), (1 << 63) - 1)
+DTYPES = st.sampled_from([int(dtype) for dtype in DType])
+ERRORS = st.sampled_from([int(code) for code in m.ErrorCode])
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+SCALARS = st.none() | st.booleans() | I64 | FINITE | NAMES
+DESCRIPTIONS = st.dictionaries(NAMES, SCALARS, max_size=5)
+KEYS = I64 | NAMES
+SHAPES = st.lists(st.integers(0, 9), max_size=6).map(tuple)
+SIZES = st.integers(0, DEFAULT.elements_max)
+RANKED = st.builds(NodeId, st.sampled_from([Role.SERVER, Role.WORKER]), U32 | st.just(UNRANKED))
+MEMBERS = st.builds(Member, RANKED | st.just(SCHEDULER), U64)
+PEERS = st.lists(st.builds(m.Peer, MEMBERS, NAMES, U32, NAMES), max_size=4).map(tuple)
+LENGTHS = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 65])
+
+
+def numbers(n: int) -> st.SearchStrategy[Any]:
+    return st.lists(U32, min_size=n, max_size=n).map(lambda values: np.array(values, np.uint32))
+
+
+def octets(n: int, high: int) -> st.SearchStrategy[Any]:
+    return st.lists(st.integers(0, high), min_size=n, max_size=n).map(lambda values: np.array(values, np.uint8))
+
+
+def equal_lists(n: int, *items: st.SearchStrategy[Any]) -> list[st.SearchStrategy[Any]]:
+    return [st.lists(item, min_size=n, max_size=n).map(tuple) for item in items]
+
+
+@st.composite
+def arrays(draw: st.DrawFn, n: int, present: Any = 1) -> m.Arrays:
+    dtypes = np.array(draw(st.lists(DTYPES, min_size=n, max_size=n)), np.uint8)
+    counts = np.array(draw(st.lists(st.integers(0, 19), min_size=n, max_size=n)), np.uint32)
+    counts = (counts * present).astype(np.uint32)
+    payload = draw(st.binary(min_size=8, max_size=8)) * (offsets(dtypes, counts)[1] // 8)
+    return m.Arrays(dtypes, counts, draw(st.sampled_from([bytes, bytearray, memoryview]))(payload))
+
+
+@st.composite
+def pushes(draw: st.DrawFn, n: int) -> m.Push:
+    flags = draw(octets(n, 7))
+    triple = st.tuples(*[FINITE | st.just(math.nan)] * 3)
+    distinct = tuple(draw(st.lists(triple, min_size=1, max_size=5)))
+    parallel = [draw(numbers(n)) for _ in range(5)]
+    present = 1 - (flags & m.Flag.EMPTY)
+    return m.Push(
+        draw(st.booleans()), *parallel, flags, distinct, draw(octets(n, len(distinct) - 1)), draw(arrays(n, present))
+    )
+
+
+def placements(n: int) -> st.SearchStrategy[m.Placement]:
+    return st.builds(m.Placement, *equal_lists(n, U32, U32), st.integers(8, U32_MAX))
+
+
+def parallel(kind: type[Any], columns: int, *rest: Any) -> st.SearchStrategy[Any]:
+    """`kind` from that many arrays of u32, then what `rest` makes of the number of slices."""
+    return LENGTHS.flatmap(lambda n: st.builds(kind, *[numbers(n)] * columns, *[make(n) for make in rest]))
+
+
+def by_length(make: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from([0, 1, 2, 15, 16, 17]).flatmap(make)
+
+
+OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies around it)
+STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
+    m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES),
+    m.Welcome: st.builds(m.Welcome, U32, U64),
+    m.Rejected: st.builds(m.Rejected, NAMES),
+    m.Roster: st.builds(m.Roster, PEERS),
+    m.Declare: by_length(lambda n: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES, DTYPES))),
+    m.Placed: by_length(lambda n: st.builds(m.Placed, U64, placements(n))),
+    m.Assign: by_length(
+        lambda n: st.builds(m.Assign, U64, U32, NAMES, *equal_lists(n, KEYS, SIZES, DTYPES), placements(n))
+    ),
+    m.Configure: st.builds(m.Configure, U64, U32, DESCRIPTIONS),
+    m.SetOptimizer: st.builds(m.SetOptimizer, U64, U32, DESCRIPTIONS),
+    m.Done: st.builds(m.Done, U64),
+    m.Failed: st.builds(m.Failed, U64, ERRORS, NAMES),
+    m.Barrier: st.builds(m.Barrier, U64, U32, U64),
+    m.InitValues: parallel(m.InitValues, 2, arrays),
+    m.Push: LENGTHS.flatmap(pushes),
+    m.Pull: parallel(m.Pull, 4),
+    m.Values: parallel(m.Values, 3, OUTCOMES, arrays),
+    m.Counted: parallel(m.Counted, 3, OUTCOMES),
+    m.Refused: parallel(m.Refused, 2, lambda n: ERRORS, lambda n: NAMES),
+    m.ReplaceValues: parallel(m.ReplaceValues, 2, arrays),
+    m.Alive: st.just(m.Alive()),
+    m.Ack: st.builds(m.Ack, st.booleans()),
+    m.Waiting: st.builds(m.Waiting, NAMES, st.lists(U32, max_size=20).map(tuple), FINITE),
+    m.Goodbye: st.builds(m.Goodbye, U64, NAMES),
+    m.Abort: st.builds(m.Abort, NAMES, NAMES, NAMES, st.integers(-1, U32_MAX), NAMES),
+    m.Stop: st.just(m.Stop()),
+}
+
+
+@st.composite
+def packets(draw: st.DrawFn, message: st.SearchStrategy[Any]) -> m.Packet:
+    said = draw(message)
+    seq = draw(st.integers(1, U64_MAX)) if said.SEQUENCED else 0
+    return m.Packet(m.Stamp(*draw(st.tuples(U32, U32, U32, MEMBERS, U64)), seq, draw(U64), draw(U32)), said)
+
+
+def test_every_message_has_a_kind_of_its_own_and_a_strategy():
+    kinds = typing.get_args(m.Message)
+    assert {kind.KIND: kind for kind in kinds} == {code: kind.message for code, kind in wire.KINDS.items()}
+    assert set(kinds) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: kind.__name__)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_message_survives_the_way_through_frames(kind, data, difference):
+    packet = data.draw(packets(STRATEGIES[kind]))
+    frames = [bytes(frame) for frame in wire.encode(packet)]
+    assert len(frames[0]) == 64
+    assert difference(packet, wire.decode(frames)) == ""
+    assert difference(packet, wire.decode([memoryview(bytearray(frame)) for frame in frames])) == ""
+
+
+def test_the_comparison_of_packets_sees_each_difference(examples, difference):
+    ours = examples["Push"]
+    payload = bytes(ours.message.arrays.payload)
+    assert difference(ours, ours) == ""
+    for change in (
+        {"pull": 1},
+        {"ids": ours.message.ids + np.uint32(1)},
+        {"flags": ours.message.flags.astype(np.uint32)},
+        {"settings": ((0.5, 0.0, 0.25), (math.nan, 0.0, 1.0))},
+        {"arrays": dataclasses.replace(ours.message.arrays, payload=payload[:-1] + b"!")},
+    ):
+        theirs = m.Packet(ours.stamp, dataclasses.replace(ours.message, **change))
+        assert difference(ours, theirs).startswith(f"message: {next(iter(change))}")
+
+
+def test_the_payload_is_the_senders_buffer_and_then_the_receivers(examples):
+    counts = np.array([2], np.uint32)
+    buffer = bytearray(16)
+    message = dataclasses.replace(examples["Values"].message, arrays=m.Arrays(np.array([7], np.uint8), counts, buffer))
+    envelope, header, payload = wire.encode(m.Packet(examples["Values"].stamp, message))
+    received = wire.decode([envelope, header, payload]).message.arrays.payload
+    buffer[3] = 7
+    assert received[3] == 7
+    assert received.readonly
+
+
+def test_decoded_arrays_cannot_be_written(examples):
+    message = wire.decode(wire.encode(examples["Push"])).message
+    with pytest.raises(ValueError, match="read-only"):
+        message.ids[0] = 1
+
+
+def test_a_key_without_elements_has_a_payload_without_bytes(examples):
+    none = m.Arrays(np.array([1], np.uint8), np.array([0], np.uint32), b"")
+    packet = m.Packet(examples["Values"].stamp, dataclasses.replace(examples["Values"].message, arrays=none))
+    frames = wire.encode(packet)
+    assert len(frames) == 3
+    assert wire.decode(frames).message.arrays.payload.nbytes == 0
+
+
+def test_a_sentence_that_is_too_long_is_cut_and_arrives(stamped):
+    reason = wire.decode(wire.encode(stamped(m.Rejected("é" * 5000)))).message.reason
+    assert reason == "é" * 4094 + "…"
+    exact = "x" * DEFAULT.sentence_bytes_max
+    assert wire.decode(wire.encode(stamped(m.Rejected(exact)))).message.reason == exact
+
+
+def test_a_sentence_with_half_a_surrogate_pair_arrives_without_it(stamped):
+    packet = stamped(m.Goodbye(1, "cannot read '\udcff'"))
+    assert wire.decode(wire.encode(packet)).message.failure == "cannot read '?'"
+
+
+REFUSED_CHANGES = [
+    ("Declare", {"keys": ("a" * 1025, 1)}, "keys.*longer than 1024 bytes"),
+    ("Declare", {"keys": (True, 1)}, "expected a key"),
+    ("Declare", {"keys": (1 << 63, 1)}, "expected a key"),
+    ("Declare", {"keys": ("\udcff", 1)}, "surrogates"),
+    ("Declare", {"keys": (1,)}, r"lengths \[1, 2\]"),
+    ("Declare", {"shapes": ((1,) * 33, ())}, "at most 32 dimensions"),
+    ("Declare", {"shapes": ((-1,), ())}, "dimension"),
+    ("Declare", {"shapes": ((1 << 32, 1 << 32), ())}, "more than 281474976710656 elements"),
+    ("Declare", {"shapes": ((0, 1 << 32, 1 << 32), ())}, "more than 281474976710656 elements"),
+    ("Declare", {"dtypes": (1, 9)}, "code of a dtype"),
+    ("Declare", {"store": 1 << 32}, "store: expected an integer"),
+    ("Configure", {"description": {"lr": math.nan}}, "finite"),
+    ("Configure", {"description": {"lr": math.inf}}, "finite"),
+    ("Configure", {"description": {"lr": [1]}}, "found a tuple"),
+    ("Configure", {"description": {"a" * 65: 1}}, "longer than 64 bytes"),
+    ("Configure", {"description": dict.fromkeys(map(str, range(65)))}, "description"),
+    ("Configure", {"description": {1: 1}}, "description"),
+    ("Placed", {"placement": m.Placement((0,), (0, 1), 8)}, "lengths"),
+    ("Placed", {"placement": m.Placement((0,), (0,), 7)}, "from 8"),
+    ("Assign", {"sizes": (1, (1 << 48) + 1)}, "sizes: expected an integer"),
+    ("Failed", {"code": 5}, "code of an error"),
+    ("Waiting", {"since_s": math.inf}, "finite"),
+    ("Ack", {"wanted": 1}, "true or false"),
+    ("Hello", {"wanted_rank": -2}, "wanted_rank"),
+    ("Hello", {"host": "h" * 1025}, "longer than 1024"),
+    ("Push", {"ids": np.zeros(3, np.int64)}, "array of uint32, found int64"),
+    ("Push", {"flags": np.zeros(3, np.uint32)}, "array of uint8, found uint32"),
+    ("Push", {"ids": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
+    ("Push", {"flags": np.array([0, 9, 0], np.uint8)}, "unknown flags 8"),
+    ("Push", {"flags": np.array([1, 1, 0], np.uint8)}, "empty contribution has elements"),
+    ("Push", {"setting_of": np.array([0, 2, 0], np.uint8)}, "setting 2 of 2"),
+    ("Push", {"arrays": m.Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"\0" * 8)}, "8 bytes .* make 0"),
+    ("Push", {"arrays": m.Arrays(np.full(3, 9, np.uint8), np.zeros(3, np.uint32), b"")}, "unknown dtype"),
+    ("Push", {"arrays": m.Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"", 1)}, "unknown encoding 1"),
+    ("Push", {"settings": ((0.1, 0.0, 1.0),) * 257}, "257 settings, where 256"),
+    ("Counted", {"outcomes": np.array([0, 4], np.uint8)}, "unknown outcome 4"),
+    ("Pull", dict.fromkeys(("runs", "ids", "steps", "versions"), np.zeros(0, np.uint32)), "0 slices"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "complaint"), REFUSED_CHANGES)
+def test_a_sender_refuses_what_a_receiver_would(name, change, complaint, examples):
+    packet = m.Packet(examples[name].stamp, dataclasses.replace(examples[name].message, **change))
+    with pytest.raises(ValueError, match=f"cannot send this {name}.*{complaint}"):
+        wire.encode(packet)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Push", {"seq": 0}),
+        ("Alive", {"seq": 1}),
+        ("Alive", {"step": -1}),
+        ("Alive", {"job": 1 << 32}),
+        ("Alive", {"source": Member(NodeId(Role.SCHEDULER, 1), 1)}),
+        ("Alive", {"source": Member(NodeId(Role.WORKER, -1), 1)}),
+    ],
+)
+def test_a_sender_refuses_an_impossible_stamp(name, change, examples):
+    packet = m.Packet(dataclasses.replace(examples[name].stamp, **change), examples[name].message)
+    with pytest.raises(ValueError, match="stamp"):
+        wire.encode(packet)
+
+
+@pytest.mark.parametrize("limit", ["header_bytes_max", "payload_bytes_max", "slices_max", "settings_max"])
+def test_both_sides_obey_the_limits_they_are_given(limit, examples):
+    tight = WireLimits(**{limit: 1})
+    with pytest.raises(ValueError, match="Push"):
+        wire.decode(wire.encode(examples["Push"], tight), tight)
+    with pytest.raises(wire.ProtocolError, match="Push"):
+        wire.decode(wire.encode(examples["Push"]), tight)

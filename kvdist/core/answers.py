@@ -1,0 +1,100 @@
+"""What one worker is told at the end of a message: small values joined, large ones shown without a copy.
+
+A large value leaves as a view of the shard's published buffer. The buffer carries a *lease* until the worker has
+acknowledged the message, and no new version is written into a leased buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvdist.core.effects import Effect, Send
+from kvdist.core.shard import Shard
+from kvdist.nodes import Member
+from kvdist.protocol.messages import U8, U32, Arrays, Counted, ErrorCode, Outcome, Refused, Values
+
+JOIN_BYTES_MAX = 64 << 10
+"""Values up to this size are copied together into one frame; larger ones travel alone, without a copy."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """The answers to one worker that one message gave rise to."""
+
+    _counted: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(run, slice, version, outcome)"""
+    _values: list[tuple[int, Shard]] = field(default_factory=list)
+    """(run, shard)"""
+    _refused: dict[tuple[ErrorCode, str], list[tuple[int, int]]] = field(default_factory=dict)
+    """(code, reason) → [(run, slice)]"""
+
+    def counted(self, run: int, shard: Shard, outcome: Outcome) -> None:
+        """The contribution, or first value, was taken."""
+        self._counted.append((run, shard.number, shard.version, outcome))
+
+    def value(self, run: int, shard: Shard) -> None:
+        """The shard's present value is wanted."""
+        self._values.append((run, shard))
+
+    def refuse(self, run: int, number: int, code: ErrorCode, reason: str) -> None:
+        """The slice of this number was refused."""
+        self._refused.setdefault((code, reason), []).append((run, number))
+
+    def messages(self, member: Member, payload_bytes_max: int) -> list[Effect]:
+        """All that as few messages."""
+        effects = self._value_messages(member, payload_bytes_max)
+        if self._counted:
+            runs, ids, versions, outcomes = zip(*self._counted, strict=True)
+            effects.append(Send(member, Counted(_u32(runs), _u32(ids), _u32(versions), _u8(outcomes))))
+        for (code, reason), slices in self._refused.items():
+            runs, ids = zip(*slices, strict=True)
+            effects.append(Send(member, Refused(_u32(runs), _u32(ids), code, reason)))
+        return effects
+
+    def _value_messages(self, member: Member, payload_bytes_max: int) -> list[Effect]:
+        effects: list[Effect] = []
+        batch: list[tuple[int, Shard]] = []
+        batch_bytes = 0
+        for run, shard in self._values:
+            buffer = shard.published
+            assert buffer is not None, "only a shard with a value is asked for it"
+            nbytes = len(buffer.payload)
+            if nbytes > JOIN_BYTES_MAX:
+                buffer.leases += 1
+                effects.append(Send(member, _message([(run, shard)], buffer.payload), buffer))
+                continue
+            if batch and batch_bytes + nbytes > payload_bytes_max:
+                effects.append(Send(member, _joined(batch)))
+                batch, batch_bytes = [], 0
+            batch.append((run, shard))
+            batch_bytes += nbytes
+        if batch:
+            effects.append(Send(member, _joined(batch)))
+        return effects
+
+
+def _joined(batch: Sequence[tuple[int, Shard]]) -> Values:
+    """One message with copies of small values: one pass over bytes that are few."""
+    return _message(batch, b"".join([shard.published.payload for _, shard in batch if shard.published]))
+
+
+def _message(batch: Sequence[tuple[int, Shard]], payload: bytes | memoryview) -> Values:
+    shards = [shard for _, shard in batch]
+    return Values(
+        _u32([run for run, _ in batch]),
+        _u32([shard.number for shard in shards]),
+        _u32([shard.version for shard in shards]),
+        np.full(len(batch), Outcome.COUNTED, np.uint8),
+        Arrays(_u8([shard.dtype for shard in shards]), _u32([shard.count for shard in shards]), payload),
+    )
+
+
+def _u32(numbers: Sequence[int]) -> U32:
+    return np.array(numbers, np.uint32)
+
+
+def _u8(numbers: Sequence[int]) -> U8:
+    return np.array(numbers, np.uint8)

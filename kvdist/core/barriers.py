@@ -1,0 +1,69 @@
+"""Barriers: sets of workers that have arrived, per store and count. Arriving twice is arriving once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+
+from kvdist.core.effects import Effect, Send
+from kvdist.nodes import Member
+from kvdist.protocol.messages import Barrier, Done, Waiting
+
+
+@dataclass(slots=True)
+class _Open:
+    """Who has arrived, with which request, and since when the first one waits."""
+
+    since: float
+    arrived: dict[int, tuple[Member, int]] = field(default_factory=dict)
+
+
+class Barriers:
+    """All barriers of a cluster."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], _Open] = {}
+        self._passed: dict[int, int] = {}
+        """Store → how many of its barriers everybody has passed."""
+
+    def enter(self, sender: Member, message: Barrier, live: Set[int], now: float) -> list[Effect]:
+        """A worker arrives, or asks again and is told who is missing."""
+        if message.counter < self._passed.get(message.store, 0):
+            return [Send(sender, Done(message.request))]
+        barrier = self._open.setdefault((message.store, message.counter), _Open(now))
+        if sender.node.rank in barrier.arrived:
+            return [Send(sender, _hint(message.counter, barrier, live, now))]
+        barrier.arrived[sender.node.rank] = (sender, message.request)
+        return self.release(live)
+
+    def release(self, live: Set[int]) -> list[Effect]:
+        """Let everybody go on where all live workers have arrived."""
+        effects: list[Effect] = []
+        for (store, counter), barrier in list(self._open.items()):
+            if live <= barrier.arrived.keys():
+                del self._open[store, counter]
+                self._passed[store] = counter + 1
+                effects += [Send(member, Done(request)) for member, request in barrier.arrived.values()]
+        return effects
+
+    def hints(self, live: Set[int], now: float) -> Iterator[Effect]:
+        """Tell everybody who waits for whom."""
+        for (_, counter), barrier in self._open.items():
+            hint = _hint(counter, barrier, live, now)
+            yield from (Send(member, hint) for member, _ in barrier.arrived.values())
+
+    def oldest_wait(self, live: Set[int]) -> tuple[int, float, tuple[int, ...]] | None:
+        """The count of the barrier that waits longest, since when, and for whom."""
+        if not self._open:
+            return None
+        (_, counter), barrier = min(self._open.items(), key=lambda item: item[1].since)
+        return counter, barrier.since, tuple(sorted(live - barrier.arrived.keys()))
+
+    def validate(self, live: Set[int]) -> None:
+        """Check every invariant."""
+        for barrier in self._open.values():
+            assert not live or not live <= barrier.arrived.keys(), "a full barrier is released at once"
+
+
+def _hint(counter: int, barrier: _Open, live: Set[int], now: float) -> Waiting:
+    return Waiting(f"barrier {counter}", tuple(sorted(live - barrier.arrived.keys())), now - barrier.since)

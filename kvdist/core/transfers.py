@@ -1,0 +1,138 @@
+"""The data plane of a worker: runs on their way to the servers, and the answers that come back.
+
+A transfer is finished when every slice of every run has its answer: counted, valued or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvdist.config import Limits
+from kvdist.core.outbox import Credit, DataMessage, Outbox, Run
+from kvdist.core.requests import Transfer
+from kvdist.core.slices import SliceTable
+from kvdist.protocol.layout import views
+from kvdist.protocol.messages import U32, Counted, Refused, Values
+
+
+class Transfers:
+    """All transfers of a worker.
+
+    Args:
+        limits: the window and the size of joined messages.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.slices = SliceTable()
+        self._outboxes: dict[int, Outbox] = {}
+        self._runs: dict[int, Run] = {}
+        self._runs_left: dict[int, int] = {}
+        """Request → its runs without all their answers."""
+        self._next_run = 0
+        self._flying_messages = 0
+
+    def add_server(self, rank: int) -> None:
+        """There is a server to send to."""
+        self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes)
+
+    def start(self, request: Transfer) -> None:
+        """Queue the runs of a transfer that has some."""
+        self._runs_left[request.request] = len(request.runs)
+        for data in request.runs:
+            ids = data.plan.ids
+            self._next_run = (self._next_run + 1) & 0xFFFFFFFF
+            run = Run(
+                self._next_run,
+                request.request,
+                request.kind,
+                data,
+                self.slices.pushed[ids],
+                self.slices.versions[ids],
+                len(ids),
+                priority=request.priority,
+            )
+            self._runs[run.number] = run
+            if not request.kind.pushes or self.slices.enter(run):
+                self._outboxes[data.plan.server].add(run)
+
+    def take(self) -> Iterator[tuple[int, DataMessage, Credit]]:
+        """Everything that may leave now: (server, message, credit)."""
+        for rank, outbox in self._outboxes.items():
+            while (taken := outbox.take()) is not None:
+                self._flying_messages += 1
+                yield rank, *taken
+
+    def release(self, credit: Credit) -> None:
+        """A message has arrived; its bytes are back in the window."""
+        self._flying_messages -= 1
+        self._outboxes[credit.server].release(credit)
+
+    def values(self, message: Values) -> list[int]:
+        """Copy values to where they are wanted; returns the requests that are finished."""
+        arrays = views(message.arrays)
+        for run, begin, end in self._segments(message.runs):
+            sinks, positions = run.data.sinks, run.data.plan.positions
+            for number, array in zip(message.ids[begin:end].tolist(), arrays[begin:end], strict=True):
+                # The one copy of a pulled value on this side: from the transport's memory into the user's.
+                sinks[positions[number]][...] = array
+        return self.answered(message)
+
+    def refused(self, message: Refused) -> set[int]:
+        """The requests in which slices were refused."""
+        return {run.request for run, _, _ in self._segments(message.runs)}
+
+    def answered(self, message: Values | Counted | Refused) -> list[int]:
+        """These slices of these runs have their answer; returns the requests that are finished."""
+        if not isinstance(message, Refused):
+            self.slices.saw(message.ids, message.versions)
+        finished = []
+        for run, begin, end in self._segments(message.runs):
+            if run.kind.pushes:
+                for freed in self.slices.counted(message.ids[begin:end]):
+                    self._outboxes[freed.data.plan.server].add(freed)
+            run.left -= end - begin
+            if run.left == 0:
+                del self._runs[run.number]
+                self._runs_left[run.request] -= 1
+                if not self._runs_left[run.request]:
+                    del self._runs_left[run.request]
+                    finished.append(run.request)
+        return finished
+
+    def awaited_servers(self, request: int) -> Sequence[int]:
+        """The ranks of the servers that have not answered a request."""
+        return sorted({run.data.plan.server for run in self._runs.values() if run.request == request})
+
+    @property
+    def everything_arrived(self) -> bool:
+        """Whether all that was ever submitted has been received by its server."""
+        waiting = self._flying_messages or self.slices.has_lines
+        return not waiting and all(outbox.is_empty for outbox in self._outboxes.values())
+
+    def clear(self) -> None:
+        """Forget everything: nobody will answer any more."""
+        self._runs.clear()
+        self._runs_left.clear()
+        self._outboxes.clear()
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        self.slices.validate()
+        for run in self._runs.values():
+            assert run.request in self._runs_left, "a run belongs to a transfer that is not finished"
+            assert 0 < run.left <= len(run.data.plan.ids)
+        for outbox in self._outboxes.values():
+            assert outbox.flying_bytes >= 0
+
+    def _segments(self, runs: U32) -> Iterator[tuple[Run, int, int]]:
+        """The stretches of an answer that belong to one run that still waits: (run, begin, end)."""
+        ends = np.append(np.flatnonzero(runs[1:] != runs[:-1]) + 1, len(runs)).tolist()
+        begin = 0
+        for end in ends:
+            run = self._runs.get(int(runs[begin]))
+            if run is not None:
+                yield run, begin, end
+            begin = end

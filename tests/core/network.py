@@ -1,0 +1,320 @@
+"""A network and a clock that exist only in memory: everything that can go wrong does, when the seed says so.
+
+One heap of (time, number, action) is all the time there is. Connections behave as those of ZeroMQ were measured to:
+order holds within a connection; when it breaks, what the dialling side had under way is lost up to some message and
+the rest follows after the reconnection, what the other side had under way is lost altogether, nobody is told which
+messages those were, and the accepting side may hear the new connection before it learns of the end of the old one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvdist.node import Node
+from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
+
+RECONNECT_S = 0.1
+"""How long a dialling side waits before it tries again."""
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What the network does to messages."""
+
+    delay_s: float = 0.002
+    """The longest that a message is under way."""
+    loss: float = 0.0
+    """Probability that a single message vanishes."""
+    duplication: float = 0.0
+    """Probability that a message arrives a second time."""
+    cut: float = 0.0
+    """Probability, at each message, that its connection breaks."""
+
+
+class Network:
+    """The clock, the heap of what will happen, and who listens where."""
+
+    def __init__(self, seed: int, weather: Weather) -> None:
+        self.random = random.Random(seed)
+        self.weather = weather
+        self.now = 0.0
+        self.listening: dict[str, SimulatedTransport] = {}
+        self.happened: Counter[str] = Counter()
+        """Faults by kind: a test of a fault asserts that there was one."""
+        self.trace: list[str] = []
+        self.calm = False
+        """No more faults from now on."""
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = 0
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Have something happen at a time."""
+        self._counter += 1
+        heapq.heappush(self._heap, (max(time, self.now), self._counter, action))
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Have something happen later."""
+        self.at(self.now + delay_s, action)
+
+    def step(self) -> bool:
+        """Let the next thing happen; False if nothing will."""
+        if not self._heap:
+            return False
+        self.now, _, action = heapq.heappop(self._heap)
+        action()
+        return True
+
+    def chance(self, probability: float, kind: str) -> bool:
+        """Whether a fault of this kind strikes now."""
+        if not probability or self.calm or self.random.random() >= probability:
+            return False
+        self.happened[kind] += 1
+        return True
+
+    def delay(self) -> float:
+        """How long the next message is under way, in seconds."""
+        return self.random.uniform(0.0001, self.weather.delay_s)
+
+    def say(self, text: str) -> None:
+        """Write a line of the trace."""
+        self.trace.append(f"{self.now:.6f} {text}")
+
+
+@dataclass(eq=False)
+class Dialled:
+    """A connection as the dialling side sees it, over all its lives. It is that side's route."""
+
+    dialler: SimulatedTransport
+    endpoint: str
+    life: Life | None = None
+    waiting: list[list[memoryview]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Life:
+    """One life of a connection. It is the accepting side's route."""
+
+    dialled: Dialled
+    acceptor: SimulatedTransport
+    alive: bool = True
+    up: deque[list[memoryview]] = field(default_factory=deque)
+    """Under way to the acceptor."""
+    down: deque[list[memoryview]] = field(default_factory=deque)
+    up_at: float = 0.0
+    """When the last message under way arrives: none overtakes another."""
+    down_at: float = 0.0
+
+    def carry(self, frames: list[memoryview], upwards: bool) -> None:
+        """Send one message, or lose it, or send it twice, or break."""
+        network = self.acceptor.network
+        weather = network.weather
+        if network.chance(weather.loss, "lost"):
+            return
+        self._depart(frames, upwards)
+        if network.chance(weather.duplication, "duplicated"):
+            self._depart(frames, upwards)
+        if network.chance(weather.cut, "cut"):
+            network.after(network.delay(), self.cut)
+
+    def _depart(self, frames: list[memoryview], upwards: bool) -> None:
+        network = self.acceptor.network
+        if upwards:
+            self.up.append(frames)
+            self.up_at = max(self.up_at, network.now + network.delay())
+            network.at(self.up_at, lambda: self._arrive(upwards))
+        else:
+            self.down.append(frames)
+            self.down_at = max(self.down_at, network.now + network.delay())
+            network.at(self.down_at, lambda: self._arrive(upwards))
+
+    def _arrive(self, upwards: bool) -> None:
+        if not self.alive:
+            return
+        if upwards:
+            self.acceptor.happen(Arrived(self, self.up.popleft()))
+        else:
+            self.dialled.dialler.happen(Arrived(self.dialled, self.down.popleft()))
+
+    def cut(self, reason: str = "connection reset") -> None:
+        """Break: what was under way is lost, but for the end of what the dialling side had queued."""
+        if not self.alive:
+            return
+        self.alive = False
+        network = self.acceptor.network
+        kept_from = network.random.randint(0, len(self.up))
+        network.happened["lost in a cut"] += kept_from + len(self.down)
+        self.dialled.waiting = list(self.up)[kept_from:]
+        self.dialled.life = None
+        network.say(f"cut {self.dialled.dialler.name} - {self.acceptor.name}")
+        network.after(network.delay(), lambda: self.dialled.dialler.happen(Disconnected(self.dialled, reason)))
+        notice_s = network.delay() + (RECONNECT_S * 1.5 if network.random.random() < 0.3 else 0.0)
+        network.after(notice_s, lambda: self.acceptor.happen(Disconnected(self, reason)))
+        network.after(RECONNECT_S * network.random.uniform(0.1, 1.0), lambda: self.dialled.dialler.dial(self.dialled))
+
+    def end(self) -> None:
+        """One side has closed: what is under way still arrives, then the other side hears of the end."""
+        self.acceptor.network.at(max(self.up_at, self.down_at) + 0.001, lambda: self.cut("closed by the peer"))
+
+
+class SimulatedTransport(Transport):
+    """The six verbs over the network in memory."""
+
+    def __init__(self, network: Network, name: str, on_event: Callable[[], None]) -> None:
+        self.network = network
+        self.name = name
+        self.closed = False
+        self.frozen = False
+        """Its process is paused: it answers nobody who dials."""
+        self._on_event = on_event
+        self._inbox: deque[Event] = deque()
+        self._lives: list[Life] = []
+
+    def bind(self, endpoint: str) -> str:
+        self.network.listening[endpoint] = self
+        return endpoint
+
+    def connect(self, endpoint: str) -> Route:
+        dialled = Dialled(self, endpoint)
+        self.network.after(self.network.delay(), lambda: self.dial(dialled))
+        return dialled
+
+    def dial(self, dialled: Dialled) -> None:
+        """Try to reach the other side, again and again."""
+        acceptor = self.network.listening.get(dialled.endpoint)
+        if self.closed:
+            return
+        if acceptor is None or acceptor.closed or acceptor.frozen or self.frozen:
+            self.network.after(RECONNECT_S, lambda: self.dial(dialled))
+            return
+        life = dialled.life = Life(dialled, acceptor)
+        self._lives.append(life)
+        acceptor._lives.append(life)
+        self.happen(Connected(dialled))
+        waiting, dialled.waiting = dialled.waiting, []
+        for frames in waiting:
+            life.carry(frames, upwards=True)
+
+    def send(self, to: Route, frames: Sequence[Buffer]) -> None:
+        views = [memoryview(frame).toreadonly() for frame in frames]
+        if isinstance(to, Life):
+            if to.alive:
+                to.carry(views, upwards=False)
+            return
+        assert isinstance(to, Dialled)
+        if to.life is None:
+            to.waiting.append(views)
+        else:
+            to.life.carry(views, upwards=True)
+
+    def recv(self, timeout_s: float) -> list[Event]:
+        """One event at a time, so that a machine is checked after each."""
+        return [self._inbox.popleft()] if self._inbox else []
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether something has arrived that was not read."""
+        return bool(self._inbox)
+
+    def happen(self, event: Event) -> None:
+        """Something has happened on a connection."""
+        if not self.closed:
+            self._inbox.append(event)
+            self._on_event()
+
+    def wake(self) -> None:
+        self._on_event()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if not self.closed:
+            self.closed = True
+            for life in self._lives:
+                life.end()
+
+    def break_off(self, reason: str) -> None:
+        """Every connection of this side breaks."""
+        for life in self._lives:
+            life.cut(reason)
+
+    def cut_one(self) -> bool:
+        """Break one connection; False if there is none."""
+        alive = [life for life in self._lives if life.alive]
+        if alive:
+            self.network.happened["cut"] += 1
+            self.network.random.choice(alive).cut()
+        return bool(alive)
+
+
+class Process:
+    """One node of the cluster: it turns whenever something happens, until it stops, crashes or is paused."""
+
+    def __init__(self, name: str, network: Network, make: Callable[[SimulatedTransport], Node]) -> None:
+        self.name = name
+        self.network = network
+        self.crashed = False
+        self.ended = False
+        self.ended_at = 0.0
+        self.paused = False
+        self.after_turn: Callable[[], None] = lambda: None
+        self._turning = False
+        self._timer_at = float("inf")
+        self.transport = SimulatedTransport(network, name, self.wake)
+        self.node = make(self.transport)
+        self.wake()
+
+    def wake(self) -> None:
+        """Turn as soon as may be."""
+        if not self._turning and not self.ended:
+            self._turning = True
+            self.network.after(0.0, self._turn)
+
+    def crash(self) -> None:
+        """End without a word, as after kill -9."""
+        self.crashed = self.ended = True
+        self.ended_at = self.network.now
+        self.network.happened["crash"] += 1
+        self.network.say(f"crash {self.name}")
+        if self.network.random.random() < 0.5:
+            self.transport.break_off("connection reset")
+        self.transport.close()
+
+    def pause(self, seconds: float, silence_s: float) -> None:
+        """Stand still, as after SIGSTOP; after `silence_s` the peers break the connections."""
+        self.paused = self.transport.frozen = True
+        self.network.happened["pause"] += 1
+        self.network.say(f"pause {self.name} for {seconds:g} s")
+        if seconds > silence_s:
+            self.network.after(silence_s, lambda: self.transport.break_off("no sign of life"))
+        self.network.after(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self.paused = self.transport.frozen = False
+        self.wake()
+
+    def _turn(self) -> None:
+        self._turning = False
+        if self.ended or self.paused:
+            return
+        self.node.turn(0.0)
+        self.node.reliable.validate()
+        self.after_turn()
+        if self.node.stopped:
+            self.ended = True
+            self.ended_at = self.network.now
+            self.network.say(f"end {self.name}: {self.node.failure or 'well'}")
+            self.node.finish()
+            return
+        if self.transport.has_mail:
+            self.wake()
+        due = max(self.node.reliable.deadline, self.network.now)
+        if due < self._timer_at:
+            self._timer_at = due
+            self.network.at(due, self._timer)
+
+    def _timer(self) -> None:
+        if self.network.now >= self._timer_at:
+            self._timer_at = float("inf")
+        self.wake()

@@ -1,0 +1,5 @@
+"""A worker that joins, and leaves at once."""
+
+from kvdist import kv
+
+kv.create("dist").close()

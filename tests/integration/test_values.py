@@ -1,0 +1,59 @@
+"""Values are exact: real processes push integers, and every worker checks what it pulls."""
+
+from __future__ import annotations
+
+import pytest
+
+SCENARIOS = [
+    "sum_replaces",
+    "first_values",
+    "dtypes",
+    "orders",
+    "many_small",
+    "devices",
+    "awkward_shapes",
+    "own_writes",
+    "missing_gradients",
+    "replaced_values",
+    "two_stores",
+]
+
+
+def run(job, workers, servers, *words, **variables):
+    """Launch a scenario of `programs/values.py` and see that every worker has checked it."""
+    job.launch(workers, servers, "values.py", *words, **variables)
+    job.succeed()
+    checked = sorted(line.split("] ")[1] for line in job.processes["launcher"].lines_with("checked on"))
+    assert checked == [f"checked on {rank} of {workers}" for rank in range(workers)]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_two_workers_and_two_servers_agree_on(job, scenario):
+    run(job, 2, 2, scenario, "dist")
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 2), (4, 3)])
+def test_integer_gradients_give_exact_weights(job, workers, servers):
+    run(job, workers, servers, "exact_weights", "dist_sync")
+
+
+def test_a_small_bound_cuts_small_keys_and_changes_no_value(job):
+    run(job, 2, 3, "exact_weights", "dist", MXNET_KVSTORE_BIGARRAY_BOUND="5")
+
+
+def test_small_slices_and_a_small_window_change_no_value(job):
+    run(job, 2, 2, "exact_weights", "dist", KVDIST_SLICE_BYTES="65536", KVDIST_WINDOW_BYTES="200000")
+
+
+def test_placement_by_hash_changes_no_value(job):
+    run(job, 2, 3, "exact_weights", "dist", KVDIST_PLACEMENT="hash")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_asynchronous_store_counts_every_push_once(job, workers):
+    run(job, workers, 2, "asynchronous", "dist_async")
+
+
+@pytest.mark.parametrize("scenario", ["sum_replaces", "missing_gradients", "awkward_shapes", "orders"])
+def test_three_workers_and_one_server_agree_on(job, scenario):
+    run(job, 3, 1, scenario, "dist_device_sync")
