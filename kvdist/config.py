@@ -52,10 +52,6 @@ class Limits:
     """Bytes that may be on the way to one server without having been received."""
     frame_bytes_max: int = 64 * MIB
     """The largest frame a socket accepts."""
-    header_bytes_max: int = 16 * MIB
-    """The largest description (frame 1) a message may have."""
-    keys_max: int = 1 << 20
-    """Keys in one call, and in one store."""
     connect_timeout_s: float = 30.0
     """How long a process tries to reach the scheduler."""
     form_timeout_s: float = 300.0
@@ -305,7 +301,16 @@ def _limits(env: Mapping[str, str]) -> Limits:
         if not 0 < value < float("inf"):
             raise ConfigError(f"KVDIST_{name.upper()} is {text}; it must be positive and finite")
         changes[name] = value
-    return replace(Limits(), **changes)  # type: ignore[arg-type]  # mypy cannot see the fields' names
+    return _checked(replace(Limits(), **changes))  # type: ignore[arg-type]  # mypy cannot see the fields' names
+
+
+def _checked(limits: Limits) -> Limits:
+    if not 8 <= limits.slice_bytes <= limits.frame_bytes_max:
+        raise ConfigError(
+            f"KVDIST_SLICE_BYTES is {limits.slice_bytes}; a slice has at least 8 bytes (one element of the widest type)"
+            f" and at most as many as a frame (KVDIST_FRAME_BYTES_MAX, {limits.frame_bytes_max})"
+        )
+    return limits
 
 
 def _changed(limits: Limits) -> list[str]:

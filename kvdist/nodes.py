@@ -18,6 +18,9 @@ class Role(enum.Enum):
     SERVER = "server"
     WORKER = "worker"
 
+    # Members are looked up by their names for every message; identity is enough, as a role is made once.
+    __hash__ = object.__hash__
+
     def __str__(self) -> str:
         return self.value
 

@@ -78,9 +78,8 @@ MAY_IMPORT_BY_NAME = {"kvdist/__init__.py"}
 
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 500
-LONGER_FILES = {
-    "kvdist/core/scheduler.py": 540,
-    "kvdist/core/worker.py": 520,
+LONGER_FILES: dict[str, int] = {
+    "kvdist/transport/zeromq.py": 530,
 }
 """Files over the limit and the length that each may have. Lower a number when its file shrinks; add none lightly."""
 

@@ -41,6 +41,7 @@ from kvdist.kvstore.staging import RunBuffer, Staging
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.optimizer.registry import create
+from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import U8, Flag
 
 PLANS_MAX = 8192
@@ -296,6 +297,7 @@ class DistStore(KVStore):
             shape, dtype = values.first_shape(one, arrays)
             info = self._infos.get(one)
             if info is None:
+                _require_sendable(one, shape)
                 fresh.append((one, arrays[0]))
             elif (shape, dtype) != (info.shape, info.dtype):
                 raise InitMismatch(
@@ -388,6 +390,16 @@ class DistStore(KVStore):
             setting = (optimizer.lr_for(info.key), optimizer.wd_for(info.key), rescale)
             index.append(distinct.setdefault(setting, len(distinct)))
         return list(distinct), np.array(index)
+
+
+def _require_sendable(key: Key, shape: tuple[int, ...]) -> None:
+    """What a message can carry of a key, checked where the user can see it."""
+    if isinstance(key, str) and len(key.encode("utf-8", "surrogatepass")) > DEFAULT.key_bytes_max:
+        raise ValueError(f"key {key[:40]!r}… is longer than {DEFAULT.key_bytes_max} bytes; give it a shorter name")
+    if isinstance(key, int) and not -(1 << 63) <= key < 1 << 63:
+        raise ValueError(f"key {key} does not fit into 64 bits; use a smaller number, or a name")
+    if len(shape) > DEFAULT.dims_max:
+        raise ValueError(f"key {key!r} has {len(shape)} dimensions; at most {DEFAULT.dims_max} are supported")
 
 
 def _used_settings(

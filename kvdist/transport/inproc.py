@@ -128,7 +128,7 @@ class InprocTransport(Transport):
             self._woken = not self._closed
             self._changed.notify_all()
 
-    def close(self, linger_s: float = 0.0) -> None:  # noqa: ARG002 - nothing is ever under way
+    def close(self, linger_s: float = 0.0) -> None:
         with self._changed:
             if self._closed:
                 return

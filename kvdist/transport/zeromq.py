@@ -59,12 +59,14 @@ NOW = int(zmq.DONTWAIT)
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 UP = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-REFUSED = (
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL),
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL),
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH),
+WATCHED = (
+    ACCEPTED
+    | DISCONNECTED
+    | UP
+    | int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    | int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    | int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 )
-WATCHED = ACCEPTED | DISCONNECTED | UP | REFUSED[0] | REFUSED[1] | REFUSED[2]
 
 MONITOR_EVENT = struct.Struct("=HI")
 
@@ -139,10 +141,16 @@ class ZeroMQTransport(Transport):
         pieces = [self._piece(frame) for frame in frames]
         if not pieces:
             raise ValueError("a message has at least one frame")
-        if not to.gone and not _transmit(to, pieces):
-            to.link.lose(to)
-            self._suspects.add(to.link)
-            self._alarm.ring()
+        if to.gone or _transmit(to, pieces):
+            return
+        if isinstance(to.link, _Dialled):
+            # libzmq gave this dial up, as it does after a peer that broke the protocol. A new one has a queue again.
+            to.link.socket.connect(to.link.endpoint)
+            _transmit(to, pieces)
+            return
+        to.link.lose(to)
+        self._suspects.add(to.link)
+        self._alarm.ring()
 
     def recv(self, timeout_s: float) -> list[Event]:
         self._check_open()
@@ -254,10 +262,11 @@ class _Peer:
 
 
 def _transmit(to: _Peer, pieces: list[tuple[Buffer, bool]]) -> bool:
-    """Send one message whole; False when nobody is there.
+    """Send one message whole or not at all; False when nobody is there.
 
-    Without a limit on the queue libzmq refuses a message on its first frame or not at all. When the connection breaks
-    between two frames, it takes back the first ones and drops the others.
+    Without a limit on the queue, what libzmq refuses is a route that has ended. On the bound side it says so at the
+    prefix, and when the connection breaks later it takes back the first frames and drops the others. A DEALER may say
+    so at any frame; after the first, it drops the rest of the message, which must be given to it.
     """
     send = to.send
     if to.prefix is not None:
@@ -267,11 +276,16 @@ def _transmit(to: _Peer, pieces: list[tuple[Buffer, bool]]) -> bool:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             return False
-    for frame, copy in pieces[:-1]:
-        send(frame, MORE, copy)
-    frame, copy = pieces[-1]
-    send(frame, LAST, copy)
-    return True
+    last = len(pieces) - 1
+    refused = False
+    for index, (frame, copy) in enumerate(pieces):
+        try:
+            send(frame, MORE if index < last else LAST, copy)
+        except zmq.Again:
+            refused = True
+            if index == 0:
+                break
+    return not refused
 
 
 class _Link(abc.ABC):
@@ -343,15 +357,15 @@ class _Dialled(_Link):
         self.up = False
         self.complained = False
 
-    def observe(self, event: int, value: int, events: list[Event]) -> None:  # noqa: ARG002
+    def observe(self, event: int, value: int, events: list[Event]) -> None:
         if event == UP:
             self.report_lost(events)
             self.up, self.complained = True, False
             events.append(Connected(self.route))
         elif event == DISCONNECTED and self.up:
             self.lose(self.route)
-        elif event in REFUSED and not self.complained:
-            # libzmq dials again and again; once is enough to say so.
+        elif event == DISCONNECTED and not self.complained:
+            # It was never up: the handshake failed. libzmq may dial again and again, but once is enough to say so.
             self.complained = True
             reason = f"whoever listens at {self.endpoint} refused the handshake; is it a node of this cluster?"
             events.append(Disconnected(self.route, reason))
@@ -389,18 +403,30 @@ class _Bound(_Link):
         self.strangers = 0
         self.peers: dict[bytes, _Peer] = {}
         self.open: set[int] = set()
+        self.greeting: dict[int, None] = {}
+        self.refusing = False
         self.owner: dict[int, _Peer] = {}
 
-    def observe(self, event: int, value: int, events: list[Event]) -> None:  # noqa: ARG002
+    def observe(self, event: int, value: int, events: list[Event]) -> None:
         if event == ACCEPTED:
             self.open.add(value)
+            self.greeting[value] = None
         elif event == DISCONNECTED:
             self.open.discard(value)
             peer = self.owner.pop(value, None)
             if peer is not None:
                 self.lose(peer)
-        elif event in REFUSED:
+            elif value in self.greeting and not self.refusing:
+                self.strangers += 1
+            self.greeting.pop(value, None)
+            self.refusing = False
+        elif event == UP:
+            # The event does not say which; the one that has waited longest is a guess that only the count hangs on.
+            self.greeting.pop(next(iter(self.greeting), -1), None)
+        else:
+            # One that fails is closed next, and libzmq does not say of every stranger that it failed.
             self.strangers += 1
+            self.refusing = True
 
     def read_message(self, events: list[Event]) -> int:
         frames: list[memoryview] = []
@@ -411,7 +437,10 @@ class _Bound(_Link):
         else:
             first = self.socket.recv(NOW, False)
             total = _read_frames(self.socket, frames, first)
-            peer = self.meet(name, first.get(zmq.SRCFD), events)
+            descriptor = _descriptor_of(first)
+            if descriptor is None:
+                return total
+            peer = self.meet(name, descriptor, events)
         events.append(Arrived(peer, frames))
         return total
 
@@ -419,6 +448,7 @@ class _Bound(_Link):
         """The route of a connection heard for the first time."""
         self.read_monitor(events)
         peer = self.peers[name] = _Peer(self, name)
+        self.greeting.pop(descriptor, None)
         earlier = self.owner.get(descriptor)
         if descriptor not in self.open or (earlier is not None and _is_older(name, earlier.prefix or b"")):
             self.lose(peer)
@@ -437,6 +467,14 @@ class _Bound(_Link):
         for peer in self.lost:
             del self.peers[peer.prefix or b""]
         super().report_lost(events)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """The connection that brought a frame; None for bytes without a handshake, which libzmq takes for ZMTP 1.0."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _is_older(name: bytes, other: bytes) -> bool:

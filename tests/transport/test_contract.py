@@ -254,7 +254,7 @@ def test_a_dialled_route_comes_back_and_the_bound_side_sees_a_new_one(place: Pla
     assert first(worker, Connected) == Connected(to_server)
     server.close()
     lost = receive(worker, lambda events: any(event.route == to_server for event in events))
-    assert isinstance([event for event in lost if event.route == to_server][0], Disconnected)
+    assert isinstance(next(event for event in lost if event.route == to_server), Disconnected)
     successor = place.transport()
     successor.bind(endpoint)
     assert first(worker, Connected) == Connected(to_server)
@@ -312,7 +312,7 @@ def test_received_views_outlive_the_transport(place: Place) -> None:
 
 
 def test_binding_a_taken_endpoint_says_so_and_the_owner_goes_on(place: Place) -> None:
-    server, worker, to_server, _ = pair(place)
+    server, worker, _, _ = pair(place)
     other = place.transport()
     taken = server.bind(place.endpoint("taken"))
     with pytest.raises(ConfigError, match=r"cannot bind .*(in use|taken).*choose another"):
@@ -428,19 +428,26 @@ def test_strangers_are_refused_counted_and_otherwise_unnoticed(tcp: Place, noise
     assert (message.route, contents(message)) == (route, [b"served"])
 
 
-def test_whoever_dials_a_port_that_is_no_node_hears_of_it_once(tcp: Place) -> None:
+@pytest.mark.parametrize(
+    "reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64), b"\xff" + bytes(8) + b"\x7f" + bytes(60)]
+)
+def test_whoever_dials_a_port_that_is_no_node_hears_of_it_and_the_route_works_when_a_node_comes(
+    tcp: Place, reply: bytes
+) -> None:
     worker = tcp.transport()
     with socket.create_server(("127.0.0.1", 0)) as web:
-        route = worker.connect(f"tcp://127.0.0.1:{web.getsockname()[1]}")
+        endpoint = f"tcp://127.0.0.1:{web.getsockname()[1]}"
+        route = worker.connect(endpoint)
         connection, _ = web.accept()
         with connection:
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
-        lost = first(worker, Disconnected)
-        assert isinstance(lost, Disconnected)
-        assert lost.route == route and "refused the handshake" in lost.reason
-        connection, _ = web.accept()  # it dialled again
-        connection.close()
-        assert worker.recv(0.3) == []
+            connection.sendall(reply)
+            lost = first(worker, Disconnected)
+    assert isinstance(lost, Disconnected)
+    assert lost.route == route and "refused the handshake" in lost.reason
+    server = tcp.transport()
+    server.bind(endpoint)
+    worker.send(route, [b"one", b"message", b"whole"])
+    assert contents(arrivals(server, 1)[0]) == [b"one", b"message", b"whole"]
 
 
 def test_a_living_peer_is_never_reported_when_descriptors_are_used_again(network_place: Place) -> None:

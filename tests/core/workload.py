@@ -1,0 +1,341 @@
+"""What the simulated workers do, and what the weights must be: gradients of integers, so that every sum is exact.
+
+A worker contributes to every key once a round, in an order and in groups of its own, by `push` or `pushpull`, with or
+without waiting, and reads in between. A value that it reads must be one that the servers had at some version, not
+older than its own pushes before the read, nor than what it has read before.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.core.requests import (
+    DeclareKeys,
+    EnterBarrier,
+    KeyInfo,
+    Kind,
+    Leave,
+    Register,
+    RunData,
+    RunPlan,
+    SetStoreOptimizer,
+    Transfer,
+    make_plan,
+)
+from kvdist.dtypes import DType
+from kvdist.errors import KvdistError
+from kvdist.node import Node
+from kvdist.optimizer.registry import create
+from kvdist.protocol.messages import Flag
+
+Array = npt.NDArray[Any]
+Program = Generator[Sequence["Future[Any]"], None, None]
+
+STORE = 0
+GARBAGE = 0x5A
+"""Buffers are overwritten with it as soon as they belong to the worker again."""
+SERVER_DECIDES = ((math.nan, math.nan, math.nan),)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the workload."""
+
+    name: int | str
+    size: int
+    dtype: DType
+
+
+KEYS = (
+    Key("bias", 3, DType.FLOAT32),
+    Key(7, 45, DType.FLOAT32),
+    Key("scale", 1, DType.FLOAT64),
+    Key("none", 0, DType.FLOAT32),
+    Key("weight", 40, DType.FLOAT64),
+)
+"""Small ones; one that is cut over all servers (7); one of several slices on one server; one without elements."""
+BIGARRAY_BOUND = 42
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done.
+
+    optimizer: None, ``test`` (w += g) or ``sgd`` with learning rate 1 (w -= g).
+    leaver_rounds: after how many rounds the last worker leaves; None = with all others.
+    """
+
+    num_workers: int
+    rounds: int
+    mode: str = "sync"
+    optimizer: str | None = None
+    leaver_rounds: int | None = None
+
+    def rounds_of(self, rank: int) -> int:
+        """How many rounds a worker takes part in."""
+        leaves_early = self.leaver_rounds is not None and rank == self.num_workers - 1
+        return self.leaver_rounds if leaves_early and self.leaver_rounds is not None else self.rounds
+
+
+class Oracle:
+    """The contributions of a seed, and the value of every key at every version."""
+
+    def __init__(self, job: Job, generator: random.Random) -> None:
+        self.job = job
+        self.firsts: dict[int | str, Array] = {}
+        self.given: dict[tuple[int, int, int | str], Array | None] = {}
+        """(rank, round, key) → the gradient, or None for an empty contribution."""
+        self.states: dict[int | str, list[Array]] = {}
+        """Key → its value at each version, of a synchronous store."""
+        for number, key in enumerate(KEYS):
+            self.firsts[key.name] = (np.arange(key.size) % 5 + number).astype(key.dtype.storage)
+            for rank in range(job.num_workers):
+                for turn in range(job.rounds_of(rank)):
+                    grad = np.arange(key.size) % 7 + 1 + 10 * rank + 100 * turn
+                    empty = generator.random() < 0.1
+                    self.given[rank, turn, key.name] = None if empty else grad.astype(key.dtype.storage)
+            self.states[key.name] = self._states(key)
+
+    def final(self, key: Key) -> Array:
+        """The value at the end, in whichever order a synchronous or asynchronous store counted."""
+        return self.states[key.name][-1]
+
+    def _states(self, key: Key) -> list[Array]:
+        states = [self.firsts[key.name]]
+        for turn in range(self.job.rounds):
+            given = [self.given.get((rank, turn, key.name)) for rank in range(self.job.num_workers)]
+            present = [grad for grad in given if grad is not None]
+            if not present:
+                states.append(states[-1])
+            elif self.job.optimizer is None:
+                states.append(np.sum(present, axis=0, dtype=key.dtype.storage))
+            else:
+                sign = 1 if self.job.optimizer == "test" else -1
+                states.append(states[-1] + sign * np.sum(present, axis=0, dtype=key.dtype.storage))
+        return states
+
+
+@dataclass
+class Reading:
+    """One read: where the values go, and the least each slice must have."""
+
+    infos: Sequence[KeyInfo]
+    results: list[Array]
+    pushed: dict[int | str, int]
+    seen: dict[int, int]
+    sums: dict[int | str, Array]
+    """Of an asynchronous store: what this worker has contributed before."""
+
+
+@dataclass(eq=False)
+class User:
+    """The thread of one worker's user, as far as the node can tell."""
+
+    rank: int
+    node: Node
+    job: Job
+    oracle: Oracle
+    random: random.Random
+    infos: dict[int | str, KeyInfo] = field(default_factory=dict)
+    round: int = -1
+    done: bool = False
+    error: BaseException | None = None
+    asked: list[Future[Any]] = field(default_factory=list)
+    reads: int = 0
+    _waiting: Sequence[Future[Any]] = ()
+    _program: Program | None = None
+    _last_turn: list[Future[Any]] = field(default_factory=list)
+    _pushed: dict[int | str, int] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)
+    _sums: dict[int | str, Array] = field(default_factory=dict)
+
+    def advance(self) -> None:
+        """Go on as far as the futures allow."""
+        if self._program is None:
+            self._program = self._work()
+        while not self.done and all(future.done() for future in self._waiting):
+            try:
+                for future in self._waiting:
+                    future.result()
+                self._waiting = next(self._program)
+            except StopIteration:
+                self.done = True
+            except KvdistError as error:
+                self.error = error
+                self.done = True
+                if not self.node.stopped:
+                    self._ask(lambda number: Leave(number, "its user met an error"))
+
+    def _ask(self, make: Any, finish: Any = None) -> Future[Any]:
+        future = self.node.submit(make, finish)
+        self.asked.append(future)
+        return future
+
+    def _work(self) -> Program:
+        yield [self._ask(Register)]
+        declared = self._ask(
+            lambda number: DeclareKeys(
+                number,
+                STORE,
+                self.job.mode,
+                tuple(key.name for key in KEYS),
+                tuple((key.size,) for key in KEYS),
+                tuple(key.dtype for key in KEYS),
+            )
+        )
+        yield [declared]
+        self.infos = {info.key: info for info in declared.result()}
+        if self.job.optimizer is not None:
+            description = create(self.job.optimizer, learning_rate=1.0).describe()
+            yield [self._ask(lambda number: SetStoreOptimizer(number, STORE, description))]
+        if self.rank == 0:
+            yield [self._initialise()]
+        for turn in range(self.job.rounds_of(self.rank)):
+            self.round = turn
+            yield from self._take_turn(turn)
+        if self.job.rounds_of(self.rank) == self.job.rounds:
+            yield from self._check_the_end()
+        yield [self._ask(Leave)]
+
+    def _initialise(self) -> Future[Any]:
+        plan = make_plan(list(self.infos.values()), 64)
+        runs = [RunData(run, memoryview(_payload(run, plan.keys, self.oracle.firsts))) for run in plan.runs]
+        return self._ask(lambda number: Transfer(number, Kind.INITIALISE, "init", runs))
+
+    def _take_turn(self, turn: int) -> Program:
+        names = [key.name for key in KEYS]
+        self.random.shuffle(names)
+        outstanding: list[Future[Any]] = []
+        while names:
+            count = self.random.randint(1, len(names))
+            group, names = names[:count], names[count:]
+            outstanding.append(self._contribute(turn, group, pull=self.random.random() < 0.5))
+            if self.random.random() < 0.4:
+                outstanding.append(self._pull(self.random.sample(list(self.infos), self.random.randint(1, len(KEYS)))))
+            if self._last_turn and self.random.random() < 0.3:
+                # Within a turn one may only wait for turns before it: others may wait for what is still to come.
+                yield self._last_turn
+        self._last_turn = outstanding
+        if self.job.leaver_rounds is None and turn % 2 == 1:
+            yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+        if self.random.random() < 0.5:
+            yield outstanding
+
+    def _check_the_end(self) -> Program:
+        last_alone = self.job.mode == "sync"
+        if not last_alone:
+            yield list(self.asked)
+            yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+        reading, future = self._read(list(self.infos), exact=True)
+        yield [future]
+        for info, result in zip(reading.infos, reading.results, strict=True):
+            key = next(key for key in KEYS if key.name == info.key)
+            assert np.array_equal(result, self.oracle.final(key)), (
+                f"worker {self.rank}: key {info.key!r} ended as {result}, not {self.oracle.final(key)}"
+            )
+
+    # Calls.
+
+    def _contribute(self, turn: int, names: list[int | str], pull: bool) -> Future[Any]:
+        infos = [self.infos[name] for name in names]
+        grads = {name: self.oracle.given[self.rank, turn, name] for name in names}
+        plan = make_plan(infos, 64)
+        for name, grad in grads.items():
+            self._pushed[name] = self._pushed.get(name, 0) + 1
+            if grad is not None:
+                self._sums[name] = self._sums.get(name, 0) + grad
+        reading = self._reading(infos)
+        payloads = [_payload(run, plan.keys, grads) for run in plan.runs]
+        runs = [
+            RunData(
+                run,
+                memoryview(payload),
+                _sinks(run, reading.results) if pull else (),
+                np.array([Flag.EMPTY if grads[plan.keys[i].key] is None else 0 for i in run.key_of], np.uint8),
+                SERVER_DECIDES,
+            )
+            for run, payload in zip(plan.runs, payloads, strict=True)
+        ]
+
+        def finish() -> None:
+            for payload in payloads:
+                payload[:] = bytes([GARBAGE]) * len(payload)
+            if pull:
+                self._check(reading)
+
+        kind = Kind.PUSHPULL if pull else Kind.PUSH
+        priority = self.random.randint(-2, 2)
+        return self._ask(lambda number: Transfer(number, kind, kind.value, runs, priority), finish)
+
+    def _pull(self, names: list[int | str]) -> Future[Any]:
+        return self._read(names)[1]
+
+    def _read(self, names: list[int | str], exact: bool = False) -> tuple[Reading, Future[Any]]:
+        infos = [self.infos[name] for name in names]
+        reading = self._reading(infos)
+        runs = [RunData(run, sinks=_sinks(run, reading.results)) for run in make_plan(infos, 64).runs]
+        priority = self.random.randint(-2, 2)
+        future = self._ask(
+            lambda number: Transfer(number, Kind.PULL, "pull", runs, priority), lambda: self._check(reading)
+        )
+        return reading, future
+
+    def _reading(self, infos: Sequence[KeyInfo]) -> Reading:
+        results: list[Array] = [np.full(info.size, -1, info.dtype.storage) for info in infos]
+        pushed = {info.key: self._pushed.get(info.key, 0) for info in infos}
+        sums = {info.key: np.copy(self._sums.get(info.key, np.zeros(info.size))) for info in infos}
+        return Reading(infos, results, pushed, dict(self._seen), sums)
+
+    def _check(self, reading: Reading) -> None:
+        self.reads += 1
+        for info, result in zip(reading.infos, reading.results, strict=True):
+            if self.job.mode == "sync":
+                self._check_versions(reading, info, result)
+            else:
+                self._check_bounds(reading, info, result)
+
+    def _check_versions(self, reading: Reading, info: KeyInfo, result: Array) -> None:
+        states = self.oracle.states[info.key]
+        for piece in info.slices:
+            least = max(reading.pushed[info.key], reading.seen.get(piece.number, 0))
+            found = result[piece.start : piece.stop]
+            for version in range(least, len(states)):
+                if np.array_equal(states[version][piece.start : piece.stop], found):
+                    self._seen[piece.number] = max(self._seen.get(piece.number, 0), version)
+                    break
+            else:
+                raise AssertionError(
+                    f"worker {self.rank} read {found} of key {info.key!r}, no version from {least} on of"
+                    f" {[state[piece.start : piece.stop].tolist() for state in states]}"
+                )
+
+    def _check_bounds(self, reading: Reading, info: KeyInfo, result: Array) -> None:
+        key = next(key for key in KEYS if key.name == info.key)
+        sign = 1 if self.job.optimizer == "test" else -1
+        change = sign * (result - self.oracle.firsts[info.key])
+        most = sign * (self.oracle.final(key) - self.oracle.firsts[info.key])
+        assert (change >= reading.sums[info.key]).all(), f"worker {self.rank} does not read its own pushes: {change}"
+        assert (change <= most).all(), f"worker {self.rank} read more than was pushed: {change} > {most}"
+
+
+def _payload(run: RunPlan, keys: Sequence[KeyInfo], values: dict[int | str, Any]) -> bytearray:
+    """The bytes of one run; a key without a value takes none."""
+    payload = bytearray()
+    for piece in run.pieces:
+        value = values[keys[piece.index].key]
+        if value is not None:
+            part = value[piece.start : piece.stop].tobytes()
+            payload += part + b"\0" * (-len(part) % 8)
+    return payload
+
+
+def _sinks(run: RunPlan, results: Sequence[Array]) -> list[Array]:
+    return [results[piece.index][piece.start : piece.stop] for piece in run.pieces]

@@ -1,0 +1,51 @@
+"""Optimizers on servers: what they compute, what reaches them while they run, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def run(job, workers, scenario, servers=2):
+    """Launch a scenario of `programs/optimizers.py`; the lines that the workers printed, without their prefixes."""
+    job.launch(workers, servers, "optimizers.py", scenario)
+    job.succeed()
+    lines = [line.split("] ", 1)[1] for line in job.processes["launcher"].lines_with("[worker-")]
+    assert sorted(line for line in lines if line.startswith("checked on")) == [
+        f"checked on {rank} of {workers}" for rank in range(workers)
+    ]
+    return lines
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    ["gluon_step", "learning_rate", "trainer_learning_rate", "same_from_all", "different"],
+)
+def test_two_workers_and_two_servers_see(job, scenario):
+    run(job, 2, scenario)
+
+
+@pytest.mark.slow
+def test_seven_workers_take_the_step_of_the_mirrored_systems_test(job):
+    run(job, 7, "gluon_step")
+
+
+@pytest.mark.parametrize("scenario", ["disagreement", "lost_push"])
+def test_workers_that_disagree_on_the_learning_rate_are_named_to_all_of_them(job, scenario):
+    refused = [line for line in run(job, 3, scenario) if line.startswith("refused: ")]
+    assert len(refused) == (6 if scenario == "disagreement" else 3)
+    for line in refused:
+        assert "workers disagree on the learning rate or weight decay of key" in line
+        assert all(f"worker-{rank} says lr " in line for rank in range(3))
+
+
+def test_an_asynchronous_store_without_an_optimizer_says_what_to_do(job):
+    refused = [line for line in run(job, 2, "asynchronous_without") if line.startswith("refused: ")]
+    assert all("it needs an optimizer: call set_optimizer before the first push" in line for line in refused)
+    assert refused
+
+
+def test_two_runs_give_the_same_bits(job):
+    digests = set()
+    for _ in range(2):
+        digests |= {line for line in run(job, 3, "same_bits") if line.startswith("digest")}
+    assert len(digests) == 1

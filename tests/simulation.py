@@ -1,0 +1,333 @@
+"""A whole cluster in one thread, on a simulated network and clock: everything follows from a seed.
+
+The machines are the real ones, run by the real `Node` over a transport that exists in memory. After each event the
+machine that saw it is validated; at the end the weights are compared with what they must be, every request must have
+been answered, and every process must have ended. A failure names its seed: `run(seed, scenario)` repeats it exactly.
+
+    python -m tests.simulation --seeds 5000            # all scenarios, seeds 0 to 4999
+    python -m tests.simulation --scenario storm --seed 42 --trace
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest import mock
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kvdist.config import ClusterConfig, Limits
+from kvdist.core import answers, outbox, requests
+from kvdist.core.joining import Introduction
+from kvdist.core.scheduler import Scheduler
+from kvdist.core.server import Server
+from kvdist.core.worker import Worker
+from kvdist.errors import PeerLostError
+from kvdist.kernels.reference import REFERENCE
+from kvdist.node import Node
+from kvdist.nodes import Role
+from kvdist.version import __version__
+from tests.core.network import Network, Process, SimulatedTransport, Weather
+from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
+
+SCHEDULER_ENDPOINT = "memory://scheduler"
+EVENTS_MAX = 100_000
+"""More mean that somebody spins."""
+TIME_MAX_S = 400.0
+"""Simulated seconds after which whoever still waits hangs."""
+SLICE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated.
+
+    victim: who is hit once the workers are in their `fault_round`-th round: killed, or paused for `pause_s`.
+    """
+
+    num_workers: int = 2
+    num_servers: int = 2
+    rounds: int = 3
+    mode: str = "sync"
+    optimizer: str | None = None
+    leaver_rounds: int | None = None
+    weather: Weather = Weather()
+    forced_cuts: int = 0
+    """Connections broken for certain while the workers work."""
+    victim: str = ""
+    fault_round: int = 1
+    pause_s: float | None = None
+    limits: Limits = Limits(slice_bytes=SLICE_BYTES, window_bytes=160)
+
+
+@dataclass
+class Result:
+    """What became of a run."""
+
+    trace: list[str]
+    happened: Counter[str]
+    events: int
+    simulated_s: float
+    failures: dict[str, Exception | None]
+    """Process → why it stopped; None if it stopped well."""
+    detected_s: float = 0.0
+    """From the fault to the end of the last process that it ended."""
+    reads: int = 0
+
+
+@dataclass
+class Cluster:
+    """The processes of one run."""
+
+    scenario: Scenario
+    seed: int
+    network: Network
+    processes: dict[str, Process] = field(default_factory=dict)
+    users: dict[str, User] = field(default_factory=dict)
+    struck_at: float | None = None
+
+
+class SimulationError(AssertionError):
+    """Something that must not happen did; the message names the seed."""
+
+
+@contextmanager
+def small_messages() -> Iterator[None]:
+    """Sizes at which messages are joined, sent alone or leased, fitted to slices of a few bytes."""
+    with (
+        mock.patch.object(requests, "ALONE_BYTES_MIN", 48),
+        mock.patch.object(outbox, "ALONE_BYTES_MIN", 48),
+        mock.patch.object(answers, "JOIN_BYTES_MAX", 24),
+    ):
+        yield
+
+
+def run(seed: int, scenario: Scenario) -> Result:
+    """Simulate one cluster to its end.
+
+    Raises:
+        SimulationError: an invariant broke, a value was wrong, a request or a process did not end.
+    """
+    network = Network(seed, scenario.weather)
+    cluster = Cluster(scenario, seed, network)
+    try:
+        with small_messages():
+            _build(cluster)
+            events = _play(cluster)
+            _judge(cluster)
+    except AssertionError as error:
+        raise SimulationError(f"seed {seed}: {error}") from error
+    ends = [process.ended_at for process in cluster.processes.values()]
+    return Result(
+        network.trace,
+        network.happened,
+        events,
+        max(ends),
+        {name: process.node.failure for name, process in cluster.processes.items()},
+        0.0 if cluster.struck_at is None else max(ends) - cluster.struck_at,
+        sum(user.reads for user in cluster.users.values()),
+    )
+
+
+def _build(cluster: Cluster) -> None:
+    scenario, network = cluster.scenario, cluster.network
+    job = Job(
+        scenario.num_workers, scenario.rounds, scenario.mode, scenario.optimizer, scenario.leaver_rounds
+    )
+    oracle = Oracle(job, network.random)
+
+    def start(name: str, role: Role, rank: int) -> None:
+        process = cluster.processes[name] = Process(
+            name, network, lambda transport: _node(scenario, role, rank, transport)
+        )
+        if role is Role.WORKER:
+            user = cluster.users[name] = User(rank, process.node, job, oracle, network.random)
+            process.after_turn = lambda: _turned(cluster, user)
+            user.advance()
+
+    order = [("scheduler", Role.SCHEDULER, 0)]
+    order += [(f"server-{rank}", Role.SERVER, rank) for rank in range(scenario.num_servers)]
+    order += [(f"worker-{rank}", Role.WORKER, rank) for rank in range(scenario.num_workers)]
+    for name, role, rank in order:
+        network.after(
+            network.random.uniform(0, 0.3), lambda name=name, role=role, rank=rank: start(name, role, rank)
+        )
+
+
+def _node(scenario: Scenario, role: Role, rank: int, transport: SimulatedTransport) -> Node:
+    network = transport.network
+    limits = scenario.limits
+    machine: Scheduler | Server | Worker
+    if role is Role.SCHEDULER:
+        transport.bind(SCHEDULER_ENDPOINT)
+        config = ClusterConfig(
+            Role.SCHEDULER,
+            "host-s",
+            1,
+            scenario.num_workers,
+            scenario.num_servers,
+            bigarray_bound=BIGARRAY_BOUND,
+            limits=limits,
+        )
+        machine = Scheduler(config, network.now)
+    else:
+        endpoint = transport.bind(f"memory://server-{rank}") if role is Role.SERVER else ""
+        introduction = Introduction(
+            role,
+            (1 if role is Role.SERVER else 2) * 1_000_000 + rank,
+            rank,
+            f"host-{rank}",
+            100 + rank,
+            endpoint,
+            scenario.num_workers,
+            scenario.num_servers,
+            __version__,
+            SCHEDULER_ENDPOINT,
+        )
+        if role is Role.SERVER:
+            machine = Server(introduction, limits, REFERENCE, network.now)
+        else:
+            machine = Worker(introduction, limits, network.now)
+    return Node(machine, transport, job=4711, explain_after_s=limits.explain_after_s, clock=lambda: network.now)
+
+
+def _turned(cluster: Cluster, user: User) -> None:
+    """A worker's node has turned: let its user go on, and strike when it is time."""
+    user.advance()
+    network, scenario = cluster.network, cluster.scenario
+    if user.round < scenario.fault_round or cluster.struck_at is not None:
+        return
+    if scenario.victim or scenario.forced_cuts:
+        cluster.struck_at = network.now
+        for _ in range(scenario.forced_cuts):
+            name = network.random.choice(sorted(cluster.processes))
+            network.after(network.random.uniform(0, 0.01), lambda name=name: _cut(cluster, name))
+    if scenario.victim:
+        network.after(network.random.uniform(0, 0.003), lambda: _strike(cluster))
+
+
+def _cut(cluster: Cluster, name: str) -> None:
+    cluster.processes[name].transport.cut_one()
+
+
+def _strike(cluster: Cluster) -> None:
+    scenario = cluster.scenario
+    victim = cluster.processes[scenario.victim]
+    if victim.ended:
+        return
+    cluster.struck_at = cluster.network.now
+    if scenario.pause_s is None:
+        victim.crash()
+    else:
+        victim.pause(scenario.pause_s, scenario.limits.silence_s)
+
+
+def _play(cluster: Cluster) -> int:
+    """Let time pass until every process has ended."""
+    network = cluster.network
+    expected = 1 + cluster.scenario.num_servers + cluster.scenario.num_workers
+    events = 0
+    while True:
+        if len(cluster.processes) == expected and all(process.ended for process in cluster.processes.values()):
+            return events
+        if not network.step():
+            raise AssertionError(f"nothing will ever happen again: {_state(cluster)}")
+        events += 1
+        if events > EVENTS_MAX:
+            raise AssertionError(f"{EVENTS_MAX} events and no end: {_state(cluster)}")
+        if network.now > TIME_MAX_S:
+            raise AssertionError(f"somebody hangs: {_state(cluster)}")
+
+
+def _judge(cluster: Cluster) -> None:
+    """Every request has been answered, and nobody failed who had no reason to."""
+    for name, user in cluster.users.items():
+        process = cluster.processes[name]
+        user.advance()
+        if process.crashed:
+            continue
+        assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
+        assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
+        assert user.done, f"{name} did not come to its end"
+    survivors = [process for process in cluster.processes.values() if not process.crashed]
+    for process in survivors:
+        failure = process.node.failure
+        if not _must_abort(cluster):
+            assert failure is None, f"{process.name} ended with {failure!r}"
+            continue
+        assert isinstance(failure, PeerLostError), f"{process.name} ended with {failure!r} and no PeerLostError"
+
+
+def _must_abort(cluster: Cluster) -> bool:
+    paused_s = cluster.scenario.pause_s or 0.0
+    return paused_s > cluster.scenario.limits.silence_s or any(one.crashed for one in cluster.processes.values())
+
+
+def _state(cluster: Cluster) -> str:
+    lines = []
+    for name, process in cluster.processes.items():
+        if not process.ended:
+            lines.append(f"{name}: {process.node.machine.explain(cluster.network.now)}")
+    return "; ".join(lines)
+
+
+STORM = Weather(delay_s=0.005, loss=0.01, duplication=0.05, cut=0.004)
+
+SCENARIOS: dict[str, Scenario] = {
+    "calm": Scenario(),
+    "updated": Scenario(num_workers=3, optimizer="test"),
+    "async": Scenario(mode="async", optimizer="sgd"),
+    "cuts": Scenario(optimizer="sgd", forced_cuts=4),
+    "storm": Scenario(weather=STORM),
+    "async storm": Scenario(mode="async", optimizer="test", weather=STORM),
+    "leaver": Scenario(num_workers=3, rounds=4, leaver_rounds=2, optimizer="test"),
+    "leaver in a storm": Scenario(num_workers=3, rounds=3, leaver_rounds=1, weather=STORM),
+    "killed worker": Scenario(num_workers=3, victim="worker-1"),
+    "killed server": Scenario(victim="server-0"),
+    "killed scheduler": Scenario(victim="scheduler"),
+    "short pause": Scenario(victim="server-1", pause_s=2.5),
+    "long pause": Scenario(num_workers=3, victim="worker-2", pause_s=8.0),
+}
+"""By name, for tests and for the command line."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run many seeds; print the first that fails."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds of each scenario")
+    parser.add_argument("--seed", type=int, help="one seed only")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--scenario", choices=sorted(SCENARIOS), help="one scenario only")
+    parser.add_argument("--trace", action="store_true", help="print what happened")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    names = [options.scenario] if options.scenario else list(SCENARIOS)
+    seeds = range(options.first, options.first + options.seeds) if options.seed is None else [options.seed]
+    failed = 0
+    for name in names:
+        started = time.monotonic()
+        happened: Counter[str] = Counter()
+        for seed in seeds:
+            try:
+                result = run(seed, SCENARIOS[name])
+            except SimulationError as error:
+                failed += 1
+                print(f"{name}: {error}")
+                break
+            happened += result.happened
+            if options.trace:
+                print("\n".join(result.trace))
+        print(f"{name}: {len(seeds)} seeds in {time.monotonic() - started:.1f} s; {dict(happened)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
