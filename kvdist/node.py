@@ -208,10 +208,13 @@ class Node:
         source = packet.stamp.source
         known = self._routes.get(source)
         if known != route:
+            if known is not None:
+                # The peer dialled anew. What was said under the old connection may be lost, noticed or not.
+                self._went_away(known, "a new connection took its place")
+                self._members.pop(known, None)
             self._routes[source] = route
             self._members[route] = source
             if known is not None:
-                self._members.pop(known, None)
                 self._came_back(source)
         self._carry_out(self.reliable.receive(packet, self._clock()))
 

@@ -52,6 +52,11 @@ class Joining:
         self._dialled = False
 
     @property
+    def welcomed(self) -> bool:
+        """Whether the scheduler has given this process a seat, so that losing it means something."""
+        return self.welcomed_at is not None
+
+    @property
     def deadline(self) -> float:
         """When `tick` should run next."""
         if self.complete:

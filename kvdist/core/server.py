@@ -123,7 +123,7 @@ class Server(Machine):
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection; only the scheduler's matters, it judges the others."""
         if isinstance(event, Disconnected):
-            if event.member == SCHEDULER_MEMBER and self.joining.complete and not self._stopping:
+            if event.member == SCHEDULER_MEMBER and self.joining.welcomed and not self._stopping:
                 self._scheduler_lost_at = now + self.limits.reconnect_grace_s
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER

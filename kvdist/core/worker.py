@@ -43,6 +43,7 @@ from kvdist.core.verdict import lost, scheduler_lost
 from kvdist.errors import (
     BarrierTimeout,
     ConfigError,
+    FencedError,
     InitMismatch,
     KvdistError,
     OptimizerMismatch,
@@ -76,6 +77,9 @@ from kvdist.protocol.messages import (
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""
 
+ASK_AGAIN_S = 1.0
+"""How long the scheduler has to say who is missing at a barrier that is late."""
+
 ERRORS: dict[int, type[KvdistError]] = {
     ErrorCode.INTERNAL: KvdistError,
     ErrorCode.INIT_MISMATCH: InitMismatch,
@@ -106,6 +110,9 @@ class Worker(Machine):
         self.failure: Exception | None = None
         """Why every request fails from now on."""
         self._pending: dict[int, Pending] = {}
+        """In the order of the calls, so the first one is the oldest."""
+        self._timed: dict[int, Pending] = {}
+        """Those with a deadline."""
         self._declared: dict[int, DeclareKeys] = {}
         self._barriers_passed: dict[int, int] = {}
         self._barrier_of: dict[int, tuple[int, int]] = {}
@@ -128,7 +135,7 @@ class Worker(Machine):
         """When `tick` should run next."""
         if self.failure is not None:
             return NEVER
-        requests = min((pending.due for pending in self._pending.values()), default=NEVER)
+        requests = min((pending.due for pending in self._timed.values()), default=NEVER)
         links = min((due for due, _ in self._lost_links.values()), default=NEVER)
         return min(self.joining.deadline, self._next_alive, requests, links)
 
@@ -155,6 +162,9 @@ class Worker(Machine):
                 effects = self._refused(message, sender)
             case Waiting():
                 effects = self._hinted(message, now)
+            case Rejected(reason):
+                refusal = FencedError(reason) if self.joining.complete else self.joining.refusal(message)
+                effects = self._fail_all(refusal)
             case _ if sender.node.role is Role.SCHEDULER:
                 effects = self._control(message, now)
             case _:
@@ -164,7 +174,7 @@ class Worker(Machine):
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection."""
         match event:
-            case Disconnected(member, reason) if self.joining.complete and not self._goodbye_said:
+            case Disconnected(member, reason) if self.joining.welcomed and not self._goodbye_said:
                 grace = self.limits.reconnect_grace_s
                 patience = grace if member == SCHEDULER_MEMBER else grace + VERDICT_WAIT_S
                 self._lost_links[member] = (now + patience, reason)
@@ -186,7 +196,7 @@ class Worker(Machine):
         if now >= self._next_alive:
             self._next_alive = now + self.limits.heartbeat_s
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
-        for pending in [pending for pending in self._pending.values() if now >= pending.due]:
+        for pending in [pending for pending in self._timed.values() if now >= pending.due]:
             effects += self._late(pending, now)
         return effects
 
@@ -202,7 +212,8 @@ class Worker(Machine):
     @property
     def waiting_since(self) -> float | None:
         """Since when the oldest request waits."""
-        return min((pending.since for pending in self._pending.values()), default=None)
+        oldest = next(iter(self._pending.values()), None)
+        return None if oldest is None else oldest.since
 
     def explain(self, now: float) -> str | None:
         """The oldest request, and what it waits for."""
@@ -212,7 +223,7 @@ class Worker(Machine):
             return joining + hint
         if not self._pending:
             return None
-        oldest = min(self._pending.values(), key=lambda pending: pending.since)
+        oldest = next(iter(self._pending.values()))
         text = f"{self.me}: {oldest.label} has waited {now - oldest.since:.1f} s"
         if self._hint is not None:
             names = ", ".join(self._named(rank) for rank in self._hint.ranks)
@@ -246,7 +257,8 @@ class Worker(Machine):
                 return [Send(SCHEDULER_MEMBER, Configure(request.request, request.store, request.description))]
             case EnterBarrier():
                 pending = self._open(request.request, "barrier", now)
-                pending.due = NEVER if request.timeout_s is None else now + request.timeout_s
+                if request.timeout_s is not None:
+                    self._set_deadline(pending, now + request.timeout_s)
                 counter = self._barriers_passed.get(request.store, 0)
                 self._barrier_of[request.request] = (request.store, counter)
                 return [Send(SCHEDULER_MEMBER, Barrier(request.request, request.store, counter))]
@@ -257,6 +269,10 @@ class Worker(Machine):
         pending = self._pending[request] = Pending(request, label, now)
         self._hint = None if len(self._pending) == 1 else self._hint
         return pending
+
+    def _set_deadline(self, pending: Pending, due: float) -> None:
+        pending.due = due
+        self._timed[pending.request] = pending
 
     def _transfer(self, request: Transfer, now: float) -> list[Effect]:
         pending = self._open(request.request, request.label, now)
@@ -270,7 +286,8 @@ class Worker(Machine):
     def _leave(self, request: Leave, now: float) -> list[Effect]:
         self._leaving = request
         pending = self._open(request.request, "leaving the cluster", now)
-        pending.due = NEVER if not request.failure else now + self.limits.farewell_s
+        if request.failure:
+            self._set_deadline(pending, now + self.limits.farewell_s)
         if self.failure is not None or not self.joining.complete:
             return [self._close(pending), Stop()]
         return []
@@ -295,8 +312,6 @@ class Worker(Machine):
             case Welcome():
                 self.joining.welcome(message, now)
                 self._next_alive = now + self.limits.heartbeat_s
-            case Rejected():
-                return self._fail_all(self.joining.refusal(message))
             case Roster():
                 return self._roster(message)
             case Placed():
@@ -372,6 +387,7 @@ class Worker(Machine):
 
     def _close(self, pending: Pending, result: object = None) -> Effect:
         self._pending.pop(pending.request, None)
+        self._timed.pop(pending.request, None)
         self._hint = None
         if pending.error is not None:
             return Fail(pending.request, pending.error)
@@ -381,6 +397,7 @@ class Worker(Machine):
         self.transfers.clear()
         effects: list[Effect] = [Fail(request, error) for request in self._pending]
         self._pending.clear()
+        self._timed.clear()
         return effects
 
     def _fail_all(self, error: Exception) -> list[Effect]:
@@ -411,7 +428,7 @@ class Worker(Machine):
             return [self._close(pending), Stop()]
         if not pending.asked:
             pending.asked = True
-            pending.due = now + 1.0
+            pending.due = now + ASK_AGAIN_S
             return [Send(SCHEDULER_MEMBER, Barrier(pending.request, *barrier))]
         return [self._barrier_timed_out(pending, (), now)]
 

@@ -144,8 +144,7 @@ class ZeroMQTransport(Transport):
         if to.gone or _transmit(to, pieces):
             return
         if isinstance(to.link, _Dialled):
-            # libzmq gave this dial up, as it does after a peer that broke the protocol. A new one has a queue again.
-            to.link.socket.connect(to.link.endpoint)
+            to.link.redial()
             _transmit(to, pieces)
             return
         to.link.lose(to)
@@ -369,6 +368,12 @@ class _Dialled(_Link):
             self.complained = True
             reason = f"whoever listens at {self.endpoint} refused the handshake; is it a node of this cluster?"
             events.append(Disconnected(self.route, reason))
+
+    def redial(self) -> None:
+        """Dial again where libzmq has given up, as it does after a peer that broke the protocol."""
+        # It would take the same endpoint for one that it is dialling already.
+        self.socket.disconnect(self.endpoint)
+        self.socket.connect(self.endpoint)
 
     def read_message(self, events: list[Event]) -> int:
         frames: list[memoryview] = []

@@ -1,0 +1,194 @@
+"""Processes that die, stop or leave: whoever waits learns of it within seconds, by name; nothing is left behind.
+
+A killing asserts that the victim was alive and the others blocked when it came.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.integration.processes import EXIT_PEER_LOST, HOST
+
+NOTICED_S = 5.0
+"""From a killing to the end of every other process."""
+VICTIMS = ["worker-1", "server-1", "scheduler"]
+CALLS = ["pushpull", "barrier", "init"]
+QUICK = {"KVDIST_SILENCE_S": "1", "KVDIST_HEARTBEAT_S": "0.3"}
+
+
+def all_are_blocked(job, names, call):
+    """Wait until the workers say so; whether one was wrong is seen by what it prints afterwards."""
+    for name in names:
+        job.line(name, "blocked in", count=1 if name != "launcher" else 2)
+    assert any(f"blocked in {call}" in process.text for process in job.processes.values())
+
+
+def kill(job, victim, number=signal.SIGKILL):
+    """Send a signal to a process that runs; when."""
+    pid = job.pid_of(victim)
+    assert pid in job.marked(), f"{victim} runs"
+    return job.kill(victim, number)
+
+
+def named(victim):
+    """How a sentence about the loss of a victim begins."""
+    if victim == "scheduler":
+        return "scheduler (at tcp://127.0.0.1:"
+    return f"{victim} (host {socket.gethostname()}, pid "
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
+    job.cluster(2, 2, "faults.py", "blocked", call)
+    all_are_blocked(job, ["worker-0", "worker-1"], call)
+    killed_at = kill(job, victim)
+    codes = job.finish()
+    assert job.processes[victim].code == -signal.SIGKILL, "the fault happened"
+    for name, process in job.processes.items():
+        if name == victim:
+            continue
+        assert process.ended_at - killed_at < NOTICED_S, f"{name} took too long\n{job.transcript()}"
+        assert named(victim) in process.text, job.transcript()
+        assert "was lost" in process.text and "the call returned" not in process.text
+        if name.startswith("worker"):
+            assert codes[name] == 1 and "PeerLostError: " in process.text
+            host = f"tcp://{HOST}:{job.port}" if victim == "scheduler" else socket.gethostname()
+            assert process.lines_with(f"lost {victim!r} on {host!r}: "), job.transcript()
+            assert process.lines_with("lost again: "), "the next call fails alike"
+        else:
+            assert codes[name] == EXIT_PEER_LOST, job.transcript()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
+    launcher = job.launch(2, 2, "faults.py", "blocked", call)
+    all_are_blocked(job, ["launcher"], call)
+    pid = job.pid_of(victim)
+    killed_at = kill(job, victim)
+    job.finish()
+    assert launcher.ended_at - killed_at < NOTICED_S, job.transcript()
+    assert launcher.code == 128 + signal.SIGKILL
+    summary = launcher.text.splitlines()[-1]
+    assert f"{victim} (pid {pid}) was killed by signal 9 (SIGKILL)" in summary, job.transcript()
+    survivors = [name for name in ("worker-0", "worker-1") if name != victim]
+    for name in survivors:
+        raised = [line for line in launcher.lines_with("PeerLostError: ") if line.startswith(f"[{name}]")]
+        assert raised and f": {victim} (" in raised[0], job.transcript()
+    assert "the call returned" not in launcher.text
+
+
+@pytest.mark.parametrize("victim", ["server-0", "worker-1"])
+def test_a_process_that_stands_still_is_noticed(job, victim):
+    job.cluster(2, 1, "faults.py", "blocked", "pushpull", **QUICK)
+    all_are_blocked(job, ["worker-0", "worker-1"], "pushpull")
+    stopped_at = kill(job, victim, signal.SIGSTOP)
+    job.finish(but=victim)
+    survivors = [process for process in job.processes.values() if process.name != victim]
+    for process in survivors:
+        assert process.ended_at - stopped_at < NOTICED_S, job.transcript()
+        assert f"{victim} (" in process.text and "was lost" in process.text, job.transcript()
+    assert job.processes[victim].code is None, "the fault happened: it did not end by itself"
+    job.kill(victim)
+    job.finish()
+
+
+def test_a_scheduler_that_stands_still_is_noticed(job):
+    job.cluster(2, 1, "faults.py", "blocked", "pushpull", **QUICK)
+    all_are_blocked(job, ["worker-0", "worker-1"], "pushpull")
+    stopped_at = kill(job, "scheduler", signal.SIGSTOP)
+    job.finish(but="scheduler")
+    for name in ("server-0", "worker-0", "worker-1"):
+        assert job.processes[name].ended_at - stopped_at < NOTICED_S, job.transcript()
+        assert named("scheduler") in job.processes[name].text, job.transcript()
+    job.kill("scheduler")
+    job.finish()
+
+
+def test_a_pause_that_is_shorter_than_the_silence_hurts_nobody(job):
+    job.cluster(2, 1, "faults.py", "endless")
+    job.line("worker-0", "going")
+    job.line("worker-1", "going")
+    kill(job, "server-0", signal.SIGSTOP)
+    time.sleep(0.7)  # the length of the pause is the fault
+    job.kill("server-0", signal.SIGCONT)
+    with pytest.raises(AssertionError, match="not within 1.5 s"):
+        job.wait(lambda: any(p.code is not None for p in job.processes.values()), "somebody ends", timeout_s=1.5)
+    kill(job, "worker-1")
+    job.finish()
+
+
+def test_an_exception_in_one_script_ends_the_others_with_a_sentence_that_names_it(job):
+    job.cluster(3, 2, "faults.py", "raises")
+    codes = job.finish()
+    assert codes["worker-1"] == 1
+    sentence = "ended by an unhandled RuntimeError: the script of worker 1 is wrong"
+    for name in ("worker-0", "worker-2", "server-0", "server-1", "scheduler"):
+        assert sentence in job.processes[name].text and "worker-1 (host " in job.processes[name].text, job.transcript()
+        assert codes[name] == (1 if name.startswith("worker") else EXIT_PEER_LOST)
+
+
+def test_an_exception_in_one_script_is_the_launchers_first_cause(job):
+    launcher = job.launch(3, 2, "faults.py", "raises")
+    job.finish()
+    assert launcher.code == 1
+    assert "worker-1 (pid " in launcher.text.splitlines()[-1], job.transcript()
+    assert "failed with exit code 1" in launcher.text.splitlines()[-1], job.transcript()
+
+
+def test_a_worker_that_exits_without_a_word_is_lost(job):
+    job.cluster(2, 1, "faults.py", "exits", "0")
+    codes = job.finish()
+    assert codes["worker-1"] == 0 and codes["worker-0"] == 1
+    assert named("worker-1") in job.processes["worker-0"].text
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_worker_that_exits_without_a_word_is_lost_under_the_launcher(job, code):
+    launcher = job.launch(2, 1, "faults.py", "exits", str(code))
+    job.finish()
+    raised = launcher.lines_with("PeerLostError: ")
+    assert raised and raised[0].startswith("[worker-0]") and "worker-1 (" in raised[0], job.transcript()
+    assert launcher.code == (code or 1), job.transcript()
+    assert "worker-1" in "".join(launcher.lines_with("kvdist-launch: ")[1:]), job.transcript()
+
+
+def test_a_worker_that_ends_without_a_store_is_told_to_those_who_wait(job):
+    launcher = job.launch(2, 1, "faults.py", "never_joins")
+    job.finish(timeout_s=15)
+    assert launcher.code != 0 and "the call returned" not in launcher.text
+    text = "worker-1 ended without having joined the cluster, but worker-0 waits for it: every worker must call kv.create"
+    assert text in launcher.text, job.transcript()
+
+
+def test_a_job_whose_workers_need_no_store_ends_well(job):
+    job.launch(2, 1, "faults.py", "never_joins_at_all")
+    job.succeed(timeout_s=15)
+
+
+def test_kill_9_of_the_launcher_ends_everything(job):
+    launcher = job.launch(2, 2, "faults.py", "blocked", "pushpull")
+    all_are_blocked(job, ["launcher"], "pushpull")
+    others = job.children()
+    assert len(others) == 5
+    killed_at = kill(job, "launcher")
+    job.finish()
+    assert launcher.code == -signal.SIGKILL
+    deadline = killed_at + NOTICED_S
+    while (left := set(others.values()) & set(job.marked())) and time.monotonic() < deadline:
+        time.sleep(0.02)  # they are the children of nobody whose end could be waited for
+    assert not left, f"{left} of {others} are still there\n{job.transcript()}"
+
+
+def test_an_interruption_of_the_launcher_leaves_nothing_behind(job):
+    launcher = job.launch(2, 2, "faults.py", "endless")
+    job.line("launcher", "going", count=2)
+    kill(job, "launcher", signal.SIGINT)
+    job.finish()
+    assert launcher.code == 128 + signal.SIGINT, job.transcript()
+    assert "interrupted by signal 2 (SIGINT)" in launcher.text.splitlines()[-1]
