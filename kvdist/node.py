@@ -323,15 +323,19 @@ def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None
         nodes: the nodes; their transports must share what `wait` waits for.
         wait: sleeps for at most so many seconds, or until something happens for any of the nodes.
     """
+    running = list(nodes)
     try:
-        while not all(node.stopped for node in nodes):
+        while running:
             busy = False
-            for node in nodes:
-                if not node.stopped:
-                    busy = node.turn(0.0) or busy
-            if not busy:
+            for node in running:
+                busy = node.turn(0.0) or busy
+            for node in [node for node in running if node.stopped]:
+                # At once, so that the others see it go.
+                node.finish()
+                running.remove(node)
+            if running and not busy:
                 now = time.monotonic()
-                wait(max(0.0, min(TURN_S, *(node.reliable.deadline - now for node in nodes))))
+                wait(max(0.0, min(TURN_S, *(node.reliable.deadline - now for node in running))))
     finally:
         for node in nodes:
             node.finish()

@@ -31,10 +31,10 @@ class Barriers:
         if message.counter < self._passed.get(message.store, 0):
             return [Send(sender, Done(message.request))]
         barrier = self._open.setdefault((message.store, message.counter), _Open(now))
-        if sender.node.rank in barrier.arrived:
-            return [Send(sender, _hint(message.counter, barrier, live, now))]
+        asked_before = sender.node.rank in barrier.arrived
+        # The newest request is the one that waits: an earlier one may have run out of its time.
         barrier.arrived[sender.node.rank] = (sender, message.request)
-        return self.release(live)
+        return [Send(sender, _hint(message.counter, barrier, live, now))] if asked_before else self.release(live)
 
     def release(self, live: Set[int]) -> list[Effect]:
         """Let everybody go on where all live workers have arrived."""

@@ -92,6 +92,11 @@ class Joining:
         self._next_hello = now + HELLO_INTERVAL_S
         return [*effects, Send(SCHEDULER_MEMBER, self._hello())]
 
+    def disconnected(self, now: float) -> None:
+        """The connection to the scheduler broke, and a hello or its answer with it: say it again."""
+        if self._dialled:
+            self._next_hello = now
+
     def welcome(self, message: Welcome, now: float) -> None:
         """Take the seat that the scheduler gave."""
         if self.welcomed_at is None:

@@ -106,10 +106,11 @@ class Outbox:
         runs = [first]
         total = first.nbytes
         settings = len(first.data.settings)
+        room = min(self.join_bytes_max, self.window_bytes - self.flying_bytes)
         while heap and first.nbytes < ALONE_BYTES_MIN and len(runs) < RUNS_PER_MESSAGE_MAX:
             run = heap[0][2]
             settings += len(run.data.settings)
-            if run.nbytes >= ALONE_BYTES_MIN or total + run.nbytes > self.join_bytes_max:
+            if run.nbytes >= ALONE_BYTES_MIN or total + run.nbytes > room:
                 break
             if settings > SETTINGS_PER_MESSAGE_MAX:
                 break

@@ -13,11 +13,12 @@ is returned exactly once; an older incarnation changes nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvdist.core.effects import (
     NEVER,
+    Adopt,
     Connected,
     Disconnected,
     Effect,
@@ -94,7 +95,7 @@ class Reliable:
                 else [self._unsequenced(stamp.source, Rejected(refusal))]
             )
         if stamp.source.node.rank == UNRANKED:
-            return self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
+            return self._introduced(self.machine.handle(stamp.source, packet.message, now), now)
         link = self._link(stamp.source)
         self.machine.steps[stamp.source] = stamp.step
         effects = self._acknowledge(link, stamp.ack, now)
@@ -174,6 +175,14 @@ class Reliable:
         if stamp.source.node.rank != UNRANKED and stamp.source.incarnation < newest:
             return f"{stamp.source} was replaced by a newer process and must not go on"
         return None
+
+    def _introduced(self, effects: Sequence[Effect], now: float) -> list[Effect]:
+        """A stranger has spoken. If it turns out to be a member, this is a connection to it, perhaps a new one."""
+        stamped = self._stamped(effects, now)
+        for effect in effects:
+            if isinstance(effect, Adopt):
+                stamped += self.observe(Connected(effect.member), now)
+        return stamped
 
     def _link(self, member: Member) -> Link:
         link = self.links.get(member)

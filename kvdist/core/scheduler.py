@@ -149,9 +149,7 @@ class Scheduler(Machine):
         """React to connections and to what the launcher saw."""
         match event:
             case Disconnected(member, reason):
-                if self._is_over:
-                    self._servers_gone.add(member.node.rank)
-                elif self.seats.holds(member) and member.node not in self.seats.left:
+                if self.seats.holds(member) and member.node not in self.seats.left:
                     self._suspects[member] = (now + self.limits.reconnect_grace_s, reason)
             case Connected(member):
                 self._suspects.pop(member, None)
@@ -168,7 +166,7 @@ class Scheduler(Machine):
         for member, (due, reason) in list(self._suspects.items()):
             if now >= due:
                 del self._suspects[member]
-                return self._lost(member, reason)
+                return self._server_gone(member) if self._is_over else self._lost(member, reason)
         if now >= self._stop_by:
             return self._stop(None)
         if not self.complete and now >= self._form_by:
@@ -186,8 +184,8 @@ class Scheduler(Machine):
         return []
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
-        """Nothing here is sent with a token."""
-        raise AssertionError("the scheduler sends no tokens")
+        """A server has heard that it shall stop: the only message here that has a token."""
+        return self._server_gone(member)
 
     @property
     def waiting_since(self) -> float | None:
@@ -220,14 +218,14 @@ class Scheduler(Machine):
     def _hello(self, sender: Member, message: Hello) -> list[Effect]:
         known = self.seats.known(sender)
         if known is not None:
-            return [Send(sender, Welcome(known.node.rank, known.incarnation))]
+            return [Send(sender, Welcome(known.node.rank, known.incarnation)), Adopt(sender, known)]
         try:
             member = self.seats.give(sender, message)
         except ConfigError as error:
             return [Send(sender, Rejected(str(error)))]
         effects: list[Effect] = [Send(sender, Welcome(member.node.rank, member.incarnation)), Adopt(sender, member)]
         if self._is_over and member.node.role is Role.SERVER:
-            effects.append(Send(member, StopMessage()))
+            effects.append(Send(member, StopMessage(), member))
         elif self.seats.all_taken:
             self.complete = True
             effects += self._announce()
@@ -364,7 +362,12 @@ class Scheduler(Machine):
         if len(gone) < self.config.num_workers or self._is_over:
             return []
         self._stop_by = now + self.limits.farewell_s
-        return [Send(server, StopMessage()) for server in self.seats.servers]
+        return [Send(server, StopMessage(), server) for server in self.seats.servers]
+
+    def _server_gone(self, server: Member) -> list[Effect]:
+        """The server has ended after it was told to, or is about to."""
+        self._servers_gone.add(server.node.rank)
+        return self._stop_if_alone()
 
     def _stop_if_alone(self) -> list[Effect]:
         over = self._is_over and len(self._servers_gone) == self.config.num_servers
@@ -379,8 +382,7 @@ class Scheduler(Machine):
                 return self._end_if_alone(now) or self._incomplete_for_ever()
             return []
         if event.clean and self._is_over:
-            self._servers_gone.add(node.rank)
-            return self._stop_if_alone()
+            return self._server_gone(Member(node, 0))
         member = peer.member if peer else Member(node, 0)
         return self._lost(member, event.cause + ("" if peer else " before it had joined the cluster"))
 

@@ -123,8 +123,12 @@ class Server(Machine):
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection; only the scheduler's matters, it judges the others."""
         if isinstance(event, Disconnected):
-            if event.member == SCHEDULER_MEMBER and self.joining.welcomed and not self._stopping:
-                self._scheduler_lost_at = now + self.limits.reconnect_grace_s
+            if event.member == SCHEDULER_MEMBER and not self._stopping:
+                # What is said now leaves with the next connection, and tells the scheduler whose it is.
+                self.joining.disconnected(now)
+                if self.joining.welcomed:
+                    self._next_alive = now
+                    self._scheduler_lost_at = now + self.limits.reconnect_grace_s
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER
         return []

@@ -26,6 +26,9 @@ from kvdist.nodes import Member, worker
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag, padded
 
+# Plain numbers: operators of enums are written in Python, and this is asked for every slice of every push.
+_EMPTY, _AVERAGE = int(Flag.EMPTY), int(Flag.AVERAGE)
+
 Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""
 
@@ -47,7 +50,7 @@ class Contribution:
     @property
     def is_empty(self) -> bool:
         """Whether it only counts."""
-        return bool(self.flags & Flag.EMPTY)
+        return bool(self.flags & _EMPTY)
 
 
 @dataclass(slots=True)
@@ -227,7 +230,7 @@ def _scale(contribution: Contribution, total: int, updater: Updater | None) -> f
     rescale = contribution.setting[2]
     if math.isnan(rescale):
         rescale = 1.0 if updater is None else updater.optimizer.rescale_grad
-    return rescale / total if contribution.flags & Flag.AVERAGE else rescale
+    return rescale / total if contribution.flags & _AVERAGE else rescale
 
 
 def _agreed_settings(key: int | str, present: Sequence[Contribution]) -> tuple[float | None, float | None]:

@@ -174,10 +174,14 @@ class Worker(Machine):
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection."""
         match event:
-            case Disconnected(member, reason) if self.joining.welcomed and not self._goodbye_said:
-                grace = self.limits.reconnect_grace_s
-                patience = grace if member == SCHEDULER_MEMBER else grace + VERDICT_WAIT_S
-                self._lost_links[member] = (now + patience, reason)
+            case Disconnected(member, reason) if member == SCHEDULER_MEMBER:
+                # What is said now leaves with the next connection, and tells the scheduler whose it is.
+                self.joining.disconnected(now)
+                if self.joining.welcomed:
+                    self._next_alive = now
+                    self._lost_links[member] = (now + self.limits.reconnect_grace_s, reason)
+            case Disconnected(member, reason) if not self._goodbye_said:
+                self._lost_links[member] = (now + self.limits.reconnect_grace_s + VERDICT_WAIT_S, reason)
             case Connected(member):
                 self._lost_links.pop(member, None)
             case _:
@@ -409,6 +413,9 @@ class Worker(Machine):
         return [*self._fail_rest(error), Stop(error)]
 
     def _lost_link(self, member: Member, reason: str) -> list[Effect]:
+        if member == SCHEDULER_MEMBER and self._goodbye_said and self._leaving is not None:
+            # It has heard the goodbye and ended, or died: either way nobody will answer.
+            return self._done(self._leaving.request)
         if member == SCHEDULER_MEMBER:
             return self._fail_all(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))
         cause = (
@@ -434,7 +441,11 @@ class Worker(Machine):
 
     def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
         self._hint = hint
-        asked = [pending for pending in self._pending.values() if pending.asked]
+        asked = [
+            pending
+            for pending in self._timed.values()
+            if pending.asked and hint.subject == f"barrier {self._barrier_of[pending.request][1]}"
+        ]
         return [self._barrier_timed_out(pending, hint.ranks, now) for pending in asked]
 
     def _barrier_timed_out(self, pending: Pending, missing: tuple[int, ...], now: float) -> Effect:

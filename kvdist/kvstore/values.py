@@ -81,7 +81,7 @@ def describe(value: Any) -> tuple[Shape, DType]:
         TypeError: it is neither, it is sparse, or its element type is not one that a key may have.
     """
     if isinstance(value, np.ndarray):
-        dtype = _BY_NUMPY.get(value.dtype, _BY_NUMPY.get(value.dtype.newbyteorder("<")))
+        dtype = _BY_NUMPY.get(value.dtype) or _BY_NUMPY.get(value.dtype.newbyteorder("<"))
         if dtype is None:
             raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
         return value.shape, dtype
@@ -146,10 +146,9 @@ def read_bits(value: Any) -> Bits:
     """
     if isinstance(value, np.ndarray):
         plain = np.asarray(value)
-        storage = describe(plain)[1].storage
-        if plain.flags.c_contiguous and plain.flags.aligned and plain.dtype == storage:
+        if plain.dtype in _BY_NUMPY and plain.flags.c_contiguous and plain.flags.aligned:
             return plain.reshape(-1)
-        return np.array(plain, dtype=storage, order="C", copy=True).reshape(-1)
+        return np.array(plain, dtype=describe(plain)[1].storage, order="C", copy=True).reshape(-1)
     return _tensor_memory(value.detach().cpu().contiguous())
 
 
@@ -161,9 +160,7 @@ def writable_bits(value: Any) -> Bits | None:
     """
     if isinstance(value, np.ndarray):
         plain = np.asarray(value)
-        flags = plain.flags
-        native = plain.dtype == describe(plain)[1].storage
-        return plain.reshape(-1) if flags.carray and native else None
+        return plain.reshape(-1) if plain.flags.carray and plain.dtype in _BY_NUMPY else None
     tensor = value.detach()
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None

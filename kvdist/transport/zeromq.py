@@ -7,8 +7,9 @@ The rules, each the result of a measurement:
 * Every send is DONTWAIT with ROUTER_MANDATORY, and SNDHWM is unlimited. Any finite value would need a queue of our own
   behind it that a ROUTER cannot wake (it calls itself writable as soon as *one* peer is), so the waiting messages stay
   in libzmq's queue of that peer: a full peer holds back nobody else, and the I/O thread goes on sending while the
-  node computes. What bounds the memory is the credit in bytes that the core keeps. RCVHWM is finite: a reader that
-  does not read pushes back through the network.
+  node computes. What bounds the memory is the credit in bytes that the core keeps. RCVHWM is finite, so that a reader
+  that does not read pushes back through the network, but large: over ipc:// libzmq forgets what the kernel still
+  holds of a peer that closes while its receive queue is full.
 * A break is seen by a monitor on each socket, a millisecond after a kill -9; silence is seen by heartbeats.
 * A break is reported after the last message that came before it.
 
@@ -36,6 +37,7 @@ from kvdist.config import Limits
 from kvdist.errors import ConfigError, StoreClosed
 from kvdist.transport.alarm import Alarm
 from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
+from kvdist.transport.connections import Connections
 from kvdist.transport.endpoints import bind_error, check_form, check_path_is_free, unlink_if_ours
 
 ZERO_COPY_FROM_BYTES = 64 << 10
@@ -45,7 +47,7 @@ BATCH_MESSAGES = 64
 BATCH_BYTES = 32 << 20
 """What one `recv` takes from one socket at most, so that one poll serves many messages and no peer starves another."""
 
-RECEIVE_MESSAGES_MIN = 4
+RECEIVE_MESSAGES = 1000
 BACKLOG = 4096
 HANDSHAKE_MS = 5_000
 RECONNECT_MS, RECONNECT_MS_MAX = 100, 2_000
@@ -53,20 +55,13 @@ RETRANSMIT_MS_MAX = 10_000
 """How long the kernel may go on retransmitting to a peer that is gone before the connection breaks."""
 
 MORE = int(zmq.SNDMORE) | int(zmq.DONTWAIT)
-LAST = int(zmq.DONTWAIT)
 NOW = int(zmq.DONTWAIT)
 
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 UP = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-WATCHED = (
-    ACCEPTED
-    | DISCONNECTED
-    | UP
-    | int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-    | int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-    | int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-)
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+WATCHED = ACCEPTED | DISCONNECTED | UP | int(FAILED)
 
 MONITOR_EVENT = struct.Struct("=HI")
 
@@ -95,7 +90,7 @@ class ZeroMQTransport(Transport):
     @property
     def strangers_refused(self) -> int:
         """Connections to this side that were closed because they did not speak our protocol."""
-        return sum(link.strangers for link in self._links if isinstance(link, _Bound))
+        return sum(link.connections.strangers for link in self._links if isinstance(link, _Bound))
 
     def bind(self, endpoint: str) -> str:
         self._check_open()
@@ -217,7 +212,7 @@ class ZeroMQTransport(Transport):
         options = {
             zmq.LINGER: 0,
             zmq.SNDHWM: 0,
-            zmq.RCVHWM: max(RECEIVE_MESSAGES_MIN, -(-limits.window_bytes // limits.slice_bytes)),
+            zmq.RCVHWM: RECEIVE_MESSAGES,
             zmq.MAXMSGSIZE: limits.frame_bytes_max,
             zmq.HEARTBEAT_IVL: heartbeat_ms,
             zmq.HEARTBEAT_TIMEOUT: silence_ms,
@@ -279,7 +274,7 @@ def _transmit(to: _Peer, pieces: list[tuple[Buffer, bool]]) -> bool:
     refused = False
     for index, (frame, copy) in enumerate(pieces):
         try:
-            send(frame, MORE if index < last else LAST, copy)
+            send(frame, MORE if index < last else NOW, copy)
         except zmq.Again:
             refused = True
             if index == 0:
@@ -391,47 +386,22 @@ class _Dialled(_Link):
 
 
 class _Bound(_Link):
-    """A ROUTER: a route for every connection that sent something.
-
-    The monitor names a connection by its file descriptor, a message names it by the routing id, and the descriptor is
-    found with the message, so a route's first message ties the two. The system gives a descriptor out again when it is
-    closed, but libzmq reports the break before it closes: when a message of a new connection can be read, the end of
-    the old one is in the monitor. So the monitor is read before a descriptor is tied to a new route.
-
-    Then one doubt is left: the message may be the last word of the old connection, read late. libzmq's own routing ids
-    count upwards, so when both have spoken the higher one is the new connection. While only one has, it is taken for
-    the new one: no living peer is ever reported as lost, and a dead one at the latest when something is sent to it.
-    """
+    """A ROUTER: a route for every connection that sent something. `Connections` knows which is which."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         super().__init__(socket, endpoint)
-        self.strangers = 0
         self.peers: dict[bytes, _Peer] = {}
-        self.open: set[int] = set()
-        self.greeting: dict[int, None] = {}
-        self.refusing = False
-        self.owner: dict[int, _Peer] = {}
+        self.connections = Connections()
 
     def observe(self, event: int, value: int, events: list[Event]) -> None:
         if event == ACCEPTED:
-            self.open.add(value)
-            self.greeting[value] = None
-        elif event == DISCONNECTED:
-            self.open.discard(value)
-            peer = self.owner.pop(value, None)
-            if peer is not None:
-                self.lose(peer)
-            elif value in self.greeting and not self.refusing:
-                self.strangers += 1
-            self.greeting.pop(value, None)
-            self.refusing = False
+            self.connections.accepted(value)
         elif event == UP:
-            # The event does not say which; the one that has waited longest is a guess that only the count hangs on.
-            self.greeting.pop(next(iter(self.greeting), -1), None)
+            self.connections.handshaken()
+        elif event == DISCONNECTED:
+            self.lose_named(self.connections.closed(value))
         else:
-            # One that fails is closed next, and libzmq does not say of every stranger that it failed.
-            self.strangers += 1
-            self.refusing = True
+            self.connections.refused()
 
     def read_message(self, events: list[Event]) -> int:
         frames: list[memoryview] = []
@@ -453,15 +423,12 @@ class _Bound(_Link):
         """The route of a connection heard for the first time."""
         self.read_monitor(events)
         peer = self.peers[name] = _Peer(self, name)
-        self.greeting.pop(descriptor, None)
-        earlier = self.owner.get(descriptor)
-        if descriptor not in self.open or (earlier is not None and _is_older(name, earlier.prefix or b"")):
-            self.lose(peer)
-        else:
-            self.owner[descriptor] = peer
-            if earlier is not None:
-                self.lose(earlier)
+        self.lose_named(self.connections.meet(name, descriptor))
         return peer
+
+    def lose_named(self, name: bytes | None) -> None:
+        if name is not None and name in self.peers:
+            self.lose(self.peers[name])
 
     def lose(self, peer: _Peer) -> None:
         if not peer.gone:
@@ -480,12 +447,6 @@ def _descriptor_of(frame: zmq.Frame) -> int | None:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
         return None
-
-
-def _is_older(name: bytes, other: bytes) -> bool:
-    """Whether a routing id was given out before another: four bytes that count up and wrap, after a zero."""
-    difference = int.from_bytes(name[1:], "big") - int.from_bytes(other[1:], "big")
-    return difference % (1 << 32) >= 1 << 31
 
 
 def _read_frames(socket: zmq.Socket[bytes], frames: list[memoryview], first: zmq.Frame | None = None) -> int:

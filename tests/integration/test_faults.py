@@ -154,8 +154,8 @@ def test_a_worker_that_exits_without_a_word_is_lost_under_the_launcher(job, code
     job.finish()
     raised = launcher.lines_with("PeerLostError: ")
     assert raised and raised[0].startswith("[worker-0]") and "worker-1 (" in raised[0], job.transcript()
-    assert launcher.code == (code or 1), job.transcript()
-    assert "worker-1" in "".join(launcher.lines_with("kvdist-launch: ")[1:]), job.transcript()
+    assert launcher.code == (code or EXIT_PEER_LOST), job.transcript()
+    assert launcher.lines_with(f"[scheduler] kvdist: {named('worker-1')}"), job.transcript()
 
 
 def test_a_worker_that_ends_without_a_store_is_told_to_those_who_wait(job):

@@ -219,15 +219,18 @@ def test_a_peer_that_does_not_read_blocks_neither_the_sender_nor_the_others(plac
     endpoint = place.endpoint("second") if place.kind != "tcp" else "tcp://127.0.0.1:0"
     listening.send(listening.connect(server.bind(endpoint)), [b"hello"])
     (hello,) = arrivals(server, 1)
-    chunk = bytes(1 << 20)
+    count = 5000
+    chunk = bytes(8 << 10)
     begin = time.monotonic()
-    for number in range(100):  # far more than sockets and receive queues take
+    for number in range(count):  # far more than sockets and receive queues take
         server.send(to_deaf, [b"%d" % number, chunk])
         server.send(hello.route, [b"%d" % number])
     assert time.monotonic() - begin < PATIENCE_S / 2
-    assert [contents(message) for message in arrivals(listening, 100)] == [[b"%d" % number] for number in range(100)]
-    late = arrivals(deaf, 100)
-    assert [bytes(message.frames[0]) for message in late] == [b"%d" % number for number in range(100)]
+    assert [contents(message) for message in arrivals(listening, count)] == [
+        [b"%d" % number] for number in range(count)
+    ]
+    late = arrivals(deaf, count)
+    assert [bytes(message.frames[0]) for message in late] == [b"%d" % number for number in range(count)]
     deaf.send(to_server, [b"still here"])
     assert contents(arrivals(server, 1)[0]) == [b"still here"]
 
