@@ -23,6 +23,8 @@ from kvdist.node import Node
 from kvdist.nodes import NodeId, Role
 from kvdist.transport.zeromq import ZeroMQTransport
 
+LOG = logging.getLogger("kvdist")
+
 EXIT_PEER_LOST = 75
 EXIT_CONFIG = 2
 
@@ -39,6 +41,7 @@ def main() -> int:
             )
         node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
         node.run()
+        _tell_of_strangers(node)
     except KvdistError as error:
         return _told(error, EXIT_CONFIG if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
@@ -68,6 +71,20 @@ def _server(config: ClusterConfig) -> Node:
         introduction(config, endpoint, config.scheduler_endpoint), config.limits, REFERENCE, time.monotonic()
     )
     return Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+
+
+def _tell_of_strangers(node: Node) -> None:
+    """Say how often somebody came to the port who was not of this job, if anybody did."""
+    refused = node.reliable.strangers_refused
+    if isinstance(node.transport, ZeroMQTransport):
+        refused += node.transport.strangers_refused
+    if refused or node.garbage_dropped:
+        LOG.warning(
+            "%s refused %d stranger(s) and dropped %d invalid message(s)",
+            node.machine.me,
+            refused,
+            node.garbage_dropped,
+        )
 
 
 def _listen(node: Node) -> None:

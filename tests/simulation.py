@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
@@ -44,6 +44,8 @@ EVENTS_MAX = 100_000
 TIME_MAX_S = 400.0
 """Simulated seconds after which whoever still waits hangs."""
 SLICE_BYTES = 64
+VERDICT_S = 1.0
+"""Simulated seconds within which everybody must know of a death."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,7 @@ def run(seed: int, scenario: Scenario) -> Result:
 
 def _build(cluster: Cluster) -> None:
     scenario, network = cluster.scenario, cluster.network
-    job = Job(
-        scenario.num_workers, scenario.rounds, scenario.mode, scenario.optimizer, scenario.leaver_rounds
-    )
+    job = Job(scenario.num_workers, scenario.rounds, scenario.mode, scenario.optimizer, scenario.leaver_rounds)
     oracle = Oracle(job, network.random)
 
     def start(name: str, role: Role, rank: int) -> None:
@@ -157,9 +157,7 @@ def _build(cluster: Cluster) -> None:
     order += [(f"server-{rank}", Role.SERVER, rank) for rank in range(scenario.num_servers)]
     order += [(f"worker-{rank}", Role.WORKER, rank) for rank in range(scenario.num_workers)]
     for name, role, rank in order:
-        network.after(
-            network.random.uniform(0, 0.3), lambda name=name, role=role, rank=rank: start(name, role, rank)
-        )
+        network.after(network.random.uniform(0, 0.3), lambda name=name, role=role, rank=rank: start(name, role, rank))
 
 
 def _node(scenario: Scenario, role: Role, rank: int, transport: SimulatedTransport) -> Node:
@@ -264,6 +262,10 @@ def _judge(cluster: Cluster) -> None:
             assert failure is None, f"{process.name} ended with {failure!r}"
             continue
         assert isinstance(failure, PeerLostError), f"{process.name} ended with {failure!r} and no PeerLostError"
+        if cluster.scenario.pause_s is None:
+            assert failure.node == cluster.scenario.victim, f"{process.name} blames {failure.node}: {failure}"
+            late_s = process.ended_at - (cluster.struck_at or 0.0)
+            assert late_s < VERDICT_S, f"{process.name} took {late_s:.2f} s to notice"
 
 
 def _must_abort(cluster: Cluster) -> bool:
@@ -290,11 +292,11 @@ SCENARIOS: dict[str, Scenario] = {
     "async storm": Scenario(mode="async", optimizer="test", weather=STORM),
     "leaver": Scenario(num_workers=3, rounds=4, leaver_rounds=2, optimizer="test"),
     "leaver in a storm": Scenario(num_workers=3, rounds=3, leaver_rounds=1, weather=STORM),
-    "killed worker": Scenario(num_workers=3, victim="worker-1"),
-    "killed server": Scenario(victim="server-0"),
-    "killed scheduler": Scenario(victim="scheduler"),
+    "killed worker": Scenario(num_workers=3, rounds=5, victim="worker-1"),
+    "killed server": Scenario(rounds=5, victim="server-0"),
+    "killed scheduler": Scenario(rounds=5, victim="scheduler"),
     "short pause": Scenario(victim="server-1", pause_s=2.5),
-    "long pause": Scenario(num_workers=3, victim="worker-2", pause_s=8.0),
+    "long pause": Scenario(num_workers=3, rounds=5, victim="worker-2", pause_s=8.0),
 }
 """By name, for tests and for the command line."""
 

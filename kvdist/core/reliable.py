@@ -86,7 +86,7 @@ class Reliable:
         """React to a packet from the transport."""
         stamp = packet.stamp
         refusal = self._refusal(stamp)
-        if refusal is not None:
+        if refusal is not None and not self._ends_joining(packet):
             self.strangers_refused += 1
             # A refusal is never refused in turn, or two processes of different jobs would keep each other busy.
             return (
@@ -160,6 +160,12 @@ class Reliable:
             assert numbers == list(range(link.next_seq - len(numbers), link.next_seq)), "unacknowledged is contiguous"
             assert bool(numbers) == (link.retry_due < NEVER), "what is unacknowledged will be repeated"
         self.machine.validate()
+
+    def _ends_joining(self, packet: Packet) -> bool:
+        """Whether this refuses us who have no seat yet: at another job's port the answer carries that job's tag."""
+        me = self.machine.me
+        to_us = packet.stamp.destination == me.incarnation
+        return isinstance(packet.message, Rejected) and me.node.rank == UNRANKED and to_us
 
     def _refusal(self, stamp: Stamp) -> str | None:
         """None to accept, a sentence to refuse with, or '' to drop without a word."""

@@ -199,6 +199,8 @@ class Server(Machine):
                 return [self._set_optimizer(message)]
             case Abort():
                 return [Stop(lost(message))]
+            case Waiting():
+                pass  # A hint for whoever joins; the scheduler prints it too.
             case StopMessage():
                 self._stopping = True
                 return [Stop()]

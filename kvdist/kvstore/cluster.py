@@ -41,11 +41,19 @@ EMBEDDED_SERVER_ENDPOINT = "inproc://kvdist-server"
 
 
 class Cluster:
-    """One membership. Made by `join`, not by hand."""
+    """One membership. Made by `Membership.join`, not by hand.
 
-    def __init__(self, config: ClusterConfig, node: Node, run: Callable[[], None]) -> None:
+    Args:
+        config: the cluster.
+        node: the worker's node.
+        run: what the thread does.
+        is_embedded: the whole cluster lives in this process, so another one may be made after it.
+    """
+
+    def __init__(self, config: ClusterConfig, node: Node, run: Callable[[], None], is_embedded: bool = False) -> None:
         self.config = config
         self.node = node
+        self.is_embedded = is_embedded
         self.rank = -1
         self.stores_open = 0
         self._next_store = 0
@@ -108,7 +116,7 @@ class Membership:
                 present.node.check_fork()
                 if not present.has_left:
                     return present
-                if present.config.root_host != "embedded":
+                if not present.is_embedded:
                     raise present.node.failure or StoreClosed(
                         "this process has left the cluster and cannot join it again; keep one store open until the end"
                     )
@@ -190,4 +198,4 @@ def _embedded() -> Cluster:
         if endpoint:
             transport.bind(endpoint)
         nodes.append(Node(machine, transport, config.job_tag, config.limits.explain_after_s))
-    return Cluster(config, nodes[-1], lambda: run_together(nodes, network.wait))
+    return Cluster(config, nodes[-1], lambda: run_together(nodes, network.wait), is_embedded=True)

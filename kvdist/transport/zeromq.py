@@ -39,6 +39,7 @@ from kvdist.transport.alarm import Alarm
 from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
 from kvdist.transport.connections import Connections
 from kvdist.transport.endpoints import bind_error, check_form, check_path_is_free, unlink_if_ours
+from kvdist.transport.heap import keep_freed_memory
 
 ZERO_COPY_FROM_BYTES = 64 << 10
 """Below this a copy is cheaper than the bookkeeping of a shared buffer, and leaves the bytes aligned."""
@@ -48,9 +49,7 @@ BATCH_BYTES = 32 << 20
 """What one `recv` takes from one socket at most, so that one poll serves many messages and no peer starves another."""
 
 RECEIVE_MESSAGES = 1000
-BACKLOG = 4096
-HANDSHAKE_MS = 5_000
-RECONNECT_MS, RECONNECT_MS_MAX = 100, 2_000
+BACKLOG, HANDSHAKE_MS, RECONNECT_MS, RECONNECT_MS_MAX = 4096, 5_000, 100, 2_000
 RETRANSMIT_MS_MAX = 10_000
 """How long the kernel may go on retransmitting to a peer that is gone before the connection breaks."""
 
@@ -76,6 +75,7 @@ class ZeroMQTransport(Transport):
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._pid = os.getpid()
+        keep_freed_memory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._links: list[_Link] = []
@@ -153,8 +153,7 @@ class ZeroMQTransport(Transport):
         wait_ms = math.ceil(timeout_s * 1000.0)
         while True:
             ready = {self._link_of.get(item) for item, _ in self._poller.poll(max(0, wait_ms))}
-            # The alarm is no link.
-            woken = None in ready and self._alarm.rest()
+            woken = None in ready and self._alarm.rest()  # the alarm is no link
             for link in self._links:
                 if link in ready or link in self._suspects:
                     link.collect(events)
@@ -270,8 +269,7 @@ def _transmit(to: _Peer, pieces: list[tuple[Buffer, bool]]) -> bool:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             return False
-    last = len(pieces) - 1
-    refused = False
+    last, refused = len(pieces) - 1, False
     for index, (frame, copy) in enumerate(pieces):
         try:
             send(frame, MORE if index < last else NOW, copy)

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import heapq
 import random
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
+from kvdist.core.effects import Effect
 from kvdist.node import Node
+from kvdist.nodes import Member
+from kvdist.protocol.messages import Message
 from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
 
+KINDS = {message.KIND: message.__name__ for message in get_args(Message)}
 RECONNECT_S = 0.1
 """How long a dialling side waits before it tries again."""
 
@@ -84,6 +90,31 @@ class Network:
         self.trace.append(f"{self.now:.6f} {text}")
 
 
+@dataclass(frozen=True, eq=False)
+class Freight:
+    """One message under way: not a copy, so it shows whether its sender keeps its hands off."""
+
+    frames: list[memoryview]
+    checksum: int
+
+    @classmethod
+    def of(cls, frames: list[memoryview]) -> Freight:
+        """The message as it is now."""
+        return cls(frames, _checksum(frames))
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether it is as it was when it was sent."""
+        return self.checksum == _checksum(self.frames)
+
+
+def _checksum(frames: Sequence[memoryview]) -> int:
+    checksum = 0
+    for frame in frames[2:]:
+        checksum = zlib.crc32(frame, checksum)
+    return checksum
+
+
 @dataclass(eq=False)
 class Dialled:
     """A connection as the dialling side sees it, over all its lives. It is that side's route."""
@@ -101,9 +132,9 @@ class Life:
     dialled: Dialled
     acceptor: SimulatedTransport
     alive: bool = True
-    up: deque[list[memoryview]] = field(default_factory=deque)
+    up: deque[Freight] = field(default_factory=deque)
     """Under way to the acceptor."""
-    down: deque[list[memoryview]] = field(default_factory=deque)
+    down: deque[Freight] = field(default_factory=deque)
     up_at: float = 0.0
     """When the last message under way arrives: none overtakes another."""
     down_at: float = 0.0
@@ -122,12 +153,14 @@ class Life:
 
     def _depart(self, frames: list[memoryview], upwards: bool) -> None:
         network = self.acceptor.network
+        ends = (self.dialled.dialler.name, self.acceptor.name)
+        network.say(f"{ends[not upwards]} -> {ends[upwards]} {_kind(frames)}")
         if upwards:
-            self.up.append(frames)
+            self.up.append(Freight.of(frames))
             self.up_at = max(self.up_at, network.now + network.delay())
             network.at(self.up_at, lambda: self._arrive(upwards))
         else:
-            self.down.append(frames)
+            self.down.append(Freight.of(frames))
             self.down_at = max(self.down_at, network.now + network.delay())
             network.at(self.down_at, lambda: self._arrive(upwards))
 
@@ -135,9 +168,9 @@ class Life:
         if not self.alive:
             return
         if upwards:
-            self.acceptor.happen(Arrived(self, self.up.popleft()))
+            self.acceptor.arrive(self, self.up.popleft())
         else:
-            self.dialled.dialler.happen(Arrived(self.dialled, self.down.popleft()))
+            self.dialled.dialler.arrive(self.dialled, self.down.popleft())
 
     def cut(self, reason: str = "connection reset") -> None:
         """Break: what was under way is lost, but for the end of what the dialling side had queued."""
@@ -147,7 +180,7 @@ class Life:
         network = self.acceptor.network
         kept_from = network.random.randint(0, len(self.up))
         network.happened["lost in a cut"] += kept_from + len(self.down)
-        self.dialled.waiting = list(self.up)[kept_from:]
+        self.dialled.waiting = [freight.frames for freight in list(self.up)[kept_from:]]
         self.dialled.life = None
         network.say(f"cut {self.dialled.dialler.name} - {self.acceptor.name}")
         network.after(network.delay(), lambda: self.dialled.dialler.happen(Disconnected(self.dialled, reason)))
@@ -160,6 +193,11 @@ class Life:
         self.acceptor.network.at(max(self.up_at, self.down_at) + 0.001, lambda: self.cut("closed by the peer"))
 
 
+def _kind(frames: Sequence[memoryview]) -> str:
+    """What is under way, for the trace: the envelope's sixth byte says it."""
+    return KINDS.get(frames[0][5], "?")
+
+
 class SimulatedTransport(Transport):
     """The six verbs over the network in memory."""
 
@@ -170,7 +208,9 @@ class SimulatedTransport(Transport):
         self.frozen = False
         """Its process is paused: it answers nobody who dials."""
         self._on_event = on_event
-        self._inbox: deque[Event] = deque()
+        self.received: Freight | None = None
+        """What the machine is reading now."""
+        self._inbox: deque[tuple[Event, Freight | None]] = deque()
         self._lives: list[Life] = []
 
     def bind(self, endpoint: str) -> str:
@@ -212,7 +252,10 @@ class SimulatedTransport(Transport):
 
     def recv(self, timeout_s: float) -> list[Event]:
         """One event at a time, so that a machine is checked after each."""
-        return [self._inbox.popleft()] if self._inbox else []
+        if not self._inbox:
+            return []
+        event, self.received = self._inbox.popleft()
+        return [event]
 
     @property
     def has_mail(self) -> bool:
@@ -222,7 +265,13 @@ class SimulatedTransport(Transport):
     def happen(self, event: Event) -> None:
         """Something has happened on a connection."""
         if not self.closed:
-            self._inbox.append(event)
+            self._inbox.append((event, None))
+            self._on_event()
+
+    def arrive(self, route: Route, freight: Freight) -> None:
+        """A message has come."""
+        if not self.closed:
+            self._inbox.append((Arrived(route, freight.frames), freight))
             self._on_event()
 
     def wake(self) -> None:
@@ -263,6 +312,9 @@ class Process:
         self._timer_at = float("inf")
         self.transport = SimulatedTransport(network, name, self.wake)
         self.node = make(self.transport)
+        machine = self.node.machine
+        self._handle = machine.handle
+        machine.handle = self._watched  # type: ignore[method-assign]
         self.wake()
 
     def wake(self) -> None:
@@ -293,6 +345,12 @@ class Process:
     def _resume(self) -> None:
         self.paused = self.transport.frozen = False
         self.wake()
+
+    def _watched(self, sender: Member, message: Message, now: float) -> list[Effect]:
+        """What a machine is told must be what was sent, though bytes are not copied on the way."""
+        freight = self.transport.received
+        assert freight is None or freight.is_intact, f"a {type(message).__name__} from {sender} changed under way"
+        return self._handle(sender, message, now)
 
     def _turn(self) -> None:
         self._turning = False

@@ -231,7 +231,7 @@ class Job:
 def program(*command: str) -> list[str]:
     """The argument list of a program in the folder of programs, or of any other command."""
     first, *arguments = command or ("nothing.py",)
-    if (PROGRAMS / first).exists():
+    if first.endswith(".py"):
         return [sys.executable, str(PROGRAMS / first), *arguments]
     return [first, *arguments]
 

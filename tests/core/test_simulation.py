@@ -1,0 +1,174 @@
+"""Hundreds of small clusters through simulated weather; and proof that the simulation would notice a broken rule."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from kvdist.core.reliable import Link, Reliable
+from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
+from kvdist.core.slices import SliceTable
+from kvdist.protocol.messages import Push
+from tests.simulation import SCENARIOS, STORM, SimulationError, run
+
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "10"))
+"""Seeds per scenario; `python -m tests.simulation --seeds N` runs more."""
+MUTANT_SEEDS = 40
+"""Within so many seeds a broken rule must be noticed."""
+
+FAULTS = {
+    "cuts": ("cut", "lost in a cut"),
+    "storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "async storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "leaver in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "killed worker": ("crash",),
+    "killed server": ("crash",),
+    "killed scheduler": ("crash",),
+    "short pause": ("pause",),
+    "long pause": ("pause",),
+}
+"""Scenario → the faults that must have struck, or it has shown nothing."""
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_request_is_answered_and_every_weight_is_exact(name: str) -> None:
+    happened: Counter[str] = Counter()
+    reads = 0
+    for seed in range(SEEDS):
+        result = run(seed, SCENARIOS[name])
+        happened += result.happened
+        reads += result.reads
+    assert reads > 0
+    assert all(happened[kind] > 0 for kind in FAULTS.get(name, ())), f"not every fault struck: {happened}"
+    if name not in FAULTS:
+        assert not happened.keys() - {"lost in a cut"}, "what is under way to a process that ends well is lost too"
+
+
+@pytest.mark.parametrize("name", ["killed worker", "killed server", "killed scheduler"])
+def test_a_death_strikes_in_every_seed_and_everybody_knows_within_a_second(name: str) -> None:
+    for seed in range(100, 104):
+        result = run(seed, SCENARIOS[name])
+        assert result.happened["crash"] == 1
+        assert 0 < result.detected_s < 1.0
+
+
+def test_a_seed_repeats_exactly() -> None:
+    first, second = run(3, SCENARIOS["cuts"]), run(3, SCENARIOS["cuts"])
+    assert first.happened["cut"] > 0
+    assert first.trace == second.trace
+
+
+def test_another_seed_is_another_story() -> None:
+    assert run(3, SCENARIOS["storm"]).trace != run(4, SCENARIOS["storm"]).trace
+
+
+def test_one_worker_and_three_servers_work_too() -> None:
+    for seed in range(3):
+        run(seed, replace(SCENARIOS["storm"], num_workers=1, num_servers=3))
+
+
+# Mutants: with a rule switched off, some seed must fail.
+
+
+def counts_messages(self: Shard, contribution: Contribution, now: float) -> Verdict:
+    """A round counts messages: whoever comes takes the next free slot."""
+    slot = contribution.member.node.rank
+    while slot in self.slots:
+        slot += 1
+    self.slots[slot] = contribution
+    return Verdict.ACCEPTED
+
+
+def hands_on_what_comes_twice(self: Reliable, link: Link, seq: int, message: Any, now: float) -> Any:
+    verdict = ORIGINAL_SEQUENCE(self, link, seq, message, now)
+    return None if seq <= link.received else verdict
+
+
+def hands_on_pushes_that_come_twice(self: Reliable, link: Link, seq: int, message: Any, now: float) -> Any:
+    verdict = ORIGINAL_SEQUENCE(self, link, seq, message, now)
+    return None if seq <= link.received and isinstance(message, Push) else verdict
+
+
+def accepts_gaps(self: Reliable, link: Link, seq: int, message: Any, now: float) -> Any:
+    if seq > link.received:
+        link.received = seq - 1
+    return ORIGINAL_SEQUENCE(self, link, seq, message, now)
+
+
+def acknowledges_too_much(self: Reliable, link: Link, ack: int, now: float) -> Any:
+    return ORIGINAL_ACKNOWLEDGE(self, link, ack + 1 if ack else 0, now)
+
+
+def never_repeats(self: Reliable, link: Link, now: float, messages_max: int | None = None) -> Any:
+    link.retry_due = now + link.retry_s if link.unacknowledged else float("inf")
+    return []
+
+
+def writes_into_leased_buffers(self: Shard) -> Buffer:
+    return self.spare.pop(0) if self.spare else Buffer.of(self.count, self.dtype)
+
+
+def forgets_the_step(self: Shard, pull: PullRequest) -> bool:
+    return self.published is not None and self.version >= pull.version
+
+
+def forgets_the_line(self: SliceTable, run: Any) -> bool:
+    ORIGINAL_ENTER(self, run)
+    return True
+
+
+ORIGINAL_SEQUENCE = Reliable._sequence
+ORIGINAL_ACKNOWLEDGE = Reliable._acknowledge
+ORIGINAL_ENTER = SliceTable.enter
+
+Patches = list[tuple[type, str, Callable[..., Any]]]
+MUTANTS: dict[str, tuple[str, Patches]] = {
+    "a round counts messages, and they come twice": (
+        "storm",
+        [(Shard, "offer", counts_messages), (Reliable, "_sequence", hands_on_pushes_that_come_twice)],
+    ),
+    "what comes twice is handled twice": ("storm", [(Reliable, "_sequence", hands_on_what_comes_twice)]),
+    "gaps are accepted": ("storm", [(Reliable, "_sequence", accepts_gaps)]),
+    "what is not there yet is acknowledged": ("storm", [(Reliable, "_acknowledge", acknowledges_too_much)]),
+    "nothing is repeated": ("storm", [(Reliable, "_repeat", never_repeats)]),
+    "leased buffers are written": ("async storm", [(Shard, "_target", writes_into_leased_buffers)]),
+    "a pull does not wait for its own pushes": ("calm", [(Shard, "_satisfies", forgets_the_step)]),
+    "two pushes of a slice are under way": ("calm", [(SliceTable, "enter", forgets_the_line)]),
+}
+
+
+@pytest.fixture
+def patched() -> Iterator[Callable[[Patches], AbstractContextManager[Any]]]:
+    def patch(patches: Patches) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for owner, name, function in patches:
+            stack.enter_context(mock.patch.object(owner, name, function))
+        return stack
+
+    yield patch
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_notices_a_broken_rule(
+    name: str, patched: Callable[[Patches], AbstractContextManager[Any]]
+) -> None:
+    scenario, patches = MUTANTS[name]
+    with patched(patches), pytest.raises((SimulationError, KeyError)):
+        for seed in range(MUTANT_SEEDS):
+            run(seed, SCENARIOS[scenario])
+
+
+def test_a_round_is_a_set_so_a_push_that_reaches_the_server_twice_changes_nothing() -> None:
+    weather = replace(STORM, duplication=0.3, loss=0.0, cut=0.0)
+    struck = 0
+    with mock.patch.object(Reliable, "_sequence", hands_on_pushes_that_come_twice):
+        for seed in range(4):
+            struck += run(seed, replace(SCENARIOS["storm"], weather=weather)).happened["duplicated"]
+    assert struck > 0
