@@ -91,12 +91,8 @@ class ClusterConfig:
     """``none`` allows unencrypted traffic beyond this host."""
     bigarray_bound: int = 1_000_000
     """Keys with at least this many elements are cut over all servers."""
-    transport: str = "auto"
-    """``tcp`` uses TCP even between processes of one host."""
     placement: str = "bytes"
     """``bytes`` balances bytes over the servers; ``hash`` places as the mirrored system does."""
-    summation: str = "rank"
-    """``rank`` sums contributions in rank order (the same bits every run)."""
     supervised: bool = False
     """A launcher reports ended children on the scheduler's standard input."""
     limits: Limits = Limits()
@@ -114,9 +110,7 @@ class ClusterConfig:
         if self.rank is not None and self.rank >= count:
             raise ConfigError(f"KVDIST_RANK is {self.rank}, but the cluster has only {count} {self.role}(s)")
         _one_of("KVDIST_SECURITY", self.security, (None, "none"))
-        _one_of("KVDIST_TRANSPORT", self.transport, ("auto", "tcp"))
         _one_of("KVDIST_PLACEMENT", self.placement, ("bytes", "hash"))
-        _one_of("KVDIST_SUMMATION", self.summation, ("rank",))
         if self.bigarray_bound < 1:
             raise ConfigError(f"MXNET_KVSTORE_BIGARRAY_BOUND is {self.bigarray_bound}; it counts elements, at least 1")
 
@@ -179,12 +173,17 @@ class ClusterConfig:
             job=env.get("KVDIST_JOB") or "default",
             security=(env.get("KVDIST_SECURITY") or "").lower() or None,
             bigarray_bound=_integer(env, "KVDIST_BIGARRAY_BOUND", cls.bigarray_bound),
-            transport=env.get("KVDIST_TRANSPORT") or "auto",
             placement=env.get("KVDIST_PLACEMENT") or "bytes",
-            summation=env.get("KVDIST_SUMMATION") or "rank",
             supervised=env.get("KVDIST_SUPERVISED") == "1",
             limits=_limits(env),
         )
+
+    @classmethod
+    def alone(cls, environ: Mapping[str, str] | None = None) -> ClusterConfig:
+        """A cluster of one worker and one server inside this process, with the limits that the environment sets."""
+        env = _with_twins(os.environ if environ is None else environ)
+        bound = _integer(env, "KVDIST_BIGARRAY_BOUND", cls.bigarray_bound)
+        return cls(Role.WORKER, "this process", 1, 1, 1, bigarray_bound=bound, limits=_limits(env))
 
     def to_env(self) -> dict[str, str]:
         """The variables that describe this cluster to a child process (the inverse of `from_env`)."""
@@ -195,9 +194,7 @@ class ClusterConfig:
             "DMLC_NUM_WORKER": str(self.num_workers),
             "DMLC_NUM_SERVER": str(self.num_servers),
             "KVDIST_JOB": self.job,
-            "KVDIST_TRANSPORT": self.transport,
             "KVDIST_PLACEMENT": self.placement,
-            "KVDIST_SUMMATION": self.summation,
             "MXNET_KVSTORE_BIGARRAY_BOUND": str(self.bigarray_bound),
         }
         if self.rank is not None:

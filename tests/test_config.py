@@ -57,7 +57,7 @@ def test_our_name_does_not_win_when_it_is_empty():
     assert read(KVDIST_NUM_WORKER="").num_workers == 2
 
 
-@pytest.mark.parametrize("environ", [{}, {"DMLC_ROLE": "worker"}, {"HOME": "/", "KVDIST_TRANSPORT": "tcp"}])
+@pytest.mark.parametrize("environ", [{}, {"DMLC_ROLE": "worker"}, {"HOME": "/", "KVDIST_PLACEMENT": "hash"}])
 def test_an_environment_without_a_cluster_describes_none(environ):
     assert ClusterConfig.from_env(environ) is None
 
@@ -97,9 +97,7 @@ def test_a_server_without_a_cluster_is_refused_and_everything_missing_is_named(r
         ("MXNET_KVSTORE_BIGARRAY_BOUND", "0", "MXNET_KVSTORE_BIGARRAY_BOUND is 0"),
         ("MXNET_KVSTORE_BIGARRAY_BOUND", "1e6", "MXNET_KVSTORE_BIGARRAY_BOUND is '1e6'"),
         ("KVDIST_SECURITY", "some", "KVDIST_SECURITY is 'some'; it must be one of: none"),
-        ("KVDIST_TRANSPORT", "udp", "KVDIST_TRANSPORT is 'udp'; it must be one of: auto, tcp"),
-        ("KVDIST_PLACEMENT", "luck", "KVDIST_PLACEMENT is 'luck'"),
-        ("KVDIST_SUMMATION", "float", "KVDIST_SUMMATION is 'float'"),
+        ("KVDIST_PLACEMENT", "random", "KVDIST_PLACEMENT is 'random'"),
         ("KVDIST_SLICE_BYTES", "4MiB", "KVDIST_SLICE_BYTES is '4MiB'; it must be a number"),
         ("KVDIST_SLICE_BYTES", "0", "KVDIST_SLICE_BYTES is 0; it must be positive and finite"),
         ("KVDIST_SILENCE_S", "-1", "KVDIST_SILENCE_S is -1"),
@@ -162,10 +160,9 @@ def configs(draw: st.DrawFn) -> ClusterConfig:
         job=draw(st.text(min_size=1).filter(lambda text: "\0" not in text)),
         security=draw(st.sampled_from([None, "none"])),
         bigarray_bound=draw(st.integers(1, 1 << 40)),
-        transport=draw(st.sampled_from(["auto", "tcp"])),
         placement=draw(st.sampled_from(["bytes", "hash"])),
         supervised=draw(st.booleans()),
-        limits=Limits(slice_bytes=draw(st.integers(1, 1 << 40)), silence_s=draw(st.floats(1e-9, 1e9))),
+        limits=Limits(slice_bytes=draw(st.integers(8, 1 << 26)), silence_s=draw(st.floats(1e-9, 1e9))),
     )
 
 
@@ -180,7 +177,7 @@ def test_an_environment_never_holds_torchruns_variables():
 
 
 def test_another_seat_of_the_same_cluster_differs_in_role_and_rank_only():
-    config = read(KVDIST_JOB="job-1", KVDIST_TRANSPORT="tcp")
+    config = read(KVDIST_JOB="job-1", KVDIST_PLACEMENT="hash")
     other = config.with_role(Role.SERVER, 2)
     assert (other.role, other.rank) == (Role.SERVER, 2)
     assert other.with_role(config.role, config.rank) == config

@@ -48,6 +48,8 @@ class Joining:
         self.started_at = now
         self.welcomed_at: float | None = None
         self.complete = False
+        self.hint = ""
+        """Who is missing, as the scheduler says."""
         self._next_hello = now
         self._dialled = False
 
@@ -126,6 +128,7 @@ class Joining:
         return (
             f"{self.me} has waited {now - self.welcomed_at:.1f} s for the cluster of {self.introduction.num_workers}"
             f" worker(s) and {self.introduction.num_servers} server(s) to be complete"
+            + (f": waiting for {self.hint}" if self.hint else "")
         )
 
     def _hello(self) -> Hello:

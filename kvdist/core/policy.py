@@ -1,7 +1,9 @@
 """When a version is made, and what a contribution is worth: one frozen object per store.
 
-The knobs span the known ways of training on unequal machines; synchronous and asynchronous training are two
-settings. The decisions are pure functions of the contribution and the state, so every server decides alike.
+Synchronous and asynchronous training are its two settings so far. The decisions are pure functions of the state, so
+every server decides alike. Further ways of training on unequal machines (quotas of samples, bounded staleness, backup
+workers) are further knobs here; the messages carry what they need already: samples, the version a contribution was
+computed on, and its outcome in the answer.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ class Policy:
     """The word on the wire and in messages."""
     close: int | None
     """How many contributions make a version; None = one from every live worker."""
-    max_delay: int | None
-    """How many versions old a contribution may be; None = any age."""
     needs_optimizer: bool
     """Whether a contribution without an optimizer on the server is an error (there is no round to sum)."""
 
@@ -39,9 +39,9 @@ class Policy:
         return tuple(sorted(members - set(present))) if self.close is None else ()
 
 
-SYNC = Policy("sync", close=None, max_delay=0, needs_optimizer=False)
+SYNC = Policy("sync", close=None, needs_optimizer=False)
 """A version is one contribution from every live worker."""
-ASYNC = Policy("async", close=1, max_delay=None, needs_optimizer=True)
+ASYNC = Policy("async", close=1, needs_optimizer=True)
 """Every contribution makes a version at once."""
 
 POLICIES = {policy.name: policy for policy in (SYNC, ASYNC)}

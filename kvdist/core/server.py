@@ -17,7 +17,7 @@ from kvdist.config import Limits
 from kvdist.core.answers import Answers
 from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Machine, Report, Send, Stop
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
-from kvdist.core.policy import POLICIES, Policy
+from kvdist.core.policy import POLICIES
 from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
 from kvdist.core.sharding import cut
 from kvdist.core.verdict import lost, scheduler_lost
@@ -56,14 +56,6 @@ from kvdist.protocol.messages import (
 )
 
 
-@dataclass(slots=True)
-class Store:
-    """One namespace of keys: how its versions are made."""
-
-    policy: Policy
-    updater: Updater | None = None
-
-
 class Server(Machine):
     """The pure machine of a server.
 
@@ -83,9 +75,11 @@ class Server(Machine):
         self.steps: dict[Member, int] = {}
         self.workers: dict[int, Member] = {}
         """Rank → the live worker there."""
-        self.stores: dict[int, Store] = {}
+        self.updaters: dict[int, Updater] = {}
+        """Store → what updates its values; absent while a sum replaces them."""
         self.shards: dict[int, Shard] = {}
-        self._store_of: dict[int, Store] = {}
+        self._store_of: dict[int, int] = {}
+        """Slice → its store."""
         self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         """Slice → elements; -1 for a slice that is not kept here."""
         self._dtypes: U8 = np.zeros(0, np.uint8)
@@ -219,7 +213,7 @@ class Server(Machine):
         return self._flush()
 
     def _assign(self, message: Assign) -> None:
-        store = self.stores.setdefault(message.store, Store(POLICIES[message.mode]))
+        policy = POLICIES[message.mode]
         placement = message.placement
         num_servers = self.joining.introduction.num_servers
         for key, size, code, first, home in zip(
@@ -228,8 +222,8 @@ class Server(Machine):
             dtype = DType(code)
             for piece in cut(size, dtype.itemsize, home, num_servers, first, placement.slice_bytes):
                 if piece.server == self.me.node.rank and piece.number not in self.shards:
-                    self.shards[piece.number] = Shard(key, piece.number, dtype, piece.count, store.policy)
-                    self._store_of[piece.number] = store
+                    self.shards[piece.number] = Shard(key, piece.number, dtype, piece.count, policy)
+                    self._store_of[piece.number] = message.store
         self._rebuild_table()
 
     def _rebuild_table(self) -> None:
@@ -245,8 +239,7 @@ class Server(Machine):
             optimizer = from_description(message.description)
         except (ValueError, TypeError) as error:
             return Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))
-        store = self.stores.setdefault(message.store, Store(POLICIES["sync"]))
-        store.updater = Updater(optimizer, self.kernels)
+        self.updaters[message.store] = Updater(optimizer, self.kernels)
         return Send(SCHEDULER_MEMBER, Done(message.request))
 
     # What workers say.
@@ -328,7 +321,7 @@ class Server(Machine):
         while shard.is_ready(self.workers.keys()):
             contributions = list(shard.slots.values())
             try:
-                contributions = shard.close(self._store_of[shard.number].updater, self.kernels)
+                contributions = shard.close(self.updaters.get(self._store_of[shard.number]), self.kernels)
             except (OptimizerMismatch, PushRefused) as error:
                 mismatch = isinstance(error, OptimizerMismatch)
                 code = ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED

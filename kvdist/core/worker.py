@@ -223,8 +223,7 @@ class Worker(Machine):
         """The oldest request, and what it waits for."""
         joining = self.joining.explain(now)
         if joining is not None:
-            hint = f": {self._hint.subject}" if self._hint else ""
-            return joining + hint
+            return joining
         if not self._pending:
             return None
         oldest = next(iter(self._pending.values()))
@@ -440,6 +439,9 @@ class Worker(Machine):
         return [self._barrier_timed_out(pending, (), now)]
 
     def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
+        if not self.joining.complete:
+            self.joining.hint = hint.subject
+            return []
         self._hint = hint
         asked = [
             pending

@@ -178,7 +178,7 @@ def _embedded() -> Cluster:
         "kv.create('dist') found no cluster in the environment: running alone, with an embedded server in this process."
         " Start with `kvdist-launch -n WORKERS -s SERVERS COMMAND` to train on several"
     )
-    config = ClusterConfig(Role.WORKER, "embedded", 1, num_workers=1, num_servers=1)
+    config = ClusterConfig.alone()
     network = InprocNetwork()
     now = time.monotonic()
     server_config = replace(config, role=Role.SERVER)

@@ -48,14 +48,11 @@ BATCH_MESSAGES = 64
 BATCH_BYTES = 32 << 20
 """What one `recv` takes from one socket at most, so that one poll serves many messages and no peer starves another."""
 
-RECEIVE_MESSAGES = 1000
-BACKLOG, HANDSHAKE_MS, RECONNECT_MS, RECONNECT_MS_MAX = 4096, 5_000, 100, 2_000
+RECEIVE_MESSAGES, BACKLOG, HANDSHAKE_MS, RECONNECT_MS, RECONNECT_MS_MAX = 1000, 4096, 5_000, 100, 2_000
 RETRANSMIT_MS_MAX = 10_000
 """How long the kernel may go on retransmitting to a peer that is gone before the connection breaks."""
 
-MORE = int(zmq.SNDMORE) | int(zmq.DONTWAIT)
-NOW = int(zmq.DONTWAIT)
-
+MORE, NOW = int(zmq.SNDMORE) | int(zmq.DONTWAIT), int(zmq.DONTWAIT)
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 UP = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)

@@ -132,6 +132,7 @@ class Life:
     dialled: Dialled
     acceptor: SimulatedTransport
     alive: bool = True
+    spoken: bool = False
     up: deque[Freight] = field(default_factory=deque)
     """Under way to the acceptor."""
     down: deque[Freight] = field(default_factory=deque)
@@ -143,7 +144,9 @@ class Life:
         """Send one message, or lose it, or send it twice, or break."""
         network = self.acceptor.network
         weather = network.weather
-        if network.chance(weather.loss, "lost"):
+        first, self.spoken = not self.spoken, True
+        # The first word on a connection says whose it is. Only another break can lose it, not the network alone.
+        if not first and network.chance(weather.loss, "lost"):
             return
         self._depart(frames, upwards)
         if network.chance(weather.duplication, "duplicated"):

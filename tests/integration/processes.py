@@ -85,7 +85,7 @@ class Job:
         return process
 
     def launch(self, workers: int, servers: int, *command: str, **variables: str) -> Process:
-        """Start kvdist-launch; `command` is a program of this folder and its arguments, or begins with an executable."""
+        """Start kvdist-launch; `command` is a program of this folder, or an executable, and its arguments."""
         words = ["-m", "kvdist_launch", "-n", str(workers), "-s", str(servers), "--", *program(*command)]
         return self.start("launcher", [sys.executable, *words], **variables)
 

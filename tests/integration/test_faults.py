@@ -83,6 +83,34 @@ def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
     assert "the call returned" not in launcher.text
 
 
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_kill_9_in_the_middle_of_large_transfers_is_named_everywhere(job, victim):
+    job.cluster(2, 2, "faults.py", "endless", "20000000")
+    for name in ("worker-0", "worker-1"):
+        job.line(name, "going")
+    killed_at = kill(job, victim)
+    job.finish()
+    for process in job.processes.values():
+        if process.name != victim:
+            assert process.ended_at - killed_at < NOTICED_S, f"{process.name} took too long\n{job.transcript()}"
+            assert named(victim) in process.text and process.code, job.transcript()
+
+
+@pytest.mark.parametrize("victim", ["server-0", "worker-0", "scheduler"])
+def test_kill_9_before_the_cluster_is_complete_is_named_to_those_who_wait(job, victim):
+    settings = {"KVDIST_EXPLAIN_AFTER_S": "0.5"}
+    for name in ("scheduler", "server-0", "server-1", "worker-0", "worker-1"):
+        job.node(name, 3, 2, "nothing.py", **settings)
+    for name in ("server-0", "server-1", "worker-0", "worker-1"):
+        job.line(name, f"{name} has waited ")
+    killed_at = kill(job, victim)
+    job.finish()
+    for process in job.processes.values():
+        if process.name != victim:
+            assert process.ended_at - killed_at < NOTICED_S, f"{process.name} took too long\n{job.transcript()}"
+            assert named(victim) in process.text and process.code, job.transcript()
+
+
 @pytest.mark.parametrize("victim", ["server-0", "worker-1"])
 def test_a_process_that_stands_still_is_noticed(job, victim):
     job.cluster(2, 1, "faults.py", "blocked", "pushpull", **QUICK)
@@ -162,7 +190,7 @@ def test_a_worker_that_ends_without_a_store_is_told_to_those_who_wait(job):
     launcher = job.launch(2, 1, "faults.py", "never_joins")
     job.finish(timeout_s=15)
     assert launcher.code != 0 and "the call returned" not in launcher.text
-    text = "worker-1 ended without having joined the cluster, but worker-0 waits for it: every worker must call kv.create"
+    text = "worker-1 ended without having joined the cluster, but worker-0 waits for it: every worker must call"
     assert text in launcher.text, job.transcript()
 
 

@@ -53,7 +53,7 @@ PLANS = {
             env_server={"KVDIST_BIGARRAY_BOUND": "77"},
             env_worker={"OMP_NUM_THREADS": "3"},
         ),
-        {"KVDIST_TRANSPORT": "tcp", "KVDIST_SLICE_BYTES": "1024", "OMP_NUM_THREADS": "5"},
+        {"KVDIST_PLACEMENT": "hash", "KVDIST_SLICE_BYTES": "1024", "OMP_NUM_THREADS": "5"},
     ),
 }
 

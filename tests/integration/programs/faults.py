@@ -228,12 +228,15 @@ def after_close():
             say(f"{type(error).__name__}: {error}")
 
 
-def endless():
+def endless(elements="3"):
     """Rounds without an end."""
-    store = started()
+    store = kv.create("dist")
+    value = np.ones(int(elements), np.float32)
+    store.init("w", value)
+    store.pushpull("w", value)
     say("going")
     while True:
-        store.pushpull("w", ones())
+        store.pushpull("w", value)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def sum_replaces(store_type):
     store = kv.create(store_type)
     n = store.num_workers
     total = n * (n + 1) / 2
-    store.broadcast(["3", "99"], [np.ones(s, np.float32) for s in (SMALL, BIG)], [np.empty(s, np.float32) for s in (SMALL, BIG)])
+    ones = [np.ones(s, np.float32) for s in (SMALL, BIG)]
+    store.broadcast(["3", "99"], ones, [np.empty(s, np.float32) for s in (SMALL, BIG)])
     for _ in range(3):
         values = [np.full(s, store.rank + 1, np.float32) for s in (SMALL, BIG)]
         store.pushpull(["3", "99"], values)
@@ -64,8 +65,11 @@ def first_values(store_type):
     keys = [*range(200, 210), *range(300, 303)]
     shapes = [SMALL if key < 300 else BIG for key in keys]
     kinds = [np.float32 if key % 2 else np.float16 for key in keys]
-    store.init(keys, [np.full(shape, key + 1000 * store.rank, kind) for key, shape, kind in zip(keys, shapes, kinds)])
-    for key, shape, kind in zip(keys, shapes, kinds):
+    store.init(
+        keys,
+        [np.full(shape, key + 1000 * store.rank, kind) for key, shape, kind in zip(keys, shapes, kinds, strict=True)],
+    )
+    for key, shape, kind in zip(keys, shapes, kinds, strict=True):
         store.init(key, np.zeros(shape, kind))
         value = store.pull(key)
         assert value.dtype == kind and value.shape == shape and (value == key).all(), (key, value)
@@ -106,10 +110,10 @@ def orders(store_type):
     shapes = {key: (1 + 999 * (i % 3), 1 + i) for i, key in enumerate(keys)}
     store.init(order, [np.zeros(shapes[key], np.float32) for key in order])
     for i in range(5):
-        given = [np.full(shapes[key], number + i, np.float32) for key, number in zip(order, numbers)]
+        given = [np.full(shapes[key], number + i, np.float32) for key, number in zip(order, numbers, strict=True)]
         priority = list(range(40))[store.rank]
         store.pushpull(order, given, priority=priority)
-        for value, number in zip(given, numbers):
+        for value, number in zip(given, numbers, strict=True):
             assert (value == n * (number + i)).all()
         order, numbers = order[::-1], numbers[::-1]
     return store
@@ -158,7 +162,7 @@ def awkward_shapes(store_type):
     assert [value.shape for value in given] == shapes
     assert all((value == 2 * n).all() for value in given)
     assert [value.shape for value in store.pull(keys)] == shapes
-    for key, value in zip(keys, given):
+    for key, value in zip(keys, given, strict=True):
         store.push(key, value)
         assert (store.pull(key) == 2 * n * n).all()
     strided = np.arange(24, dtype=np.float64).reshape(4, 6)[::2, ::3]
@@ -185,7 +189,9 @@ def own_writes(store_type):
         given[...] = 777  # the call has returned, so the array is ours again
         handed_out.append(store.pull("w"))
     totals = np.cumsum([n * i for i in range(5)])
-    assert all((value == total).all() for value, total in zip(handed_out, totals)), [v.flat[0] for v in handed_out]
+    assert all((value == total).all() for value, total in zip(handed_out, totals, strict=True)), [
+        v.flat[0] for v in handed_out
+    ]
     return store
 
 

@@ -1,0 +1,31 @@
+"""When contributions make a version."""
+
+from __future__ import annotations
+
+from kvdist.core.policy import ASYNC, POLICIES, SYNC
+
+
+def test_a_synchronous_version_needs_every_live_worker() -> None:
+    assert not SYNC.is_full([0], {0, 2})
+    assert SYNC.is_full([2, 0], {0, 2})
+    assert SYNC.waits_for_all
+
+
+def test_a_contribution_of_somebody_who_left_does_not_stand_for_a_live_worker() -> None:
+    assert not SYNC.is_full([1, 0], {0, 2})
+    assert SYNC.is_full([1, 0], {0})
+
+
+def test_missing_names_whom_a_version_waits_for() -> None:
+    assert SYNC.missing([1], {0, 1, 5}) == (0, 5)
+    assert ASYNC.missing([], {0, 1}) == ()
+
+
+def test_an_asynchronous_version_is_made_of_each_contribution_and_needs_an_optimizer() -> None:
+    assert not ASYNC.is_full([], {0, 1})
+    assert ASYNC.is_full([1], {0, 1})
+    assert ASYNC.needs_optimizer and not SYNC.needs_optimizer
+
+
+def test_policies_are_found_by_the_word_on_the_wire() -> None:
+    assert POLICIES == {"sync": SYNC, "async": ASYNC}

@@ -1,0 +1,220 @@
+"""One slice on its server: rounds are sets, what was handed out never changes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdist.core.policy import ASYNC, SYNC, Policy
+from kvdist.core.shard import Contribution, PullRequest, Shard, Verdict
+from kvdist.dtypes import DType
+from kvdist.errors import OptimizerMismatch, PushRefused
+from kvdist.kernels.reference import REFERENCE
+from kvdist.nodes import Member, worker
+from kvdist.optimizer.registry import create
+from kvdist.optimizer.updater import Updater
+from kvdist.protocol.messages import Flag
+
+NAN = math.nan
+
+
+def shard(policy: Policy = SYNC, dtype: DType = DType.FLOAT32, first: list[float] | None = None) -> Shard:
+    made = Shard("w", 4, dtype, 3, policy)
+    made.initialise(np.array(first or [1, 2, 3], dtype.storage))
+    return made
+
+
+def contribution(rank: int, values: list[float], step: int = 0, **options: Any) -> Contribution:
+    setting = options.get("setting", (NAN, NAN, NAN))
+    dtype = options.get("dtype", DType.FLOAT32)
+    flags = options.get("flags", 0)
+    return Contribution(
+        Member(worker(rank), rank + 1), 9, step, 0, 0, flags, setting, np.array(values, dtype.storage), False
+    )
+
+
+def offer_all(made: Shard, *contributions: Contribution) -> None:
+    for one in contributions:
+        assert made.offer(one, 0.0) is Verdict.ACCEPTED
+
+
+def value(made: Shard) -> list[float]:
+    assert made.published is not None
+    values: list[float] = made.published.array.tolist()
+    return values
+
+
+def test_the_first_value_stays_when_another_one_is_given() -> None:
+    made = shard()
+    made.initialise(np.zeros(3, np.float32))
+    assert value(made) == [1, 2, 3]
+    assert made.version == 0
+
+
+def test_without_an_optimizer_the_sum_replaces_the_value() -> None:
+    made = shard()
+    offer_all(made, contribution(0, [1, 1, 1]), contribution(2, [10, 20, 30]))
+    assert made.is_ready({0, 2})
+    made.close(None, REFERENCE)
+    assert value(made) == [11, 21, 31]
+    assert made.version == 1 and made.counted == {0: 1, 2: 1}
+
+
+def test_the_first_contribution_of_a_worker_wins() -> None:
+    made = shard()
+    offer_all(made, contribution(0, [1, 1, 1]))
+    assert made.offer(contribution(0, [9, 9, 9]), 1.0) is Verdict.REPEATED
+    made.close(None, REFERENCE)
+    assert value(made) == [1, 1, 1]
+
+
+def test_a_push_that_was_counted_before_is_not_added_again() -> None:
+    made = shard()
+    offer_all(made, contribution(0, [1, 1, 1]))
+    made.close(None, REFERENCE)
+    assert made.offer(contribution(0, [1, 1, 1]), 1.0) is Verdict.ALREADY_COUNTED
+    assert not made.slots
+
+
+def test_a_push_from_the_future_is_refused() -> None:
+    with pytest.raises(PushRefused, match=r"worker-3 sent its push 2 of key 'w', but only 0"):
+        shard().offer(contribution(3, [1, 1, 1], step=2), 0.0)
+
+
+def test_a_round_is_summed_in_rank_order_whoever_comes_first() -> None:
+    pushes = [contribution(0, [1e8, 0, 1]), contribution(1, [1, 1, 1]), contribution(2, [-1e8, 1, 1])]
+    results = set()
+    for order in itertools.permutations(pushes):
+        made = shard()
+        offer_all(made, *order)
+        made.close(None, REFERENCE)
+        results.add(tuple(value(made)))
+    assert results == {(0.0, 2.0, 3.0)}, "in float32 1e8 + 1 is 1e8, so the order is visible"
+
+
+def test_what_was_handed_out_never_changes() -> None:
+    made = shard()
+    buffers = []
+    for step in range(5):
+        assert made.published is not None
+        made.published.leases += 1
+        buffers.append((made.published, made.published.array.tolist()))
+        offer_all(made, contribution(0, [step, step, step], step))
+        made.close(None, REFERENCE)
+    assert len({id(buffer) for buffer, _ in buffers}) == 5
+    assert all(buffer.array.tolist() == seen for buffer, seen in buffers)
+
+
+def test_two_buffers_are_enough_while_nobody_reads_and_a_third_serves_one_reader() -> None:
+    made = shard()
+    used = set()
+    for step in range(6):
+        used.add(id(made.published))
+        if step == 2:
+            assert made.published is not None
+            made.published.leases += 1
+        offer_all(made, contribution(0, [1, 1, 1], step))
+        made.close(None, REFERENCE)
+    assert len(used) == 3
+
+
+def test_a_refused_round_keeps_the_value_and_lets_the_counters_go_on() -> None:
+    made = shard()
+    offer_all(made, contribution(0, [1, 1, 1], setting=(0.1, 0, 1)), contribution(1, [1, 1, 1], setting=(0.2, 0, 1)))
+    updater = Updater(create("sgd", learning_rate=0.5), REFERENCE)
+    with pytest.raises(OptimizerMismatch, match=r"worker-0 says lr 0.1, wd 0; worker-1 says lr 0.2, wd 0"):
+        made.close(updater, REFERENCE)
+    assert value(made) == [1, 2, 3]
+    assert (made.version, made.counted, made.slots) == (1, {0: 1, 1: 1}, {})
+    offer_all(made, contribution(0, [1, 1, 1], 1, setting=(0.5, 0, 1)), contribution(1, [1, 1, 1], 1, setting=(0.5, 0, 1)))
+    made.close(updater, REFERENCE)
+    assert value(made) == [0, 1, 2]
+
+
+def test_the_learning_rate_of_the_push_wins_over_the_optimizers_own() -> None:
+    made = shard()
+    offer_all(made, contribution(0, [1, 1, 1], setting=(0.25, 0.0, 2.0)))
+    made.close(Updater(create("sgd", learning_rate=100.0), REFERENCE), REFERENCE)
+    assert value(made) == [0.5, 1.5, 2.5]
+
+
+def test_each_contribution_is_rescaled_by_its_own_factor() -> None:
+    made = shard()
+    offer_all(made, contribution(0, [1, 1, 1], setting=(NAN, NAN, 2)), contribution(1, [1, 1, 1], setting=(NAN, NAN, 3)))
+    made.close(None, REFERENCE)
+    assert value(made) == [5, 5, 5]
+
+
+def test_an_average_divides_by_all_contributions_the_empty_ones_too() -> None:
+    made = shard()
+    average, empty = int(Flag.AVERAGE), int(Flag.AVERAGE | Flag.EMPTY)
+    offer_all(made, contribution(0, [4, 8, 12], flags=average), contribution(1, [], flags=empty))
+    made.close(None, REFERENCE)
+    assert value(made) == [2, 4, 6]
+
+
+def test_a_round_of_empty_contributions_counts_and_changes_nothing() -> None:
+    made = shard()
+    offer_all(made, contribution(0, [], flags=int(Flag.EMPTY)), contribution(1, [], flags=int(Flag.EMPTY)))
+    made.close(None, REFERENCE)
+    assert value(made) == [1, 2, 3]
+    assert made.version == 1
+
+
+def test_integers_are_not_updated_by_an_optimizer_and_the_error_names_the_key() -> None:
+    made = shard(dtype=DType.INT32)
+    offer_all(made, contribution(0, [1, 1, 1], dtype=DType.INT32))
+    with pytest.raises(PushRefused, match="key 'w'"):
+        made.close(Updater(create("sgd"), REFERENCE), REFERENCE)
+    assert value(made) == [1, 2, 3]
+
+
+def test_an_asynchronous_push_without_an_optimizer_is_refused_with_what_to_do() -> None:
+    made = shard(ASYNC)
+    offer_all(made, contribution(0, [1, 1, 1]))
+    with pytest.raises(PushRefused, match="call set_optimizer before the first push"):
+        made.close(None, REFERENCE)
+
+
+def test_a_pull_waits_for_the_workers_own_pushes_and_for_its_version() -> None:
+    made = shard()
+    member = Member(worker(0), 1)
+    made.pulls = [PullRequest(member, 1, 0, 0), PullRequest(member, 2, 1, 0), PullRequest(member, 3, 0, 2)]
+    assert [pull.run for pull in made.take_satisfied_pulls()] == [1]
+    offer_all(made, contribution(0, [1, 1, 1]))
+    made.close(None, REFERENCE)
+    assert [pull.run for pull in made.take_satisfied_pulls()] == [2]
+    offer_all(made, contribution(0, [1, 1, 1], 1))
+    made.close(None, REFERENCE)
+    assert [pull.run for pull in made.take_satisfied_pulls()] == [3]
+    assert not made.pulls
+
+
+def test_nothing_is_ready_or_answered_before_the_first_value() -> None:
+    made = Shard("w", 4, DType.FLOAT32, 3, SYNC)
+    offer_all(made, contribution(0, [1, 1, 1]))
+    made.pulls = [PullRequest(Member(worker(0), 1), 1, 0, 0)]
+    assert not made.is_ready({0})
+    assert made.take_satisfied_pulls() == []
+
+
+def test_a_replaced_value_keeps_its_version_and_what_was_read_stays() -> None:
+    made = shard()
+    assert made.published is not None
+    before = made.published
+    before.leases += 1
+    made.replace(np.array([7, 8, 9], np.float32))
+    assert value(made) == [7, 8, 9] and made.version == 0
+    assert before.array.tolist() == [1, 2, 3]
+
+
+def test_a_full_round_that_was_not_closed_is_an_invariant_broken() -> None:
+    made = shard()
+    offer_all(made, contribution(0, [1, 1, 1]))
+    with pytest.raises(AssertionError, match="a full round is closed at once"):
+        made.validate({0})
+    made.validate({0, 1})

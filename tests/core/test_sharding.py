@@ -1,0 +1,97 @@
+"""Where elements live: ranges, slices, homes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvdist.core.sharding import Placer, cut, ranges
+from kvdist.protocol.messages import Placement
+
+CUT = Placement.CUT
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "bounds"),
+    [
+        (10, 4, [0, 3, 5, 8, 10]),
+        (1_000_003, 2, [0, 500_002, 1_000_003]),
+        (5, 2, [0, 3, 5]),
+        (2, 3, [0, 1, 1, 2]),
+        (0, 3, [0, 0, 0, 0]),
+        (7, 1, [0, 7]),
+    ],
+)
+def test_boundaries_round_halves_up(size: int, parts: int, bounds: list[int]) -> None:
+    assert ranges(size, parts) == list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 50))
+def test_ranges_cover_everything_once_and_differ_by_at_most_one(size: int, parts: int) -> None:
+    pieces = ranges(size, parts)
+    assert pieces[0][0] == 0 and pieces[-1][1] == size
+    assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+    lengths = [stop - start for start, stop in pieces]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 5000), st.sampled_from([1, 2, 4, 8]), st.integers(1, 7), st.integers(1, 300), st.booleans())
+def test_slices_are_consecutive_and_never_too_large(
+    size: int, itemsize: int, servers: int, slice_bytes: int, whole: bool
+) -> None:
+    slices = cut(size, itemsize, 0 if whole else CUT, servers, 11, slice_bytes)
+    assert [piece.number for piece in slices] == list(range(11, 11 + len(slices)))
+    assert slices[0].start == 0 and slices[-1].stop == size
+    assert all(a.stop == b.start for a, b in zip(slices, slices[1:], strict=False))
+    assert all(piece.count * itemsize <= max(slice_bytes, itemsize) for piece in slices)
+    assert {piece.server for piece in slices} == ({0} if whole else set(range(servers)))
+
+
+def test_a_key_without_elements_has_one_slice_so_that_it_takes_part_in_rounds() -> None:
+    (piece,) = cut(0, 4, 1, 3, 5, 64)
+    assert (piece.number, piece.server, piece.count) == (5, 1, 0)
+
+
+def test_a_cut_key_has_a_slice_on_every_server_even_with_more_servers_than_elements() -> None:
+    slices = cut(2, 4, CUT, 5, 0, 64)
+    assert [piece.server for piece in slices] == [0, 1, 2, 3, 4]
+    assert sum(piece.count for piece in slices) == 2
+
+
+def test_an_element_larger_than_a_slice_travels_alone() -> None:
+    assert [piece.count for piece in cut(3, 8, 0, 1, 0, 4)] == [1, 1, 1]
+
+
+def test_a_key_is_cut_from_a_million_elements_on() -> None:
+    placer = Placer(2, 1_000_000, 1 << 30)
+    placement = placer.place(["below", "at"], [999_999, 1_000_000], [4, 4])
+    assert placement.homes[0] in (0, 1)
+    assert placement.homes[1] == CUT
+
+
+def test_hashed_keys_live_where_the_mirrored_system_puts_them() -> None:
+    placer = Placer(4, 1000, 64, by_hash=True)
+    assert placer.place([3, 7], [1, 1], [4, 4]).homes == (3 * 9973 % 4, 7 * 9973 % 4)
+    assert placer.place(["a", "b"], [1, 1], [4, 4]).homes == (0, 9973 % 4)
+
+
+def test_large_keys_choose_first_so_that_bytes_balance() -> None:
+    placer = Placer(2, 1000, 1 << 20)
+    placement = placer.place(["small", "large", "middle"], [10, 100, 90], [4, 4, 4])
+    assert placement.homes == (1, 0, 1)
+    assert placer.loads_bytes == [400, 400]
+
+
+def test_later_keys_go_to_the_emptier_server_and_take_the_next_numbers() -> None:
+    placer = Placer(2, 1000, 16)
+    first = placer.place(["a"], [10], [4])
+    second = placer.place(["b"], [1], [8])
+    assert (first.first_slices, first.homes) == ((0,), (0,))
+    assert (second.first_slices, second.homes) == ((3,), (1,))
+
+
+def test_a_cut_key_loads_every_server_with_its_range() -> None:
+    placer = Placer(3, 4, 64)
+    placer.place(["a"], [10], [2])
+    assert placer.loads_bytes == [6, 8, 6]

@@ -1,0 +1,346 @@
+"""Machines wired back to back: what one transmits the other receives, in order, when the test says so. No network.
+
+`Wired(...)` starts the processes; `settle()` delivers until nobody has anything more to say; `advance(seconds)` lets
+time pass. Everything said is in `log`, one readable line a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.config import ClusterConfig, Limits
+from kvdist.core.effects import (
+    Adopt,
+    Complete,
+    Connect,
+    Effect,
+    Event,
+    Fail,
+    Report,
+    Send,
+    Stop,
+    Transmit,
+)
+from kvdist.core.joining import Introduction
+from kvdist.core.reliable import ACK_DELAY_S, Reliable
+from kvdist.core.requests import (
+    DeclareKeys,
+    EnterBarrier,
+    KeyInfo,
+    Kind,
+    Leave,
+    Register,
+    Request,
+    RunData,
+    RunPlan,
+    SetStoreOptimizer,
+    Transfer,
+    make_plan,
+)
+from kvdist.core.scheduler import Scheduler
+from kvdist.core.server import Server
+from kvdist.core.worker import Worker
+from kvdist.dtypes import DType, from_name
+from kvdist.kernels.reference import REFERENCE
+from kvdist.nodes import Member, Role
+from kvdist.optimizer.registry import create
+from kvdist.protocol.layout import views
+from kvdist.protocol.messages import Flag, Message, Packet
+
+Array = npt.NDArray[Any]
+JOB = 4711
+NAN = math.nan
+SERVER_DECIDES = (NAN, NAN, NAN)
+
+
+class Wired:
+    """A cluster of pure machines. Workers and servers are called ``worker-0``, ``server-1``, …, as they will be."""
+
+    def __init__(
+        self,
+        num_workers: int = 2,
+        num_servers: int = 1,
+        limits: Limits | None = None,
+        form: bool = True,
+        bigarray_bound: int = 1_000_000,
+    ) -> None:
+        self.now = 0.0
+        self.limits = limits or Limits()
+        self.log: list[str] = []
+        self.completed: dict[int, Any] = {}
+        """Request → its result."""
+        self.failed: dict[int, Exception] = {}
+        self.stopped: dict[str, Exception | None] = {}
+        self.reports: list[str] = []
+        self.results: dict[int, dict[int | str, Array]] = {}
+        """Request → per key the memory that takes the value."""
+        self.infos: dict[int | str, KeyInfo] = {}
+        self.wire: deque[tuple[str, str, Packet]] = deque()
+        """(from, to, what), not delivered yet."""
+        self._addresses: dict[tuple[Role, int], str] = {(Role.SCHEDULER, 1): "scheduler"}
+        self._next_request = 0
+        config = ClusterConfig(
+            Role.SCHEDULER, "host-s", 1, num_workers, num_servers, bigarray_bound=bigarray_bound, limits=self.limits
+        )
+        self.scheduler = Scheduler(config, 0.0)
+        self.processes: dict[str, Reliable] = {"scheduler": Reliable(self.scheduler, JOB)}
+        self.servers = [self._server(rank, num_workers, num_servers) for rank in range(num_servers)]
+        self.workers = [self._worker(rank, num_workers, num_servers) for rank in range(num_workers)]
+        if form:
+            self.form()
+
+    def form(self) -> None:
+        """Let everybody join; the log starts anew."""
+        for rank in range(len(self.workers)):
+            self.ask(rank, Register)
+        self.advance(0.0)
+        self.log.clear()
+
+    # Time and messages.
+
+    def deliver(self, count: int = 1) -> None:
+        """Deliver the oldest messages under way."""
+        for _ in range(count):
+            source, to, packet = self.wire.popleft()
+            if to not in self.stopped:
+                self.carry_out(to, self.processes[to].receive(packet, self.now))
+
+    def settle(self) -> None:
+        """Deliver until nothing is under way."""
+        while self.wire:
+            self.deliver()
+
+    def lose(self) -> int:
+        """What is under way is gone; returns how many messages that were."""
+        count = len(self.wire)
+        self.wire.clear()
+        return count
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass: every deadline on the way is kept, and all that is said is delivered."""
+        until = self.now + seconds
+        while True:
+            self.settle()
+            due = min((self.processes[name].deadline for name in self._running), default=math.inf)
+            if due > until:
+                break
+            self.now = max(self.now, due)
+            self.tick()
+        self.now = until
+
+    def tick(self) -> None:
+        """Do what is due now, everywhere."""
+        for name in self._running:
+            if self.processes[name].deadline <= self.now:
+                self.carry_out(name, self.processes[name].tick(self.now))
+
+    def observe(self, name: str, event: Event) -> None:
+        """Something happens to a process that is not a message."""
+        self.carry_out(name, self.processes[name].observe(event, self.now))
+
+    def hear(self, to: str, packet: Packet) -> None:
+        """A process receives something from outside this cluster."""
+        self.carry_out(to, self.processes[to].receive(packet, self.now))
+
+    def member(self, name: str) -> Member:
+        """The process as the others address it."""
+        return self.processes[name].machine.me
+
+    def carry_out(self, name: str, effects: Sequence[Effect]) -> None:
+        """Do what a machine wants done."""
+        for effect in effects:
+            match effect:
+                case Transmit(to, packet):
+                    self._transmit(name, to, packet)
+                case Adopt(stranger, member):
+                    self._addresses[member.node.role, member.incarnation] = self._address(stranger)
+                case Complete(request, result):
+                    assert request not in self.completed, "a request is answered once"
+                    self.completed[request] = result
+                    self._note_keys(result)
+                case Fail(request, error):
+                    self.failed[request] = error
+                case Stop(error):
+                    self.stopped[name] = error
+                    # As the node does: last acknowledgements leave before the process ends.
+                    self.carry_out(name, self.processes[name].tick(self.now + ACK_DELAY_S))
+                case Report(text):
+                    self.reports.append(text)
+                case Connect():
+                    pass
+                case Send():
+                    raise AssertionError("Reliable stamps every Send")
+        self.processes[name].validate()
+
+    # What users ask.
+
+    def ask(self, rank: int, make: Any) -> int:
+        """Hand a worker one request; returns its number."""
+        self._next_request += 1
+        self.submit(rank, [make(self._next_request)])
+        return self._next_request
+
+    def submit(self, rank: int, requests: Sequence[Request]) -> None:
+        """Hand a worker several requests at once."""
+        worker = self.workers[rank]
+        process = self.processes[f"worker-{rank}"]
+        self.carry_out(f"worker-{rank}", process.perform(lambda: worker.submit(requests, self.now), self.now))
+
+    def declare(
+        self, rank: int, keys: Mapping[int | str, tuple[int, ...]], mode: str = "sync", dtype: str = "float32"
+    ) -> int:
+        """Declare keys by their shapes."""
+        kind = from_name(dtype)
+        return self.ask(
+            rank,
+            lambda number: DeclareKeys(number, 0, mode, tuple(keys), tuple(keys.values()), tuple(kind for _ in keys)),
+        )
+
+    def initialise(self, values: Mapping[int | str, Sequence[float]], mode: str = "sync") -> None:
+        """All workers declare, worker 0 gives the values, and everything is settled."""
+        shapes = {key: (len(value),) for key, value in values.items()}
+        for rank in range(len(self.workers)):
+            self.declare(rank, shapes, mode)
+        self.settle()
+        self.give(0, values)
+        self.settle()
+
+    def give(self, rank: int, values: Mapping[int | str, Sequence[float]]) -> int:
+        """Send first values."""
+        return self._transfer(rank, Kind.INITIALISE, values)
+
+    def push(self, rank: int, values: Mapping[int | str, Sequence[float] | None], **options: Any) -> int:
+        """Contribute; None is an empty contribution."""
+        return self._transfer(rank, Kind.PUSH, values, **options)
+
+    def pushpull(self, rank: int, values: Mapping[int | str, Sequence[float] | None], **options: Any) -> int:
+        """Contribute and read."""
+        return self._transfer(rank, Kind.PUSHPULL, values, **options)
+
+    def pull(self, rank: int, *keys: int | str) -> int:
+        """Read."""
+        return self._transfer(rank, Kind.PULL, dict.fromkeys(keys))
+
+    def barrier(self, rank: int, timeout_s: float | None = None) -> int:
+        """Arrive at a barrier."""
+        return self.ask(rank, lambda number: EnterBarrier(number, 0, timeout_s))
+
+    def set_optimizer(self, rank: int, name: str, **numbers: Any) -> int:
+        """Choose the optimizer."""
+        description = create(name, **numbers).describe()
+        return self.ask(rank, lambda number: SetStoreOptimizer(number, 0, description))
+
+    def leave(self, rank: int, failure: str = "") -> int:
+        """Say goodbye."""
+        return self.ask(rank, lambda number: Leave(number, failure))
+
+    def value(self, request: int, key: int | str) -> list[float]:
+        """What a finished read brought."""
+        assert request in self.completed, f"request {request} is not finished: {self.failed.get(request)}"
+        values: list[float] = self.results[request][key].tolist()
+        return values
+
+    # Inside.
+
+    @property
+    def _running(self) -> list[str]:
+        return [name for name in self.processes if name not in self.stopped]
+
+    def _introduction(self, role: Role, rank: int, num_workers: int, num_servers: int) -> Introduction:
+        token = (1000 if role is Role.SERVER else 2000) + rank
+        self._addresses[role, token] = f"{role}-{rank}"
+        endpoint = f"tcp://host-{rank}:9000" if role is Role.SERVER else ""
+        scheduler = "tcp://host-s:1"
+        return Introduction(
+            role, token, rank, f"host-{rank}", 100 + rank, endpoint, num_workers, num_servers, "1.0", scheduler
+        )
+
+    def _server(self, rank: int, num_workers: int, num_servers: int) -> Server:
+        introduction = self._introduction(Role.SERVER, rank, num_workers, num_servers)
+        machine = Server(introduction, self.limits, REFERENCE, 0.0)
+        self.processes[f"server-{rank}"] = Reliable(machine, JOB)
+        return machine
+
+    def _worker(self, rank: int, num_workers: int, num_servers: int) -> Worker:
+        machine = Worker(self._introduction(Role.WORKER, rank, num_workers, num_servers), self.limits, 0.0)
+        self.processes[f"worker-{rank}"] = Reliable(machine, JOB)
+        return machine
+
+    def _address(self, member: Member) -> str:
+        return self._addresses[member.node.role, member.incarnation]
+
+    def _transmit(self, source: str, to: Member, packet: Packet) -> None:
+        address = self._address(to)
+        self.log.append(f"{self.now:.2f} {packet.stamp.source} -> {to}: {told(packet.message)}")
+        self.wire.append((source, address, packet))
+
+    def _note_keys(self, result: object) -> None:
+        if isinstance(result, tuple):
+            self.infos.update({info.key: info for info in result})
+
+    def _transfer(
+        self,
+        rank: int,
+        kind: Kind,
+        values: Mapping[int | str, Sequence[float] | None],
+        priority: int = 0,
+        setting: tuple[float, float, float] = SERVER_DECIDES,
+        flag: int = 0,
+    ) -> int:
+        infos = [self.infos[key] for key in values]
+        plan = make_plan(infos, self.limits.slice_bytes)
+        arrays = [_array(values[info.key], info.dtype) for info in infos]
+        results: dict[int | str, Array] = {info.key: np.full(info.size, NAN, info.dtype.storage) for info in infos}
+        runs = []
+        for run in plan.runs:
+            flags = [flag if arrays[i] is not None else flag | Flag.EMPTY for i in run.key_of]
+            sinks = [results[infos[piece.index].key][piece.start : piece.stop] for piece in run.pieces]
+            payload = None if kind is Kind.PULL else memoryview(_payload(run, arrays))
+            runs.append(RunData(run, payload, sinks, np.array(flags, np.uint8), (setting,)))
+        label = f"{kind.value} of key {', '.join(map(repr, values))}"
+        request = self.ask(rank, lambda number: Transfer(number, kind, label, runs, priority))
+        self.results[request] = results
+        return request
+
+
+def _array(values: Sequence[float] | None, dtype: DType) -> Array | None:
+    return None if values is None else np.array(values, dtype.storage)
+
+
+def _payload(run: RunPlan, arrays: Sequence[Array | None]) -> bytes:
+    parts = []
+    for piece in run.pieces:
+        array = arrays[piece.index]
+        if array is not None:
+            part = array[piece.start : piece.stop].tobytes()
+            parts.append(part + b"\0" * (-len(part) % 8))
+    return b"".join(parts)
+
+
+def told(message: Message) -> str:
+    """A message in words: its kind and its fields."""
+    names = [one.name for one in fields(message)]
+    shown = [f"{name}={_shown(getattr(message, name))}" for name in names if name not in HIDDEN]
+    return f"{type(message).__name__}({', '.join(shown)})"
+
+
+HIDDEN = {"samples", "outcomes", "setting_of", "num_workers", "num_servers", "version", "placement", "settings"}
+"""Fields that would only make transcripts longer."""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return str(value.tolist())
+    if hasattr(value, "payload"):
+        arrays = [array.tolist() for array, n in zip(views(value), value.counts, strict=True)]
+        return str(arrays)
+    if isinstance(value, tuple) and value and hasattr(value[0], "member"):
+        return "[" + ", ".join(str(peer.member) for peer in value) + "]"
+    return repr(value)

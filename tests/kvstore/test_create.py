@@ -1,0 +1,100 @@
+"""`kv.create` and `kv.register`: every name leads to its store, and every other name to a sentence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvdist import ConfigError, KVStore, kv
+from kvdist.core.policy import ASYNC, SYNC
+from kvdist.kvstore import DIST_NAMES, LOCAL_NAMES, dist, local
+
+SYNC_NAMES = ["dist", "dist_sync", "dist_device_sync", "dist_sync_device"]
+ASYNC_NAMES = ["dist_async", "dist_async_device", "dist_device_async"]
+
+
+@pytest.fixture(autouse=True)
+def what_was_registered_is_forgotten(monkeypatch):
+    monkeypatch.setattr("kvdist.kvstore._registered", {})
+
+
+@pytest.mark.parametrize("name", LOCAL_NAMES)
+def test_the_names_of_local_stores(name):
+    with kv.create(name) as store:
+        assert type(store) is local.LocalStore and store.type == name
+
+
+@pytest.mark.parametrize("name", [*SYNC_NAMES, *ASYNC_NAMES])
+def test_the_names_of_stores_on_a_cluster(name):
+    with kv.create(name) as store:
+        assert type(store) is dist.DistStore and store.type == name
+
+
+def test_the_mode_of_a_store_is_that_of_its_name():
+    assert {name for name, policy in DIST_NAMES.items() if policy is SYNC} == set(SYNC_NAMES)
+    assert {name for name, policy in DIST_NAMES.items() if policy is ASYNC} == set(ASYNC_NAMES)
+
+
+def test_local_is_the_default_and_upper_case_is_the_same():
+    assert kv.create().type == "local"
+    assert kv.create("Local_Allreduce_Device").type == "local_allreduce_device"
+
+
+@pytest.mark.parametrize("name", ["", "dst", "dist_sync_async", "my_dist", "distributed", "local2", " dist"])
+def test_an_unknown_name_is_a_value_error_that_lists_the_known_ones(name):
+    with pytest.raises(ValueError, match="there is no store called") as caught:
+        kv.create(name)
+    message = str(caught.value)
+    assert repr(name) in message
+    assert all(known in message for known in [*LOCAL_NAMES, *SYNC_NAMES, *ASYNC_NAMES])
+
+
+@pytest.mark.parametrize("name", [None, 3, b"dist"])
+def test_a_name_that_is_no_string_is_a_type_error(name):
+    with pytest.raises(TypeError, match="the name of a store is a string, not "):
+        kv.create(name)
+
+
+def test_a_registered_class_is_created_by_its_name_and_listed():
+    @kv.register
+    class TestStore:
+        """Somebody's own."""
+
+    assert type(kv.create("teststore")) is TestStore
+    assert type(kv.create("TestStore")) is TestStore
+    with pytest.raises(ValueError, match="teststore"):
+        kv.create("nosuch")
+
+
+def test_a_registered_class_takes_the_place_of_a_name_with_a_warning():
+    with pytest.warns(UserWarning, match="the store 'local' is now .*Local"):
+
+        @kv.register
+        class Local:
+            """Somebody's own."""
+
+    assert type(kv.create("local")) is Local
+
+
+def test_a_cluster_that_is_half_described_is_an_error(monkeypatch):
+    monkeypatch.setenv("DMLC_PS_ROOT_PORT", "9091")
+    with pytest.raises(ConfigError, match="half a cluster: DMLC_PS_ROOT_PORT is set, DMLC_ROLE, "):
+        kv.create("dist")
+    assert kv.create("local").rank == 0  # needs no cluster
+
+
+def test_a_server_does_not_create_stores(monkeypatch):
+    for name, value in (("ROLE", "server"), ("PS_ROOT_URI", "127.0.0.1"), ("PS_ROOT_PORT", "9091")):
+        monkeypatch.setenv(f"DMLC_{name}", value)
+    monkeypatch.setenv("DMLC_NUM_WORKER", "1")
+    monkeypatch.setenv("DMLC_NUM_SERVER", "1")
+    with pytest.raises(ConfigError, match="DMLC_ROLE is server, but only workers create stores"):
+        kv.create("dist")
+
+
+def test_a_store_is_a_context_that_closes_it():
+    with kv.create("dist") as store:
+        store.init("w", np.ones(3))
+    with pytest.raises(RuntimeError, match="has been closed"):
+        store.pull("w")
+    assert isinstance(store, KVStore)

@@ -1,0 +1,308 @@
+"""The documents say what is so: links lead somewhere, names exist, numbers are the code's, examples run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvdist.config import TWINS, Limits
+from kvdist_launch.plan import OWNED_VARIABLES
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+MANUAL = ROOT / "docs" / "manual-start.md"
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROSE = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+FOLDERS = (ROOT, ROOT / "kvdist", ROOT / "launcher", ROOT / "launcher" / "kvdist_launch")
+"""Where a file may lie that a document names by a path."""
+OF_USERS = {"train.py"}
+"""Files that a reader makes."""
+OF_LIBRARIES = {"torch", "numpy", "trainer", "net", "store", "kv"}
+"""What dotted names in the documents begin with that are not modules of this project."""
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+VARIABLE = re.compile(r"\b(?:KVDIST|DMLC|MXNET)_[A-Z][A-Z0-9_]*\b")
+VARIABLE_ALONE = re.compile(VARIABLE.pattern + r"\Z")
+WALK_STEPS = 10
+TIMEOUT_S = 40
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def text_of(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+def without_fences(path: Path) -> str:
+    return FENCE.sub("", text_of(path))
+
+
+def fenced(path: Path, language: str) -> list[str]:
+    """The blocks of code in a document that are marked as this language."""
+    return [body for marked, body in FENCE.findall(text_of(path)) if marked == language]
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as the usual renderers make them."""
+    headings = re.findall(r"^#+ (.+)$", without_fences(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def section(path: Path, heading: str) -> str:
+    """What stands below a heading of the second level."""
+    parts = text_of(path).split(f"\n## {heading}\n")
+    assert len(parts) == 2, f"{name_of(path)} has one section called {heading!r}"
+    return parts[1].split("\n## ")[0]
+
+
+# Links, files, modules.
+
+
+def dead_links(path: Path) -> Iterator[str]:
+    for target in LINK.findall(without_fences(path)):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        leads_to = path.parent / file if file else path
+        if not leads_to.exists():
+            yield target
+        elif anchor and anchor not in anchors(leads_to):
+            yield f"{target} (no such heading)"
+
+
+def files_named(path: Path) -> set[str]:
+    """Names and paths of files in a document's text, in and out of fences."""
+    return set(re.findall(r"(?<![\w/*{<.-])(?:[\w.-]+/)*[\w-]+\.(?:py|md|sh|toml)\b", text_of(path)))
+
+
+def is_there(file: str, beside: Path) -> bool:
+    if any((folder / file).exists() for folder in (*FOLDERS, beside)):
+        return True
+    packages = (ROOT / "kvdist", ROOT / "launcher")
+    return "/" not in file and any(any(folder.rglob(file)) for folder in packages)
+
+
+def modules_named(path: Path) -> set[str]:
+    return {
+        word
+        for text in CODE.findall(without_fences(path))
+        for word in re.findall(r"(?<![\w./-])(?:kvdist|kvdist_launch)(?:\.\w+)*", text)
+        if f"{word}/" not in text
+    }
+
+
+def resolves(dotted: str) -> bool:
+    """Whether this is a module of the project, or something public in one."""
+    module, _, last = dotted.rpartition(".")
+    if importlib.util.find_spec(dotted.partition(".")[0]) is None:
+        return False
+    if not module:
+        return True
+    try:
+        if importlib.util.find_spec(dotted) is not None:
+            return True
+    except ModuleNotFoundError:
+        return False
+    return last in dir(importlib.import_module(module))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_every_relative_link_leads_to_a_file_and_a_heading(path: Path) -> None:
+    assert list(dead_links(path)) == []
+
+
+def test_a_link_to_nowhere_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Here\n[a](page.md#here) [b](gone.md) [c](#there) [d](https://example.org/x)\n", "utf-8")
+    assert list(dead_links(page)) == ["gone.md", "#there (no such heading)"]
+
+
+@pytest.mark.parametrize("path", PROSE, ids=name_of)
+def test_every_file_that_is_named_exists(path: Path) -> None:
+    assert sorted(file for file in files_named(path) - OF_USERS if not is_there(file, path.parent)) == []
+
+
+def test_a_file_that_is_not_there_is_noticed() -> None:
+    assert is_there("core/shard.py", ROOT) and is_there("shard.py", ROOT)
+    assert not is_there("core/shards.py", ROOT) and not is_there("shards.py", ROOT)
+
+
+@pytest.mark.parametrize("path", PROSE, ids=name_of)
+def test_every_module_that_is_named_exists(path: Path) -> None:
+    assert sorted(word for word in modules_named(path) if not resolves(word)) == []
+
+
+def test_a_module_that_is_not_there_is_noticed() -> None:
+    assert resolves("kvdist.core.shard") and resolves("kvdist.PeerLostError") and resolves("kvdist_launch")
+    assert not resolves("kvdist.core.shards") and not resolves("kvdist.nothing.here") and not resolves("kvdist.Nothing")
+
+
+# Variables and limits.
+
+
+def variables_in_the_code() -> set[str]:
+    """What the configuration reads and what the launcher sets."""
+    tree = ast.parse(text_of(ROOT / "kvdist" / "config.py"))
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    literal = {text for text in strings if VARIABLE_ALONE.match(text)}
+    limits = {f"KVDIST_{name.upper()}" for name in Limits.__annotations__}
+    return literal | limits | set(TWINS) | set(TWINS.values()) | OWNED_VARIABLES
+
+
+def rows(path: Path) -> dict[str, list[str]]:
+    """The table rows of a document that begin with a variable: its name and the other cells."""
+    found = {}
+    for line in text_of(path).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and VARIABLE_ALONE.match(cells[0].strip("`")):
+            found[cells[0].strip("`")] = cells[1:]
+    return found
+
+
+@pytest.mark.parametrize("path", PROSE, ids=name_of)
+def test_every_variable_in_a_document_is_known_to_the_code(path: Path) -> None:
+    assert set(VARIABLE.findall(text_of(path))) - variables_in_the_code() == set()
+
+
+def test_every_variable_of_the_code_stands_in_the_configuration() -> None:
+    assert variables_in_the_code() - set(VARIABLE.findall(text_of(CONFIGURATION))) == set()
+
+
+def test_the_twins_in_the_configuration_are_those_of_the_code() -> None:
+    told = {ours: cells[0].strip("`") for ours, cells in rows(CONFIGURATION).items() if VARIABLE.search(cells[0])}
+    assert told == {theirs: ours for ours, theirs in TWINS.items()}
+
+
+def test_the_limits_and_their_defaults_are_those_of_the_code() -> None:
+    numbers = {name: cells[0] for name, cells in rows(CONFIGURATION).items() if re.match(r"`\d", cells[0])}
+    told = {name: re.findall(r"`([^`]+)`", cell)[0] for name, cell in numbers.items()}
+    assert told == {f"KVDIST_{name.upper()}": repr(getattr(Limits(), name)) for name in Limits.__annotations__}
+
+
+# The walk of one gradient.
+
+
+def walk_steps() -> list[str]:
+    return re.findall(r"^\d+\. .*(?:\n +.*)*", section(README, "The walk of one gradient"), re.MULTILINE)
+
+
+def definitions(file: str) -> set[str]:
+    """``function()`` of the module and ``Class.method`` of its classes."""
+    found = set()
+    for node in ast.parse(text_of(ROOT / file)).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(f"{node.name}()")
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
+    return found
+
+
+def functions_without_a_home(step: str) -> list[str]:
+    """The functions that a step names and that are not defined in the files to which it links."""
+    named = [text for text in CODE.findall(step) if re.fullmatch(r"[A-Z]\w*\.\w+|\w+\(\)", text)]
+    assert named, f"this step names no function: {step}"
+    known = set().union(*(definitions(target) for target in LINK.findall(step)))
+    return [function for function in named if function not in known]
+
+
+def test_the_walk_has_ten_steps() -> None:
+    assert [int(step.split(".")[0]) for step in walk_steps()] == list(range(1, WALK_STEPS + 1))
+
+
+@pytest.mark.parametrize("number", range(1, WALK_STEPS + 1))
+def test_a_step_of_the_walk_names_functions_of_the_files_it_links(number: int) -> None:
+    assert functions_without_a_home(walk_steps()[number - 1]) == []
+
+
+def test_a_step_that_names_what_is_not_there_is_noticed() -> None:
+    step = "1. `Shard.open` and `Shard.offer` in [x](kvdist/core/shard.py)"
+    assert functions_without_a_home(step) == ["Shard.open"]
+
+
+# Examples.
+
+
+PYTHON = [(path, body) for path in PROSE for body in fenced(path, "python")]
+
+
+def plain_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not VARIABLE_ALONE.match(name)}
+
+
+def test_there_are_examples_to_run() -> None:
+    assert {path for path, _ in PYTHON} >= {README, MANUAL}
+
+
+@pytest.mark.parametrize(("path", "body"), PYTHON, ids=[f"{name_of(path)}-{i}" for i, (path, _) in enumerate(PYTHON)])
+def test_a_python_example_runs_alone_in_the_embedded_cluster(path: Path, body: str, tmp_path: Path) -> None:
+    if "Trainer" in body:
+        pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.write_text(body, "utf-8")
+    run = subprocess.run(
+        [sys.executable, "-W", "error", script],
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.splitlines()[0].startswith("kv.create('dist') found no cluster in the environment")
+
+
+def shell_words(body: str) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Each line of a shell block: the variables that it sets, and the command that gets them."""
+    for line in body.splitlines():
+        words = line.removeprefix("export ").split()
+        variables = dict(word.split("=", 1) for word in words if "=" in word)
+        yield variables, [word for word in words if "=" not in word]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_three_shells_of_the_manual_start_make_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(fenced(MANUAL, "python")[0], "utf-8")
+    exports, *shells = [list(shell_words(body)) for body in fenced(MANUAL, "shell")]
+    shared = {name: value for variables, _ in exports for name, value in variables.items()}
+    shared["DMLC_PS_ROOT_PORT"] = str(free_port())
+    processes = []
+    for ((variables, command),) in shells:
+        assert command.pop(0) == "python"
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *command],
+                cwd=tmp_path,
+                env={**plain_environment(), **shared, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    promised = re.findall(r"The worker prints `([^`]+)`", text_of(MANUAL))
+    assert [outputs[2].strip()] == promised

@@ -1,0 +1,83 @@
+"""`python -m kvdist`: exit codes, and the launcher's lines. Its work in a cluster is tested in `integration/`."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from kvdist import __main__ as command
+from kvdist.core.effects import ChildEnded
+from kvdist.nodes import SCHEDULER, server, worker
+
+CLUSTER = {
+    "DMLC_ROLE": "scheduler",
+    "DMLC_PS_ROOT_URI": "127.0.0.1",
+    "DMLC_PS_ROOT_PORT": "9091",
+    "DMLC_NUM_WORKER": "1",
+    "DMLC_NUM_SERVER": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "event"),
+    [
+        ("ended worker 0 exit 0\n", ChildEnded(worker(0), "exited with code 0", clean=True)),
+        ("ended worker 12 exit 3", ChildEnded(worker(12), "exited with code 3", clean=False)),
+        ("ended server 1 signal 9\n", ChildEnded(server(1), "killed by signal 9 (SIGKILL)", clean=False)),
+        ("ended server 1 signal 250\n", ChildEnded(server(1), "killed by signal 250 (unknown)", clean=False)),
+        ("ended scheduler 0 exit 0\n", ChildEnded(SCHEDULER, "exited with code 0", clean=True)),
+    ],
+)
+def test_a_launchers_line_tells_of_an_ended_process(line, event):
+    assert command.parse_ended(line) == event
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "\n",
+        "ended",
+        "ended worker 1 signal",
+        "ended worker 1 signal 9 9",
+        "ended worker -1 signal 9",
+        "ended worker one signal 9",
+        "ended worker 1 signal KILL",
+        "ended worker 1 vanished 9",
+        "ended wizard 1 exit 0",
+        "started worker 1 exit 0",
+        "ended worker ² exit 0",
+    ],
+)
+def test_a_line_of_another_form_tells_nothing(line):
+    assert command.parse_ended(line) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({}, "python -m kvdist runs a scheduler or a server, and DMLC_ROLE says neither"),
+        (CLUSTER | {"DMLC_ROLE": "worker"}, "workers run your own script. kvdist-launch starts all three"),
+        (CLUSTER | {"DMLC_ROLE": "wizard"}, "DMLC_ROLE is 'wizard'; it must be scheduler, server or worker"),
+        (CLUSTER | {"DMLC_NUM_WORKER": "none"}, "DMLC_NUM_WORKER is 'none'; it must be a whole number"),
+        ({"DMLC_ROLE": "server"}, "the environment describes half a cluster"),
+        (CLUSTER | {"DMLC_PS_ROOT_URI": "0.0.0.0"}, "0.0.0.0 can be reached from other machines"),
+        (CLUSTER | {"DMLC_ROLE": "server", "DMLC_NODE_HOST": "0.0.0.0"}, "0.0.0.0 can be reached from other machines"),
+    ],
+)
+def test_a_mistake_in_the_environment_is_one_sentence_and_exit_code_2(monkeypatch, capsys, variables, sentence):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert command.main() == command.EXIT_CONFIG == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("kvdist: ") and told.err.count("\n") == 1 and sentence in told.err
+    assert told.out == ""
+
+
+def test_an_interruption_ends_with_the_code_of_a_shell(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.ClusterConfig, "from_env", interrupt)
+    assert command.main() == 128 + signal.SIGINT

@@ -1,0 +1,165 @@
+"""The names that users import exist, are documented, and are no more than meant."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+import kvdist
+from kvdist import KVStore, Trainer, kv
+
+STORE = [
+    "barrier",
+    "broadcast",
+    "close",
+    "empty",
+    "init",
+    "is_capable",
+    "num_servers",
+    "num_workers",
+    "pull",
+    "pull_async",
+    "push",
+    "push_async",
+    "pushpull",
+    "pushpull_async",
+    "rank",
+    "set_optimizer",
+    "set_updater",
+    "type",
+]
+TRAINER = [
+    "allreduce_grads",
+    "broadcast_parameters",
+    "kvstore",
+    "learning_rate",
+    "optimizer",
+    "set_learning_rate",
+    "step",
+    "update",
+]
+OPTIMIZERS = ["adam", "adamw", "nag", "sgd", "test"]
+
+
+def public(owner):
+    return sorted(name for name in dir(owner) if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", kvdist.__all__)
+def test_an_exported_name_exists_and_is_documented(name):
+    value = getattr(kvdist, name)
+    if name == "__version__":
+        assert re.fullmatch(r"\d+\.\d+\.\d+\S*", value)
+    else:
+        first_line = (inspect.getdoc(value) or "").split("\n")[0]
+        assert first_line.endswith("."), f"the first line of {name} is not a sentence"
+
+
+def test_dir_lists_the_exported_names_and_no_name_twice():
+    assert dir(kvdist) == sorted(kvdist.__all__)
+    assert len(set(kvdist.__all__)) == len(kvdist.__all__)
+
+
+def test_a_name_that_is_not_exported_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'kvdist' has no attribute 'nothing'"):
+        kvdist.nothing  # noqa: B018
+
+
+def test_every_error_is_exported_and_can_be_caught_by_its_root():
+    errors = importlib.import_module("kvdist.errors")
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+    assert all(issubclass(value, kvdist.KvdistError) and getattr(kvdist, value.__name__) is value for value in classes)
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (kvdist.ConfigError, ValueError),
+        (kvdist.KeyNotInitialised, KeyError),
+        (kvdist.InitMismatch, ValueError),
+        (kvdist.OptimizerMismatch, ValueError),
+        (kvdist.PushRefused, ValueError),
+        (kvdist.StoreClosed, RuntimeError),
+        (kvdist.ForkError, RuntimeError),
+        (kvdist.DeadlineExceeded, TimeoutError),
+        (kvdist.BarrierTimeout, kvdist.DeadlineExceeded),
+        (kvdist.PeerLostError, ConnectionError),
+    ],
+)
+def test_an_error_is_also_the_builtin_that_a_python_user_would_expect(error, builtin):
+    assert issubclass(error, builtin)
+
+
+def test_a_key_error_prints_as_a_sentence():
+    assert str(kvdist.KeyNotInitialised("key 'a' has not been initialised")) == "key 'a' has not been initialised"
+
+
+@pytest.mark.parametrize("name", STORE)
+def test_a_method_of_a_store_is_documented(name):
+    assert inspect.getdoc(getattr(KVStore, name))
+
+
+def test_stores_have_the_promised_names_and_no_others():
+    assert set(STORE) <= set(public(KVStore))
+    for module, name in (("kvdist.kvstore.local", "LocalStore"), ("kvdist.kvstore.dist", "DistStore")):
+        assert public(getattr(importlib.import_module(module), name)) == public(KVStore)
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_a_method_of_the_trainer_is_documented(name):
+    assert inspect.getdoc(getattr(Trainer, name))
+
+
+def test_arguments_of_the_mirrored_systems_calls_keep_names_order_and_defaults():
+    expected = {
+        "init": "key, value",
+        "push": "key, value, priority=0",
+        "pull": "key, out=None, priority=0, ignore_sparse=True",
+        "pushpull": "key, value, out=None, priority=0",
+        "broadcast": "key, value, out, priority=0",
+        "barrier": "timeout=None",
+    }
+    for name, wanted in expected.items():
+        parameters = list(inspect.signature(getattr(KVStore, name)).parameters.values())[1:]
+        positional = [p.replace(annotation=p.empty) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert ", ".join(map(str, positional)) == wanted
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_promised_optimizers_are_created_by_name(name):
+    assert kvdist.optimizer.create(name).name == name
+
+
+def test_kv_offers_create_and_register():
+    assert {"create", "register"} <= set(kv.__all__)
+    assert kv.create.__doc__ and kv.register.__doc__
+
+
+def test_a_plain_import_loads_no_heavy_library():
+    heavy = ["torch", "numba", "cupy", "zmq", "msgpack", "numpy"]
+    program = f"import sys, kvdist; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_store_on_a_cluster_of_numpy_arrays_needs_no_torch():
+    program = (
+        "import sys, numpy; from kvdist import kv; store = kv.create('dist'); store.init(1, numpy.ones(3));"
+        "store.pushpull(1, numpy.ones(3)); store.close(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_an_installed_package_says_the_version_that_the_module_says():
+    try:
+        installed = metadata.version("kvdist")
+    except metadata.PackageNotFoundError:
+        pytest.skip("kvdist is not installed here as a package")
+    assert installed == kvdist.__version__
