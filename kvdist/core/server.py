@@ -8,7 +8,6 @@ joined, large ones as views of the published buffer under a lease that ends when
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
