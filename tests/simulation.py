@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -157,7 +158,7 @@ def _build(cluster: Cluster) -> None:
     order += [(f"server-{rank}", Role.SERVER, rank) for rank in range(scenario.num_servers)]
     order += [(f"worker-{rank}", Role.WORKER, rank) for rank in range(scenario.num_workers)]
     for name, role, rank in order:
-        network.after(network.random.uniform(0, 0.3), lambda name=name, role=role, rank=rank: start(name, role, rank))
+        network.after(network.random.uniform(0, 0.3), partial(start, name, role, rank))
 
 
 def _node(scenario: Scenario, role: Role, rank: int, transport: SimulatedTransport) -> Node:
@@ -207,7 +208,7 @@ def _turned(cluster: Cluster, user: User) -> None:
         cluster.struck_at = network.now
         for _ in range(scenario.forced_cuts):
             name = network.random.choice(sorted(cluster.processes))
-            network.after(network.random.uniform(0, 0.01), lambda name=name: _cut(cluster, name))
+            network.after(network.random.uniform(0, 0.01), partial(_cut, cluster, name))
     if scenario.victim:
         network.after(network.random.uniform(0, 0.003), lambda: _strike(cluster))
 

@@ -75,10 +75,13 @@ class KeyBook:
                 key is to be told the same; `fail_waiters` finds them.
         """
         if message.mode != self.mode:
-            raise InitMismatch(
+            reason = (
                 f"store {message.store} is {self.mode} on {self.opener} and {message.mode} on {sender}:"
                 " every worker must create its stores in the same order and with the same types"
             )
+            for key, shape, dtype in zip(message.keys, message.shapes, message.dtypes, strict=True):
+                self.entries.setdefault(key, Entry(key, shape, dtype, sender)).conflict = reason
+            raise InitMismatch(reason)
         request = KeyRequest(sender, message.request, message.keys, 0, now)
         conflict = ""
         for key, shape, dtype in zip(message.keys, message.shapes, message.dtypes, strict=True):

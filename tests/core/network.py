@@ -22,7 +22,7 @@ from kvdist.nodes import Member
 from kvdist.protocol.messages import Message
 from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
 
-KINDS = {message.KIND: message.__name__ for message in get_args(Message)}
+KINDS: dict[int, str] = {message.KIND: message.__name__ for message in get_args(Message)}
 RECONNECT_S = 0.1
 """How long a dialling side waits before it tries again."""
 

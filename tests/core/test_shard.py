@@ -130,7 +130,9 @@ def test_a_refused_round_keeps_the_value_and_lets_the_counters_go_on() -> None:
         made.close(updater, REFERENCE)
     assert value(made) == [1, 2, 3]
     assert (made.version, made.counted, made.slots) == (1, {0: 1, 1: 1}, {})
-    offer_all(made, contribution(0, [1, 1, 1], 1, setting=(0.5, 0, 1)), contribution(1, [1, 1, 1], 1, setting=(0.5, 0, 1)))
+    offer_all(
+        made, contribution(0, [1, 1, 1], 1, setting=(0.5, 0, 1)), contribution(1, [1, 1, 1], 1, setting=(0.5, 0, 1))
+    )
     made.close(updater, REFERENCE)
     assert value(made) == [0, 1, 2]
 
@@ -144,7 +146,9 @@ def test_the_learning_rate_of_the_push_wins_over_the_optimizers_own() -> None:
 
 def test_each_contribution_is_rescaled_by_its_own_factor() -> None:
     made = shard()
-    offer_all(made, contribution(0, [1, 1, 1], setting=(NAN, NAN, 2)), contribution(1, [1, 1, 1], setting=(NAN, NAN, 3)))
+    offer_all(
+        made, contribution(0, [1, 1, 1], setting=(NAN, NAN, 2)), contribution(1, [1, 1, 1], setting=(NAN, NAN, 3))
+    )
     made.close(None, REFERENCE)
     assert value(made) == [5, 5, 5]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,14 +26,14 @@ CUT = Placement.CUT
     ],
 )
 def test_boundaries_round_halves_up(size: int, parts: int, bounds: list[int]) -> None:
-    assert ranges(size, parts) == list(zip(bounds[:-1], bounds[1:], strict=True))
+    assert ranges(size, parts) == list(itertools.pairwise(bounds))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50))
 def test_ranges_cover_everything_once_and_differ_by_at_most_one(size: int, parts: int) -> None:
     pieces = ranges(size, parts)
     assert pieces[0][0] == 0 and pieces[-1][1] == size
-    assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
     lengths = [stop - start for start, stop in pieces]
     assert max(lengths) - min(lengths) <= 1
 
@@ -43,7 +45,7 @@ def test_slices_are_consecutive_and_never_too_large(
     slices = cut(size, itemsize, 0 if whole else CUT, servers, 11, slice_bytes)
     assert [piece.number for piece in slices] == list(range(11, 11 + len(slices)))
     assert slices[0].start == 0 and slices[-1].stop == size
-    assert all(a.stop == b.start for a, b in zip(slices, slices[1:], strict=False))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
     assert all(piece.count * itemsize <= max(slice_bytes, itemsize) for piece in slices)
     assert {piece.server for piece in slices} == ({0} if whole else set(range(servers)))
 

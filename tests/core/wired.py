@@ -108,7 +108,7 @@ class Wired:
     def deliver(self, count: int = 1) -> None:
         """Deliver the oldest messages under way."""
         for _ in range(count):
-            source, to, packet = self.wire.popleft()
+            _source, to, packet = self.wire.popleft()
             if to not in self.stopped:
                 self.carry_out(to, self.processes[to].receive(packet, self.now))
 
@@ -167,13 +167,13 @@ class Wired:
                     self._note_keys(result)
                 case Fail(request, error):
                     self.failed[request] = error
-                case Stop(error):
+                case Stop(error) if name not in self.stopped:
                     self.stopped[name] = error
                     # As the node does: last acknowledgements leave before the process ends.
                     self.carry_out(name, self.processes[name].tick(self.now + ACK_DELAY_S))
                 case Report(text):
                     self.reports.append(text)
-                case Connect():
+                case Connect() | Stop():
                     pass
                 case Send():
                     raise AssertionError("Reliable stamps every Send")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,10 +18,10 @@ GONE_S = 8.0
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job() -> Iterator[Job]:
     """Processes of one cluster. Afterwards no process, port or temporary file of it may be left."""
-    folder = tmp_path / "run"
-    folder.mkdir()
+    # Not pytest's own directory: its path is too long for the sockets that the standard library makes there.
+    folder = Path(tempfile.mkdtemp(prefix="job-"))
     job = Job(folder, uuid.uuid4().hex)
     try:
         yield job
@@ -29,3 +31,4 @@ def job(tmp_path: Path) -> Iterator[Job]:
         assert not left, f"left behind: {'; '.join(left)}\n{job.transcript()}"
     finally:
         job.close()
+        shutil.rmtree(folder)

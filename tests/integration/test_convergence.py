@@ -14,6 +14,6 @@ def test_training_converges(job, workers, store, problem):
     losses = [line.split()[-2:] for line in job.processes["launcher"].lines_with("loss ")]
     assert len(losses) == workers
     for first, last in losses:
-        assert float(last) < (1e-6 if problem == "least_squares" else 0.2 * float(first))
+        assert float(last) < (1e-6 if problem == "least_squares" else 0.3 * float(first))
     if store == "dist_sync":
         assert len({last for _, last in losses}) == 1, "all workers end with the same weights"

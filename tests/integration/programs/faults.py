@@ -76,6 +76,19 @@ def exits(code):
     store.pushpull("w", ones())
 
 
+def exits_by_itself(code):
+    """Worker 1 ends with `sys.exit`, which runs what is registered for the end of the interpreter."""
+    store = started()
+    store.pushpull("w", ones())
+    if store.rank == 1:
+        sys.exit(int(code))
+    for _ in range(1000):
+        store.pushpull("w", ones())
+    store.barrier()
+    wait_for(os.environ["FIFO"])
+    store.pushpull("w", ones())
+
+
 def never_joins():
     """Worker 1 ends well without a store."""
     if os.environ["KVDIST_RANK"] == "1":

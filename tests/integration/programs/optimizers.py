@@ -178,6 +178,7 @@ def asynchronous_without():
         store.pushpull("w", np.ones(3, np.float32))
     except ValueError as error:
         print(f"refused: {error}", flush=True)
+    store.barrier()
     store.set_optimizer("test")
     store.barrier()
     store.push("w", np.ones(3, np.float32))

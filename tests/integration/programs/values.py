@@ -244,8 +244,14 @@ def two_stores(store_type):
     other.barrier()
     assert (other.pull("w") == 5 + 3 * n).all()
     other.close()
+    third = kv.create(store_type)
+    third.init("w", np.zeros(3, np.float32))
+    third.set_optimizer("sgd", learning_rate=0.5)
+    third.push("w", np.ones(3, np.float32))
     store.push("w", np.ones(3, np.float32))
     assert (store.pull("w") == n).all()
+    assert (third.pull("w") == -0.5 * n).all()
+    third.close()
     return store
 
 

@@ -1,0 +1,147 @@
+"""What leaves for one server: by priority, joined, within the window."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvdist.core import outbox as module
+from kvdist.core.outbox import Credit, Outbox, Run
+from kvdist.core.requests import ALONE_BYTES_MIN, KeyInfo, Kind, RunData, make_plan
+from kvdist.core.sharding import cut
+from kvdist.dtypes import DType
+from kvdist.protocol.layout import views
+from kvdist.protocol.messages import Flag, InitValues, Pull, Push, ReplaceValues
+
+NAN = math.nan
+OWN = ((NAN, NAN, NAN),)
+
+
+def run(
+    number: int,
+    kind: Kind = Kind.PUSH,
+    size: int = 3,
+    priority: int = 0,
+    settings: tuple[tuple[float, float, float], ...] = OWN,
+    flags: int | None = None,
+) -> Run:
+    """A run of one slice; slice and run have the same number."""
+    info = KeyInfo(f"k{number}", (size,), DType.FLOAT32, tuple(cut(size, 4, 0, 1, number, 1 << 30)))
+    (plan,) = make_plan([info], 1 << 30).runs
+    payload = None if kind is Kind.PULL else memoryview(np.full(plan.nbytes // 4, number, np.float32).tobytes())
+    if flags is not None and flags & Flag.EMPTY:
+        payload = memoryview(b"")
+    data = RunData(plan, payload, (), None if flags is None else np.array([flags], np.uint8), settings)
+    steps = np.array([number + 1], np.uint32)
+    return Run(number, 1, kind, data, steps, steps + 1, 1, priority=priority)
+
+
+def filled(*runs: Run, window: int = 1 << 20, join: int = 1 << 16) -> Outbox:
+    outbox = Outbox(3, window, join)
+    for one in runs:
+        outbox.add(one)
+    return outbox
+
+
+def taken(outbox: Outbox) -> list[list[int]]:
+    """The runs of each message that may leave now."""
+    messages = []
+    while (pair := outbox.take()) is not None:
+        messages.append(pair[0].runs.tolist())
+    return messages
+
+
+def test_small_runs_of_one_kind_leave_in_one_message() -> None:
+    outbox = filled(run(1), run(2), run(3))
+    pair = outbox.take()
+    assert pair is not None
+    message, credit = pair
+    assert isinstance(message, Push) and not message.pull
+    assert message.runs.tolist() == message.ids.tolist() == [1, 2, 3]
+    assert (message.steps.tolist(), message.versions.tolist()) == ([2, 3, 4], [3, 4, 5])
+    assert [array.tolist() for array in views(message.arrays)] == [[1] * 3, [2] * 3, [3] * 3]
+    assert credit == Credit(3, 48)
+    assert outbox.is_empty
+
+
+def test_each_kind_becomes_its_own_message() -> None:
+    kinds = [Kind.PUSH, Kind.PULL, Kind.PUSHPULL, Kind.INITIALISE, Kind.REPLACE]
+    outbox = filled(*(run(i, kind) for i, kind in enumerate(kinds)))
+    messages = []
+    while (pair := outbox.take()) is not None:
+        messages.append(pair[0])
+    assert [type(message) for message in messages] == [Push, Pull, Push, InitValues, ReplaceValues]
+    assert [message.pull for message in messages if isinstance(message, Push)] == [False, True]
+
+
+def test_higher_priority_leaves_first_then_who_came_first() -> None:
+    large = ALONE_BYTES_MIN // 4
+    outbox = filled(run(1, size=large), run(2, size=large, priority=5), run(3, size=large, priority=5))
+    assert taken(outbox) == [[2], [3], [1]]
+
+
+def test_priority_decides_between_kinds_too() -> None:
+    assert taken(filled(run(1), run(2, Kind.PULL, priority=1))) == [[2], [1]]
+
+
+def test_a_large_slice_travels_alone_and_without_a_copy() -> None:
+    large = run(1, size=ALONE_BYTES_MIN // 4)
+    outbox = filled(large, run(2))
+    pair = outbox.take()
+    assert pair is not None and isinstance(pair[0], Push)
+    assert pair[0].arrays.payload is large.data.payload
+    assert taken(outbox) == [[2]]
+
+
+def test_joined_messages_have_a_size_limit() -> None:
+    assert taken(filled(run(1), run(2), run(3), join=32)) == [[1, 2], [3]]
+
+
+def test_the_window_holds_back_until_bytes_have_arrived() -> None:
+    outbox = filled(run(1), run(2), run(3), window=32, join=16)
+    assert taken(outbox) == [[1], [2]]
+    outbox.release(Credit(3, 16))
+    assert taken(outbox) == [[3]]
+    assert outbox.flying_bytes == 32
+
+
+def test_joining_never_exceeds_what_is_left_of_the_window() -> None:
+    outbox = filled(run(1), run(2), run(3), run(4), window=40, join=1 << 16)
+    assert taken(outbox) == [[1, 2]]
+    assert outbox.flying_bytes == 32
+
+
+def test_a_message_larger_than_the_window_leaves_when_nothing_else_is_under_way() -> None:
+    outbox = filled(run(1, size=100), run(2), window=64)
+    assert taken(outbox) == [[1]]
+    outbox.release(Credit(3, 400))
+    assert taken(outbox) == [[2]]
+
+
+def test_a_pull_has_no_bytes_and_asks_for_steps_and_versions() -> None:
+    pair = filled(run(4, Kind.PULL)).take()
+    assert pair is not None and isinstance(pair[0], Pull)
+    assert (pair[0].steps.tolist(), pair[0].versions.tolist(), pair[1].nbytes) == ([5], [6], 0)
+
+
+def test_an_empty_contribution_takes_no_bytes() -> None:
+    pair = filled(run(1, flags=int(Flag.EMPTY)), run(2)).take()
+    assert pair is not None and isinstance(pair[0], Push)
+    assert pair[0].flags.tolist() == [1, 0]
+    assert pair[0].arrays.counts.tolist() == [0, 3]
+    assert [array.tolist() for array in views(pair[0].arrays)] == [[], [2, 2, 2]]
+
+
+def test_settings_of_joined_runs_become_one_table() -> None:
+    slow, fast = ((0.1, 0.0, 1.0),), ((0.5, 0.0, 1.0),)
+    pair = filled(run(1, settings=slow), run(2, settings=fast), run(3, settings=slow)).take()
+    assert pair is not None and isinstance(pair[0], Push)
+    chosen = [pair[0].settings[i] for i in pair[0].setting_of.tolist()]
+    assert chosen == [slow[0], fast[0], slow[0]]
+
+
+def test_more_settings_than_a_byte_counts_split_the_message() -> None:
+    runs = [run(i, settings=((float(i), 0.0, 1.0),)) for i in range(module.SETTINGS_PER_MESSAGE_MAX + 3)]
+    sizes = [len(numbers) for numbers in taken(filled(*runs))]
+    assert sizes == [module.SETTINGS_PER_MESSAGE_MAX, 3]

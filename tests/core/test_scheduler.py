@@ -1,0 +1,360 @@
+"""Seats, agreement, barriers, verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvdist.config import ClusterConfig, Limits
+from kvdist.core.effects import Adopt, ChildEnded, Connected, Disconnected, LauncherGone, Send, Stop
+from kvdist.core.requests import Register
+from kvdist.core.scheduler import Scheduler
+from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
+from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
+from kvdist.protocol.messages import Alive, Hello, Rejected, Roster, Waiting, Welcome
+from tests.core.wired import Wired
+
+
+def stranger(role: Role, token: int) -> Member:
+    return Member(NodeId(role, UNRANKED), token)
+
+
+def hello(rank: int = -1, workers: int = 2, servers: int = 1, pid: int = 50) -> Hello:
+    return Hello(rank, "far", pid, "", workers, servers, "1.0")
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler(ClusterConfig(Role.SCHEDULER, "host-s", 1, 2, 1), 0.0)
+
+
+def test_a_repeated_hello_gets_the_same_seat(scheduler: Scheduler) -> None:
+    first = scheduler.handle(stranger(Role.WORKER, 7), hello(1), 0.0)
+    again = scheduler.handle(stranger(Role.WORKER, 7), hello(1), 1.0)
+    assert first == again
+    assert first == [
+        Send(stranger(Role.WORKER, 7), Welcome(1, 1)),
+        Adopt(stranger(Role.WORKER, 7), Member(worker(1), 1)),
+    ]
+    assert len(scheduler.seats.peers) == 1
+
+
+def test_who_asks_for_no_rank_gets_the_next_free_one(scheduler: Scheduler) -> None:
+    scheduler.handle(stranger(Role.WORKER, 7), hello(0), 0.0)
+    welcome = scheduler.handle(stranger(Role.WORKER, 8), hello(), 0.0)[0]
+    assert isinstance(welcome, Send) and welcome.message == Welcome(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (hello(0, pid=51), "worker-0 is taken by process 50 on far; process 51 on far claims the same rank"),
+        (hello(1, workers=3), "it was told of 3 worker"),
+        (hello(1, servers=4), "DMLC_NUM_WORKER and DMLC_NUM_SERVER must agree"),
+        (hello(2), "it asks for rank 2, but there are only 2 worker"),
+    ],
+)
+def test_a_hello_that_cannot_be_seated_is_refused_with_the_reason(
+    scheduler: Scheduler, asked: Hello, reason: str
+) -> None:
+    scheduler.handle(stranger(Role.WORKER, 7), hello(0), 0.0)
+    (answer,) = scheduler.handle(stranger(Role.WORKER, 8), asked, 0.0)
+    assert isinstance(answer, Send) and isinstance(answer.message, Rejected) and reason in answer.message.reason
+
+
+def test_one_worker_too_many_is_refused(scheduler: Scheduler) -> None:
+    for token in (1, 2):
+        scheduler.handle(stranger(Role.WORKER, token), hello(), 0.0)
+    (answer,) = scheduler.handle(stranger(Role.WORKER, 3), hello(), 0.0)
+    assert isinstance(answer, Send) and isinstance(answer.message, Rejected)
+    assert answer.message.reason == "the cluster has its 2 worker(s) already"
+
+
+def test_the_roster_goes_to_all_when_the_last_one_has_come(scheduler: Scheduler) -> None:
+    scheduler.handle(stranger(Role.WORKER, 1), hello(0), 0.0)
+    scheduler.handle(stranger(Role.SERVER, 2), hello(0), 0.0)
+    effects = scheduler.handle(stranger(Role.WORKER, 3), hello(1), 0.0)
+    rosters = [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Roster)]
+    assert [str(effect.to) for effect in rosters] == ["worker-0", "server-0", "worker-1"]
+    assert scheduler.complete and scheduler.epoch == 1
+
+
+def test_an_unknown_member_is_told_that_it_is_not_registered(scheduler: Scheduler) -> None:
+    (answer,) = scheduler.handle(Member(worker(0), 99), Alive(), 0.0)
+    assert isinstance(answer, Send) and isinstance(answer.message, Rejected)
+    assert "worker-0 is not registered" in answer.message.reason
+
+
+def test_an_incomplete_cluster_ends_with_who_is_missing(scheduler: Scheduler) -> None:
+    scheduler.handle(stranger(Role.WORKER, 1), hello(1), 0.0)
+    assert scheduler.explain(1.0) == "waiting for server-0, worker-0 to register"
+    scheduler.tick(10.0)
+    effects = scheduler.tick(300.0)
+    stop = effects[-1]
+    assert isinstance(stop, Stop) and isinstance(stop.error, PeerLostError)
+    assert str(stop.error) == "the cluster is incomplete after 300 s: server-0, worker-0 did not register"
+
+
+def test_who_waits_for_the_cluster_is_told_for_whom(scheduler: Scheduler) -> None:
+    scheduler.handle(stranger(Role.WORKER, 1), hello(1), 0.0)
+    (hint,) = scheduler.tick(10.0)
+    assert isinstance(hint, Send) and isinstance(hint.message, Waiting)
+    assert hint.message.subject == "server-0, worker-0 to register"
+
+
+# Agreement.
+
+
+def test_keys_are_placed_once_when_all_have_declared_them_and_everybody_gets_the_same_places() -> None:
+    wired = Wired(3, 2)
+    first = wired.declare(0, {"a": (3,), "b": (2, 2)})
+    wired.settle()
+    assert first not in wired.completed
+    others = [wired.declare(rank, {"b": (2, 2), "a": (3,)}) for rank in (1, 2)]
+    wired.settle()
+    places = [{info.key: info.slices for info in wired.completed[request]} for request in (first, *others)]
+    assert places[0] == places[1] == places[2]
+    assert sum("Assign" in line for line in wired.log) == 2
+
+
+def test_a_mismatch_reaches_every_rank_even_one_that_comes_late() -> None:
+    wired = Wired(3, 1)
+    requests = [wired.declare(0, {"w": (2, 3)}), wired.declare(1, {"w": (3, 2)})]
+    wired.settle()
+    requests.append(wired.declare(2, {"w": (2, 3)}))
+    wired.settle()
+    sentences = {str(wired.failed[request]) for request in requests}
+    assert len(sentences) == 1 and all(isinstance(wired.failed[request], InitMismatch) for request in requests)
+    assert "shape (2, 3) and dtype float32 by worker-0, but with shape (3, 2)" in sentences.pop()
+
+
+def test_stores_of_two_types_are_the_same_error_on_every_rank() -> None:
+    wired = Wired(3, 1)
+    requests = [wired.declare(0, {"w": (2,)}), wired.declare(1, {"w": (2,)}, mode="async")]
+    wired.settle()
+    requests.append(wired.declare(2, {"w": (2,)}))
+    wired.settle()
+    sentences = {str(wired.failed[request]) for request in requests}
+    assert len(sentences) == 1
+    assert "store 0 is sync on worker-0 and async on worker-1" in sentences.pop()
+
+
+def test_the_same_optimizer_from_every_rank_is_one_call() -> None:
+    wired = Wired(2, 2)
+    requests = [wired.set_optimizer(rank, "sgd", learning_rate=0.5) for rank in (0, 1)]
+    wired.settle()
+    requests.append(wired.set_optimizer(1, "sgd", learning_rate=0.5))
+    wired.settle()
+    assert all(request in wired.completed for request in requests)
+    assert sum("SetOptimizer" in line for line in wired.log) == 2
+
+
+def test_another_optimizer_is_an_error_that_shows_both() -> None:
+    wired = Wired(2, 1)
+    wired.set_optimizer(0, "sgd", learning_rate=0.5)
+    other = wired.set_optimizer(1, "sgd", learning_rate=0.25)
+    wired.settle()
+    error = wired.failed[other]
+    assert isinstance(error, OptimizerMismatch)
+    assert "learning_rate=0.5" in str(error) and "learning_rate=0.25" in str(error) and "worker-0 set" in str(error)
+
+
+# Barriers.
+
+
+def test_a_barrier_opens_when_every_worker_is_there() -> None:
+    wired = Wired(2, 1)
+    first = wired.barrier(0)
+    wired.settle()
+    assert first not in wired.completed
+    second = wired.barrier(1)
+    wired.settle()
+    assert {first, second} <= wired.completed.keys()
+
+
+def test_arriving_twice_is_arriving_once() -> None:
+    wired = Wired(3, 1)
+    requests = [wired.barrier(0), wired.barrier(0), wired.barrier(1)]
+    wired.settle()
+    assert not set(requests) & wired.completed.keys()
+
+
+def test_a_barrier_that_is_late_names_who_is_missing() -> None:
+    wired = Wired(3, 1)
+    late = wired.barrier(1, timeout_s=2.0)
+    wired.advance(2.5)
+    error = wired.failed[late]
+    assert isinstance(error, BarrierTimeout) and error.missing == (0, 2)
+    assert str(error) == "barrier 0 was not reached by worker-0 (host-0), worker-2 (host-2) within 2.0 s"
+
+
+def test_a_barrier_can_be_tried_again_after_it_was_late() -> None:
+    wired = Wired(2, 1)
+    late = wired.barrier(0, timeout_s=1.0)
+    wired.advance(1.5)
+    assert late in wired.failed
+    requests = [wired.barrier(0), wired.barrier(1)]
+    wired.settle()
+    assert set(requests) <= wired.completed.keys()
+    again = [wired.barrier(rank) for rank in (0, 1)]
+    wired.settle()
+    assert set(again) <= wired.completed.keys()
+
+
+def test_a_worker_that_leaves_does_not_hold_up_a_barrier() -> None:
+    wired = Wired(3, 1)
+    requests = [wired.barrier(0), wired.barrier(1)]
+    wired.leave(2)
+    wired.settle()
+    assert set(requests) <= wired.completed.keys()
+
+
+# Ends.
+
+
+def test_the_last_goodbye_stops_the_servers_and_then_the_scheduler() -> None:
+    wired = Wired(2, 2)
+    wired.leave(0)
+    wired.settle()
+    assert wired.stopped == {"worker-0": None}
+    wired.leave(1)
+    wired.advance(1.0)
+    assert wired.stopped == dict.fromkeys(["worker-0", "worker-1", "server-0", "server-1", "scheduler"])
+
+
+def test_connections_of_workers_that_end_do_not_count_as_servers_that_ended() -> None:
+    wired = Wired(2, 2)
+    wired.leave(0)
+    wired.leave(1)
+    while "scheduler -> server-1: Stop()" not in wired.log[-1]:
+        wired.deliver()
+    for rank in (0, 1):
+        wired.observe("scheduler", Disconnected(wired.member(f"worker-{rank}"), "closed"))
+    assert "scheduler" not in wired.stopped
+    wired.settle()
+    assert wired.stopped == dict.fromkeys(["worker-0", "worker-1", "server-0", "server-1", "scheduler"])
+
+
+def test_a_lost_worker_is_named_with_host_process_step_and_cause() -> None:
+    wired = Wired(2, 1)
+    wired.initialise({"w": [1, 2]})
+    wired.push(1, {"w": [1, 1]})
+    wired.settle()
+    wired.observe("scheduler", Disconnected(wired.member("worker-1"), "connection reset"))
+    waiting = wired.push(0, {"w": [1, 1]})
+    wired.settle()
+    lost = wired.barrier(0)
+    wired.advance(0.3)
+    assert "scheduler" not in wired.stopped
+    wired.advance(0.2)
+    sentence = "worker-1 (host host-1, pid 101) was lost in step 1: connection reset"
+    error = wired.stopped["worker-0"]
+    assert isinstance(error, PeerLostError)
+    assert (str(error), error.node, error.host, error.cause) == (sentence, "worker-1", "host-1", "connection reset")
+    assert str(wired.failed[lost]) == str(wired.stopped["server-0"]) == str(wired.stopped["scheduler"]) == sentence
+    assert waiting in wired.completed
+
+
+def test_the_verdict_tells_the_step_that_a_worker_was_heard_in() -> None:
+    wired = Wired(2, 1)
+    wired.initialise({"w": [1, 2]})
+    wired.push(1, {"w": [1, 1]})
+    wired.advance(1.2)
+    wired.observe("scheduler", ChildEnded(worker(1), "killed by signal 9", clean=False))
+    wired.settle()
+    error = wired.stopped["worker-0"]
+    assert isinstance(error, PeerLostError) and error.step == 1
+    assert str(error) == "worker-1 (host host-1, pid 101) was lost in step 1: killed by signal 9"
+
+
+def test_a_connection_that_comes_back_in_time_is_forgiven() -> None:
+    wired = Wired(2, 1)
+    wired.observe("scheduler", Disconnected(wired.member("worker-1"), "connection reset"))
+    wired.advance(0.3)
+    wired.observe("scheduler", Connected(wired.member("worker-1")))
+    wired.advance(5.0)
+    assert wired.stopped == {}
+
+
+def test_a_worker_that_reports_a_failure_ends_the_job_with_its_words() -> None:
+    wired = Wired(2, 1)
+    wired.leave(1, "ended by an unhandled ValueError: bad data")
+    wired.settle()
+    error = wired.stopped["worker-0"]
+    assert isinstance(error, PeerLostError) and "ended by an unhandled ValueError: bad data" in str(error)
+
+
+@pytest.mark.parametrize("name", ["worker-1", "server-0"])
+def test_a_child_that_ends_badly_ends_the_job(name: str) -> None:
+    wired = Wired(2, 1)
+    wired.observe("scheduler", ChildEnded(wired.member(name).node, "exited with code 3", clean=False))
+    wired.settle()
+    error = wired.stopped["worker-0"]
+    assert isinstance(error, PeerLostError) and (error.node, error.cause) == (name, "exited with code 3")
+
+
+def test_a_worker_that_ends_well_after_its_goodbye_is_no_news() -> None:
+    wired = Wired(2, 1)
+    wired.leave(1)
+    wired.settle()
+    wired.observe("scheduler", ChildEnded(worker(1), "exited with code 0", clean=True))
+    wired.settle()
+    assert wired.stopped == {"worker-1": None}
+
+
+def test_a_worker_that_ends_well_without_a_goodbye_is_lost() -> None:
+    wired = Wired(2, 1)
+    wired.observe("scheduler", ChildEnded(worker(1), "exited with code 0", clean=True))
+    wired.settle()
+    assert isinstance(wired.stopped["worker-0"], PeerLostError)
+
+
+def test_a_worker_that_never_joined_is_an_error_for_those_who_wait(scheduler: Scheduler) -> None:
+    scheduler.handle(stranger(Role.WORKER, 1), hello(1), 0.0)
+    effects = scheduler.observe(ChildEnded(worker(0), "exited with code 0", clean=True), 1.0)
+    stop = effects[-1]
+    assert isinstance(stop, Stop)
+    assert "worker-0 ended without having joined the cluster, but worker-1 waits for it" in str(stop.error)
+
+
+def test_workers_that_never_joined_and_nobody_waits_for_end_the_job_well(scheduler: Scheduler) -> None:
+    scheduler.handle(stranger(Role.SERVER, 1), hello(0), 0.0)
+    effects = [scheduler.observe(ChildEnded(worker(rank), "exited with code 0", True), 1.0) for rank in (0, 1)]
+    assert effects[0] == []
+    assert any(isinstance(effect, Send) and type(effect.message).__name__ == "Stop" for effect in effects[1])
+    assert scheduler.observe(ChildEnded(server(0), "exited with code 0", True), 1.1) == [Stop(None)]
+
+
+def test_a_child_that_dies_before_joining_is_named(scheduler: Scheduler) -> None:
+    effects = scheduler.observe(ChildEnded(server(0), "exited with code 1", clean=False), 1.0)
+    stop = effects[-1]
+    assert isinstance(stop, Stop)
+    assert str(stop.error) == "server-0 was lost: exited with code 1 before it had joined the cluster"
+
+
+def test_without_its_launcher_the_job_ends() -> None:
+    wired = Wired(1, 1)
+    wired.observe("scheduler", LauncherGone())
+    wired.settle()
+    assert str(wired.stopped["worker-0"]) == "the launcher is gone"
+
+
+def test_registering_twice_in_one_cluster_is_refused_on_the_second_process() -> None:
+    wired = Wired(2, 1, form=False)
+    joining = wired.workers[1].joining
+    joining.introduction = replace(joining.introduction, wanted_rank=0)
+    requests = [wired.ask(rank, Register) for rank in (0, 1)]
+    wired.advance(0.0)
+    (refused,) = [request for request in requests if request in wired.failed]
+    assert isinstance(wired.failed[refused], ConfigError) and "claims the same rank" in str(wired.failed[refused])
+
+
+def test_long_waits_are_hinted_at_with_who_is_missing() -> None:
+    wired = Wired(2, 1, limits=Limits(explain_after_s=10.0))
+    wired.declare(0, {"w": (2,)})
+    wired.advance(10.5)
+    assert wired.workers[0].explain(10.5) == (
+        "worker-0: init of key 'w' has waited 10.5 s; the declaration of key 'w' lacks worker-1 (host-1)"
+    )
+    assert wired.scheduler.explain(10.5) == "worker-0 has waited 10.5 s for worker-1 to initialise key 'w'"

@@ -1,0 +1,180 @@
+"""Rounds over several workers, as a server runs them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kvdist.core import answers
+from kvdist.core.effects import Connected, Disconnected
+from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused
+from kvdist.protocol.messages import Arrays, InitValues, Packet, Push, Stamp
+from tests.core.wired import JOB, Wired
+
+NAN = math.nan
+
+
+@pytest.fixture
+def wired() -> Wired:
+    made = Wired(2, 1)
+    made.initialise({"w": [1, 2, 3], "b": [5]})
+    return made
+
+
+def test_a_round_is_answered_when_both_have_contributed(wired: Wired) -> None:
+    first = wired.pushpull(0, {"w": [1, 1, 1]})
+    wired.settle()
+    assert first not in wired.completed
+    second = wired.pushpull(1, {"w": [10, 20, 30]})
+    wired.settle()
+    assert wired.value(first, "w") == wired.value(second, "w") == [11, 21, 31]
+
+
+def test_values_of_a_worker_that_is_not_first_are_not_taken(wired: Wired) -> None:
+    request = wired.give(0, {"w": [9, 9, 9]})
+    read = wired.pull(1, "w")
+    wired.settle()
+    assert request in wired.completed
+    assert wired.value(read, "w") == [1, 2, 3]
+
+
+def test_pushes_and_pulls_may_come_before_the_first_value() -> None:
+    wired = Wired(2, 1)
+    for rank in (0, 1):
+        wired.declare(rank, {"w": (2,)})
+    wired.settle()
+    reads = [wired.pushpull(1, {"w": [1, 2]}), wired.pull(1, "w")]
+    wired.push(0, {"w": [10, 20]})
+    wired.settle()
+    assert not set(reads) & wired.completed.keys()
+    wired.give(0, {"w": [0, 0]})
+    wired.settle()
+    assert [wired.value(read, "w") for read in reads] == [[11, 22], [11, 22]]
+
+
+def test_an_empty_contribution_counts_and_adds_nothing(wired: Wired) -> None:
+    reads = [wired.pushpull(0, {"w": None, "b": [4]}), wired.pushpull(1, {"w": [1, 1, 1], "b": [2]})]
+    wired.settle()
+    assert wired.value(reads[0], "w") == [1, 1, 1]
+    assert wired.value(reads[1], "b") == [6]
+
+
+def test_workers_that_disagree_on_the_learning_rate_all_get_an_error_that_names_them(wired: Wired) -> None:
+    for rank in (0, 1):
+        wired.set_optimizer(rank, "sgd", learning_rate=1.0)
+    requests = [wired.push(rank, {"w": [1, 1, 1]}, setting=(0.1 + rank, 0.0, 1.0)) for rank in (0, 1)]
+    wired.settle()
+    for request in requests:
+        assert isinstance(wired.failed[request], OptimizerMismatch)
+        assert "worker-0 says lr 0.1, wd 0; worker-1 says lr 1.1, wd 0" in str(wired.failed[request])
+    reads = [wired.pushpull(rank, {"w": [1, 1, 1]}, setting=(0.5, 0.0, 1.0)) for rank in (0, 1)]
+    wired.settle()
+    assert [wired.value(read, "w") for read in reads] == [[0, 1, 2]] * 2
+
+
+def test_an_asynchronous_store_counts_each_push_at_once() -> None:
+    wired = Wired(2, 1)
+    wired.initialise({"w": [0, 0]}, mode="async")
+    for rank in (0, 1):
+        wired.set_optimizer(rank, "test")
+    wired.settle()
+    reads = [wired.pushpull(1, {"w": [1, 2]}), wired.pushpull(1, {"w": [1, 2]})]
+    wired.settle()
+    assert [wired.value(read, "w") for read in reads] == [[1, 2], [2, 4]]
+
+
+def test_an_asynchronous_push_without_an_optimizer_says_what_to_do() -> None:
+    wired = Wired(1, 1)
+    wired.initialise({"w": [0, 0]}, mode="async")
+    request = wired.push(0, {"w": [1, 1]})
+    wired.settle()
+    assert isinstance(wired.failed[request], PushRefused)
+    assert "server-0 refused: key 'w': a dist_async store" in str(wired.failed[request])
+
+
+def test_rounds_go_on_without_a_worker_that_left_and_its_last_push_counts(wired: Wired) -> None:
+    wired.push(1, {"w": [10, 10, 10]})
+    wired.leave(1)
+    wired.advance(0.1)
+    assert "worker-1" in wired.stopped
+    reads = [wired.pushpull(0, {"w": [1, 1, 1]}), wired.pushpull(0, {"w": [2, 2, 2]})]
+    wired.settle()
+    assert [wired.value(read, "w") for read in reads] == [[11, 11, 11], [2, 2, 2]]
+
+
+def test_a_round_that_only_waited_for_somebody_who_leaves_is_closed(wired: Wired) -> None:
+    read = wired.pushpull(0, {"w": [1, 1, 1]})
+    wired.settle()
+    assert read not in wired.completed
+    wired.leave(1)
+    wired.settle()
+    assert wired.value(read, "w") == [1, 1, 1]
+
+
+def test_one_bad_slice_is_refused_and_its_neighbours_are_not_touched(wired: Wired) -> None:
+    column = np.array([0, 77], np.uint32)
+    arrays = Arrays(np.array([1, 1], np.uint8), np.array([3, 3], np.uint32), bytes(32))
+    push = Push(
+        False, column, column, column * 0, column * 0, column * 0, column.astype(np.uint8) * 0, ((NAN, NAN, NAN),),
+        column.astype(np.uint8) * 0, arrays,
+    )  # fmt: skip
+    me = wired.member("worker-1")
+    stamp = Stamp(JOB, 1, 1, me, wired.member("server-0").incarnation, 1, 0, 0)
+    wired.hear("server-0", Packet(stamp, push))
+    said = wired.log[-1]
+    assert "Refused(runs=[77], ids=[77]" in said and "slice 77 is not kept by server-0" in said
+    assert list(wired.servers[0].shards[0].slots) == [1]
+
+
+def test_a_first_value_of_another_size_is_refused(wired: Wired) -> None:
+    column = np.array([0], np.uint32)
+    values = InitValues(column, column, Arrays(np.array([1], np.uint8), np.array([2], np.uint32), bytes(8)))
+    stamp = Stamp(JOB, 1, 1, wired.member("worker-1"), wired.member("server-0").incarnation, 1, 0, 0)
+    wired.hear("server-0", Packet(stamp, values))
+    assert "slice 0 has another size or dtype than was declared" in wired.log[-1]
+
+
+def test_a_large_value_is_leased_until_the_worker_has_it(monkeypatch: pytest.MonkeyPatch, wired: Wired) -> None:
+    monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
+    read = wired.pull(0, "w")
+    wired.deliver()
+    buffer = wired.servers[0].shards[0].published
+    assert buffer is not None and buffer.leases == 1
+    for rank in (0, 1):
+        wired.push(rank, {"w": [7, 7, 7]})
+    wired.advance(0.1)
+    assert wired.value(read, "w") == [1, 2, 3]
+    assert buffer.leases == 0
+
+
+def test_a_long_round_is_explained_and_hinted_at(wired: Wired) -> None:
+    wired.push(0, {"w": [1, 1, 1]})
+    wired.advance(15.0)
+    sentence = wired.servers[0].explain(wired.now)
+    assert sentence == "round 0 of key 'w' has waited 15.0 s for worker-1"
+    assert wired.workers[0].explain(wired.now) == (
+        "worker-0: push of key 'w' has waited 15.0 s; round 0 of key 'w' lacks worker-1 (host-1)"
+    )
+
+
+def test_a_server_that_loses_the_scheduler_ends_after_a_grace() -> None:
+    wired = Wired(1, 1)
+    wired.observe("server-0", Disconnected(SCHEDULER_MEMBER, "reset"))
+    wired.advance(0.3)
+    assert "server-0" not in wired.stopped
+    wired.advance(0.2)
+    error = wired.stopped["server-0"]
+    assert isinstance(error, PeerLostError) and error.node == "scheduler"
+
+
+def test_a_server_speaks_up_at_once_so_that_the_scheduler_knows_its_new_connection() -> None:
+    wired = Wired(1, 1)
+    wired.observe("server-0", Disconnected(SCHEDULER_MEMBER, "reset"))
+    wired.tick()
+    assert wired.log[-1].endswith("server-0 -> scheduler: Alive()")
+    wired.observe("server-0", Connected(SCHEDULER_MEMBER))
+    wired.advance(5.0)
+    assert "server-0" not in wired.stopped

@@ -1,0 +1,90 @@
+"""A worker's lines before its slices: one push of a slice under way, and no two runs wait for each other."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kvdist.core.outbox import Run
+from kvdist.core.requests import Kind, RunData, RunPlan
+from kvdist.core.slices import SliceTable
+
+
+def run(number: int, *ids: int) -> Run:
+    column = np.array(ids, np.uint32)
+    plan = RunPlan(0, column, column, column.astype(np.uint8), (), 0, {}, np.zeros(len(ids), np.intp))
+    data = RunData(plan, None, (), None, ((math.nan,) * 3,))
+    return Run(number, number, Kind.PUSH, data, column, column, len(ids))
+
+
+def ids(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    return np.array(numbers, np.uint32)
+
+
+@pytest.fixture
+def table() -> SliceTable:
+    made = SliceTable()
+    made.grow(4)
+    return made
+
+
+def test_rows_are_added_and_never_lost(table: SliceTable) -> None:
+    table.enter(run(1, 3))
+    table.grow(6)
+    table.grow(2)
+    assert table.pushed.tolist() == [0, 0, 0, 1, 0, 0]
+
+
+def test_steps_count_the_pushes_of_each_slice(table: SliceTable) -> None:
+    first, second = run(1, 0, 1), run(2, 1, 2)
+    table.enter(first)
+    table.enter(second)
+    assert first.steps.tolist() == [0, 0]
+    assert second.steps.tolist() == [1, 0]
+
+
+def test_the_second_push_of_a_slice_waits_until_the_first_is_counted(table: SliceTable) -> None:
+    second = run(2, 1)
+    assert table.enter(run(1, 0, 1))
+    assert not table.enter(second)
+    assert table.has_lines
+    assert table.counted(ids(0)) == []
+    assert table.counted(ids(1)) == [second]
+    assert not table.has_lines
+
+
+def test_a_run_leaves_when_the_last_of_its_slices_is_free(table: SliceTable) -> None:
+    third = run(3, 0, 1, 2)
+    table.enter(run(1, 0))
+    table.enter(run(2, 1))
+    assert not table.enter(third)
+    table.validate()
+    assert table.counted(ids(1)) == []
+    assert table.counted(ids(0)) == [third]
+
+
+def test_lines_are_served_in_the_order_of_the_calls(table: SliceTable) -> None:
+    runs = [run(i, 2) for i in range(4)]
+    assert [table.enter(one) for one in runs] == [True, False, False, False]
+    assert [table.counted(ids(2)) for _ in range(4)] == [[runs[1]], [runs[2]], [runs[3]], []]
+
+
+def test_overlapping_runs_in_any_order_all_leave(table: SliceTable) -> None:
+    runs = [run(0, 0, 1), run(1, 1, 2), run(2, 2, 0), run(3, 1, 0), run(4, 3, 2, 1, 0)]
+    sent = [one for one in runs if table.enter(one)]
+    order = []
+    while sent:
+        done = sent.pop(0)
+        order.append(done.number)
+        sent += table.counted(done.data.plan.ids)
+        table.validate()
+    assert sorted(order) == [0, 1, 2, 3, 4]
+    assert not table.has_lines
+
+
+def test_versions_never_go_back(table: SliceTable) -> None:
+    table.saw(ids(1, 2), ids(5, 7))
+    table.saw(ids(1, 2), ids(6, 3))
+    assert table.versions.tolist() == [0, 6, 7, 0]
