@@ -1,6 +1,7 @@
 # make demo      the main job: a launched cluster of real processes trains a network
 # make test      lint, strict types, and the tests but for the slow ones
 # make test-all  the slow tests too
+# make soak      thousands of seeds of the simulated cluster; SOAK_SEEDS=20000 for more
 # make lint      ruff
 # make types     mypy, strict
 # make bench     the numbers; BENCH_FLAGS="--peer mxnet" compares with MXNet
@@ -17,11 +18,12 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 TEST_PROCESSES ?= 2
 BENCH_FLAGS ?=
+SOAK_SEEDS ?= 2000
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint types bench clean
+.PHONY: help demo test test-all soak lint types bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -35,6 +37,9 @@ test: lint types
 
 test-all: lint types
 	$(PYTEST)
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.simulation --seeds $(SOAK_SEEDS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .

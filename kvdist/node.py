@@ -28,6 +28,7 @@ from kvdist.core.effects import (
     Effect,
     Event,
     Fail,
+    Forget,
     Machine,
     Report,
     Send,
@@ -285,8 +286,8 @@ class Node:
                     LOG.warning("%s", text)
                 case Stop(failure):
                     self._stop(failure)
-                case Send():
-                    raise AssertionError("Reliable stamps every Send")
+                case Send() | Forget():
+                    raise AssertionError("Reliable takes these")
 
     def _transmit(self, to: Member, packet: Packet) -> None:
         route = self._routes.get(to)

@@ -48,6 +48,13 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """`member` has left: nothing more is said to it. Only `Reliable` sees these; it gives back the tokens."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
 class Complete:
     """The user's request is fulfilled."""
 
@@ -77,7 +84,7 @@ class Stop:
     error: Exception | None = None
 
 
-Effect = Send | Transmit | Connect | Adopt | Complete | Fail | Report | Stop
+Effect = Send | Transmit | Connect | Adopt | Forget | Complete | Fail | Report | Stop
 
 
 @dataclass(frozen=True, slots=True)

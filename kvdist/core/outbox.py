@@ -19,14 +19,16 @@ from typing import TypeVar
 import numpy as np
 
 from kvdist.core.requests import ALONE_BYTES_MIN, Kind, RunData
-from kvdist.protocol.messages import U8, U32, Arrays, InitValues, Payload, Pull, Push, ReplaceValues
+from kvdist.protocol.layout import offsets
+from kvdist.protocol.messages import U8, U32, Arrays, Flag, InitValues, Payload, Pull, Push, ReplaceValues
 
 Column = TypeVar("Column", U8, U32)
 """One number per slice."""
 
 DataMessage = Push | Pull | InitValues | ReplaceValues
 
-RUNS_PER_MESSAGE_MAX = 4096
+PARTS_PER_MESSAGE_MAX = 4096
+_EMPTY = int(Flag.EMPTY)
 SETTINGS_PER_MESSAGE_MAX = 256
 """`Push.setting_of` is one byte per slice."""
 
@@ -43,14 +45,82 @@ class Run:
     versions: U32
     left: int
     """Slices without an answer."""
-    blockers: int = 0
-    """Slices whose previous push is not counted yet."""
     priority: int = 0
 
+
+class Part:
+    """Those slices of a run that may leave: nearly always all of them.
+
+    Args:
+        run: the run.
+        positions: which of its slices, in ascending order; None for all.
+    """
+
+    __slots__ = ("_positions", "nbytes", "run")
+
+    def __init__(self, run: Run, positions: Sequence[int] | None = None) -> None:
+        self.run = run
+        whole = positions is None or len(positions) == len(run.data.plan.ids)
+        self._positions = None if whole else np.array(positions, np.intp)
+        payload = run.data.payload
+        self.nbytes = 0 if payload is None else len(payload) if whole else sum(map(len, self._pieces()))
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of payload that it sends."""
-        return 0 if self.data.payload is None else len(self.data.payload)
+    def ids(self) -> U32:
+        """(n,) the slices."""
+        return self._of(self.run.data.plan.ids)
+
+    @property
+    def steps(self) -> U32:
+        """(n,) the worker's push counters."""
+        return self._of(self.run.steps)
+
+    @property
+    def versions(self) -> U32:
+        """(n,) the versions that were seen."""
+        return self._of(self.run.versions)
+
+    @property
+    def dtypes(self) -> U8:
+        """(n,) codes of element types."""
+        return self._of(self.run.data.plan.dtypes)
+
+    @property
+    def counts(self) -> U32:
+        """(n,) elements in the payload; 0 for an empty contribution."""
+        return self._of(self._run_counts())
+
+    @property
+    def flags(self) -> U8:
+        """(n,) flags."""
+        flags = self.run.data.flags
+        return self._of(np.zeros(len(self.run.data.plan.ids), np.uint8) if flags is None else flags)
+
+    @property
+    def setting_of(self) -> U8:
+        """(n,) indices into the run's own settings."""
+        own = self.run.data.setting_of
+        return self._of(np.zeros(len(self.run.data.plan.ids), np.uint8) if own is None else own)
+
+    def payload(self) -> Payload:
+        """The bytes: the run's own memory, or copies of the pieces of a part."""
+        if self.run.data.payload is None:
+            return b""
+        return self.run.data.payload if self._positions is None else b"".join(self._pieces())
+
+    def _of(self, column: Column) -> Column:
+        return column if self._positions is None else column[self._positions]
+
+    def _run_counts(self) -> U32:
+        flags, counts = self.run.data.flags, self.run.data.plan.counts
+        return counts if flags is None else np.where(flags & _EMPTY, np.uint32(0), counts)
+
+    def _pieces(self) -> list[memoryview]:
+        assert self.run.data.payload is not None and self._positions is not None
+        counts = self._run_counts()
+        starts, total = offsets(self.run.data.plan.dtypes, counts)
+        bounds = [*starts.tolist(), total]
+        return [self.run.data.payload[bounds[i] : bounds[i + 1]] for i in self._positions.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +139,14 @@ class Outbox:
     window_bytes: int
     join_bytes_max: int
     flying_bytes: int = 0
-    _heaps: dict[Kind, list[tuple[int, int, Run]]] = field(default_factory=dict)
+    _heaps: dict[Kind, list[tuple[int, int, Part]]] = field(default_factory=dict)
     _arrivals: int = 0
 
-    def add(self, run: Run) -> None:
-        """Queue a run that may leave as far as its slices are concerned."""
+    def add(self, part: Part) -> None:
+        """Queue what may leave as far as its slices are concerned."""
         self._arrivals += 1
-        heapq.heappush(self._heaps.setdefault(run.kind, []), (-run.priority, self._arrivals, run))
+        heap = self._heaps.setdefault(part.run.kind, [])
+        heapq.heappush(heap, (-part.run.priority, self._arrivals, part))
 
     def take(self) -> tuple[DataMessage, Credit] | None:
         """The next message that may leave now, and the credit it uses."""
@@ -85,9 +156,9 @@ class Outbox:
         heap = min(heaps, key=lambda heap: heap[0][:2])
         if self.flying_bytes and self.flying_bytes + heap[0][2].nbytes > self.window_bytes:
             return None
-        runs = self._joinable(heap)
-        message = _message(runs)
-        nbytes = sum(run.nbytes for run in runs)
+        parts = self._joinable(heap)
+        message = _message(parts)
+        nbytes = sum(part.nbytes for part in parts)
         self.flying_bytes += nbytes
         return message, Credit(self.server, nbytes)
 
@@ -101,46 +172,45 @@ class Outbox:
         """Whether nothing waits to leave."""
         return not any(self._heaps.values())
 
-    def _joinable(self, heap: list[tuple[int, int, Run]]) -> list[Run]:
+    def _joinable(self, heap: list[tuple[int, int, Part]]) -> list[Part]:
         first = heapq.heappop(heap)[2]
-        runs = [first]
+        parts = [first]
         total = first.nbytes
-        settings = len(first.data.settings)
         room = min(self.join_bytes_max, self.window_bytes - self.flying_bytes)
-        while heap and first.nbytes < ALONE_BYTES_MIN and len(runs) < RUNS_PER_MESSAGE_MAX:
-            run = heap[0][2]
-            settings += len(run.data.settings)
-            if run.nbytes >= ALONE_BYTES_MIN or total + run.nbytes > room:
+        settings = len(first.run.data.settings)
+        while heap and first.nbytes < ALONE_BYTES_MIN and len(parts) < PARTS_PER_MESSAGE_MAX:
+            part = heap[0][2]
+            settings += len(part.run.data.settings)
+            if part.nbytes >= ALONE_BYTES_MIN or total + part.nbytes > room:
                 break
             if settings > SETTINGS_PER_MESSAGE_MAX:
                 break
-            runs.append(heapq.heappop(heap)[2])
-            total += run.nbytes
-        return runs
+            parts.append(heapq.heappop(heap)[2])
+            total += part.nbytes
+        return parts
 
 
-def _message(runs: Sequence[Run]) -> DataMessage:
-    plans = [run.data.plan for run in runs]
-    numbers = _joined([np.full(len(run.data.plan.ids), run.number, np.uint32) for run in runs])
-    ids = _joined([plan.ids for plan in plans])
-    kind = runs[0].kind
+def _message(parts: Sequence[Part]) -> DataMessage:
+    ids = [part.ids for part in parts]
+    numbers = _joined([np.full(len(own), part.run.number, np.uint32) for part, own in zip(parts, ids, strict=True)])
+    steps, versions = _joined([part.steps for part in parts]), _joined([part.versions for part in parts])
+    kind = parts[0].run.kind
     if kind is Kind.PULL:
-        return Pull(numbers, ids, _joined([run.steps for run in runs]), _joined([run.versions for run in runs]))
-    counts = _joined([_counts(run) for run in runs])
-    arrays = Arrays(_joined([plan.dtypes for plan in plans]), counts, _payload(runs))
+        return Pull(numbers, _joined(ids), steps, versions)
+    arrays = Arrays(_joined([part.dtypes for part in parts]), _joined([part.counts for part in parts]), _payload(parts))
     if kind is Kind.INITIALISE:
-        return InitValues(numbers, ids, arrays)
+        return InitValues(numbers, _joined(ids), arrays)
     if kind is Kind.REPLACE:
-        return ReplaceValues(numbers, ids, arrays)
-    settings, setting_of = _settings(runs)
+        return ReplaceValues(numbers, _joined(ids), arrays)
+    settings, setting_of = _settings(parts)
     return Push(
         pull=kind is Kind.PUSHPULL,
         runs=numbers,
-        ids=ids,
-        steps=_joined([run.steps for run in runs]),
-        versions=_joined([run.versions for run in runs]),
-        samples=np.zeros(len(ids), np.uint32),
-        flags=_joined([_flags(run) for run in runs]),
+        ids=_joined(ids),
+        steps=steps,
+        versions=versions,
+        samples=np.zeros(len(numbers), np.uint32),
+        flags=_joined([part.flags for part in parts]),
         settings=settings,
         setting_of=setting_of,
         arrays=arrays,
@@ -151,34 +221,21 @@ def _joined(arrays: list[Column]) -> Column:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _payload(runs: Sequence[Run]) -> Payload:
-    payloads = [run.data.payload for run in runs if run.data.payload is not None]
-    if not payloads:
-        return b""
-    # Several small runs: one more pass over bytes that are few. Runs are padded, so the parts stay aligned.
-    return payloads[0] if len(payloads) == 1 else b"".join(payloads)
+def _payload(parts: Sequence[Part]) -> Payload:
+    # Several small parts: one more pass over bytes that are few. Arrays are padded, so they stay aligned.
+    return parts[0].payload() if len(parts) == 1 else b"".join([part.payload() for part in parts])
 
 
-def _counts(run: Run) -> U32:
-    flags = run.data.flags
-    counts = run.data.plan.counts
-    return counts if flags is None else np.where(flags & 1, np.uint32(0), counts)
-
-
-def _flags(run: Run) -> U8:
-    return run.data.flags if run.data.flags is not None else np.zeros(len(run.data.plan.ids), np.uint8)
-
-
-def _settings(runs: Sequence[Run]) -> tuple[tuple[tuple[float, float, float], ...], U8]:
-    """One table for all runs: each run's own, one behind the other."""
-    settings: list[tuple[float, float, float]] = []
-    parts: list[U8] = []
-    for run in runs:
-        base = len(settings)
-        own = run.data.setting_of
-        own = np.zeros(len(run.data.plan.ids), np.uint8) if own is None else own
-        same = runs[0].data.settings == run.data.settings
-        parts.append(own if same else (own + np.uint8(base)).astype(np.uint8))
-        if not same or base == 0:
-            settings += run.data.settings
-    return tuple(settings), _joined(parts)
+def _settings(parts: Sequence[Part]) -> tuple[tuple[tuple[float, float, float], ...], U8]:
+    """One table for all parts: each run's own, one behind the other, but the first one's only once."""
+    first = parts[0].run.data.settings
+    settings = list(first)
+    columns: list[U8] = []
+    for part in parts:
+        own = part.run.data.settings
+        if own == first:
+            columns.append(part.setting_of)
+        else:
+            columns.append((part.setting_of + np.uint8(len(settings))).astype(np.uint8))
+            settings += own
+    return tuple(settings), _joined(columns)

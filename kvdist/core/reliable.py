@@ -23,6 +23,7 @@ from kvdist.core.effects import (
     Disconnected,
     Effect,
     Event,
+    Forget,
     Machine,
     Send,
     Transmit,
@@ -137,21 +138,9 @@ class Reliable:
         """Run any other method of the machine and stamp what it sends."""
         return self._stamped(action(), now)
 
-    def forget(self, member: Member, now: float) -> list[Effect]:
-        """The member is gone for ever: nothing more is sent to it, and its tokens come back."""
-        link = self.links.pop(member, None)
-        if link is None:
-            return []
-        tokens = [token for _, _, token in link.unacknowledged if token is not None]
-        return self._stamped(self.machine.acknowledged(member, tokens, now), now) if tokens else []
-
     def rejection(self, reason: str) -> Packet:
         """A refusal for somebody whose messages cannot even be read."""
         return Packet(Stamp(self.job, TERM, self.machine.epoch, self.machine.me, 0, 0, 0, 0), Rejected(reason))
-
-    def settled(self) -> bool:
-        """Whether everything that was sent has arrived."""
-        return not any(link.unacknowledged for link in self.links.values())
 
     def validate(self) -> None:
         """Check every invariant of the links and of the machine."""
@@ -235,7 +224,23 @@ class Reliable:
         return [Transmit(link.peer, Packet(self._stamp(link.peer, seq), message)) for seq, message, _ in again]
 
     def _stamped(self, effects: Iterable[Effect], now: float) -> list[Effect]:
-        return [self._transmit(effect, now) if isinstance(effect, Send) else effect for effect in effects]
+        stamped: list[Effect] = []
+        for effect in effects:
+            if isinstance(effect, Send):
+                stamped.append(self._transmit(effect, now))
+            elif isinstance(effect, Forget):
+                stamped += self._forget(effect.member, now)
+            else:
+                stamped.append(effect)
+        return stamped
+
+    def _forget(self, member: Member, now: float) -> list[Effect]:
+        """Repeat nothing to a member that has left. What it said stays known, should an echo of it arrive."""
+        link = self._link(member)
+        tokens = [token for _, _, token in link.unacknowledged if token is not None]
+        link.unacknowledged.clear()
+        link.retry_due = NEVER
+        return self._stamped(self.machine.acknowledged(member, tokens, now), now) if tokens else []
 
     def _transmit(self, send: Send, now: float) -> Transmit:
         if not send.message.SEQUENCED or send.to.node.rank == UNRANKED:

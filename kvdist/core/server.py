@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvdist.config import Limits
 from kvdist.core.answers import Answers
-from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Machine, Report, Send, Stop
+from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Report, Send, Stop
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.policy import POLICIES
 from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
@@ -203,13 +203,17 @@ class Server(Machine):
 
     def _roster(self, message: Roster, now: float) -> list[Effect]:
         peers = self.joining.roster(message)
+        before = self.workers
         self.workers = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
         self.epoch += 1
         self._next_look = now + self.limits.explain_after_s
-        # Whoever left cannot be waited for any more.
+        gone = before.keys() - self.workers.keys()
+        # Whoever left cannot be waited for any more, and waits for nothing itself.
         for number in sorted(self._open):
-            self._close_if_ready(self.shards[number], now)
-        return self._flush()
+            shard = self.shards[number]
+            shard.pulls = [pull for pull in shard.pulls if pull.member.node.rank not in gone]
+            self._close_if_ready(shard, now)
+        return [*self._flush(), *(Forget(before[rank]) for rank in sorted(gone))]
 
     def _assign(self, message: Assign) -> None:
         policy = POLICIES[message.mode]

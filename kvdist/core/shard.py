@@ -161,8 +161,8 @@ class Shard:
             OptimizerMismatch, PushRefused: the round cannot be applied. It is closed all the same, with the value as it
                 was, so that the workers' counters go on; the caller tells them.
         """
-        contributions = [self.slots[rank] for rank in sorted(self.slots)]
-        self.slots = {}
+        ranks = sorted(self.slots)[: self.policy.close]
+        contributions = [self.slots.pop(rank) for rank in ranks]
         self.version += 1
         for contribution in contributions:
             self.counted[contribution.member.node.rank] = contribution.step + 1

@@ -1,8 +1,9 @@
 """What a worker knows of each slice: how often it has pushed it, which version it has seen, what waits in line.
 
 A slice has at most one push of this worker under way; the next one stands in line until the first is counted. Runs
-take their places in the lines of all their slices at once, in the order of the user's calls, so a run can only wait
-for older ones and two runs never wait for each other.
+take their places in the lines of all their slices at once, in the order of the user's calls. Each slice goes on by
+itself: one that is free never waits for another of its run, or workers that group their keys differently would wait
+for each other for ever.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.core.outbox import Run
+from kvdist.core.outbox import Part, Run
 from kvdist.protocol.messages import U32
 
 
@@ -35,25 +36,26 @@ class SliceTable:
             self.versions = np.concatenate([self.versions, np.zeros(more, np.uint32)])
             self._busy = np.concatenate([self._busy, np.zeros(more, np.bool_)])
 
-    def enter(self, run: Run) -> bool:
-        """Give a pushing run its step numbers and its places in line; True if it may leave at once."""
+    def enter(self, run: Run) -> Part | None:
+        """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
         ids = run.data.plan.ids
         run.steps = self.pushed[ids]
         self.pushed[ids] += 1
         busy = self._busy[ids]
-        if busy.any():
-            for number in ids[busy].tolist():
-                self._lines.setdefault(number, deque()).append(run)
-                run.blockers += 1
         self._busy[ids] = True
-        return run.blockers == 0
+        if not busy.any():
+            return Part(run)
+        for number in ids[busy].tolist():
+            self._lines.setdefault(number, deque()).append(run)
+        free = np.flatnonzero(~busy).tolist()
+        return Part(run, free) if free else None
 
-    def counted(self, ids: U32) -> list[Run]:
-        """These pushes are counted; returns the runs that may leave now."""
+    def counted(self, ids: U32) -> list[Part]:
+        """These pushes are counted; returns what may leave now, the slices of one run together."""
         self._busy[ids] = False
         if not self._lines:
             return []
-        freed = []
+        freed: dict[int, tuple[Run, list[int]]] = {}
         for number in ids.tolist():
             line = self._lines.get(number)
             if line is None:
@@ -62,10 +64,8 @@ class SliceTable:
             run = line.popleft()
             if not line:
                 del self._lines[number]
-            run.blockers -= 1
-            if run.blockers == 0:
-                freed.append(run)
-        return freed
+            freed.setdefault(run.number, (run, []))[1].append(run.data.plan.positions[number])
+        return [Part(run, sorted(positions)) for run, positions in freed.values()]
 
     def saw(self, ids: U32, versions: U32) -> None:
         """These versions have been seen."""
@@ -80,4 +80,3 @@ class SliceTable:
         """Check every invariant."""
         for number, line in self._lines.items():
             assert line and self._busy[number], "a line stands only before a busy slice"
-            assert all(run.blockers > 0 for run in line), "who stands in line is blocked"

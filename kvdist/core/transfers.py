@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvdist.config import Limits
-from kvdist.core.outbox import Credit, DataMessage, Outbox, Run
+from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Run
 from kvdist.core.requests import Transfer
 from kvdist.core.slices import SliceTable
 from kvdist.protocol.layout import views
@@ -55,8 +55,9 @@ class Transfers:
                 priority=request.priority,
             )
             self._runs[run.number] = run
-            if not request.kind.pushes or self.slices.enter(run):
-                self._outboxes[data.plan.server].add(run)
+            part = self.slices.enter(run) if request.kind.pushes else Part(run)
+            if part is not None:
+                self._outboxes[data.plan.server].add(part)
 
     def take(self) -> Iterator[tuple[int, DataMessage, Credit]]:
         """Everything that may leave now: (server, message, credit)."""
@@ -92,7 +93,7 @@ class Transfers:
         for run, begin, end in self._segments(message.runs):
             if run.kind.pushes:
                 for freed in self.slices.counted(message.ids[begin:end]):
-                    self._outboxes[freed.data.plan.server].add(freed)
+                    self._outboxes[freed.run.data.plan.server].add(freed)
             run.left -= end - begin
             if run.left == 0:
                 del self._runs[run.number]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from kvdist.core import outbox as module
-from kvdist.core.outbox import Credit, Outbox, Run
+from kvdist.core.outbox import Credit, Outbox, Part, Run
 from kvdist.core.requests import ALONE_BYTES_MIN, KeyInfo, Kind, RunData, make_plan
 from kvdist.core.sharding import cut
 from kvdist.dtypes import DType
@@ -40,7 +40,7 @@ def run(
 def filled(*runs: Run, window: int = 1 << 20, join: int = 1 << 16) -> Outbox:
     outbox = Outbox(3, window, join)
     for one in runs:
-        outbox.add(one)
+        outbox.add(Part(one))
     return outbox
 
 
@@ -145,3 +145,24 @@ def test_more_settings_than_a_byte_counts_split_the_message() -> None:
     runs = [run(i, settings=((float(i), 0.0, 1.0),)) for i in range(module.SETTINGS_PER_MESSAGE_MAX + 3)]
     sizes = [len(numbers) for numbers in taken(filled(*runs))]
     assert sizes == [module.SETTINGS_PER_MESSAGE_MAX, 3]
+
+
+def test_a_part_of_a_run_takes_only_its_slices_and_their_bytes() -> None:
+    infos = [KeyInfo(f"k{i}", (3,), DType.FLOAT32, tuple(cut(3, 4, 0, 1, i, 1 << 30))) for i in range(4)]
+    (plan,) = make_plan(infos, 1 << 30).runs
+    # The third slice is empty: it has no bytes, so the fourth one lies where the third would have been.
+    payload = memoryview(np.array([0, 0, 0, 9, 1, 1, 1, 9, 3, 3, 3, 9], np.float32).tobytes())
+    flags = np.array([0, 0, int(Flag.EMPTY), 0], np.uint8)
+    settings = ((0.1, 0.0, 1.0), (0.5, 0.0, 1.0))
+    data = RunData(plan, payload, (), flags, settings, np.array([0, 1, 0, 1], np.uint8))
+    steps = np.arange(4, dtype=np.uint32)
+    whole = Run(7, 1, Kind.PUSH, data, steps, steps, 4)
+    outbox = Outbox(3, 1 << 20, 1 << 16)
+    outbox.add(Part(whole, [1, 2, 3]))
+    pair = outbox.take()
+    assert pair is not None and isinstance(pair[0], Push)
+    message, credit = pair
+    assert (message.ids.tolist(), message.steps.tolist(), message.flags.tolist()) == ([1, 2, 3], [1, 2, 3], [0, 1, 0])
+    assert [array.tolist() for array in views(message.arrays)] == [[1, 1, 1], [], [3, 3, 3]]
+    assert [message.settings[i][0] for i in message.setting_of.tolist()] == [0.5, 0.1, 0.5]
+    assert credit.nbytes == 32

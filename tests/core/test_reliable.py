@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvdist.core.effects import NEVER, Adopt, Connected, Disconnected, Effect, Event, Machine, Send, Transmit
+from kvdist.core.effects import NEVER, Adopt, Connected, Disconnected, Effect, Event, Forget, Machine, Send, Transmit
 from kvdist.core.reliable import ACK_BYTES_MAX, ACK_DELAY_S, RETRY_MAX_S, RETRY_S, Reliable
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import Ack, Alive, Arrays, Done, InitValues, Message, Packet, Rejected, Stamp
@@ -122,7 +122,7 @@ def test_acknowledgements_are_cumulative_and_return_each_token_once(pair: Pair) 
     assert (ack.message, ack.stamp.ack, ack.stamp.seq) == (Ack(wanted=False), 3, 0)
     pair.ann_hears(ack, ack)
     assert pair.ann.returned == [10, 11, 12]
-    assert pair.from_ann.settled() and pair.from_ann.deadline == NEVER
+    assert not pair.from_ann.links[BOB].unacknowledged and pair.from_ann.deadline == NEVER
 
 
 def test_an_acknowledgement_rides_on_a_message_that_goes_that_way(pair: Pair) -> None:
@@ -248,7 +248,7 @@ def test_a_member_that_introduces_itself_again_after_a_break_gets_everything_aga
 
 def test_a_forgotten_peer_returns_its_tokens(pair: Pair) -> None:
     pair.say(10, 11)
-    pair.from_ann.forget(BOB, 0.0)
+    pair.from_ann.perform(lambda: [Forget(BOB)], 0.0)
     assert pair.ann.returned == [10, 11]
     assert pair.from_ann.deadline == NEVER
 

@@ -10,7 +10,7 @@ import pytest
 from kvdist.core import answers
 from kvdist.core.effects import Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused
+from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
 from kvdist.protocol.messages import Arrays, InitValues, Packet, Push, Stamp
 from tests.core.wired import JOB, Wired
 
@@ -53,6 +53,21 @@ def test_pushes_and_pulls_may_come_before_the_first_value() -> None:
     wired.give(0, {"w": [0, 0]})
     wired.settle()
     assert [wired.value(read, "w") for read in reads] == [[11, 22], [11, 22]]
+
+
+def test_a_worker_that_leaves_is_counted_once_more_and_waits_for_nothing(wired: Wired) -> None:
+    wired.push(1, {"w": [1, 1, 1]})
+    unanswered = wired.pull(1, "w")
+    wired.settle()
+    assert any(shard.pulls for shard in wired.servers[0].shards.values())
+    wired.leave(1)
+    wired.settle()
+    assert isinstance(wired.failed[unanswered], StoreClosed)
+    assert not any(shard.pulls for shard in wired.servers[0].shards.values())
+    for gift, expected in ((10, 11), (7, 7)):
+        read = wired.pushpull(0, {"w": [gift] * 3})
+        wired.settle()
+        assert wired.value(read, "w") == [expected] * 3
 
 
 def test_an_empty_contribution_counts_and_adds_nothing(wired: Wired) -> None:

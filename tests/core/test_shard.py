@@ -184,6 +184,16 @@ def test_an_asynchronous_push_without_an_optimizer_is_refused_with_what_to_do() 
         made.close(None, REFERENCE)
 
 
+def test_asynchronous_pushes_that_wait_for_the_first_value_make_one_version_each() -> None:
+    made = shard(ASYNC)
+    offer_all(made, contribution(1, [10, 0, 0]), contribution(0, [1, 0, 0]))
+    updater = Updater(create("test"), REFERENCE)
+    assert [c.member.node.rank for c in made.close(updater, REFERENCE)] == [0]
+    assert (made.version, value(made)) == (1, [2, 2, 3])
+    assert [c.member.node.rank for c in made.close(updater, REFERENCE)] == [1]
+    assert (made.version, value(made)) == (2, [12, 2, 3])
+
+
 def test_a_pull_waits_for_the_workers_own_pushes_and_for_its_version() -> None:
     made = shard()
     member = Member(worker(0), 1)

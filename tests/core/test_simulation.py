@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from kvdist.core.outbox import Part
 from kvdist.core.reliable import Link, Reliable
 from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
 from kvdist.core.slices import SliceTable
@@ -119,9 +120,9 @@ def forgets_the_step(self: Shard, pull: PullRequest) -> bool:
     return self.published is not None and self.version >= pull.version
 
 
-def forgets_the_line(self: SliceTable, run: Any) -> bool:
+def forgets_the_line(self: SliceTable, run: Any) -> Part:
     ORIGINAL_ENTER(self, run)
-    return True
+    return Part(run)
 
 
 ORIGINAL_SEQUENCE = Reliable._sequence

@@ -7,14 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from kvdist.core.outbox import Run
+from kvdist.core.outbox import Part, Run
 from kvdist.core.requests import Kind, RunData, RunPlan
 from kvdist.core.slices import SliceTable
 
 
 def run(number: int, *ids: int) -> Run:
     column = np.array(ids, np.uint32)
-    plan = RunPlan(0, column, column, column.astype(np.uint8), (), 0, {}, np.zeros(len(ids), np.intp))
+    positions = {number: i for i, number in enumerate(ids)}
+    plan = RunPlan(0, column, column, column.astype(np.uint8), (), 0, positions, np.zeros(len(ids), np.intp))
     data = RunData(plan, None, (), None, ((math.nan,) * 3,))
     return Run(number, number, Kind.PUSH, data, column, column, len(ids))
 
@@ -45,42 +46,50 @@ def test_steps_count_the_pushes_of_each_slice(table: SliceTable) -> None:
     assert second.steps.tolist() == [1, 0]
 
 
+def left(*parts: Part | None) -> list[tuple[int, list[int]]]:
+    """What may leave: (run, slices)."""
+    return [(part.run.number, part.ids.tolist()) for part in parts if part is not None]
+
+
 def test_the_second_push_of_a_slice_waits_until_the_first_is_counted(table: SliceTable) -> None:
-    second = run(2, 1)
-    assert table.enter(run(1, 0, 1))
-    assert not table.enter(second)
+    assert left(table.enter(run(1, 0, 1))) == [(1, [0, 1])]
+    assert left(table.enter(run(2, 1))) == []
     assert table.has_lines
-    assert table.counted(ids(0)) == []
-    assert table.counted(ids(1)) == [second]
+    assert left(*table.counted(ids(0))) == []
+    assert left(*table.counted(ids(1))) == [(2, [1])]
     assert not table.has_lines
 
 
-def test_a_run_leaves_when_the_last_of_its_slices_is_free(table: SliceTable) -> None:
-    third = run(3, 0, 1, 2)
+def test_a_free_slice_of_a_run_does_not_wait_for_its_neighbours(table: SliceTable) -> None:
     table.enter(run(1, 0))
     table.enter(run(2, 1))
-    assert not table.enter(third)
+    assert left(table.enter(run(3, 0, 1, 2))) == [(3, [2])]
     table.validate()
-    assert table.counted(ids(1)) == []
-    assert table.counted(ids(0)) == [third]
+    assert left(*table.counted(ids(1))) == [(3, [1])]
+    assert left(*table.counted(ids(0))) == [(3, [0])]
+
+
+def test_slices_that_are_freed_together_leave_together(table: SliceTable) -> None:
+    table.enter(run(1, 0, 1, 2))
+    assert left(table.enter(run(2, 2, 1, 0))) == []
+    assert left(*table.counted(ids(0, 1, 2))) == [(2, [2, 1, 0])]
 
 
 def test_lines_are_served_in_the_order_of_the_calls(table: SliceTable) -> None:
-    runs = [run(i, 2) for i in range(4)]
-    assert [table.enter(one) for one in runs] == [True, False, False, False]
-    assert [table.counted(ids(2)) for _ in range(4)] == [[runs[1]], [runs[2]], [runs[3]], []]
+    assert left(*(table.enter(run(i, 2)) for i in range(4))) == [(0, [2])]
+    assert [left(*table.counted(ids(2))) for _ in range(4)] == [[(1, [2])], [(2, [2])], [(3, [2])], []]
 
 
 def test_overlapping_runs_in_any_order_all_leave(table: SliceTable) -> None:
     runs = [run(0, 0, 1), run(1, 1, 2), run(2, 2, 0), run(3, 1, 0), run(4, 3, 2, 1, 0)]
-    sent = [one for one in runs if table.enter(one)]
-    order = []
+    sent = [part for part in map(table.enter, runs) if part is not None]
+    seen: list[tuple[int, int]] = []
     while sent:
-        done = sent.pop(0)
-        order.append(done.number)
-        sent += table.counted(done.data.plan.ids)
+        part = sent.pop(0)
+        seen += [(part.run.number, number) for number in part.ids.tolist()]
+        sent += table.counted(part.ids)
         table.validate()
-    assert sorted(order) == [0, 1, 2, 3, 4]
+    assert sorted(seen) == sorted((one.number, number) for one in runs for number in one.data.plan.ids.tolist())
     assert not table.has_lines
 
 

@@ -120,7 +120,6 @@ def test_lists_of_keys_in_another_order_on_each_worker_do_not_wait_for_each_othe
     assert wired.value(reads[-1], "w") == [2, 2, 0] and wired.value(reads[-2], "b") == [3]
 
 
-@pytest.mark.xfail(reason="a run keeps a free slice back while another of its slices waits in line", strict=True)
 def test_lists_that_overlap_in_another_way_on_each_worker_do_not_wait_for_each_other() -> None:
     wired = Wired(2, 1)
     wired.initialise({"x": [0], "y": [0]})
