@@ -159,6 +159,8 @@ class KVStore(abc.ABC):
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every worker is here.
 
+        It does not wait for pushes under way. In ``dist_async``, pull before the barrier what others must see after it.
+
         Args:
             timeout: seconds; None waits as long as the others live.
 

@@ -75,12 +75,12 @@ def keys(key: Key | Sequence[Key]) -> list[Key]:
 
 
 def describe(value: Any) -> tuple[Shape, DType]:
-    """Shape and element type of a NumPy array or torch tensor.
+    """Shape and element type of a NumPy array (a scalar is one without dimensions) or torch tensor.
 
     Raises:
         TypeError: it is neither, it is sparse, or its element type is not one that a key may have.
     """
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         dtype = _BY_NUMPY.get(value.dtype) or _BY_NUMPY.get(value.dtype.newbyteorder("<"))
         if dtype is None:
             raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
@@ -135,6 +135,8 @@ def require(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
 def require_writable(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
     """Check that a result for the key can be written into the value: `require`, and it is not read-only."""
     require(key, value, shape, dtype)
+    if isinstance(value, np.generic):
+        raise ValueError(f"key {key!r}: a NumPy scalar cannot be written into; give numpy.asarray(value) and keep that")
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         raise ValueError(f"key {key!r}: {_read_only(value)}")
 
@@ -144,7 +146,7 @@ def read_bits(value: Any) -> Bits:
 
     No copy is made of contiguous host memory: the result then shows the value itself and must not be written.
     """
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         plain = np.asarray(value)
         if plain.dtype in _BY_NUMPY and plain.flags.c_contiguous and plain.flags.aligned:
             return plain.reshape(-1)
@@ -185,7 +187,7 @@ def write_bits(value: Any, bits: Bits) -> None:
 
 def kind_of(value: Any) -> str:
     """What a value is, for `like`: ``numpy``, ``torch``, or ``torch:`` and a device such as ``cuda:0``."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return "numpy"
     return "torch" if value.device.type == "cpu" else f"torch:{value.device}"
 

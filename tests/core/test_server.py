@@ -61,7 +61,7 @@ def test_a_worker_that_leaves_is_counted_once_more_and_waits_for_nothing(wired: 
     wired.settle()
     assert any(shard.pulls for shard in wired.servers[0].shards.values())
     wired.leave(1)
-    wired.settle()
+    wired.advance(0.1)
     assert isinstance(wired.failed[unanswered], StoreClosed)
     assert not any(shard.pulls for shard in wired.servers[0].shards.values())
     for gift, expected in ((10, 11), (7, 7)):
