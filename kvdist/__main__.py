@@ -7,6 +7,7 @@ environment, 1 for anything else.
 from __future__ import annotations
 
 import logging
+import random
 import signal
 import sys
 import threading
@@ -56,7 +57,9 @@ def _scheduler(config: ClusterConfig) -> Node:
     config.require_private(config.root_host)
     transport = ZeroMQTransport(config.limits)
     transport.bind(config.scheduler_endpoint)
-    node = Node(Scheduler(config, time.monotonic()), transport, config.job_tag, config.limits.explain_after_s)
+    first_incarnation = random.SystemRandom().getrandbits(48) + 2
+    machine = Scheduler(config, time.monotonic(), first_incarnation)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
     if config.supervised:
         threading.Thread(target=_listen, args=(node,), name="kvdist-launcher", daemon=True).start()
     return node
@@ -65,6 +68,8 @@ def _scheduler(config: ClusterConfig) -> Node:
 def _server(config: ClusterConfig) -> Node:
     host = config.node_host or local_address_towards(config.root_host, config.root_port)
     config.require_private(host)
+    if host in ("0.0.0.0", "::", "*"):
+        raise ConfigError(f"DMLC_NODE_HOST is {host}, which workers cannot dial; give this machine's own address")
     transport = ZeroMQTransport(config.limits)
     endpoint = transport.bind(tcp_endpoint(host, 0))
     machine = Server(

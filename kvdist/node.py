@@ -39,7 +39,7 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.requests import Request
 from kvdist.core.worker import Worker
-from kvdist.errors import ConfigError, ForkError, ProtocolError, StoreClosed
+from kvdist.errors import ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Packet
 from kvdist.protocol.wire import VersionMismatch, decode, encode
@@ -101,7 +101,8 @@ class Node:
         """Peers of another version, told so once."""
         self._answers: dict[int, tuple[Future[Any], Finish | None]] = {}
         self._numbers = count(1)
-        self._lock = threading.Lock()
+        # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
+        self._lock = threading.RLock()
         _living.add(self)
 
     # For other threads.
@@ -110,6 +111,8 @@ class Node:
         """Hand the machine a request; `make` gets its number. Every error comes through the future."""
         self.check_fork()
         future: Future[Any] = Future()
+        # It cannot be cancelled: what was asked has left, and the answer may be under way into the user's arrays.
+        future.set_running_or_notify_cancel()
         request = make(next(self._numbers))
         with self._lock:
             if not self.stopped:
@@ -292,8 +295,15 @@ class Node:
     def _transmit(self, to: Member, packet: Packet) -> None:
         route = self._routes.get(to)
         # Without a route the peer is away: what matters is repeated when it is back.
-        if route is not None:
-            self.transport.send(route, encode(packet))
+        if route is None:
+            return
+        try:
+            frames = encode(packet)
+        except ValueError as error:
+            # What a user may hand in is checked at the call; what slips through must not leave others waiting.
+            self._stop(KvdistError(f"{self.machine.me} has something to say that no message can carry: {error}"))
+        else:
+            self.transport.send(route, frames)
 
     def _complete(self, request: int, result: object) -> None:
         future, finish = self._answers.pop(request, (None, None))
@@ -329,7 +339,11 @@ def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None
         while running:
             busy = False
             for node in running:
-                busy = node.turn(0.0) or busy
+                try:
+                    busy = node.turn(0.0) or busy
+                except Exception as error:
+                    node._stop(error)
+                    raise
             for node in [node for node in running if node.stopped]:
                 # At once, so that the others see it go.
                 node.finish()

@@ -78,7 +78,9 @@ MAY_IMPORT_BY_NAME = {"kvdist/__init__.py"}
 
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 500
-LONGER_FILES: dict[str, int] = {}
+LONGER_FILES: dict[str, int] = {
+    "kvdist/transport/zeromq.py": 531,
+}
 """Files over the limit and the length that each may have. Lower a number when its file shrinks; add none lightly."""
 
 HEAVY = ("torch", "numba", "cupy", "sklearn", "scipy")

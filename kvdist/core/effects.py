@@ -137,6 +137,14 @@ class Machine(abc.ABC):
     """The training step each peer was in when it was last heard of."""
 
     @abc.abstractmethod
+    def refuses(self, source: Member, message: Message) -> str | None:
+        """Why nothing from `source` is listened to: a sentence to answer with, '' to say nothing; None to listen.
+
+        Whoever is not in the roster, in this very life, must not change anything: not a stranger, not a process of an
+        earlier job on the same port, not one that was replaced.
+        """
+
+    @abc.abstractmethod
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message."""
 

@@ -1,4 +1,4 @@
-"""The scheduler's book of one store: which worker declared which key how, and what the optimizer is.
+"""The scheduler's book of one store: which worker declared which key how.
 
 A key goes through three states: *declared* by some workers, *agreed* when every live worker has declared it alike,
 *placed* when every server knows of it. A request for a list of keys is answered when its last key is placed.
@@ -39,9 +39,10 @@ class Entry:
     declared: set[int] = field(default_factory=set)
     """The ranks that have declared it."""
     home: int = -1
+    giver: int = 0
+    """The rank of the worker whose value is the first one."""
     first_slice: int = -1
     placed: bool = False
-    placing: bool = False
     conflict: str = ""
     """The error that everybody gets once two workers disagreed."""
     waiters: list[KeyRequest] = field(default_factory=list)
@@ -66,13 +67,15 @@ class KeyBook:
     slice_bytes: int
     entries: dict[int | str, Entry] = field(default_factory=dict)
     requests: list[KeyRequest] = field(default_factory=list)
+    _homeless: dict[int | str, Entry] = field(default_factory=dict)
+    """The entries for which no place was sought yet."""
 
     def declare(self, sender: Member, message: Declare, now: float) -> KeyRequest:
         """Note that `sender` is about to initialise these keys.
 
         Raises:
             InitMismatch: another worker declared one of them, or the store, otherwise. Everybody who waits for that
-                key is to be told the same; `fail_waiters` finds them.
+                key is to be told the same; `take_conflicts` finds them.
         """
         if message.mode != self.mode:
             reason = (
@@ -87,7 +90,7 @@ class KeyBook:
         for key, shape, dtype in zip(message.keys, message.shapes, message.dtypes, strict=True):
             entry = self.entries.get(key)
             if entry is None:
-                entry = self.entries[key] = Entry(key, shape, dtype, sender)
+                entry = self.entries[key] = self._homeless[key] = Entry(key, shape, dtype, sender)
             elif not entry.conflict and (entry.shape != shape or entry.dtype != dtype):
                 entry.conflict = (
                     f"key {key!r} was declared with shape {entry.shape} and dtype {DType(entry.dtype).label} by"
@@ -117,13 +120,9 @@ class KeyBook:
 
     def take_agreed(self, members: Set[int]) -> list[Entry]:
         """The keys that every live worker has declared and that have no place yet, in order of declaration."""
-        agreed = [
-            entry
-            for entry in self.entries.values()
-            if not entry.placing and not entry.conflict and members <= entry.declared
-        ]
+        agreed = [entry for entry in self._homeless.values() if not entry.conflict and members <= entry.declared]
         for entry in agreed:
-            entry.placing = True
+            del self._homeless[entry.key]
         return agreed
 
     def mark_placed(self, entries: list[Entry]) -> None:

@@ -23,11 +23,6 @@ class Policy:
     needs_optimizer: bool
     """Whether a contribution without an optimizer on the server is an error (there is no round to sum)."""
 
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether a version waits for every live worker."""
-        return self.close is None
-
     def is_full(self, present: Collection[int], members: Set[int]) -> bool:
         """Whether the contributions of the workers `present` make a version while `members` are alive."""
         if self.close is None:

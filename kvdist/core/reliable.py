@@ -28,7 +28,7 @@ from kvdist.core.effects import (
     Send,
     Transmit,
 )
-from kvdist.nodes import UNRANKED, Member, NodeId, Role
+from kvdist.nodes import UNRANKED, Member, Role
 from kvdist.protocol.messages import Ack, InitValues, Message, Packet, Push, Rejected, ReplaceValues, Stamp, Values
 
 ACK_DELAY_S = 0.02
@@ -72,8 +72,6 @@ class Reliable:
         self.machine = machine
         self.job = job
         self.links: dict[Member, Link] = {}
-        self.current: dict[NodeId, int] = {}
-        """The newest incarnation seen in each seat."""
         self.duplicates_dropped = 0
         self.strangers_refused = 0
 
@@ -86,7 +84,7 @@ class Reliable:
     def receive(self, packet: Packet, now: float) -> list[Effect]:
         """React to a packet from the transport."""
         stamp = packet.stamp
-        refusal = self._refusal(stamp)
+        refusal = self._refusal(packet)
         if refusal is not None and not self._ends_joining(packet):
             self.strangers_refused += 1
             # A refusal is never refused in turn, or two processes of different jobs would keep each other busy.
@@ -156,8 +154,9 @@ class Reliable:
         to_us = packet.stamp.destination == me.incarnation
         return isinstance(packet.message, Rejected) and me.node.rank == UNRANKED and to_us
 
-    def _refusal(self, stamp: Stamp) -> str | None:
+    def _refusal(self, packet: Packet) -> str | None:
         """None to accept, a sentence to refuse with, or '' to drop without a word."""
+        stamp = packet.stamp
         if stamp.job != self.job:
             return (
                 f"this port belongs to another job than {stamp.source}'s: check the address of the scheduler"
@@ -166,10 +165,7 @@ class Reliable:
         if stamp.destination and stamp.destination != self.machine.me.incarnation:
             # Meant for a former life of this seat. After a hello the first answers still carry the token.
             return ""
-        newest = self.current.get(stamp.source.node, 0)
-        if stamp.source.node.rank != UNRANKED and stamp.source.incarnation < newest:
-            return f"{stamp.source} was replaced by a newer process and must not go on"
-        return None
+        return self.machine.refuses(stamp.source, packet.message)
 
     def _introduced(self, effects: Sequence[Effect], now: float) -> list[Effect]:
         """A stranger has spoken. If it turns out to be a member, this is a connection to it, perhaps a new one."""
@@ -182,10 +178,6 @@ class Reliable:
     def _link(self, member: Member) -> Link:
         link = self.links.get(member)
         if link is None:
-            former = self.current.get(member.node)
-            if former is not None and former < member.incarnation:
-                self.links.pop(Member(member.node, former), None)
-            self.current[member.node] = member.incarnation
             link = self.links[member] = Link(member)
         return link
 

@@ -33,6 +33,8 @@ class KeyInfo:
     shape: tuple[int, ...]
     dtype: DType
     slices: tuple[Slice, ...]
+    giver: int = 0
+    """The rank of the worker whose value is the first one."""
 
     @property
     def size(self) -> int:

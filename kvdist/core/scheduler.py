@@ -31,7 +31,7 @@ from kvdist.core.seats import Seats
 from kvdist.core.sharding import Placer
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, InitMismatch, PeerLostError
-from kvdist.nodes import Member, Role
+from kvdist.nodes import UNRANKED, Member, Role
 from kvdist.protocol.messages import (
     Abort,
     Assign,
@@ -85,16 +85,18 @@ class Scheduler(Machine):
     Args:
         config: the size of the cluster and how keys are placed.
         now: the time.
+        first_incarnation: where incarnations begin. A number that differs from job to job keeps processes of an earlier
+            job on the same port from being taken for members of this one.
     """
 
-    def __init__(self, config: ClusterConfig, now: float) -> None:
+    def __init__(self, config: ClusterConfig, now: float, first_incarnation: int = 1) -> None:
         self.config = config
         self.limits = config.limits
         self.me = SCHEDULER_MEMBER
         self.epoch = 0
         self.step = 0
         self.complete = False
-        self.seats = Seats(config)
+        self.seats = Seats(config, first_incarnation)
         self.steps: dict[Member, int] = {}
         self.books: dict[int, KeyBook] = {}
         self.optimizers: dict[int, Optimizer] = {}
@@ -122,21 +124,27 @@ class Scheduler(Machine):
         suspects = min((due for due, _ in self._suspects.values()), default=NEVER)
         return min(suspects, NEVER if self.complete else self._form_by, self._next_look, self._stop_by)
 
+    def refuses(self, source: Member, message: Message) -> str | None:
+        """Listen to those who have a seat, and to the hello of those who want one."""
+        if self.seats.holds(source):
+            return None
+        if source.node.rank == UNRANKED and source.node.role is not Role.SCHEDULER:
+            return None if isinstance(message, Hello) else ""
+        return f"{source} has no seat in this job: it is of an earlier one, or was replaced; start the whole job again"
+
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of a server or a worker."""
-        if isinstance(message, Hello):
-            return self._hello(sender, message)
-        if not self.seats.holds(sender):
-            reason = f"{sender} is not registered with this scheduler; start the whole job again"
-            return [Send(sender, Rejected(reason))]
+        is_worker = sender.node.role is Role.WORKER
         match message:
-            case Declare():
+            case Hello():
+                return self._hello(sender, message)
+            case Declare() if is_worker:
                 return self._declare(sender, message, now)
-            case Configure():
+            case Configure() if is_worker:
                 return self._configure(sender, message)
-            case Barrier():
+            case Barrier() if is_worker:
                 return self.barriers.enter(sender, message, self.seats.workers.keys(), now)
-            case Goodbye():
+            case Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
             case Done():
                 return self._answered(sender, message.request, "")
@@ -266,7 +274,8 @@ class Scheduler(Machine):
         if entries:
             effects += self._place(book, entries)
         for request in book.take_answerable():
-            effects.append(Send(request.member, Placed(request.request, book.placement(request.keys))))
+            givers = tuple(book.entries[key].giver for key in request.keys)
+            effects.append(Send(request.member, Placed(request.request, book.placement(request.keys), givers)))
         return effects
 
     def _place(self, book: KeyBook, entries: list[Entry]) -> list[Effect]:
@@ -276,6 +285,8 @@ class Scheduler(Machine):
         placement = self.placer.place(keys, sizes, [dtype.itemsize for dtype in dtypes])
         for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
             entry.first_slice, entry.home = first, home
+            # Rank 0, or who comes after it if that has left.
+            entry.giver = min(self.seats.workers, default=0)
 
         def placed(_: str) -> list[Effect]:
             book.mark_placed(entries)
@@ -326,7 +337,7 @@ class Scheduler(Machine):
 
     def _answered(self, sender: Member, request: int, failure: str) -> list[Effect]:
         broadcast = self._broadcasts.get(request)
-        if broadcast is None:
+        if broadcast is None or sender not in broadcast.awaited:
             return []
         broadcast.awaited.discard(sender)
         broadcast.failure = broadcast.failure or failure

@@ -9,6 +9,7 @@ from kvdist.config import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.messages import Hello, Peer
+from kvdist.version import __version__
 
 
 class Seats:
@@ -16,15 +17,16 @@ class Seats:
 
     Args:
         config: how many there are.
+        first_incarnation: where incarnations begin.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, first_incarnation: int) -> None:
         self._config = config
         self.peers: dict[NodeId, Peer] = {}
         self.left: set[NodeId] = set()
         """Workers that said goodbye; their seats stay theirs."""
         self._tokens: dict[int, Member] = {}
-        self._next_incarnation = 1
+        self._next_incarnation = first_incarnation
 
     def known(self, stranger: Member) -> Member | None:
         """The member that this stranger became before, if its hello is a repeated one."""
@@ -44,10 +46,6 @@ class Seats:
         self._tokens[stranger.incarnation] = member
         self.peers[member.node] = Peer(member, hello.host, hello.pid, hello.endpoint)
         return member
-
-    def remove(self, node: NodeId) -> None:
-        """The process there has ended, as it should."""
-        self.peers.pop(node, None)
 
     def holds(self, member: Member) -> bool:
         """Whether this very process sits in its seat."""
@@ -94,6 +92,10 @@ class Seats:
 
     def _check(self, role: Role, hello: Hello) -> None:
         config = self._config
+        if hello.version != __version__:
+            raise ConfigError(
+                f"it runs kvdist {hello.version}, the scheduler {__version__}: install the same on every machine"
+            )
         if (hello.num_workers, hello.num_servers) != (config.num_workers, config.num_servers):
             raise ConfigError(
                 f"it was told of {hello.num_workers} worker(s) and {hello.num_servers} server(s), the scheduler of"

@@ -18,7 +18,7 @@ from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Mach
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.policy import POLICIES
 from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
-from kvdist.core.sharding import cut
+from kvdist.core.sharding import Slice, cut
 from kvdist.core.verdict import lost, scheduler_lost
 from kvdist.dtypes import DType
 from kvdist.errors import KvdistError, OptimizerMismatch, PushRefused
@@ -74,6 +74,8 @@ class Server(Machine):
         self.steps: dict[Member, int] = {}
         self.workers: dict[int, Member] = {}
         """Rank → the live worker there."""
+        self._left: set[Member] = set()
+        """Workers that said goodbye; their last words are not worth an answer."""
         self.updaters: dict[int, Updater] = {}
         """Store → what updates its values; absent while a sum replaces them."""
         self.shards: dict[int, Shard] = {}
@@ -99,6 +101,14 @@ class Server(Machine):
     def deadline(self) -> float:
         """When `tick` should run next."""
         return min(self.joining.deadline, self._next_alive, self._next_look, self._scheduler_lost_at)
+
+    def refuses(self, source: Member, message: Message) -> str | None:
+        """Listen to the scheduler and to the live workers of the roster."""
+        if source == SCHEDULER_MEMBER or self.workers.get(source.node.rank) == source:
+            return None
+        if source in self._left:
+            return ""
+        return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of a worker or of the scheduler."""
@@ -208,6 +218,7 @@ class Server(Machine):
         self.epoch += 1
         self._next_look = now + self.limits.explain_after_s
         gone = before.keys() - self.workers.keys()
+        self._left |= {before[rank] for rank in gone}
         # Whoever left cannot be waited for any more, and waits for nothing itself.
         for number in sorted(self._open):
             shard = self.shards[number]
@@ -227,15 +238,17 @@ class Server(Machine):
                 if piece.server == self.me.node.rank and piece.number not in self.shards:
                     self.shards[piece.number] = Shard(key, piece.number, dtype, piece.count, policy)
                     self._store_of[piece.number] = message.store
-        self._rebuild_table()
+                    self._enter(piece, dtype)
 
-    def _rebuild_table(self) -> None:
-        size = max(self.shards, default=-1) + 1
-        self._counts = np.full(size, -1, np.int64)
-        self._dtypes = np.zeros(size, np.uint8)
-        for number, shard in self.shards.items():
-            self._counts[number] = shard.count
-            self._dtypes[number] = shard.dtype
+    def _enter(self, piece: Slice, dtype: DType) -> None:
+        """Note what a slice must look like. The table at least doubles when it grows, or each init would copy it."""
+        size = len(self._counts)
+        if piece.number >= size:
+            more = max(piece.number + 1 - size, size)
+            self._counts = np.concatenate([self._counts, np.full(more, -1, np.int64)])
+            self._dtypes = np.concatenate([self._dtypes, np.zeros(more, np.uint8)])
+        self._counts[piece.number] = piece.count
+        self._dtypes[piece.number] = dtype
 
     def _set_optimizer(self, message: SetOptimizer) -> Effect:
         try:
@@ -359,7 +372,7 @@ class Server(Machine):
     def _flush(self) -> list[Effect]:
         effects: list[Effect] = []
         for member, answers in self._answers.items():
-            if self.workers and self.workers.get(member.node.rank) != member:
+            if self.workers.get(member.node.rank) != member:
                 continue  # It left, or was replaced, while others were still in the round.
             effects += answers.messages(member, self.limits.slice_bytes)
         self._answers = {}

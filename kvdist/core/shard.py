@@ -238,13 +238,19 @@ def _agreed_settings(key: int | str, present: Sequence[Contribution]) -> tuple[f
     first = present[0]
     for other in present[1:]:
         if other.setting[:2] != first.setting[:2] and not _same(other.setting, first.setting):
-            said = "; ".join(f"{c.member} says lr {c.setting[0]:g}, wd {c.setting[1]:g}" for c in present)
+            said = "; ".join(f"{c.member} {_said(c.setting)}" for c in present)
             raise OptimizerMismatch(
                 f"workers disagree on the learning rate or weight decay of key {key!r} in one round: {said}."
-                " Change them on every worker at the same step"
+                " Set the optimizer on every worker, and change its numbers at the same step"
             )
     lr, wd, _ = first.setting
     return None if math.isnan(lr) else lr, None if math.isnan(wd) else wd
+
+
+def _said(setting: tuple[float, float, float]) -> str:
+    if math.isnan(setting[0]):
+        return "has not called set_optimizer"
+    return f"says lr {setting[0]:g}, wd {setting[1]:g}"
 
 
 def _same(a: tuple[float, ...], b: tuple[float, ...]) -> bool:

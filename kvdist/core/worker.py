@@ -151,6 +151,12 @@ class Worker(Machine):
                 effects += self._accept(request, now)
         return effects + self._settle()
 
+    def refuses(self, source: Member, message: Message) -> str | None:
+        """Listen to the scheduler and to the servers of the roster."""
+        if source == SCHEDULER_MEMBER or self.servers.get(source.node.rank) == source:
+            return None
+        return f"{source} is not a server of {self.me}'s cluster"
+
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of the scheduler or of a server."""
         match message:
@@ -354,13 +360,12 @@ class Worker(Machine):
             return []
         placement = message.placement
         infos = []
-        for key, shape, dtype, first, home in zip(
-            declared.keys, declared.shapes, declared.dtypes, placement.first_slices, placement.homes, strict=True
-        ):
+        columns = (declared.keys, declared.shapes, declared.dtypes, placement.first_slices, placement.homes)
+        for key, shape, dtype, first, home, giver in zip(*columns, message.givers, strict=True):
             size = int(np.prod(shape, dtype=object)) if shape else 1
             slices = cut(size, dtype.itemsize, home, len(self.servers), first, placement.slice_bytes)
             self.transfers.slices.grow(slices[-1].number + 1)
-            infos.append(KeyInfo(key, shape, dtype, tuple(slices)))
+            infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver))
         return [self._close(self._pending[message.request], tuple(infos))]
 
     def _done(self, request: int) -> list[Effect]:

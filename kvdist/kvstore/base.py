@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import abc
 import builtins
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from kvdist.errors import KvdistError
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 
@@ -173,6 +175,8 @@ class KVStore(abc.ABC):
         """Let the store update its values: from now on a push is a gradient.
 
         The store keeps this very object: its learning rate, multipliers and `rescale_grad` are read at every push.
+        Every worker calls it, before its first push: servers use it from the first call on, and a push that another
+        worker has under way then is updated by it.
 
         Args:
             optimizer: an `Optimizer`, or the name of one with its hyper-parameters.
@@ -218,4 +222,9 @@ class KVStore(abc.ABC):
     def __exit__(
         self, kind: builtins.type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        # The error of the block says more than one of the closing that follows from it.
+        with contextlib.suppress(KvdistError):
+            self.close()

@@ -85,7 +85,20 @@ class Cluster:
 
     def ask(self, make: Callable[[int], Request]) -> Any:
         """Hand the worker a request and wait for its result."""
-        return self.node.submit(make).result()
+        return self.wait(self.node.submit(make))
+
+    def wait(self, future: Future[Any]) -> Any:
+        """The result of a future.
+
+        Raises:
+            RuntimeError: called on the node's own thread, by a callback of a future, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread and not future.done():
+            raise RuntimeError(
+                "this call waits for the cluster, but it is made in a callback of a future, on the thread that brings"
+                " the answers; use the *_async calls there, or wait on another thread"
+            )
+        return future.result()
 
     @property
     def has_left(self) -> bool:

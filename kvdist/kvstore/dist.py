@@ -9,8 +9,10 @@ future if the call says so. Everything else happens on the node's thread. Rules 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections import deque
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -37,6 +39,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
+from kvdist.kvstore.settings import settings_of, used_settings
 from kvdist.kvstore.staging import RunBuffer, Staging
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import LIVE, Optimizer
@@ -44,11 +47,11 @@ from kvdist.optimizer.registry import create
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import U8, Flag
 
-PLANS_MAX = 8192
-"""Lists of keys whose plans are remembered."""
+LOG = logging.getLogger("kvdist")
 
-SERVER_DECIDES = (math.nan, math.nan, math.nan)
-Setting = tuple[float, float, float]
+STAGED_BYTES_MIN = 64 << 20
+STAGED_MODELS_MAX = 4
+"""Buffers are kept for lists of keys used lately: this many times the bytes of all keys, or at least those."""
 
 
 class DistStore(KVStore):
@@ -69,8 +72,13 @@ class DistStore(KVStore):
         self._number = cluster.open_store()
         self._infos: dict[Key, KeyInfo] = {}
         self._kinds: dict[Key, str] = {}
-        self._stagings: dict[tuple[Key, ...], Staging] = {}
+        self._stagings: OrderedDict[tuple[Key, ...], Staging] = OrderedDict()
+        """The plans of the lists of keys that were used lately, the latest last."""
+        self._staged_bytes = 0
+        self._bytes = 0
+        """Of all keys."""
         self._optimizer: Optimizer | None = None
+        self._barrier_lock = threading.Lock()
         self._closed = False
         self._errors: deque[BaseException] = deque()
         """Of pushes that nobody waited for."""
@@ -103,6 +111,7 @@ class DistStore(KVStore):
             return
         shapes_dtypes = [values.describe(array) for _, array in fresh]
         names = tuple(one for one, _ in fresh)
+        values.require_same_type(names, self._infos)
         shapes = tuple(shape for shape, _ in shapes_dtypes)
         dtypes = tuple(dtype for _, dtype in shapes_dtypes)
         infos = self._cluster.ask(
@@ -110,9 +119,11 @@ class DistStore(KVStore):
         )
         for info, (one, array) in zip(infos, fresh, strict=True):
             self._infos[one] = info
+            self._bytes += info.size * info.dtype.itemsize
             self._kinds[one] = values.kind_of(array)
-        if self.rank == 0:
-            self._give(Kind.INITIALISE, fresh)
+        mine = [(one, array) for info, (one, array) in zip(infos, fresh, strict=True) if info.giver == self.rank]
+        if mine:
+            self._give(Kind.INITIALISE, mine)
 
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> None:
         """Contribute; returns as soon as the values are copied. See `KVStore.push`."""
@@ -120,13 +131,13 @@ class DistStore(KVStore):
 
     def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Read; waits for this worker's own pushes to be counted. See `KVStore.pull`."""
-        return self.pull_async(key, out, priority, ignore_sparse).result()
+        return self._cluster.wait(self.pull_async(key, out, priority, ignore_sparse))
 
     def pushpull(
         self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
     ) -> None:
         """Contribute and read the result in one round trip. See `KVStore.pushpull`."""
-        self.pushpull_async(key, value, out, priority, average=average).result()
+        self._cluster.wait(self.pushpull_async(key, value, out, priority, average=average))
 
     def push_async(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> Future[None]:
         """`push`, with a future that resolves when the servers have counted it."""
@@ -154,16 +165,24 @@ class DistStore(KVStore):
         self._require_usable()
         if out is None:
             names = values.keys(key)
-            infos = [self._info(one) for one in dict.fromkeys(names)]
+            order = {one: i for i, one in enumerate(dict.fromkeys(names))}
+            infos = [self._info(one) for one in order]
             results = [np.empty(info.size, info.dtype.storage) for info in infos]
             staging = self._staging(infos)
+
+            def copies(one: Key) -> Any:
+                info, bits = infos[order[one]], results[order[one]]
+                return values.like(self._kinds[one], info.shape, info.dtype, bits.copy())
 
             def finish() -> Any:
                 made = {
                     info.key: values.like(self._kinds[info.key], info.shape, info.dtype, bits)
                     for info, bits in zip(infos, results, strict=True)
                 }
-                return [made[one] for one in names] if isinstance(key, (list, tuple)) else made[names[0]]
+                if not isinstance(key, (list, tuple)):
+                    return made[names[0]]
+                # A key that is named twice gives two arrays.
+                return [made.pop(one) if one in made else copies(one) for one in names]
 
         else:
             taken = self._matched(values.pairs(key, out), writable=True)
@@ -211,8 +230,9 @@ class DistStore(KVStore):
             # under way, and no round that was meant for the old values closes on the new ones.
             self.pull([one for one, _ in replaced])
             self.barrier()
-            if self.rank == 0:
-                self._give(Kind.REPLACE, replaced)
+            mine = [(one, array) for one, array in replaced if self._infos[one].giver == self.rank]
+            if mine:
+                self._give(Kind.REPLACE, mine)
             self.barrier()
         self.pull(key, out, priority)
 
@@ -223,7 +243,9 @@ class DistStore(KVStore):
             raise ValueError(
                 f"the time-out of a barrier is {timeout}; it must be a positive number of seconds, or None"
             )
-        self._cluster.ask(lambda number: EnterBarrier(number, self._number, timeout))
+        # One at a time: a second thread's barrier is the next one, not the same.
+        with self._barrier_lock:
+            self._cluster.ask(lambda number: EnterBarrier(number, self._number, timeout))
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
         """Let the servers update the values. See `KVStore.set_optimizer`."""
@@ -281,8 +303,12 @@ class DistStore(KVStore):
         error = future.exception()
         # Nobody leaves before the servers have what was pushed, so a push is not lost if leaving overtook its answer.
         left_first = self._closed and isinstance(error, StoreClosed)
-        if error is not None and not left_first:
-            self._errors.append(error)
+        if error is None or left_first:
+            return
+        if self._closed:
+            # Other stores of the process are open, so the answer still came; nobody is going to call this one again.
+            LOG.error("a push to a store that has been closed meanwhile failed: %s", error)
+        self._errors.append(error)
 
     def _info(self, key: Key) -> KeyInfo:
         info = self._infos.get(key)
@@ -321,10 +347,16 @@ class DistStore(KVStore):
     def _staging(self, infos: Sequence[KeyInfo]) -> Staging:
         names = tuple(info.key for info in infos)
         staging = self._stagings.get(names)
-        if staging is None:
-            if len(self._stagings) >= PLANS_MAX:
-                self._stagings.clear()
-            staging = self._stagings[names] = Staging(make_plan(infos, self._cluster.config.limits.slice_bytes))
+        if staging is not None:
+            self._stagings.move_to_end(names)
+            return staging
+        staging = self._stagings[names] = Staging(make_plan(infos, self._cluster.config.limits.slice_bytes))
+        self._staged_bytes += staging.nbytes
+        allowed = max(STAGED_BYTES_MIN, STAGED_MODELS_MAX * self._bytes)
+        while self._staged_bytes > allowed and len(self._stagings) > 1:
+            # A script that shuffles its list of keys would otherwise keep buffers for every order.
+            _, oldest = self._stagings.popitem(last=False)
+            self._staged_bytes -= oldest.nbytes
         return staging
 
     def _give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
@@ -340,7 +372,7 @@ class DistStore(KVStore):
     ) -> tuple[list[RunData], list[RunBuffer]]:
         """The runs of a push, and the buffers they occupy (none when a key has no value: such a push is rare)."""
         plan = staging.plan
-        settings, setting_of_key = self._settings(plan)
+        settings, setting_of_key = settings_of(plan, self._optimizer)
         flag = int(Flag.AVERAGE) if average else 0
         arrays = [[values.read_bits(array) for array in arrays] for _, arrays in given]
         if all(arrays):
@@ -356,7 +388,7 @@ class DistStore(KVStore):
             payloads = [self._sparse_payload(run, given, arrays) for run in plan.runs]
         runs = []
         for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
-            own, index = _used_settings(settings, None if setting_of_key is None else setting_of_key[run.key_of])
+            own, index = used_settings(settings, None if setting_of_key is None else setting_of_key[run.key_of])
             runs.append(RunData(run, payload, (), run_flags, own, index))
         return runs, buffers
 
@@ -376,40 +408,22 @@ class DistStore(KVStore):
             payload += b"\0" * (-total.nbytes % 8)
         return memoryview(payload)
 
-    def _settings(self, plan: Plan) -> tuple[list[Setting], np.ndarray[Any, Any] | None]:
-        """The distinct (learning rate, weight decay, rescale) of a plan's keys; per key an index, None if all alike."""
-        optimizer = self._optimizer
-        if optimizer is None:
-            return [SERVER_DECIDES], None
-        rescale = optimizer.rescale_grad
-        if not optimizer.lr_mult and not optimizer.wd_mult:
-            return [(optimizer.learning_rate, optimizer.wd, rescale)], None
-        distinct: dict[Setting, int] = {}
-        index = []
-        for info in plan.keys:
-            setting = (optimizer.lr_for(info.key), optimizer.wd_for(info.key), rescale)
-            index.append(distinct.setdefault(setting, len(distinct)))
-        return list(distinct), np.array(index)
-
 
 def _require_sendable(key: Key, shape: tuple[int, ...]) -> None:
     """What a message can carry of a key, checked where the user can see it."""
-    if isinstance(key, str) and len(key.encode("utf-8", "surrogatepass")) > DEFAULT.key_bytes_max:
-        raise ValueError(f"key {key[:40]!r}… is longer than {DEFAULT.key_bytes_max} bytes; give it a shorter name")
+    if isinstance(key, str):
+        try:
+            nbytes = len(key.encode())
+        except UnicodeEncodeError:
+            raise ValueError(f"key {key[:40]!r} has characters that are not text (lone surrogates)") from None
+        if nbytes > DEFAULT.key_bytes_max:
+            raise ValueError(f"key {key[:40]!r}… is longer than {DEFAULT.key_bytes_max} bytes; give it a shorter name")
     if isinstance(key, int) and not -(1 << 63) <= key < 1 << 63:
         raise ValueError(f"key {key} does not fit into 64 bits; use a smaller number, or a name")
     if len(shape) > DEFAULT.dims_max:
         raise ValueError(f"key {key!r} has {len(shape)} dimensions; at most {DEFAULT.dims_max} are supported")
-
-
-def _used_settings(
-    settings: list[Setting], index: np.ndarray[Any, Any] | None
-) -> tuple[tuple[Setting, ...], U8 | None]:
-    """The settings that one run uses, and its slices' indices into them."""
-    if index is None:
-        return (settings[0],), None
-    used, positions = np.unique(index, return_inverse=True)
-    return tuple(settings[i] for i in used.tolist()), positions.astype(np.uint8)
+    if math.prod(length for length in shape if length) > DEFAULT.elements_max:
+        raise ValueError(f"key {key!r} has shape {shape}; at most {DEFAULT.elements_max} elements are supported")
 
 
 def _flags(run: RunPlan, flag: int) -> U8:

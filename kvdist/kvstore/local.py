@@ -87,6 +87,7 @@ class LocalStore(KVStore):
                     f"key {one!r} was initialised with shape {entry.shape} and dtype {entry.dtype.label},"
                     f" and now with shape {shape} and dtype {dtype.label}"
                 )
+        values.require_same_type((entry.key for entry in fresh), self._entries)
         self._entries.update((entry.key, entry) for entry in fresh)
 
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> None:

@@ -14,6 +14,9 @@ from kvdist.core.requests import Bits, Plan, RunPlan
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 
+SETS_KEPT_MAX = 2
+"""One set is being filled while the other one is under way."""
+
 
 class RunBuffer:
     """The payload of one run, and a typed view of each of its slices."""
@@ -33,7 +36,10 @@ class Staging:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._free: deque[list[RunBuffer]] = deque()
+        self.nbytes = sum(run.nbytes for run in plan.runs)
+        """Bytes of one set of buffers."""
+        # What a burst of pushes needed more than this is not kept.
+        self._free: deque[list[RunBuffer]] = deque(maxlen=SETS_KEPT_MAX)
 
     def fill(self, arrays: Sequence[Sequence[Bits]], kernels: Kernels) -> list[RunBuffer]:
         """Copy each key's array into a set of buffers, summing over devices on the way: one pass over the bytes.

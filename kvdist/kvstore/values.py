@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -252,6 +252,18 @@ def as_numpy_dtype(dtype: Any) -> np.dtype[Any]:
     if found is DType.BFLOAT16:
         raise TypeError("NumPy has no bfloat16; make a torch tensor, or an array of another dtype")
     return found.storage
+
+
+def require_same_type(keys: Iterable[Key], known: Collection[Key]) -> None:
+    """Check that new keys are of the type of those that the store has.
+
+    Raises:
+        TypeError: they are names where the others are numbers, or the other way round.
+    """
+    there = next(iter(known), None)
+    for key in keys:
+        if there is not None and isinstance(key, str) is not isinstance(there, str):
+            raise TypeError(f"key {key!r} is of another type than {there!r}; a store's keys are all int or all str")
 
 
 def unknown_key(key: Key, known: Collection[Key]) -> str:

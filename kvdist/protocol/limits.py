@@ -29,7 +29,7 @@ class WireLimits:
     """A key that is text."""
     dims_max: int = 32
     """Dimensions of a shape."""
-    elements_max: int = 1 << 48
+    elements_max: int = 1 << 38
     """Elements of one key."""
     name_bytes_max: int = 1024
     """A host, an end point, a mode, a version, the name of a process."""

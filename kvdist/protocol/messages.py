@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -187,6 +186,8 @@ class Placed:
     SEQUENCED: ClassVar[bool] = True
     request: int
     placement: Placement
+    givers: tuple[int, ...]
+    """Per key the rank of the worker whose value is the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,10 +448,6 @@ Message = (
     | Abort
     | Stop
 )
-
-KEPT_BY_SERVER = math.nan
-"""In `Push.settings`: the server's optimizer uses its own number."""
-
 
 @dataclass(frozen=True, slots=True)
 class Packet:

@@ -10,6 +10,7 @@ Rules that hold here:
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
@@ -241,7 +242,7 @@ def _check_declare(message: messages.Declare, limits: WireLimits) -> None:  # no
 
 
 def _check_placed(message: messages.Placed, limits: WireLimits) -> None:  # noqa: ARG001
-    _same_length((message.placement.first_slices, message.placement.homes))
+    _same_length((message.placement.first_slices, message.placement.homes, message.givers))
 
 
 def _check_assign(message: messages.Assign, limits: WireLimits) -> None:  # noqa: ARG001
@@ -268,6 +269,8 @@ def _check_push(message: messages.Push, limits: WireLimits) -> None:
         raise ProtocolError(f"unknown flags {present & ~_FLAGS_KNOWN}")
     if present & _EMPTY and (arrays.counts[flags & _EMPTY != 0] != 0).any():
         raise ProtocolError("an empty contribution has elements")
+    if any(math.isinf(number) for setting in m.settings for number in setting):
+        raise ProtocolError("a learning rate, weight decay or scale is infinite")
     if m.setting_of.max() >= len(m.settings):
         raise ProtocolError(f"a slice uses setting {m.setting_of.max()} of {len(m.settings)}")
     _check_payload(arrays, limits)
@@ -331,7 +334,7 @@ _kind(messages.Rejected, reason=_SENTENCE)
 _kind(messages.Roster, peers=fields.many(_PEER, "members_max"))
 _kind(messages.Declare, _check_declare, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
       shapes=fields.many(fields.SHAPE, "keys_max"), dtypes=_DTYPES)  # fmt: skip
-_kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT)
+_kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=fields.many(_U32, "keys_max"))
 _kind(messages.Assign, _check_assign, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
       sizes=fields.many(fields.length("elements_max"), "keys_max"), dtypes=_DTYPES, placement=_PLACEMENT)  # fmt: skip
 _kind(messages.Configure, request=_U64, store=_U32, description=fields.DESCRIPTION)

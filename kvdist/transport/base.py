@@ -85,4 +85,8 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self, linger_s: float = 0.0) -> None:
-        """Give queued messages `linger_s` seconds to leave, then free every socket, file and thread. Idempotent."""
+        """Wait at most `linger_s` seconds for peers that dialled in to go, then free every socket, file and thread.
+
+        So last words to them arrive. Whoever must be sure that a peer it dialled has heard waits for an answer first.
+        Idempotent.
+        """

@@ -27,6 +27,11 @@ class Connections:
         self._greeting: dict[int, None] = {}
         self._is_refusing = False
 
+    @property
+    def have_spoken(self) -> bool:
+        """Whether any connection is open that has said something."""
+        return bool(self._owner)
+
     def accepted(self, descriptor: int) -> None:
         """A connection was accepted and begins its handshake."""
         self._open.add(descriptor)

@@ -7,9 +7,10 @@ The rules, each the result of a measurement:
 * Every send is DONTWAIT with ROUTER_MANDATORY, and SNDHWM is unlimited. Any finite value would need a queue of our own
   behind it that a ROUTER cannot wake (it calls itself writable as soon as *one* peer is), so the waiting messages stay
   in libzmq's queue of that peer: a full peer holds back nobody else, and the I/O thread goes on sending while the
-  node computes. What bounds the memory is the credit in bytes that the core keeps. RCVHWM is finite, so that a reader
-  that does not read pushes back through the network, but large: over ipc:// libzmq forgets what the kernel still
-  holds of a peer that closes while its receive queue is full.
+  node computes. What bounds the memory is the credit in bytes that the core keeps. RCVHWM is unlimited for the same
+  reason and for two of libzmq's defects: over ipc:// it forgets what the kernel still holds of a peer that closes
+  while the receive queue is full, and a connection whose reading stands still aborts the process if its heartbeat
+  falls due after the peer has gone (an assertion, `!_io_error`, in libzmq 4.3.5).
 * A break is seen by a monitor on each socket, a millisecond after a kill -9; silence is seen by heartbeats.
 * A break is reported after the last message that came before it.
 
@@ -48,7 +49,7 @@ BATCH_MESSAGES = 64
 BATCH_BYTES = 32 << 20
 """What one `recv` takes from one socket at most, so that one poll serves many messages and no peer starves another."""
 
-RECEIVE_MESSAGES, BACKLOG, HANDSHAKE_MS, RECONNECT_MS, RECONNECT_MS_MAX = 1000, 4096, 5_000, 100, 2_000
+BACKLOG, HANDSHAKE_MS, RECONNECT_MS, RECONNECT_MS_MAX = 4096, 5_000, 100, 2_000
 RETRANSMIT_MS_MAX = 10_000
 """How long the kernel may go on retransmitting to a peer that is gone before the connection breaks."""
 
@@ -60,6 +61,10 @@ FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTO
 WATCHED = ACCEPTED | DISCONNECTED | UP | int(FAILED)
 
 MONITOR_EVENT = struct.Struct("=HI")
+
+
+LAST_WORDS_S = 0.02
+"""Time for the I/O thread to write what `send` has just been given."""
 
 
 class ZeroMQTransport(Transport):
@@ -98,7 +103,7 @@ class ZeroMQTransport(Transport):
         try:
             link.socket.bind(endpoint)
         except zmq.ZMQError as error:
-            link.close(0)
+            link.close()
             raise bind_error(endpoint, error.errno or 0, error.strerror or str(error)) from error
         self._watch(link)
         if endpoint.startswith("ipc://"):
@@ -117,7 +122,7 @@ class ZeroMQTransport(Transport):
         try:
             link.socket.connect(endpoint)
         except zmq.ZMQError as error:
-            link.close(0)
+            link.close()
             raise ConfigError(
                 f"cannot dial {endpoint}: {error.strerror}; write tcp://host:port or ipc:///path"
             ) from error
@@ -168,16 +173,32 @@ class ZeroMQTransport(Transport):
     def close(self, linger_s: float = 0.0) -> None:
         if self._closed:
             return
+        is_ours = os.getpid() == self._pid  # pyzmq leaves sockets of a forked child alone, the files are the parent's
+        if is_ours:
+            self._see_off(linger_s)
         self._closed = True
         self._alarm.close()
-        if os.getpid() != self._pid:
-            return  # pyzmq leaves the sockets of a forked child alone, and the files are the parent's
+        if not is_ours:
+            return
         for link in self._links:
-            link.close(round(linger_s * 1000))
+            link.close()
         self._context.term()
         for path, inode in self._files:
             unlink_if_ours(path, inode)
         _releaser_use.leave()
+
+    def _see_off(self, linger_s: float) -> None:
+        """Stay until every peer that dialled in has gone, so that last words arrive.
+
+        libzmq's own LINGER is not used: the reading of a socket that lingers stands still, see above.
+        """
+        now = time.monotonic()
+        at_least, at_most = now + min(linger_s, LAST_WORDS_S), now + linger_s
+        while now < at_least or (now < at_most and any(link.has_peers for link in self._links)):
+            self._poller.poll(10)
+            for link in self._links:
+                link.collect([])
+            now = time.monotonic()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -208,7 +229,7 @@ class ZeroMQTransport(Transport):
         options = {
             zmq.LINGER: 0,
             zmq.SNDHWM: 0,
-            zmq.RCVHWM: RECEIVE_MESSAGES,
+            zmq.RCVHWM: 0,
             zmq.MAXMSGSIZE: limits.frame_bytes_max,
             zmq.HEARTBEAT_IVL: heartbeat_ms,
             zmq.HEARTBEAT_TIMEOUT: silence_ms,
@@ -331,14 +352,21 @@ class _Link(abc.ABC):
             events.append(Disconnected(peer, f"the connection at {self.endpoint} was closed, broke or fell silent"))
         self.lost.clear()
 
-    def close(self, linger_ms: int) -> None:
+    @property
+    @abc.abstractmethod
+    def has_peers(self) -> bool:
+        """Whether somebody who dialled in is still there."""
+
+    def close(self) -> None:
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close(linger_ms)
+        self.socket.close(0)
 
 
 class _Dialled(_Link):
     """A DEALER: one route, for as long as the transport lives."""
+
+    has_peers = False
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         super().__init__(socket, endpoint)
@@ -387,6 +415,10 @@ class _Bound(_Link):
         super().__init__(socket, endpoint)
         self.peers: dict[bytes, _Peer] = {}
         self.connections = Connections()
+
+    @property
+    def has_peers(self) -> bool:
+        return self.connections.have_spoken
 
     def observe(self, event: int, value: int, events: list[Event]) -> None:
         if event == ACCEPTED:

@@ -8,7 +8,6 @@ from kvdist.core.policy import ASYNC, POLICIES, SYNC
 def test_a_synchronous_version_needs_every_live_worker() -> None:
     assert not SYNC.is_full([0], {0, 2})
     assert SYNC.is_full([2, 0], {0, 2})
-    assert SYNC.waits_for_all
 
 
 def test_a_contribution_of_somebody_who_left_does_not_stand_for_a_live_worker() -> None:

@@ -28,6 +28,10 @@ class Notebook(Machine):
         self.returned: list[object] = []
         self.events: list[Event] = []
         self.answers: list[Effect] = []
+        self.refusals: dict[Member, str] = {}
+
+    def refuses(self, source: Member, message: Message) -> str | None:
+        return self.refusals.get(source)
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         self.heard.append(message)
@@ -186,22 +190,19 @@ def test_every_packet_says_who_speaks_to_which_life_and_in_which_step(pair: Pair
     assert pair.bob.steps == {ANN: 5}
 
 
-def test_a_replaced_process_changes_nothing_and_is_told_so(pair: Pair) -> None:
-    newer = Member(worker(0), 9)
-    pair.from_bob.receive(Packet(Stamp(JOB, 1, 0, newer, 2, 1, 0, 0), Done(1)), 0.0)
-    (refused,) = pair.bob_hears(*pair.say(10))
-    assert (
-        isinstance(refused.message, Rejected) and "worker-0 was replaced by a newer process" in refused.message.reason
-    )
-    assert pair.numbers == [1]
+def test_who_is_not_listened_to_changes_nothing_and_is_told_why(pair: Pair) -> None:
+    said = pair.say(10)
+    pair.bob.refusals[ANN] = "worker-0 was replaced"
+    (refused,) = pair.bob_hears(*said)
+    assert refused.message == Rejected("worker-0 was replaced")
+    assert pair.bob.heard == [] and not pair.from_bob.links
 
 
-def test_a_replacement_starts_a_line_of_its_own(pair: Pair) -> None:
-    pair.bob_hears(*pair.say(10, 11))
-    newer = Member(worker(0), 9)
-    pair.from_bob.receive(Packet(Stamp(JOB, 1, 0, newer, 2, 1, 0, 0), Done(12)), 0.0)
-    assert pair.numbers == [10, 11, 12]
-    assert set(pair.from_bob.links) == {newer}
+def test_who_left_is_dropped_without_a_word(pair: Pair) -> None:
+    said = pair.say(10)
+    pair.bob.refusals[ANN] = ""
+    assert pair.bob_hears(*said) == []
+    assert pair.bob.heard == [] and pair.from_bob.strangers_refused == 1
 
 
 def test_what_is_meant_for_a_former_life_is_dropped_without_a_word(pair: Pair) -> None:

@@ -12,7 +12,8 @@ from kvdist.core.requests import Register
 from kvdist.core.scheduler import Scheduler
 from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
-from kvdist.protocol.messages import Alive, Hello, Rejected, Roster, Waiting, Welcome
+from kvdist.protocol.messages import Alive, Barrier, Goodbye, Hello, Rejected, Roster, Waiting, Welcome
+from kvdist.version import __version__
 from tests.core.wired import Wired
 
 
@@ -21,7 +22,7 @@ def stranger(role: Role, token: int) -> Member:
 
 
 def hello(rank: int = -1, workers: int = 2, servers: int = 1, pid: int = 50) -> Hello:
-    return Hello(rank, "far", pid, "", workers, servers, "1.0")
+    return Hello(rank, "far", pid, "", workers, servers, __version__)
 
 
 @pytest.fixture
@@ -80,10 +81,39 @@ def test_the_roster_goes_to_all_when_the_last_one_has_come(scheduler: Scheduler)
     assert scheduler.complete and scheduler.epoch == 1
 
 
-def test_an_unknown_member_is_told_that_it_is_not_registered(scheduler: Scheduler) -> None:
-    (answer,) = scheduler.handle(Member(worker(0), 99), Alive(), 0.0)
+def test_a_process_of_an_earlier_job_is_told_that_it_has_no_seat(scheduler: Scheduler) -> None:
+    assert "worker-0 has no seat in this job" in str(scheduler.refuses(Member(worker(0), 99), Alive()))
+
+
+def test_a_stranger_may_only_say_hello_and_not_as_a_scheduler(scheduler: Scheduler) -> None:
+    assert scheduler.refuses(stranger(Role.WORKER, 1), hello(0)) is None
+    assert scheduler.refuses(stranger(Role.WORKER, 1), Alive()) == ""
+    assert scheduler.refuses(stranger(Role.SCHEDULER, 1), hello(1)) is not None
+
+
+def test_another_version_of_kvdist_gets_no_seat(scheduler: Scheduler) -> None:
+    (answer,) = scheduler.handle(stranger(Role.WORKER, 1), replace(hello(0), version="0.0.9"), 0.0)
     assert isinstance(answer, Send) and isinstance(answer.message, Rejected)
-    assert "worker-0 is not registered" in answer.message.reason
+    assert "it runs kvdist 0.0.9" in answer.message.reason
+
+
+def test_a_server_cannot_speak_for_the_worker_of_its_rank() -> None:
+    wired = Wired(2, 2)
+    wired.barrier(0)
+    wired.settle()
+    impostor = wired.member("server-1")
+    for message in (Barrier(99, 0, 0), Goodbye(98, "")):
+        assert wired.scheduler.handle(impostor, message, 1.0) == []
+    assert wired.scheduler.explain(1.0) == "barrier 0 has waited 1.0 s for worker-1"
+
+
+def test_the_lowest_live_worker_gives_the_first_values() -> None:
+    wired = Wired(2, 1)
+    wired.leave(0)
+    wired.advance(0.1)
+    wired.declare(1, {"late": (1,)})
+    wired.settle()
+    assert wired.infos["late"].giver == 1
 
 
 def test_an_incomplete_cluster_ends_with_who_is_missing(scheduler: Scheduler) -> None:

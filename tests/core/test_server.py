@@ -11,7 +11,8 @@ from kvdist.core import answers
 from kvdist.core.effects import Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
-from kvdist.protocol.messages import Arrays, InitValues, Packet, Push, Stamp
+from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
+from kvdist.protocol.messages import Arrays, InitValues, Packet, Pull, Push, Stamp
 from tests.core.wired import JOB, Wired
 
 NAN = math.nan
@@ -68,6 +69,19 @@ def test_a_worker_that_leaves_is_counted_once_more_and_waits_for_nothing(wired: 
         read = wired.pushpull(0, {"w": [gift] * 3})
         wired.settle()
         assert wired.value(read, "w") == [expected] * 3
+
+
+def test_whoever_is_not_a_live_worker_changes_nothing(wired: Wired) -> None:
+    server = wired.servers[0]
+    member = wired.member("worker-1")
+    zombie, stranger = Member(worker(1), member.incarnation + 7), Member(NodeId(Role.WORKER, UNRANKED), 5)
+    pull = Pull(*(np.zeros(1, np.uint32) for _ in range(4)))
+    assert server.refuses(member, pull) is None
+    assert "worker-1 is not a worker of this cluster" in str(server.refuses(zombie, pull))
+    assert server.refuses(stranger, pull)
+    wired.leave(1)
+    wired.advance(0.1)
+    assert server.refuses(member, pull) == ""
 
 
 def test_an_empty_contribution_counts_and_adds_nothing(wired: Wired) -> None:

@@ -53,6 +53,7 @@ from kvdist.nodes import Member, Role
 from kvdist.optimizer.registry import create
 from kvdist.protocol.layout import views
 from kvdist.protocol.messages import Flag, Message, Packet
+from kvdist.version import __version__
 
 Array = npt.NDArray[Any]
 JOB = 4711
@@ -259,7 +260,7 @@ class Wired:
         endpoint = f"tcp://host-{rank}:9000" if role is Role.SERVER else ""
         scheduler = "tcp://host-s:1"
         return Introduction(
-            role, token, rank, f"host-{rank}", 100 + rank, endpoint, num_workers, num_servers, "1.0", scheduler
+            role, token, rank, f"host-{rank}", 100 + rank, endpoint, num_workers, num_servers, __version__, scheduler
         )
 
     def _server(self, rank: int, num_workers: int, num_servers: int) -> Server:

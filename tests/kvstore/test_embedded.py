@@ -231,3 +231,78 @@ def test_a_node_that_was_forked_refuses_to_work(store, monkeypatch):
         with pytest.raises(ForkError, match="a store does not survive a fork"):
             kv.create("dist")
     store.push("w", ones(3))
+
+
+def test_a_future_cannot_be_cancelled_and_its_answer_still_comes(store):
+    store.init("w", ones(3))
+    futures = [store.push_async("w", ones(3)) for _ in range(3)]
+    assert not any(future.cancel() for future in futures)
+    assert [future.result(10) for future in futures] == [None] * 3
+    np.testing.assert_array_equal(store.pull("w"), ones(3))
+
+
+def test_a_blocking_call_in_a_callback_is_an_error_and_not_a_deadlock(store):
+    store.init("w", ones(3))
+    raised, done = [], threading.Event()
+
+    def callback(_):
+        try:
+            store.pull("w")
+        except RuntimeError as error:
+            raised.append(str(error))
+        done.set()
+
+    store.push_async("w", ones(3)).add_done_callback(callback)
+    assert done.wait(10)
+    assert "it is made in a callback of a future" in raised[0]
+
+
+def test_a_key_that_is_named_twice_gives_two_arrays(store):
+    store.init("w", ones(3))
+    first, second = store.pull(["w", "w"])
+    first[0] = 9
+    np.testing.assert_array_equal(second, ones(3))
+
+
+def test_the_keys_of_a_store_are_of_one_type(store):
+    store.init("w", ones(3))
+    with pytest.raises(TypeError, match="a store's keys are all int or all str"):
+        store.init(3, ones(3))
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "message"),
+    [
+        ("k" * 2000, (1,), "longer than 1024 bytes"),
+        ("\udc80", (1,), "lone surrogates"),
+        (1 << 70, (1,), "does not fit into 64 bits"),
+        ("w", (1,) * 33, "33 dimensions"),
+        ("w", (0, 1 << 49), "elements are supported"),
+    ],
+)
+def test_what_no_message_can_carry_is_refused_at_the_call(store, key, shape, message):
+    with pytest.raises(ValueError, match=message):
+        store.init(key, np.empty(shape, np.float32))
+    store.barrier()
+
+
+def test_an_infinite_learning_rate_is_refused_at_the_call(store):
+    store.init("w", ones(3))
+    sgd = optimizer.create("sgd", learning_rate=1e300)
+    store.set_optimizer(sgd)
+    sgd.set_lr_mult({"w": 1e300})
+    with pytest.raises(ValueError, match="they must be finite"):
+        store.push("w", ones(3))
+    sgd.set_lr_mult({"w": 0.0})
+    store.push("w", ones(3))
+    np.testing.assert_array_equal(store.pull("w"), ones(3))
+
+
+def test_buffers_are_not_kept_for_every_order_of_a_list(store):
+    keys = list(range(8))
+    store.init(keys, [np.ones(1 << 20, np.float32) for _ in keys])
+    for turn in range(8):
+        rotated = keys[turn:] + keys[:turn]
+        store.pushpull(rotated, [np.ones(1 << 20, np.float32) for _ in keys])
+    # Each order has a plan of 32 MiB; four times the model may be kept.
+    assert len(store._stagings) <= 4

@@ -157,7 +157,6 @@ def test_a_read_only_array_is_refused_by_name():
     [
         (1.5, "not float; numpy.asarray"),
         ([1.0], "not list; numpy.asarray"),
-        (np.float32(1), "not float32; numpy.asarray"),
         (np.zeros(2, complex), "dtype complex128 are not supported; use one of float32"),
         (np.zeros(2, bool), "dtype bool are not supported"),
         (np.array(["a"]), "dtype <U1 are not supported"),
@@ -289,3 +288,11 @@ def test_cuda_tensors_are_read_written_and_made():
     assert tensor.tolist() == [[6, 7, 8], [9, 10, 11]]
     made = values.like(values.kind_of(tensor), (2, 3), DType.FLOAT32, np.ones(6, np.float32))
     assert made.device == tensor.device
+
+
+def test_a_numpy_scalar_is_read_like_an_array_without_dimensions_and_cannot_be_written():
+    value = np.float32(1.5)
+    assert values.describe(value) == ((), DType.FLOAT32)
+    assert values.read_bits(value).tolist() == [1.5]
+    with pytest.raises(ValueError, match="cannot be written into"):
+        values.require_writable("w", value, (), DType.FLOAT32)
