@@ -8,7 +8,7 @@ computed on, and its outcome in the answer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Set
 from dataclasses import dataclass
 
 
@@ -23,15 +23,13 @@ class Policy:
     needs_optimizer: bool
     """Whether a contribution without an optimizer on the server is an error (there is no round to sum)."""
 
-    def is_full(self, present: Collection[int], members: Set[int]) -> bool:
+    def is_full(self, present: Set[int], members: Set[int]) -> bool:
         """Whether the contributions of the workers `present` make a version while `members` are alive."""
-        if self.close is None:
-            return members <= set(present) if len(present) >= len(members) else False
-        return len(present) >= self.close
+        return members <= present if self.close is None else len(present) >= self.close
 
-    def missing(self, present: Collection[int], members: Set[int]) -> tuple[int, ...]:
+    def missing(self, present: Set[int], members: Set[int]) -> tuple[int, ...]:
         """The ranks whose contributions are awaited."""
-        return tuple(sorted(members - set(present))) if self.close is None else ()
+        return tuple(sorted(members - present)) if self.close is None else ()
 
 
 SYNC = Policy("sync", close=None, needs_optimizer=False)

@@ -67,6 +67,8 @@ class RunPlan:
     """Slice → its place in the arrays."""
     key_of: npt.NDArray[np.intp]
     """(n,) the index of the key of each slice."""
+    whole_keys: tuple[int, ...] | None = None
+    """The indices of the keys, if every slice is the whole of its key: the usual case of small ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,41 +85,42 @@ def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     Small slices of one server are put into runs of at most `run_bytes_max` bytes; large ones travel alone.
     """
     runs: list[RunPlan] = []
-    open_runs: dict[int, list[tuple[int, Slice, DType]]] = {}
+    open_runs: dict[int, list[tuple[int, Slice, DType, int]]] = {}
     open_bytes: dict[int, int] = {}
     for index, info in enumerate(keys):
         for piece in info.slices:
             nbytes = padded(piece.count * info.dtype.itemsize)
             if nbytes >= ALONE_BYTES_MIN:
-                runs.append(_run(piece.server, [(index, piece, info.dtype)]))
+                runs.append(_run(piece.server, [(index, piece, info.dtype, info.size)]))
                 continue
             batch = open_runs.setdefault(piece.server, [])
             if batch and (open_bytes[piece.server] + nbytes > run_bytes_max or len(batch) >= SLICES_PER_RUN_MAX):
                 runs.append(_run(piece.server, batch))
                 batch = open_runs[piece.server] = []
                 open_bytes[piece.server] = 0
-            batch.append((index, piece, info.dtype))
+            batch.append((index, piece, info.dtype, info.size))
             open_bytes[piece.server] = open_bytes.get(piece.server, 0) + nbytes
     runs += [_run(server, batch) for server, batch in open_runs.items() if batch]
     return Plan(tuple(keys), tuple(runs))
 
 
-def _run(server: int, batch: list[tuple[int, Slice, DType]]) -> RunPlan:
+def _run(server: int, batch: list[tuple[int, Slice, DType, int]]) -> RunPlan:
     pieces = []
     offset = 0
-    for index, piece, dtype in batch:
+    for index, piece, dtype, _ in batch:
         pieces.append(Piece(index, piece.start, piece.stop, offset))
         offset += padded(piece.count * dtype.itemsize)
-    ids = [piece.number for _, piece, _ in batch]
+    ids = [piece.number for _, piece, _, _ in batch]
     return RunPlan(
         server,
         np.array(ids, np.uint32),
-        np.array([piece.count for _, piece, _ in batch], np.uint32),
-        np.array([dtype for _, _, dtype in batch], np.uint8),
+        np.array([piece.count for _, piece, _, _ in batch], np.uint32),
+        np.array([dtype for _, _, dtype, _ in batch], np.uint8),
         tuple(pieces),
         offset,
         {number: i for i, number in enumerate(ids)},
-        np.array([index for index, _, _ in batch], np.intp),
+        np.array([index for index, _, _, _ in batch], np.intp),
+        tuple(index for index, _, _, _ in batch) if all(piece.count == size for _, piece, _, size in batch) else None,
     )
 
 

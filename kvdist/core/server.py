@@ -173,7 +173,7 @@ class Server(Machine):
         if not rounds:
             return None
         shard = min(rounds, key=lambda shard: (shard.open_since, shard.number))
-        missing = ", ".join(f"worker-{rank}" for rank in shard.policy.missing(shard.slots, self.workers.keys()))
+        missing = ", ".join(f"worker-{rank}" for rank in shard.policy.missing(shard.slots.keys(), self.workers.keys()))
         return f"round {shard.version} of key {shard.key!r} has waited {now - shard.open_since:.1f} s for {missing}"
 
     def validate(self) -> None:
@@ -385,7 +385,7 @@ class Server(Machine):
             shard = self.shards[number]
             if now - shard.open_since < self.limits.explain_after_s:
                 continue
-            missing = shard.policy.missing(shard.slots, self.workers.keys()) if shard.slots else ()
+            missing = shard.policy.missing(shard.slots.keys(), self.workers.keys()) if shard.slots else ()
             subject = f"round {shard.version} of key {shard.key!r}"
             if shard.published is None:
                 subject, missing = f"the first value of key {shard.key!r}", (0,)

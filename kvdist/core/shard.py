@@ -149,7 +149,7 @@ class Shard:
 
     def is_ready(self, members: Set[int]) -> bool:
         """Whether the open round can be closed while the workers `members` are alive."""
-        return self.published is not None and bool(self.slots) and self.policy.is_full(self.slots, members)
+        return self.published is not None and bool(self.slots) and self.policy.is_full(self.slots.keys(), members)
 
     def close(self, updater: Updater | None, kernels: Kernels) -> list[Contribution]:
         """Make the next version out of the open round and return what went into it, in rank order.

@@ -9,6 +9,7 @@ future if the call says so. Everything else happens on the node's thread. Rules 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -40,7 +41,7 @@ from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.settings import settings_of, used_settings
-from kvdist.kvstore.staging import RunBuffer, Staging
+from kvdist.kvstore.staging import Buffers, Staging, lend, reaches_another
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.optimizer.registry import create
@@ -137,14 +138,23 @@ class DistStore(KVStore):
         self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
     ) -> None:
         """Contribute and read the result in one round trip. See `KVStore.pushpull`."""
-        self._cluster.wait(self.pushpull_async(key, value, out, priority, average=average))
+        # The caller waits, so large arrays are sent from where they are: a pass over the bytes less, and the first of
+        # them are under way at once.
+        future = self._pushpull(key, value, out, priority, average, may_lend=True)
+        try:
+            self._cluster.wait(future)
+        except KeyboardInterrupt:
+            LOG.warning("interrupted: waiting until the arrays under way are yours again; interrupt again to give up")
+            with contextlib.suppress(Exception):
+                future.result()
+            raise
 
     def push_async(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> Future[None]:
         """`push`, with a future that resolves when the servers have counted it."""
         self._require_usable()
         given = self._matched(values.pairs(key, value))
         staging = self._staging([info for info, _ in given])
-        runs, buffers = self._contribution(staging, given, average)
+        runs, buffers = self._contribution(staging, given, _bits(given), average, may_lend=False)
 
         def finish() -> None:
             staging.give_back(buffers)
@@ -200,12 +210,19 @@ class DistStore(KVStore):
         self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
     ) -> Future[None]:
         """`pushpull`, with a future."""
+        return self._pushpull(key, value, out, priority, average, may_lend=False)
+
+    def _pushpull(
+        self, key: Keys, value: Value, out: Value | None, priority: int, average: bool, may_lend: bool
+    ) -> Future[None]:
         self._require_usable()
         given = self._matched(values.pairs(key, value))
         taken = self._matched(values.pairs(key, value if out is None else out), writable=True)
         staging = self._staging([info for info, _ in given])
-        runs, buffers = self._contribution(staging, given, average)
         results, spread = _sinks(taken)
+        bits = _bits(given)
+        may_lend = may_lend and (out is None or not reaches_another(bits, results))
+        runs, buffers = self._contribution(staging, given, bits, average, may_lend)
         runs = [
             RunData(run.plan, run.payload, _cut(run.plan, results), run.flags, run.settings, run.setting_of)
             for run in runs
@@ -362,22 +379,28 @@ class DistStore(KVStore):
     def _give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
         staging = self._staging([self._infos[one] for one, _ in given])
-        buffers = staging.fill([[values.read_bits(array)] for _, array in given], self._kernels)
-        runs = [RunData(plan, buffer.payload) for plan, buffer in zip(staging.plan.runs, buffers, strict=True)]
+        arrays = [[values.read_bits(array)] for _, array in given]
+        # The caller waits, so its own memory is sent where it can be.
+        payloads, _ = staging.fill(arrays, self._kernels, [lend(run, arrays) for run in staging.plan.runs])
+        runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
         label = f"init of {_named(staging.plan)}"
         self._cluster.ask(lambda number: Transfer(number, kind, label, runs))
 
     def _contribution(
-        self, staging: Staging, given: Sequence[tuple[KeyInfo, list[Any]]], average: bool
-    ) -> tuple[list[RunData], list[RunBuffer]]:
+        self,
+        staging: Staging,
+        given: Sequence[tuple[KeyInfo, list[Any]]],
+        arrays: Sequence[Sequence[Bits]],
+        average: bool,
+        may_lend: bool,
+    ) -> tuple[list[RunData], Buffers]:
         """The runs of a push, and the buffers they occupy (none when a key has no value: such a push is rare)."""
         plan = staging.plan
         settings, setting_of_key = settings_of(plan, self._optimizer)
         flag = int(Flag.AVERAGE) if average else 0
-        arrays = [[values.read_bits(array) for array in arrays] for _, arrays in given]
         if all(arrays):
-            buffers = staging.fill(arrays, self._kernels)
-            payloads: list[memoryview] = [buffer.payload for buffer in buffers]
+            lent = [lend(run, arrays) if may_lend else None for run in plan.runs]
+            payloads, buffers = staging.fill(arrays, self._kernels, lent)
             flags: list[U8 | None] = [_flags(run, flag) for run in plan.runs]
         else:
             buffers = []
@@ -426,12 +449,18 @@ def _require_sendable(key: Key, shape: tuple[int, ...]) -> None:
         raise ValueError(f"key {key!r} has shape {shape}; at most {DEFAULT.elements_max} elements are supported")
 
 
+def _bits(given: Sequence[tuple[KeyInfo, list[Any]]]) -> list[list[Bits]]:
+    return [[values.read_bits(array) for array in arrays] for _, arrays in given]
+
+
 def _flags(run: RunPlan, flag: int) -> U8:
     return np.full(len(run.ids), flag, np.uint8)
 
 
 def _cut(run: RunPlan, results: Sequence[Bits]) -> list[Bits]:
     """Per slice of a run the stretch of its key's result."""
+    if run.whole_keys is not None:
+        return [results[index] for index in run.whole_keys]
     return [results[piece.index][piece.start : piece.stop] for piece in run.pieces]
 
 

@@ -10,12 +10,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvdist.core.requests import Bits, Plan, RunPlan
+from kvdist.core.requests import ALONE_BYTES_MIN, Bits, Plan, RunPlan
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 
 SETS_KEPT_MAX = 2
 """One set is being filled while the other one is under way."""
+
+PAIRS_COMPARED_MAX = 1 << 20
+"""Above this it costs more to see whether arrays overlap than to copy them."""
+
+Buffers = list["RunBuffer | None"]
+"""One for each run of a plan that needed one."""
 
 
 class RunBuffer:
@@ -39,30 +45,83 @@ class Staging:
         self.nbytes = sum(run.nbytes for run in plan.runs)
         """Bytes of one set of buffers."""
         # What a burst of pushes needed more than this is not kept.
-        self._free: deque[list[RunBuffer]] = deque(maxlen=SETS_KEPT_MAX)
+        self._free: deque[Buffers] = deque(maxlen=SETS_KEPT_MAX)
 
-    def fill(self, arrays: Sequence[Sequence[Bits]], kernels: Kernels) -> list[RunBuffer]:
-        """Copy each key's array into a set of buffers, summing over devices on the way: one pass over the bytes.
+    def fill(
+        self, arrays: Sequence[Sequence[Bits]], kernels: Kernels, lent: Sequence[memoryview | None]
+    ) -> tuple[list[memoryview], Buffers]:
+        """The payload of each run, and the buffers that they occupy.
+
+        Each key's array is copied, summed over devices on the way: one pass over the bytes. Runs for which a payload is
+        lent need none.
 
         Args:
             arrays: per key of the plan its contributions, one per device, as bits.
             kernels: what sums.
+            lent: per run the caller's own memory to be used as the payload, or None.
         """
         try:
             buffers = self._free.pop()
         except IndexError:
-            buffers = [RunBuffer(run) for run in self.plan.runs]
-        for run, buffer in zip(self.plan.runs, buffers, strict=True):
-            for piece, view in zip(run.pieces, buffer.views, strict=True):
-                parts = arrays[piece.index]
-                if len(parts) == 1:
-                    view[...] = parts[0][piece.start : piece.stop]
-                else:
-                    dtype = self.plan.keys[piece.index].dtype
-                    pieces = [part[piece.start : piece.stop] for part in parts]
-                    kernels.weighted_sum(pieces, [1.0] * len(parts), dtype, view)
-        return buffers
+            buffers = [None] * len(self.plan.runs)
+        payloads = []
+        for i, (run, payload) in enumerate(zip(self.plan.runs, lent, strict=True)):
+            if payload is None:
+                buffer = buffers[i] = buffers[i] or RunBuffer(run)
+                self._copy(run, buffer, arrays, kernels)
+                payload = buffer.payload
+            payloads.append(payload)
+        return payloads, buffers
 
-    def give_back(self, buffers: list[RunBuffer]) -> None:
+    def give_back(self, buffers: Buffers) -> None:
         """These buffers are counted; they may be filled again. Called from the node's thread."""
         self._free.append(buffers)
+
+    def _copy(self, run: RunPlan, buffer: RunBuffer, arrays: Sequence[Sequence[Bits]], kernels: Kernels) -> None:
+        if run.whole_keys is not None and all(len(arrays[index]) == 1 for index in run.whole_keys):
+            for index, view in zip(run.whole_keys, buffer.views, strict=True):
+                view[...] = arrays[index][0]
+            return
+        for piece, view in zip(run.pieces, buffer.views, strict=True):
+            parts = [part[piece.start : piece.stop] for part in arrays[piece.index]]
+            if len(parts) == 1:
+                view[...] = parts[0]
+            else:
+                kernels.weighted_sum(parts, [1.0] * len(parts), self.plan.keys[piece.index].dtype, view)
+
+
+def lend(run: RunPlan, arrays: Sequence[Sequence[Bits]]) -> memoryview | None:
+    """The caller's own memory as the payload of a run; None where it has to be laid out first.
+
+    Only a large slice of one array can be lent: it travels alone.
+    """
+    if len(run.pieces) > 1 or run.nbytes < ALONE_BYTES_MIN:
+        return None
+    piece = run.pieces[0]
+    parts = arrays[piece.index]
+    memory = parts[0][piece.start : piece.stop].view(np.uint8)
+    return memory.data if len(parts) == 1 and len(memory) == run.nbytes else None
+
+
+def reaches_another(arrays: Sequence[Sequence[Bits]], results: Sequence[Bits]) -> bool:
+    """Whether the result of some key is written where the array of another key lies, which must not be lent then.
+
+    Args:
+        arrays: per key its contributions.
+        results: per key where its result goes.
+    """
+    large = [(i, part) for i, parts in enumerate(arrays) for part in parts if part.nbytes >= ALONE_BYTES_MIN]
+    if len(large) * len(results) > PAIRS_COMPARED_MAX:
+        return True
+    sources = np.array([_extent(part) for _, part in large], np.int64).reshape(-1, 2)
+    targets = np.array([_extent(result) for result in results], np.int64).reshape(-1, 2)
+    meets = (sources[:, None, 0] < targets[None, :, 1]) & (targets[None, :, 0] < sources[:, None, 1])
+    keys = np.array([i for i, _ in large], np.intp)
+    meets[np.arange(len(large)), keys] = False  # its own value comes back only after it was counted
+    return bool(meets.any())
+
+
+def _extent(array: Bits) -> tuple[int, int]:
+    """The first address of a contiguous array, and the one behind it."""
+    start: int = array.__array_interface__["data"][0]
+    return start, start + array.nbytes

@@ -6,23 +6,23 @@ from kvdist.core.policy import ASYNC, POLICIES, SYNC
 
 
 def test_a_synchronous_version_needs_every_live_worker() -> None:
-    assert not SYNC.is_full([0], {0, 2})
-    assert SYNC.is_full([2, 0], {0, 2})
+    assert not SYNC.is_full({0}, {0, 2})
+    assert SYNC.is_full({2, 0}, {0, 2})
 
 
 def test_a_contribution_of_somebody_who_left_does_not_stand_for_a_live_worker() -> None:
-    assert not SYNC.is_full([1, 0], {0, 2})
-    assert SYNC.is_full([1, 0], {0})
+    assert not SYNC.is_full({1, 0}, {0, 2})
+    assert SYNC.is_full({1, 0}, {0})
 
 
 def test_missing_names_whom_a_version_waits_for() -> None:
-    assert SYNC.missing([1], {0, 1, 5}) == (0, 5)
-    assert ASYNC.missing([], {0, 1}) == ()
+    assert SYNC.missing({1}, {0, 1, 5}) == (0, 5)
+    assert ASYNC.missing(set(), {0, 1}) == ()
 
 
 def test_an_asynchronous_version_is_made_of_each_contribution_and_needs_an_optimizer() -> None:
-    assert not ASYNC.is_full([], {0, 1})
-    assert ASYNC.is_full([1], {0, 1})
+    assert not ASYNC.is_full(set(), {0, 1})
+    assert ASYNC.is_full({1}, {0, 1})
     assert ASYNC.needs_optimizer and not SYNC.needs_optimizer
 
 
