@@ -7,6 +7,7 @@ joined, large ones as views of the published buffer under a lease that ends when
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvdist.core.answers import Answers
 from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Report, Send, Stop
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.policy import POLICIES
-from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
+from kvdist.core.shard import Buffer, Contribution, PullRequest, Setting, Shard, Verdict
 from kvdist.core.sharding import Slice, cut
 from kvdist.core.verdict import lost, scheduler_lost
 from kvdist.dtypes import DType
@@ -274,6 +275,7 @@ class Server(Machine):
         runs, ids, steps = message.runs.tolist(), message.ids.tolist(), message.steps.tolist()
         versions, samples, flags = message.versions.tolist(), message.samples.tolist(), message.flags.tolist()
         setting_of = message.setting_of.tolist()
+        settings = [_setting(numbers) for numbers in message.settings]
         for i in self._checked(sender, message.runs, message.ids, message.arrays, message.flags):
             shard = self.shards[ids[i]]
             contribution = Contribution(
@@ -283,7 +285,7 @@ class Server(Machine):
                 versions[i],
                 samples[i],
                 flags[i],
-                message.settings[setting_of[i]],
+                settings[setting_of[i]],
                 arrays[i],
                 message.pull,
             )
@@ -393,3 +395,9 @@ class Server(Machine):
             for member in waiters:
                 hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
         return [Send(member, hint) for member, hint in hints.items()]
+
+
+def _setting(numbers: tuple[float, float, float]) -> Setting:
+    """From the wire, where not-a-number stands for what the server's optimizer decides."""
+    lr, wd, rescale = (None if math.isnan(number) else number for number in numbers)
+    return lr, wd, rescale

@@ -11,7 +11,6 @@ Rules that hold here:
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
@@ -33,6 +32,10 @@ Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""
 
 
+Setting = tuple[float | None, float | None, float | None]
+"""Learning rate, weight decay, rescale; None where the server's optimizer decides."""
+
+
 @dataclass(slots=True)
 class Contribution:
     """What one worker adds to the next version of a slice."""
@@ -43,7 +46,7 @@ class Contribution:
     version: int
     samples: int
     flags: int
-    setting: tuple[float, float, float]
+    setting: Setting
     values: Bits
     pull: bool
 
@@ -228,30 +231,24 @@ class Shard:
 
 def _scale(contribution: Contribution, total: int, updater: Updater | None) -> float:
     rescale = contribution.setting[2]
-    if math.isnan(rescale):
+    if rescale is None:
         rescale = 1.0 if updater is None else updater.optimizer.rescale_grad
     return rescale / total if contribution.flags & _AVERAGE else rescale
 
 
 def _agreed_settings(key: int | str, present: Sequence[Contribution]) -> tuple[float | None, float | None]:
     """The learning rate and weight decay of a round; None where the server's optimizer decides."""
-    first = present[0]
+    first = present[0].setting
     for other in present[1:]:
-        if other.setting[:2] != first.setting[:2] and not _same(other.setting, first.setting):
+        if other.setting != first and other.setting[:2] != first[:2]:
             said = "; ".join(f"{c.member} {_said(c.setting)}" for c in present)
             raise OptimizerMismatch(
                 f"workers disagree on the learning rate or weight decay of key {key!r} in one round: {said}."
                 " Set the optimizer on every worker, and change its numbers at the same step"
             )
-    lr, wd, _ = first.setting
-    return None if math.isnan(lr) else lr, None if math.isnan(wd) else wd
+    return first[:2]
 
 
-def _said(setting: tuple[float, float, float]) -> str:
-    if math.isnan(setting[0]):
-        return "has not called set_optimizer"
-    return f"says lr {setting[0]:g}, wd {setting[1]:g}"
-
-
-def _same(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a[:2], b[:2], strict=True))
+def _said(setting: Setting) -> str:
+    lr, wd, _ = setting
+    return "has not called set_optimizer" if lr is None or wd is None else f"says lr {lr:g}, wd {wd:g}"

@@ -111,6 +111,8 @@ def reaches_another(arrays: Sequence[Sequence[Bits]], results: Sequence[Bits]) -
         results: per key where its result goes.
     """
     large = [(i, part) for i, parts in enumerate(arrays) for part in parts if part.nbytes >= ALONE_BYTES_MIN]
+    if not large:
+        return False
     if len(large) * len(results) > PAIRS_COMPARED_MAX:
         return True
     sources = np.array([_extent(part) for _, part in large], np.int64).reshape(-1, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from kvdist.optimizer.registry import create
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag
 
-NAN = math.nan
+OPEN = None
 
 
 def shard(policy: Policy = SYNC, dtype: DType = DType.FLOAT32, first: list[float] | None = None) -> Shard:
@@ -29,7 +28,7 @@ def shard(policy: Policy = SYNC, dtype: DType = DType.FLOAT32, first: list[float
 
 
 def contribution(rank: int, values: list[float], step: int = 0, **options: Any) -> Contribution:
-    setting = options.get("setting", (NAN, NAN, NAN))
+    setting = options.get("setting", (OPEN, OPEN, OPEN))
     dtype = options.get("dtype", DType.FLOAT32)
     flags = options.get("flags", 0)
     return Contribution(
@@ -147,7 +146,7 @@ def test_the_learning_rate_of_the_push_wins_over_the_optimizers_own() -> None:
 def test_each_contribution_is_rescaled_by_its_own_factor() -> None:
     made = shard()
     offer_all(
-        made, contribution(0, [1, 1, 1], setting=(NAN, NAN, 2)), contribution(1, [1, 1, 1], setting=(NAN, NAN, 3))
+        made, contribution(0, [1, 1, 1], setting=(OPEN, OPEN, 2)), contribution(1, [1, 1, 1], setting=(OPEN, OPEN, 3))
     )
     made.close(None, REFERENCE)
     assert value(made) == [5, 5, 5]
