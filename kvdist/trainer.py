@@ -12,11 +12,15 @@ Rules that hold here:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvdist.errors import KeyNotInitialised
+import numpy as np
+
+from kvdist.config import ClusterConfig
+from kvdist.errors import ConfigError, InitMismatch, KeyNotInitialised
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore import values
 from kvdist.kvstore.base import KVStore
@@ -29,6 +33,10 @@ try:
 except ImportError as error:
     raise ImportError("kvdist.Trainer needs torch, which is not installed: pip install 'kvdist[torch]'") from error
 
+LOG = logging.getLogger("kvdist")
+
+COUNT_KEY = -1
+"""The key in whose shape the number of parameters is compared between workers; parameters have keys from 0."""
 BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
 """With a larger parameter the store ``local`` leaves the update to the devices."""
 
@@ -97,6 +105,8 @@ class Trainer:
                 f"the parameters have replicas on {self._num_devices} devices, and without a store nobody sums their"
                 " gradients; use kvstore='device'"
             )
+        if kvstore is not None and not isinstance(kvstore, str | KVStore):
+            raise TypeError(f"kvstore is the name of a store, a KVStore, or None, not {type(kvstore).__name__}")
         self._kvstore_wanted = kvstore
         self._update_on_kvstore_wanted = update_on_kvstore
         self._kvstore: KVStore | None = None
@@ -208,6 +218,7 @@ class Trainer:
         store = create_store(self._kvstore_wanted)
         if self._num_devices == 1 and store.num_servers == 0 and store.num_workers == 1:
             store.close()  # one device, one worker: a store would only copy
+            _warn_if_alone(store.type)
             return None
         return store
 
@@ -228,6 +239,8 @@ class Trainer:
 
     def _broadcast(self, store: KVStore) -> None:
         replicas = [parameter.replicas for parameter in self._parameters]
+        if store.num_workers > 1:
+            _require_same_number(store, len(replicas))
         store.broadcast(list(range(len(replicas))), [one[0] for one in replicas], out=replicas)
 
     def _rescale(self, batch_size: float | None) -> None:
@@ -379,3 +392,28 @@ def _check_replicas(name: str, replicas: list[Any]) -> None:
                 f" {tuple(replica.shape)} {replica.dtype} on another"
             )
         values.describe(replica)
+
+
+def _require_same_number(store: KVStore, count: int) -> None:
+    """Find out at once whether the workers' models differ in size: later, each would wait for keys of its own."""
+    try:
+        # The shape of this key is what is compared; nobody reads its value.
+        store.init(COUNT_KEY, np.zeros(count, np.uint8))
+    except InitMismatch as error:
+        raise InitMismatch(
+            f"the workers' models do not have the same number of parameters (here it is {count}): {error}"
+        ) from None
+
+
+def _warn_if_alone(name: str) -> None:
+    try:
+        cluster = ClusterConfig.from_env()
+    except ConfigError:
+        return
+    if cluster is not None and cluster.num_workers > 1:
+        LOG.warning(
+            "this worker is one of %d, but its Trainer updates alone (kvstore=%r): each worker trains a model of its"
+            " own. Give kvstore='dist' to train one together",
+            cluster.num_workers,
+            name,
+        )

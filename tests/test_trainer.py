@@ -428,3 +428,24 @@ def test_a_sparse_gradient_is_refused_with_advice():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"key 0: tensors of layout torch.sparse_coo are not supported; use .to_dense"):
         trainer.step()
+
+
+def test_a_trainer_that_updates_alone_in_a_cluster_says_so(monkeypatch, caplog):
+    for name, value in {
+        "DMLC_ROLE": "worker",
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": "9000",
+        "DMLC_NUM_WORKER": "2",
+        "DMLC_NUM_SERVER": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    net = torch.nn.Linear(2, 1)
+    net(torch.ones(1, 2)).sum().backward()
+    Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}).step()
+    (record,) = caplog.records
+    assert "one of 2" in record.message and "Give kvstore='dist'" in record.message
+
+
+def test_a_store_of_another_kind_is_a_type_error():
+    with pytest.raises(TypeError, match="kvstore is the name of a store"):
+        Trainer(torch.nn.Linear(2, 1).parameters(), "sgd", kvstore=3)

@@ -86,7 +86,7 @@ class Reliable:
         stamp = packet.stamp
         refusal = self._refusal(packet)
         if refusal is not None and not self._ends_joining(packet):
-            self.strangers_refused += 1
+            self.strangers_refused += bool(refusal)
             # A refusal is never refused in turn, or two processes of different jobs would keep each other busy.
             return (
                 []

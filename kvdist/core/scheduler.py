@@ -21,6 +21,7 @@ from kvdist.core.effects import (
     Event,
     LauncherGone,
     Machine,
+    Report,
     Send,
     Stop,
 )
@@ -373,6 +374,14 @@ class Scheduler(Machine):
         if len(gone) < self.config.num_workers or self._is_over:
             return []
         self._stop_by = now + self.limits.farewell_s
+        if len(self._never_joined) == self.config.num_workers:
+            return [
+                Report("no worker joined the cluster: does the script call kv.create('dist')?"),
+                *self._stop_servers(),
+            ]
+        return self._stop_servers()
+
+    def _stop_servers(self) -> list[Effect]:
         return [Send(server, StopMessage(), server) for server in self.seats.servers]
 
     def _server_gone(self, server: Member) -> list[Effect]:
@@ -412,7 +421,8 @@ class Scheduler(Machine):
         host = peer.host if peer else ""
         step = self.steps.get(member) if member.node.role is Role.WORKER else None
         where = f" (host {peer.host}, pid {peer.pid})" if peer else ""
-        when = "" if step is None else f" in step {step}"
+        # Workers tell their step once a second, and with each message to the scheduler.
+        when = "" if step is None else f", last heard of in step {step}"
         return self._abort(str(member), host, cause, step, f"{member}{where} was lost{when}: {cause}")
 
     def _abort(self, node: str, host: str, cause: str, step: int | None, sentence: str) -> list[Effect]:

@@ -43,7 +43,7 @@ from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.settings import settings_of, used_settings
 from kvdist.kvstore.staging import Buffers, Staging, lend, reaches_another
 from kvdist.kvstore.values import Key
-from kvdist.optimizer.base import LIVE, Optimizer
+from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import U8, Flag
@@ -83,6 +83,10 @@ class DistStore(KVStore):
         self._closed = False
         self._errors: deque[BaseException] = deque()
         """Of pushes that nobody waited for."""
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {len(self._infos)} keys"
+        return f"<{self._type} store, {state}>"
 
     @property
     def type(self) -> str:
@@ -132,7 +136,9 @@ class DistStore(KVStore):
 
     def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Read; waits for this worker's own pushes to be counted. See `KVStore.pull`."""
-        return self._cluster.wait(self.pull_async(key, out, priority, ignore_sparse))
+        result = self._cluster.wait(self.pull_async(key, out, priority, ignore_sparse))
+        self._raise_lost_error()  # of an own push that this pull was to see
+        return result
 
     def pushpull(
         self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
@@ -148,6 +154,7 @@ class DistStore(KVStore):
             with contextlib.suppress(Exception):
                 future.result()
             raise
+        self._raise_lost_error()
 
     def push_async(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> Future[None]:
         """`push`, with a future that resolves when the servers have counted it."""
@@ -269,10 +276,10 @@ class DistStore(KVStore):
         self._require_usable()
         chosen = create(optimizer, **hyperparameters)
         if self._optimizer is not None:
-            if _rule(chosen) != _rule(self._optimizer):
+            if chosen.rule() != self._optimizer.rule():
                 raise OptimizerMismatch(
-                    f"this store's servers update with {self._optimizer.name}; it cannot be changed to {chosen.name} or"
-                    " to other hyper-parameters. Create a second store for that"
+                    f"this store's servers update with {self._optimizer}; it cannot be changed to"
+                    f" {chosen}. Create a second store for that"
                 )
         else:
             description = chosen.describe()
@@ -491,8 +498,3 @@ def _named(plan: Plan) -> str:
     if len(plan.keys) == 1:
         return f"key {keys[0]}"
     return f"{len(plan.keys)} keys ({', '.join(keys)}{', …' if len(plan.keys) > 3 else ''})"
-
-
-def _rule(optimizer: Optimizer) -> dict[str, Any]:
-    """What of an optimizer cannot change."""
-    return {name: number for name, number in optimizer.describe().items() if name not in LIVE}

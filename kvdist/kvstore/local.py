@@ -22,7 +22,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.values import Bits, Key, Shape
-from kvdist.optimizer.base import LIVE, Optimizer
+from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.updater import Updater
 
@@ -160,12 +160,12 @@ class LocalStore(KVStore):
         chosen = create(optimizer, **hyperparameters)
         if self._updater is None:
             self._updater = Updater(chosen, self._kernels)
-        elif _rule(chosen) == _rule(self._updater.optimizer):
+        elif chosen.rule() == self._updater.optimizer.rule():
             self._updater.optimizer = chosen
         else:
             raise OptimizerMismatch(
-                f"the store updates its values with {_rule(self._updater.optimizer)} and cannot change to"
-                f" {_rule(chosen)}; use a second store"
+                f"the store updates its values with {self._updater.optimizer} and cannot change to"
+                f" {chosen}; use a second store"
             )
         self._function = None
 
@@ -247,11 +247,6 @@ class LocalStore(KVStore):
         for entry, arrays in results:
             for array in arrays:
                 values.write_bits(array, entry.bits)
-
-
-def _rule(optimizer: Optimizer) -> dict[str, Any]:
-    """What of an optimizer cannot change."""
-    return {name: number for name, number in optimizer.describe().items() if name not in LIVE}
 
 
 def _copy_of(entry: _Entry) -> Any:

@@ -130,6 +130,14 @@ class Optimizer(ABC):
         """The weight decay of a key now."""
         return self.wd * self.wd_mult.get(key, 1.0)
 
+    def rule(self) -> dict[str, Value]:
+        """What of the description can never change: everything but the live numbers."""
+        return {name: number for name, number in self.describe().items() if name not in LIVE}
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name}={number!r}" for name, number in self.rule().items() if name != "name")
+        return f"{self.name}({numbers})"
+
     def describe(self) -> dict[str, Value]:
         """The name and all hyper-parameters: what travels to the servers. Equal descriptions, equal optimizers.
 

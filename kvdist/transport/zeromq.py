@@ -348,8 +348,8 @@ class _Link(abc.ABC):
         return False
 
     def report_lost(self, events: list[Event]) -> None:
-        for peer in self.lost:
-            events.append(Disconnected(peer, f"the connection at {self.endpoint} was closed, broke or fell silent"))
+        why = f"the connection at {self.endpoint} was closed, broke, or was silent for longer than KVDIST_SILENCE_S"
+        events += [Disconnected(peer, why) for peer in self.lost]
         self.lost.clear()
 
     @property

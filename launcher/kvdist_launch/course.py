@@ -171,7 +171,7 @@ class Course:
         is_needed = ending.node.role is Role.WORKER or bool(self._workers_alive())
         if ending.is_consequence and self.cause is None and not is_needed:
             return
-        if self.cause is None and self._early is not None:
+        if self.cause is None and self._early is not None and ending.is_consequence:
             self._blame(*self._early)
         elif self.cause is None or (self.cause.is_consequence and not ending.is_consequence):
             self._blame(ending, now)

@@ -14,6 +14,9 @@ PEER_LOST = 75
 PEER_LOST_TRACEBACK = f"{PeerLostError.__module__}.{PeerLostError.__qualname__}:".encode()
 """How the last line of a traceback begins when a worker did not catch the error that says the same."""
 
+SENTENCE_MAX = 300
+"""Characters of another process's last line that are repeated."""
+
 SIGNAL_BASE = 128
 """A shell's exit code for a process that a signal killed is this plus the signal's number."""
 
@@ -69,7 +72,9 @@ class Ending:
         if self.status < 0:
             return f"{who} was killed by {signal_name(-self.status)}"
         if self.is_consequence:
-            return f"{who} lost a peer and ended with exit code {self.status}"
+            # Its last line says which peer, in the words of the scheduler.
+            lost = self.last_error_line.decode(errors="replace").partition(": ")[2].strip()[:SENTENCE_MAX]
+            return f"{who} lost a peer and ended with exit code {self.status}" + (f" ({lost})" if lost else "")
         return f"{who} {'failed' if self.status else 'ended early'} with exit code {self.status}"
 
 

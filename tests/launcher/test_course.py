@@ -113,7 +113,7 @@ def test_a_worker_that_lost_a_peer_is_not_named_even_if_it_ends_before_the_one_t
     course = new_course()
     lost = Ending(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: worker-1 was lost\n")
     assert course.ended([lost], 101.0) == [
-        Say("worker-0 (pid 1003) lost a peer and ended with exit code 1; the others get 5 s to end")
+        Say("worker-0 (pid 1003) lost a peer and ended with exit code 1 (worker-1 was lost); the others get 5 s to end")
     ]
     course.ended([Ending(worker(1), 1004, 1, b"ValueError: mine\n")], 101.1)
     assert course.cause is not None
@@ -134,10 +134,17 @@ def test_a_worker_may_end_with_75_without_meaning_a_lost_peer():
     assert course.exit_code() == PEER_LOST
 
 
-def test_a_server_that_leaves_early_is_the_cause_of_the_failures_after_it():
+def test_a_worker_that_fails_by_itself_is_named_though_a_server_left_before_it():
     course = new_course()
     assert end(course, 101.0, (server(1), 0)) == []
-    end(course, 101.3, (worker(0), 1))
+    course.ended([Ending(worker(0), 1003, 1, b"ValueError: mine\n")], 101.3)
+    assert course.cause is not None and course.cause.node == worker(0)
+
+
+def test_a_server_that_leaves_early_is_the_cause_of_the_losses_after_it():
+    course = new_course()
+    assert end(course, 101.0, (server(1), 0)) == []
+    course.ended([Ending(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: server-1 was lost\n")], 101.3)
     assert course.exit_code() == 1
     assert course.summary(102.0) == (
         "server-1 (pid 1002) ended early with exit code 0 after 1.0 s; job ended with exit code 1"
