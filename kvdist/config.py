@@ -208,10 +208,6 @@ class ClusterConfig:
         env |= {f"KVDIST_{name.upper()}": repr(getattr(self.limits, name)) for name in _changed(self.limits)}
         return env
 
-    def with_role(self, role: Role, rank: int | None = None) -> ClusterConfig:
-        """The same cluster seen by another process."""
-        return replace(self, role=role, rank=rank)
-
 
 def tcp_endpoint(host: str, port: int) -> str:
     """``tcp://host:port`` with the brackets that an IPv6 address needs."""

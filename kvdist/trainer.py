@@ -17,10 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvdist.config import ClusterConfig
-from kvdist.errors import ConfigError, InitMismatch, KeyNotInitialised
+from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore import values
 from kvdist.kvstore.base import KVStore
@@ -35,10 +33,11 @@ except ImportError as error:
 
 LOG = logging.getLogger("kvdist")
 
-COUNT_KEY = -1
-"""The key in whose shape the number of parameters is compared between workers; parameters have keys from 0."""
 BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
 """With a larger parameter the store ``local`` leaves the update to the devices."""
+
+BATCH_SIZE_LIMIT = 1 << 32
+"""Sizes are below it."""
 
 ASYNCHRONOUS = frozenset({"dist_async", "dist_device_async", "dist_async_device"})
 """Stores that cannot hand out the sum of a round, because they have no rounds."""
@@ -123,7 +122,7 @@ class Trainer:
         ``step()`` is torch's convention: each device's loss is a mean over its examples, and gradients are averaged
         over workers and devices, as in DistributedDataParallel. ``step(batch_size)`` is Gluon's: losses are sums; each
         worker's gradient is divided by the size it gives, its examples on all devices, and these are summed over the
-        workers. The size may change from step to step.
+        workers. The size may change from step to step. Where workers update, ``grad`` holds that sum afterwards.
 
         A parameter without a gradient (``grad`` is None) on every device of every worker stays as it is. Where only
         some have none, those contribute nothing and get the others' update; nobody waits for them.
@@ -134,13 +133,18 @@ class Trainer:
                 so this changes nothing: call ``zero_grad()`` before each backward pass.
         """
         self._start()
-        self._rescale(batch_size)
+        divisor = self._divisor(batch_size)
         average = batch_size is None
         if self._update_on_kvstore:
-            self._push_grads_pull_weights(average)
-        else:
-            self._sum_grads(average)
-            self._update_here()
+            self._optimizer.rescale_grad = self._scale / divisor
+            self._push_grads_pull_weights(average, samples=0 if average else max(1, round(divisor)))
+            return
+        if not average and self._kvstore is not None:
+            # Workers may give different sizes, so each divides its own gradients, before they are summed.
+            self._divide_grads(divisor)
+            divisor = 1
+        self._sum_grads(average)
+        self._update_here(divisor)
 
     def allreduce_grads(self, *, average: bool = False) -> None:
         """Replace each gradient by its sum over devices and workers, for use (clipping, say) before `update`.
@@ -159,7 +163,8 @@ class Trainer:
         """Update the weights here with the present gradients, after `allreduce_grads`.
 
         Args:
-            batch_size: gradients are divided by it; None divides by the number of devices.
+            batch_size: the sums of gradients are divided by it, so every worker must give the same; None divides by
+                the number of devices.
             ignore_stale_grad: as in `step`.
 
         Raises:
@@ -167,8 +172,7 @@ class Trainer:
         """
         self._start()
         self._require_update_here("update")
-        self._rescale(batch_size)
-        self._update_here()
+        self._update_here(self._divisor(batch_size))
 
     def broadcast_parameters(self) -> None:
         """Make rank 0's present weights everybody's, on all devices and on the store; the optimizer's state stays.
@@ -206,6 +210,7 @@ class Trainer:
         if store is not None:
             self._update_on_kvstore = self._decide_update_on_kvstore(store)
             _require_unused(store)
+            store.agree(self._statement())
             if self._update_on_kvstore:
                 store.set_optimizer(self._optimizer)
             self._broadcast(store)
@@ -239,21 +244,35 @@ class Trainer:
 
     def _broadcast(self, store: KVStore) -> None:
         replicas = [parameter.replicas for parameter in self._parameters]
-        if store.num_workers > 1:
-            _require_same_number(store, len(replicas))
         store.broadcast(list(range(len(replicas))), [one[0] for one in replicas], out=replicas)
 
-    def _rescale(self, batch_size: float | None) -> None:
-        divisor = self._num_devices if batch_size is None else batch_size
-        if not divisor > 0:
-            raise ValueError(f"batch_size is {batch_size}; it counts the examples behind the gradients, more than 0")
-        self._optimizer.rescale_grad = self._scale / divisor
+    def _statement(self) -> str:
+        """What all workers must have in common, in words. Shapes and dtypes are compared key by key."""
+        trained = _ranges([key for key, _ in self._trained])
+        statement = f"{len(self._parameters)} parameters, trained are {trained}"
+        if self._update_on_kvstore:
+            return statement  # the store compares the optimizers itself, and their numbers in each round
+        return f"{statement}, on each worker by {self._optimizer.describe()}"
 
-    def _push_grads_pull_weights(self, average: bool) -> None:
+    def _divisor(self, batch_size: float | None) -> float:
+        divisor = self._num_devices if batch_size is None else batch_size
+        if not 0 < divisor < BATCH_SIZE_LIMIT:
+            raise ValueError(
+                f"batch_size is {batch_size}; it counts the examples behind the gradients, more than 0 and below 2^32"
+            )
+        return divisor
+
+    def _divide_grads(self, divisor: float) -> None:
+        grads = [grad for _, parameter in self._trained for grad in parameter.grads() or ()]
+        if grads:
+            torch._foreach_div_(grads, divisor)
+
+    def _push_grads_pull_weights(self, average: bool, samples: int) -> None:
         assert self._kvstore is not None
         keys = [key for key, _ in self._trained]
         grads = [parameter.grads() for _, parameter in self._trained]
-        self._kvstore.pushpull(keys, grads, out=[parameter.replicas for _, parameter in self._trained], average=average)
+        weights = [parameter.replicas for _, parameter in self._trained]
+        self._kvstore.pushpull(keys, grads, out=weights, average=average, samples=samples)
 
     def _sum_grads(self, average: bool) -> None:
         if self._kvstore is None:
@@ -269,7 +288,8 @@ class Trainer:
             grads = [parameter.grads() for _, parameter in present]
             self._kvstore.pushpull([key for key, _ in present], grads, average=average)
 
-    def _update_here(self) -> None:
+    def _update_here(self, divisor: float) -> None:
+        self._optimizer.rescale_grad = self._scale / divisor
         for key, parameter in self._trained:
             for updater, replica in zip(self._updaters, parameter.replicas, strict=True):
                 if replica.grad is not None:
@@ -394,15 +414,12 @@ def _check_replicas(name: str, replicas: list[Any]) -> None:
         values.describe(replica)
 
 
-def _require_same_number(store: KVStore, count: int) -> None:
-    """Find out at once whether the workers' models differ in size: later, each would wait for keys of its own."""
-    try:
-        # The shape of this key is what is compared; nobody reads its value.
-        store.init(COUNT_KEY, np.zeros(count, np.uint8))
-    except InitMismatch as error:
-        raise InitMismatch(
-            f"the workers' models do not have the same number of parameters (here it is {count}): {error}"
-        ) from None
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers in short: ``0-3, 7``."""
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in pairs)
 
 
 def _warn_if_alone(name: str) -> None:

@@ -176,13 +176,6 @@ def test_an_environment_never_holds_torchruns_variables():
     assert names.isdisjoint({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
 
 
-def test_another_seat_of_the_same_cluster_differs_in_role_and_rank_only():
-    config = read(KVDIST_JOB="job-1", KVDIST_PLACEMENT="hash")
-    other = config.with_role(Role.SERVER, 2)
-    assert (other.role, other.rank) == (Role.SERVER, 2)
-    assert other.with_role(config.role, config.rank) == config
-
-
 def test_jobs_of_different_names_have_different_tags_of_32_bits():
     tags = {read(KVDIST_JOB=job).job_tag for job in ("", "a", "b", "ä")}
     assert len(tags) == 4

@@ -20,6 +20,7 @@ class Cluster(LocalStore):
     def __init__(self, type_name="dist", num_workers=2, capable=True):
         super().__init__(type_name)
         self.workers, self.capable, self.calls, self.optimizer = num_workers, capable, [], None
+        self.statements, self.samples = [], []
 
     @property
     def num_workers(self):
@@ -36,8 +37,12 @@ class Cluster(LocalStore):
         self.optimizer = optimizer
         super().set_optimizer(optimizer, **hyperparameters)
 
-    def pushpull(self, key, value, out=None, priority=0, *, average=False):
+    def agree(self, statement):
+        self.statements.append(statement)
+
+    def pushpull(self, key, value, out=None, priority=0, *, average=False, samples=0):
         self.calls.append((key, [None if one is None else len(one) for one in value], average))
+        self.samples.append(samples)
         super().pushpull(key, value, out, priority, average=average)
 
 
@@ -449,3 +454,38 @@ def test_a_trainer_that_updates_alone_in_a_cluster_says_so(monkeypatch, caplog):
 def test_a_store_of_another_kind_is_a_type_error():
     with pytest.raises(TypeError, match="kvstore is the name of a store"):
         Trainer(torch.nn.Linear(2, 1).parameters(), "sgd", kvstore=3)
+
+
+def test_the_servers_hear_how_many_examples_a_gluon_step_sums():
+    weight = parameter()
+    trainer = Trainer([weight], "sgd", kvstore=(store := Cluster()))
+    for batch_size in (3, None, 5):
+        backward([weight])
+        trainer.step(batch_size)
+    assert store.samples == [3, 0, 5]
+
+
+def test_what_workers_must_have_in_common_is_said_before_the_first_step():
+    net = network()
+    for frozen in (0, 2):
+        list(net.parameters())[frozen].requires_grad = False
+    for here in (False, True):
+        store = Cluster()
+        numbers = {"learning_rate": 0.25}
+        trainer = Trainer(net.parameters(), "sgd", numbers, kvstore=store, update_on_kvstore=not here)
+        trainer.broadcast_parameters()
+        trainer.broadcast_parameters()
+        (statement,) = store.statements
+        assert statement.startswith("4 parameters, trained are 1, 3")
+        # A store that updates compares the numbers itself, at each round.
+        assert ("'learning_rate': 0.25" in statement) == here
+
+
+def test_where_workers_update_each_divides_its_gradients_before_they_are_summed():
+    weight = parameter()
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=Cluster(), update_on_kvstore=False)
+    for batch_size, expected in ((2, -0.5), (4, -0.75)):
+        backward([weight])
+        trainer.step(batch_size)
+        assert_all([weight.grad], 1 / batch_size)
+        assert_all([weight], expected)

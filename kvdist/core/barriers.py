@@ -1,4 +1,8 @@
-"""Barriers: sets of workers that have arrived, per store and count. Arriving twice is arriving once."""
+"""Barriers: sets of workers that have arrived, per store and count. Arriving twice is arriving once.
+
+Whoever arrives makes a statement, which may be empty. Those of a barrier must be equal, or it fails for all: so workers
+find out that they are about to train different models before the first gradient.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,15 @@ from dataclasses import dataclass, field
 
 from kvdist.core.effects import Effect, Send
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Barrier, Done, Waiting
+from kvdist.protocol.messages import Barrier, Done, ErrorCode, Failed, Waiting
 
 
 @dataclass(slots=True)
 class _Open:
-    """Who has arrived, with which request, and since when the first one waits."""
+    """Who has arrived, with which request and statement, and since when the first one waits."""
 
     since: float
-    arrived: dict[int, tuple[Member, int]] = field(default_factory=dict)
+    arrived: dict[int, tuple[Member, int, str]] = field(default_factory=dict)
 
 
 class Barriers:
@@ -33,7 +37,7 @@ class Barriers:
         barrier = self._open.setdefault((message.store, message.counter), _Open(now))
         asked_before = sender.node.rank in barrier.arrived
         # The newest request is the one that waits: an earlier one may have run out of its time.
-        barrier.arrived[sender.node.rank] = (sender, message.request)
+        barrier.arrived[sender.node.rank] = (sender, message.request, message.statement)
         return [Send(sender, _hint(message.counter, barrier, live, now))] if asked_before else self.release(live)
 
     def release(self, live: Set[int]) -> list[Effect]:
@@ -43,14 +47,14 @@ class Barriers:
             if live <= barrier.arrived.keys():
                 del self._open[store, counter]
                 self._passed[store] = counter + 1
-                effects += [Send(member, Done(request)) for member, request in barrier.arrived.values()]
+                effects += _answers(barrier)
         return effects
 
     def hints(self, live: Set[int], now: float) -> Iterator[Effect]:
         """Tell everybody who waits for whom."""
         for (_, counter), barrier in self._open.items():
             hint = _hint(counter, barrier, live, now)
-            yield from (Send(member, hint) for member, _ in barrier.arrived.values())
+            yield from (Send(member, hint) for member, _, _ in barrier.arrived.values())
 
     def oldest_wait(self, live: Set[int]) -> tuple[int, float, tuple[int, ...]] | None:
         """The count of the barrier that waits longest, since when, and for whom."""
@@ -63,6 +67,16 @@ class Barriers:
         """Check every invariant."""
         for barrier in self._open.values():
             assert not live or not live <= barrier.arrived.keys(), "a full barrier is released at once"
+
+
+def _answers(barrier: _Open) -> list[Effect]:
+    statements = {statement for _, _, statement in barrier.arrived.values()}
+    if len(statements) == 1:
+        return [Send(member, Done(request)) for member, request, _ in barrier.arrived.values()]
+    said = [f"{member} says: {text or 'nothing'}" for _, (member, _, text) in sorted(barrier.arrived.items())]
+    reason = f"the workers do not agree. {'; '.join(said)}. Every worker must run the same program on the same model"
+    code = ErrorCode.INIT_MISMATCH
+    return [Send(member, Failed(request, code, reason)) for member, request, _ in barrier.arrived.values()]
 
 
 def _hint(counter: int, barrier: _Open, live: Set[int], now: float) -> Waiting:

@@ -192,7 +192,7 @@ class Outbox:
 
 def _message(parts: Sequence[Part]) -> DataMessage:
     ids = [part.ids for part in parts]
-    numbers = _joined([np.full(len(own), part.run.number, np.uint32) for part, own in zip(parts, ids, strict=True)])
+    numbers = _per_slice([part.run.number for part in parts], ids)
     steps, versions = _joined([part.steps for part in parts]), _joined([part.versions for part in parts])
     kind = parts[0].run.kind
     if kind is Kind.PULL:
@@ -209,12 +209,17 @@ def _message(parts: Sequence[Part]) -> DataMessage:
         ids=_joined(ids),
         steps=steps,
         versions=versions,
-        samples=np.zeros(len(numbers), np.uint32),
+        samples=_per_slice([part.run.data.samples for part in parts], ids),
         flags=_joined([part.flags for part in parts]),
         settings=settings,
         setting_of=setting_of,
         arrays=arrays,
     )
+
+
+def _per_slice(numbers: Sequence[int], ids: Sequence[U32]) -> U32:
+    """One number of each part, repeated for each of its slices."""
+    return _joined([np.full(len(own), number, np.uint32) for number, own in zip(numbers, ids, strict=True)])
 
 
 def _joined(arrays: list[Column]) -> Column:

@@ -158,6 +158,8 @@ class RunData:
     flags: U8 | None = None
     settings: tuple[tuple[float, float, float], ...] = ()
     setting_of: U8 | None = None
+    samples: int = 0
+    """How many examples a contribution sums; 0 if nobody said."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,11 +204,15 @@ class SetStoreOptimizer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EnterBarrier:
-    """Wait for all workers; with a time-out the wait fails then, naming who is missing."""
+    """Wait for all workers; with a time-out the wait fails then, naming who is missing.
+
+    It fails as well, for all of them, when they do not all make the same `statement`.
+    """
 
     request: int
     store: int
     timeout_s: float | None = None
+    statement: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

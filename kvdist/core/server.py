@@ -18,7 +18,7 @@ from kvdist.core.answers import Answers
 from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Report, Send, Stop
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.policy import POLICIES
-from kvdist.core.shard import Buffer, Contribution, PullRequest, Setting, Shard, Verdict
+from kvdist.core.shard import Allocate, Buffer, Contribution, PullRequest, Setting, Shard, Verdict, ordinary_memory
 from kvdist.core.sharding import Slice, cut
 from kvdist.core.verdict import lost, scheduler_lost
 from kvdist.dtypes import DType
@@ -64,11 +64,20 @@ class Server(Machine):
         limits: sizes and times.
         kernels: who does the arithmetic.
         now: the time.
+        allocate: gives memory for values.
     """
 
-    def __init__(self, introduction: Introduction, limits: Limits, kernels: Kernels, now: float) -> None:
+    def __init__(
+        self,
+        introduction: Introduction,
+        limits: Limits,
+        kernels: Kernels,
+        now: float,
+        allocate: Allocate = ordinary_memory,
+    ) -> None:
         self.limits = limits
         self.kernels = kernels
+        self._allocate = allocate
         self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
         self.epoch = 0
         self.step = 0
@@ -237,7 +246,7 @@ class Server(Machine):
             dtype = DType(code)
             for piece in cut(size, dtype.itemsize, home, num_servers, first, placement.slice_bytes):
                 if piece.server == self.me.node.rank and piece.number not in self.shards:
-                    self.shards[piece.number] = Shard(key, piece.number, dtype, piece.count, policy)
+                    self.shards[piece.number] = Shard(key, piece.number, dtype, piece.count, policy, self._allocate)
                     self._store_of[piece.number] = message.store
                     self._enter(piece, dtype)
 

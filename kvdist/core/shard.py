@@ -11,7 +11,7 @@ Rules that hold here:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +30,15 @@ _EMPTY, _AVERAGE = int(Flag.EMPTY), int(Flag.AVERAGE)
 
 Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""
+
+
+Allocate = Callable[[int], npt.NDArray[np.uint8]]
+"""Gives that many bytes of memory, from where they travel best; their content means nothing."""
+
+
+def ordinary_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Bytes of this process alone."""
+    return np.empty(nbytes, np.uint8)
 
 
 Setting = tuple[float | None, float | None, float | None]
@@ -78,10 +87,10 @@ class Buffer:
     leases: int = 0
 
     @classmethod
-    def of(cls, count: int, dtype: DType) -> Buffer:
+    def of(cls, count: int, dtype: DType, allocate: Allocate) -> Buffer:
         """A new one for `count` elements, not initialised but for the padding."""
         nbytes = count * dtype.itemsize
-        memory = np.empty(padded(nbytes), np.uint8)
+        memory = allocate(padded(nbytes))
         memory[nbytes:] = 0
         return cls(memory[:nbytes].view(dtype.storage), memory.data)
 
@@ -103,6 +112,7 @@ class Shard:
     dtype: DType
     count: int
     policy: Policy
+    allocate: Allocate = ordinary_memory
     version: int = 0
     """How many rounds have been closed."""
     published: Buffer | None = None
@@ -226,7 +236,7 @@ class Shard:
         for i, buffer in enumerate(self.spare):
             if buffer.leases == 0:
                 return self.spare.pop(i)
-        return Buffer.of(self.count, self.dtype)
+        return Buffer.of(self.count, self.dtype, self.allocate)
 
 
 def _scale(contribution: Contribution, total: int, updater: Updater | None) -> float:

@@ -115,7 +115,7 @@ class Worker(Machine):
         """Those with a deadline."""
         self._declared: dict[int, DeclareKeys] = {}
         self._barriers_passed: dict[int, int] = {}
-        self._barrier_of: dict[int, tuple[int, int]] = {}
+        self._barrier_of: dict[int, Barrier] = {}
         """Request → (store, counter)"""
         self._registering: list[int] = []
         self._leaving: Leave | None = None
@@ -269,8 +269,9 @@ class Worker(Machine):
                 if request.timeout_s is not None:
                     self._set_deadline(pending, now + request.timeout_s)
                 counter = self._barriers_passed.get(request.store, 0)
-                self._barrier_of[request.request] = (request.store, counter)
-                return [Send(SCHEDULER_MEMBER, Barrier(request.request, request.store, counter))]
+                barrier = Barrier(request.request, request.store, counter, request.statement)
+                self._barrier_of[request.request] = barrier
+                return [Send(SCHEDULER_MEMBER, barrier)]
             case Leave():
                 return self._leave(request, now)
 
@@ -329,6 +330,7 @@ class Worker(Machine):
                 return self._done(message.request)
             case Failed():
                 pending = self._pending.get(message.request)
+                self._leave_barrier(message.request)
                 if pending is not None:
                     pending.error = ERRORS.get(message.code, KvdistError)(message.reason)
                     return [self._close(pending)]
@@ -372,13 +374,17 @@ class Worker(Machine):
         pending = self._pending.get(request)
         if pending is None:
             return []
-        barrier = self._barrier_of.pop(request, None)
-        if barrier is not None:
-            store, counter = barrier
-            self._barriers_passed[store] = max(self._barriers_passed.get(store, 0), counter + 1)
+        self._leave_barrier(request)
         if self._leaving is not None and request == self._leaving.request:
             return [self._close(pending), *self._fail_rest(StoreClosed("the store was closed meanwhile")), Stop()]
         return [self._close(pending)]
+
+    def _leave_barrier(self, request: int) -> None:
+        """Everybody has been there: the next one of this store is another."""
+        barrier = self._barrier_of.pop(request, None)
+        if barrier is not None:
+            passed = self._barriers_passed.get(barrier.store, 0)
+            self._barriers_passed[barrier.store] = max(passed, barrier.counter + 1)
 
     # Answers of servers.
 
@@ -440,7 +446,7 @@ class Worker(Machine):
         if not pending.asked:
             pending.asked = True
             pending.due = now + ASK_AGAIN_S
-            return [Send(SCHEDULER_MEMBER, Barrier(pending.request, *barrier))]
+            return [Send(SCHEDULER_MEMBER, barrier)]
         return [self._barrier_timed_out(pending, (), now)]
 
     def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
@@ -451,12 +457,12 @@ class Worker(Machine):
         asked = [
             pending
             for pending in self._timed.values()
-            if pending.asked and hint.subject == f"barrier {self._barrier_of[pending.request][1]}"
+            if pending.asked and hint.subject == f"barrier {self._barrier_of[pending.request].counter}"
         ]
         return [self._barrier_timed_out(pending, hint.ranks, now) for pending in asked]
 
     def _barrier_timed_out(self, pending: Pending, missing: tuple[int, ...], now: float) -> Effect:
-        _, counter = self._barrier_of.pop(pending.request)
+        counter = self._barrier_of.pop(pending.request).counter
         names = ", ".join(self._named(rank) for rank in missing) or "every worker"
         waited = now - pending.since
         pending.error = BarrierTimeout(f"barrier {counter} was not reached by {names} within {waited:.1f} s", missing)

@@ -81,7 +81,7 @@ class KVStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> None:
+    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Contribute to keys: the sum over devices, then over workers, is what updates the stored value.
 
         With an optimizer or updater the sum updates the stored value; without one it replaces it. Returns at once;
@@ -93,6 +93,7 @@ class KVStore(abc.ABC):
             value: as described for the module; ``None`` for a key without a gradient on this worker.
             priority: higher goes first.
             average: divide the sum by the number of workers that contributed (not by the devices).
+            samples: how many examples the values sum, told to the servers; 0 if it is not known.
         """
 
     @abc.abstractmethod
@@ -114,7 +115,14 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def pushpull(
-        self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
+        self,
+        key: Keys,
+        value: Value,
+        out: Value | None = None,
+        priority: int = 0,
+        *,
+        average: bool = False,
+        samples: int = 0,
     ) -> None:
         """Push keys and pull the result, in one round trip; blocks until the result is written.
 
@@ -123,11 +131,13 @@ class KVStore(abc.ABC):
             value: what is pushed, as in `push`.
             out: where the result goes, as in `pull`; None writes it in place into every array of `value`.
             priority: higher goes first.
-            average: as in `push`.
+            average, samples: as in `push`.
         """
 
     @abc.abstractmethod
-    def push_async(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> Future[None]:
+    def push_async(
+        self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+    ) -> Future[None]:
         """`push` with a future that resolves when the contribution has been counted."""
 
     @abc.abstractmethod
@@ -138,7 +148,14 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def pushpull_async(
-        self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
+        self,
+        key: Keys,
+        value: Value,
+        out: Value | None = None,
+        priority: int = 0,
+        *,
+        average: bool = False,
+        samples: int = 0,
     ) -> Future[None]:
         """`pushpull` with a future; `out` (or `value`, in place) belongs to the store until it resolves."""
 
@@ -168,6 +185,19 @@ class KVStore(abc.ABC):
 
         Raises:
             BarrierTimeout: somebody did not come in time; `missing` holds their ranks.
+        """
+
+    @abc.abstractmethod
+    def agree(self, statement: str) -> None:
+        """A barrier at which every worker makes a statement, and all must make the same one.
+
+        So a program finds out, before the first gradient, that its workers were not started alike.
+
+        Args:
+            statement: some words, at most 8192 bytes of UTF-8; what is longer is cut and not compared.
+
+        Raises:
+            InitMismatch: they are not all the same. Every worker gets it, and it names who said what.
         """
 
     @abc.abstractmethod

@@ -31,6 +31,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.node import Finish, Node, run_together
 from kvdist.nodes import Role
 from kvdist.transport.inproc import InprocNetwork
+from kvdist.transport.memory import Memory, OrdinaryMemory
 from kvdist.transport.zeromq import ZeroMQTransport
 from kvdist.version import __version__
 
@@ -46,13 +47,18 @@ class Cluster:
     Args:
         config: the cluster.
         node: the worker's node.
+        memory: where arrays lie that are to be sent.
+        memory: where arrays lie that are to be sent.
         run: what the thread does.
         is_embedded: the whole cluster lives in this process, so another one may be made after it.
     """
 
-    def __init__(self, config: ClusterConfig, node: Node, run: Callable[[], None], is_embedded: bool = False) -> None:
+    def __init__(
+        self, config: ClusterConfig, node: Node, memory: Memory, run: Callable[[], None], is_embedded: bool = False
+    ) -> None:
         self.config = config
         self.node = node
+        self.memory = memory
         self.is_embedded = is_embedded
         self.rank = -1
         self.stores_open = 0
@@ -182,7 +188,7 @@ def _joined(config: ClusterConfig) -> Cluster:
         )
     machine = Worker(introduction(config, "", config.scheduler_endpoint), config.limits, time.monotonic())
     node = Node(machine, ZeroMQTransport(config.limits), config.job_tag, config.limits.explain_after_s)
-    return Cluster(config, node, node.run)
+    return Cluster(config, node, OrdinaryMemory(), node.run)
 
 
 def _embedded() -> Cluster:
@@ -211,4 +217,4 @@ def _embedded() -> Cluster:
         if endpoint:
             transport.bind(endpoint)
         nodes.append(Node(machine, transport, config.job_tag, config.limits.explain_after_s))
-    return Cluster(config, nodes[-1], lambda: run_together(nodes, network.wait), is_embedded=True)
+    return Cluster(config, nodes[-1], OrdinaryMemory(), lambda: run_together(nodes, network.wait), is_embedded=True)

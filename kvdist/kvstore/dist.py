@@ -13,9 +13,10 @@ import contextlib
 import logging
 import math
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,27 +33,21 @@ from kvdist.core.requests import (
     RunPlan,
     SetStoreOptimizer,
     Transfer,
-    make_plan,
 )
-from kvdist.errors import InitMismatch, KeyNotInitialised, OptimizerMismatch, StoreClosed
+from kvdist.errors import OptimizerMismatch, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
-from kvdist.kvstore.settings import settings_of, used_settings
-from kvdist.kvstore.staging import Buffers, Staging, lend, reaches_another
+from kvdist.kvstore.contribution import Contribution, Terms, contribute
+from kvdist.kvstore.key_table import KeyTable, Matched
+from kvdist.kvstore.staging import Staging, Stagings, lend, reaches_another
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
-from kvdist.protocol.limits import DEFAULT
-from kvdist.protocol.messages import U8, Flag
 
 LOG = logging.getLogger("kvdist")
-
-STAGED_BYTES_MIN = 64 << 20
-STAGED_MODELS_MAX = 4
-"""Buffers are kept for lists of keys used lately: this many times the bytes of all keys, or at least those."""
 
 
 class DistStore(KVStore):
@@ -71,13 +66,8 @@ class DistStore(KVStore):
         self._cluster = cluster
         self._kernels = kernels
         self._number = cluster.open_store()
-        self._infos: dict[Key, KeyInfo] = {}
-        self._kinds: dict[Key, str] = {}
-        self._stagings: OrderedDict[tuple[Key, ...], Staging] = OrderedDict()
-        """The plans of the lists of keys that were used lately, the latest last."""
-        self._staged_bytes = 0
-        self._bytes = 0
-        """Of all keys."""
+        self._keys = KeyTable()
+        self._stagings = Stagings(cluster.config.limits.slice_bytes, cluster.memory)
         self._optimizer: Optimizer | None = None
         self._barrier_lock = threading.Lock()
         self._closed = False
@@ -85,7 +75,7 @@ class DistStore(KVStore):
         """Of pushes that nobody waited for."""
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {len(self._infos)} keys"
+        state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {len(self._keys)} keys"
         return f"<{self._type} store, {state}>"
 
     @property
@@ -111,28 +101,25 @@ class DistStore(KVStore):
     def init(self, key: Keys, value: Value) -> None:
         """Agree on keys with all workers; rank 0's values win. See `KVStore.init`."""
         self._require_usable()
-        fresh = self._undeclared(values.pairs(key, value))
+        fresh = self._keys.undeclared(values.pairs(key, value))
         if not fresh:
             return
         shapes_dtypes = [values.describe(array) for _, array in fresh]
         names = tuple(one for one, _ in fresh)
-        values.require_same_type(names, self._infos)
         shapes = tuple(shape for shape, _ in shapes_dtypes)
         dtypes = tuple(dtype for _, dtype in shapes_dtypes)
         infos = self._cluster.ask(
             lambda number: DeclareKeys(number, self._number, self._policy.name, names, shapes, dtypes)
         )
-        for info, (one, array) in zip(infos, fresh, strict=True):
-            self._infos[one] = info
-            self._bytes += info.size * info.dtype.itemsize
-            self._kinds[one] = values.kind_of(array)
+        for info, (_, array) in zip(infos, fresh, strict=True):
+            self._keys.add(info, array)
         mine = [(one, array) for info, (one, array) in zip(infos, fresh, strict=True) if info.giver == self.rank]
         if mine:
             self._give(Kind.INITIALISE, mine)
 
-    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> None:
+    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Contribute; returns as soon as the values are copied. See `KVStore.push`."""
-        self.push_async(key, value, priority, average=average).add_done_callback(self._remember_error)
+        self.push_async(key, value, priority, average=average, samples=samples).add_done_callback(self._remember_error)
 
     def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Read; waits for this worker's own pushes to be counted. See `KVStore.pull`."""
@@ -141,12 +128,19 @@ class DistStore(KVStore):
         return result
 
     def pushpull(
-        self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
+        self,
+        key: Keys,
+        value: Value,
+        out: Value | None = None,
+        priority: int = 0,
+        *,
+        average: bool = False,
+        samples: int = 0,
     ) -> None:
         """Contribute and read the result in one round trip. See `KVStore.pushpull`."""
         # The caller waits, so large arrays are sent from where they are: a pass over the bytes less, and the first of
         # them are under way at once.
-        future = self._pushpull(key, value, out, priority, average, may_lend=True)
+        future = self._pushpull(key, value, out, priority, Terms(average, samples), may_lend=True)
         try:
             self._cluster.wait(future)
         except KeyboardInterrupt:
@@ -156,20 +150,16 @@ class DistStore(KVStore):
             raise
         self._raise_lost_error()
 
-    def push_async(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> Future[None]:
+    def push_async(
+        self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+    ) -> Future[None]:
         """`push`, with a future that resolves when the servers have counted it."""
         self._require_usable()
-        given = self._matched(values.pairs(key, value))
+        given = self._keys.matched(values.pairs(key, value))
         staging = self._staging([info for info, _ in given])
-        runs, buffers = self._contribution(staging, given, _bits(given), average, may_lend=False)
-
-        def finish() -> None:
-            staging.give_back(buffers)
-
+        own = self._contribute(staging, given, _bits(given), Terms(average, samples), may_lend=False)
         label = f"push of {_named(staging.plan)}"
-        return self._cluster.submit(
-            lambda number: Transfer(number, Kind.PUSH, label, runs, priority), finish if buffers else None
-        )
+        return self._cluster.submit(lambda number: Transfer(number, Kind.PUSH, label, own.runs, priority), own.release)
 
     def pull_async(
         self,
@@ -183,26 +173,23 @@ class DistStore(KVStore):
         if out is None:
             names = values.keys(key)
             order = {one: i for i, one in enumerate(dict.fromkeys(names))}
-            infos = [self._info(one) for one in order]
+            infos = [self._keys[one] for one in order]
             results = [np.empty(info.size, info.dtype.storage) for info in infos]
             staging = self._staging(infos)
 
             def copies(one: Key) -> Any:
                 info, bits = infos[order[one]], results[order[one]]
-                return values.like(self._kinds[one], info.shape, info.dtype, bits.copy())
+                return self._keys.like(info, bits.copy())
 
             def finish() -> Any:
-                made = {
-                    info.key: values.like(self._kinds[info.key], info.shape, info.dtype, bits)
-                    for info, bits in zip(infos, results, strict=True)
-                }
+                made = {info.key: self._keys.like(info, bits) for info, bits in zip(infos, results, strict=True)}
                 if not isinstance(key, (list, tuple)):
                     return made[names[0]]
                 # A key that is named twice gives two arrays.
                 return [made.pop(one) if one in made else copies(one) for one in names]
 
         else:
-            taken = self._matched(values.pairs(key, out), writable=True)
+            taken = self._keys.matched(values.pairs(key, out), writable=True)
             staging = self._staging([info for info, _ in taken])
             results, spread = _sinks(taken)
 
@@ -214,31 +201,34 @@ class DistStore(KVStore):
         return self._cluster.submit(lambda number: Transfer(number, Kind.PULL, label, runs, priority), finish)
 
     def pushpull_async(
-        self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
+        self,
+        key: Keys,
+        value: Value,
+        out: Value | None = None,
+        priority: int = 0,
+        *,
+        average: bool = False,
+        samples: int = 0,
     ) -> Future[None]:
         """`pushpull`, with a future."""
-        return self._pushpull(key, value, out, priority, average, may_lend=False)
+        return self._pushpull(key, value, out, priority, Terms(average, samples), may_lend=False)
 
     def _pushpull(
-        self, key: Keys, value: Value, out: Value | None, priority: int, average: bool, may_lend: bool
+        self, key: Keys, value: Value, out: Value | None, priority: int, terms: Terms, may_lend: bool
     ) -> Future[None]:
         self._require_usable()
-        given = self._matched(values.pairs(key, value))
-        taken = self._matched(values.pairs(key, value if out is None else out), writable=True)
+        given = self._keys.matched(values.pairs(key, value))
+        taken = self._keys.matched(values.pairs(key, value if out is None else out), writable=True)
         staging = self._staging([info for info, _ in given])
         results, spread = _sinks(taken)
         bits = _bits(given)
         may_lend = may_lend and (out is None or not reaches_another(bits, results))
-        runs, buffers = self._contribution(staging, given, bits, average, may_lend)
-        runs = [
-            RunData(run.plan, run.payload, _cut(run.plan, results), run.flags, run.settings, run.setting_of)
-            for run in runs
-        ]
+        own = self._contribute(staging, given, bits, terms, may_lend)
+        runs = [replace(run, sinks=_cut(run.plan, results)) for run in own.runs]
 
         def finish() -> None:
             spread()
-            if buffers:
-                staging.give_back(buffers)
+            own.release()
 
         label = f"pushpull of {_named(staging.plan)}"
         return self._cluster.submit(lambda number: Transfer(number, Kind.PUSHPULL, label, runs, priority), finish)
@@ -247,14 +237,14 @@ class DistStore(KVStore):
         """Give every worker rank 0's present values; every worker calls it. See `KVStore.broadcast`."""
         self._require_usable()
         given = values.pairs(key, value)
-        replaced = [(one, arrays[0]) for one, arrays in given if one in self._infos and arrays]
+        replaced = [(one, arrays[0]) for one, arrays in given if one in self._keys and arrays]
         self.init(key, value)
         if replaced:
             # The pull waits for this worker's pushes to be counted, so between the two barriers nobody's push is
             # under way, and no round that was meant for the old values closes on the new ones.
             self.pull([one for one, _ in replaced])
             self.barrier()
-            mine = [(one, array) for one, array in replaced if self._infos[one].giver == self.rank]
+            mine = [(one, array) for one, array in replaced if self._keys[one].giver == self.rank]
             if mine:
                 self._give(Kind.REPLACE, mine)
             self.barrier()
@@ -270,6 +260,12 @@ class DistStore(KVStore):
         # One at a time: a second thread's barrier is the next one, not the same.
         with self._barrier_lock:
             self._cluster.ask(lambda number: EnterBarrier(number, self._number, timeout))
+
+    def agree(self, statement: str) -> None:
+        """A barrier at which all must say the same. See `KVStore.agree`."""
+        self._require_usable()
+        with self._barrier_lock:
+            self._cluster.ask(lambda number: EnterBarrier(number, self._number, None, statement))
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
         """Let the servers update the values. See `KVStore.set_optimizer`."""
@@ -298,8 +294,11 @@ class DistStore(KVStore):
         return values.is_optimizer_capability(capability)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """A new array; in this version in ordinary memory. See `KVStore.empty`."""
-        return np.empty(shape, values.as_numpy_dtype(dtype))
+        """A new array in memory that servers of this host are shown. See `KVStore.empty`."""
+        wanted = values.as_numpy_dtype(dtype)
+        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+        nbytes = math.prod(lengths) * wanted.itemsize
+        return self._cluster.memory.allocate(nbytes).view(wanted).reshape(lengths)
 
     def close(self) -> None:
         """Leave the store; the last store of the process leaves the cluster. Raises the error of a lost push."""
@@ -334,58 +333,19 @@ class DistStore(KVStore):
             LOG.error("a push to a store that has been closed meanwhile failed: %s", error)
         self._errors.append(error)
 
-    def _info(self, key: Key) -> KeyInfo:
-        info = self._infos.get(key)
-        if info is None:
-            raise KeyNotInitialised(values.unknown_key(key, self._infos))
-        return info
-
-    def _undeclared(self, given: list[tuple[Key, list[Any]]]) -> list[tuple[Key, Any]]:
-        """The keys of an init that are new; the others must be as they were."""
-        fresh = []
-        for one, arrays in given:
-            shape, dtype = values.first_shape(one, arrays)
-            info = self._infos.get(one)
-            if info is None:
-                _require_sendable(one, shape)
-                fresh.append((one, arrays[0]))
-            elif (shape, dtype) != (info.shape, info.dtype):
-                raise InitMismatch(
-                    f"key {one!r} was initialised with shape {info.shape} and dtype {info.dtype.label},"
-                    f" and now with shape {shape} and dtype {dtype.label}"
-                )
-        return fresh
-
-    def _matched(
-        self, given: list[tuple[Key, list[Any]]], *, writable: bool = False
-    ) -> list[tuple[KeyInfo, list[Any]]]:
-        check = values.require_writable if writable else values.require
-        matched = [(self._info(one), arrays) for one, arrays in given]
-        for info, arrays in matched:
-            for array in arrays:
-                check(info.key, array, info.shape, info.dtype)
-        return matched
-
     # Transfers.
 
     def _staging(self, infos: Sequence[KeyInfo]) -> Staging:
-        names = tuple(info.key for info in infos)
-        staging = self._stagings.get(names)
-        if staging is not None:
-            self._stagings.move_to_end(names)
-            return staging
-        staging = self._stagings[names] = Staging(make_plan(infos, self._cluster.config.limits.slice_bytes))
-        self._staged_bytes += staging.nbytes
-        allowed = max(STAGED_BYTES_MIN, STAGED_MODELS_MAX * self._bytes)
-        while self._staged_bytes > allowed and len(self._stagings) > 1:
-            # A script that shuffles its list of keys would otherwise keep buffers for every order.
-            _, oldest = self._stagings.popitem(last=False)
-            self._staged_bytes -= oldest.nbytes
-        return staging
+        return self._stagings.of(infos, self._keys.nbytes)
+
+    def _contribute(
+        self, staging: Staging, given: Matched, bits: Sequence[Sequence[Bits]], terms: Terms, may_lend: bool
+    ) -> Contribution:
+        return contribute(staging, given, bits, self._optimizer, terms, self._kernels, may_lend)
 
     def _give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
-        staging = self._staging([self._infos[one] for one, _ in given])
+        staging = self._staging([self._keys[one] for one, _ in given])
         arrays = [[values.read_bits(array)] for _, array in given]
         # The caller waits, so its own memory is sent where it can be.
         payloads, _ = staging.fill(arrays, self._kernels, [lend(run, arrays) for run in staging.plan.runs])
@@ -393,75 +353,9 @@ class DistStore(KVStore):
         label = f"init of {_named(staging.plan)}"
         self._cluster.ask(lambda number: Transfer(number, kind, label, runs))
 
-    def _contribution(
-        self,
-        staging: Staging,
-        given: Sequence[tuple[KeyInfo, list[Any]]],
-        arrays: Sequence[Sequence[Bits]],
-        average: bool,
-        may_lend: bool,
-    ) -> tuple[list[RunData], Buffers]:
-        """The runs of a push, and the buffers they occupy (none when a key has no value: such a push is rare)."""
-        plan = staging.plan
-        settings, setting_of_key = settings_of(plan, self._optimizer)
-        flag = int(Flag.AVERAGE) if average else 0
-        if all(arrays):
-            lent = [lend(run, arrays) if may_lend else None for run in plan.runs]
-            payloads, buffers = staging.fill(arrays, self._kernels, lent)
-            flags: list[U8 | None] = [_flags(run, flag) for run in plan.runs]
-        else:
-            buffers = []
-            empty = np.array([not parts for parts in arrays])
-            flags = [
-                _flags(run, flag) | np.where(empty[run.key_of], Flag.EMPTY, 0).astype(np.uint8) for run in plan.runs
-            ]
-            payloads = [self._sparse_payload(run, given, arrays) for run in plan.runs]
-        runs = []
-        for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
-            own, index = used_settings(settings, None if setting_of_key is None else setting_of_key[run.key_of])
-            runs.append(RunData(run, payload, (), run_flags, own, index))
-        return runs, buffers
-
-    def _sparse_payload(
-        self, run: RunPlan, given: Sequence[tuple[KeyInfo, list[Any]]], arrays: Sequence[Sequence[Bits]]
-    ) -> memoryview:
-        """The payload of a run some of whose keys have no value: those take no bytes."""
-        payload = bytearray()
-        for piece in run.pieces:
-            if not arrays[piece.index]:
-                continue
-            info, _ = given[piece.index]
-            total = np.empty(piece.stop - piece.start, info.dtype.storage)
-            parts = [part[piece.start : piece.stop] for part in arrays[piece.index]]
-            self._kernels.weighted_sum(parts, [1.0] * len(parts), info.dtype, total)
-            payload += total.tobytes()
-            payload += b"\0" * (-total.nbytes % 8)
-        return memoryview(payload)
-
-
-def _require_sendable(key: Key, shape: tuple[int, ...]) -> None:
-    """What a message can carry of a key, checked where the user can see it."""
-    if isinstance(key, str):
-        try:
-            nbytes = len(key.encode())
-        except UnicodeEncodeError:
-            raise ValueError(f"key {key[:40]!r} has characters that are not text (lone surrogates)") from None
-        if nbytes > DEFAULT.key_bytes_max:
-            raise ValueError(f"key {key[:40]!r}… is longer than {DEFAULT.key_bytes_max} bytes; give it a shorter name")
-    if isinstance(key, int) and not -(1 << 63) <= key < 1 << 63:
-        raise ValueError(f"key {key} does not fit into 64 bits; use a smaller number, or a name")
-    if len(shape) > DEFAULT.dims_max:
-        raise ValueError(f"key {key!r} has {len(shape)} dimensions; at most {DEFAULT.dims_max} are supported")
-    if math.prod(length for length in shape if length) > DEFAULT.elements_max:
-        raise ValueError(f"key {key!r} has shape {shape}; at most {DEFAULT.elements_max} elements are supported")
-
 
 def _bits(given: Sequence[tuple[KeyInfo, list[Any]]]) -> list[list[Bits]]:
     return [[values.read_bits(array) for array in arrays] for _, arrays in given]
-
-
-def _flags(run: RunPlan, flag: int) -> U8:
-    return np.full(len(run.ids), flag, np.uint8)
 
 
 def _cut(run: RunPlan, results: Sequence[Bits]) -> list[Bits]:

@@ -90,7 +90,7 @@ class LocalStore(KVStore):
         values.require_same_type((entry.key for entry in fresh), self._entries)
         self._entries.update((entry.key, entry) for entry in fresh)
 
-    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> None:
+    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Sum over the devices and update or replace the stored value; see `KVStore.push`."""
         self._contribute(self._matched(key, value))
 
@@ -117,6 +117,7 @@ class LocalStore(KVStore):
         priority: int = 0,
         *,
         average: bool = False,
+        samples: int = 0,
     ) -> None:
         """`push`, then `pull`; see `KVStore.pushpull`."""
         contributions = self._matched(key, value)
@@ -124,9 +125,11 @@ class LocalStore(KVStore):
         self._contribute(contributions)
         self._hand_out(results)
 
-    def push_async(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False) -> Future[None]:
+    def push_async(
+        self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+    ) -> Future[None]:
         """`push`, with a future that has its result."""
-        self.push(key, value, priority, average=average)
+        self.push(key, value, priority, average=average, samples=samples)
         return _resolved(None)
 
     def pull_async(
@@ -136,10 +139,17 @@ class LocalStore(KVStore):
         return _resolved(self.pull(key, out, priority, ignore_sparse))
 
     def pushpull_async(
-        self, key: Keys, value: Value, out: Value | None = None, priority: int = 0, *, average: bool = False
+        self,
+        key: Keys,
+        value: Value,
+        out: Value | None = None,
+        priority: int = 0,
+        *,
+        average: bool = False,
+        samples: int = 0,
     ) -> Future[None]:
         """`pushpull`, with a future that has its result."""
-        self.pushpull(key, value, out, priority, average=average)
+        self.pushpull(key, value, out, priority, average=average, samples=samples)
         return _resolved(None)
 
     def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
@@ -152,6 +162,10 @@ class LocalStore(KVStore):
 
     def barrier(self, timeout: float | None = None) -> None:
         """Nothing to wait for."""
+        self._require_open()
+
+    def agree(self, statement: str) -> None:
+        """Nobody to agree with."""
         self._require_open()
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:

@@ -5,14 +5,20 @@ A plan's buffers are used again and again, because the first touch of fresh memo
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvdist.core.requests import ALONE_BYTES_MIN, Bits, Plan, RunPlan
+from kvdist.core.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunPlan, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
+from kvdist.kvstore.values import Key
+from kvdist.transport.memory import Memory
+
+STAGED_BYTES_MIN = 64 << 20
+STAGED_MODELS_MAX = 4
+"""Buffers are kept for lists of keys used lately: this many times the bytes of all keys, or at least those."""
 
 SETS_KEPT_MAX = 2
 """One set is being filled while the other one is under way."""
@@ -27,21 +33,23 @@ Buffers = list["RunBuffer | None"]
 class RunBuffer:
     """The payload of one run, and a typed view of each of its slices."""
 
-    def __init__(self, plan: RunPlan) -> None:
-        memory = np.zeros(max(plan.nbytes, 1), np.uint8)  # zeroed once, so that the padding is defined
-        self.payload = memory.data[: plan.nbytes]
+    def __init__(self, plan: RunPlan, memory: Memory) -> None:
+        bytes_ = memory.allocate(max(plan.nbytes, 1))
+        bytes_.fill(0)  # once, so that the padding is defined
+        self.payload = bytes_.data[: plan.nbytes]
         self.views: list[Bits] = []
         for piece, code in zip(plan.pieces, plan.dtypes.tolist(), strict=True):
             dtype = DType(code)
             stop = piece.offset + (piece.stop - piece.start) * dtype.itemsize
-            self.views.append(memory[piece.offset : stop].view(dtype.storage))
+            self.views.append(bytes_[piece.offset : stop].view(dtype.storage))
 
 
 class Staging:
     """The buffers of one plan: as many sets as are under way at once."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, memory: Memory) -> None:
         self.plan = plan
+        self._memory = memory
         self.nbytes = sum(run.nbytes for run in plan.runs)
         """Bytes of one set of buffers."""
         # What a burst of pushes needed more than this is not kept.
@@ -67,7 +75,7 @@ class Staging:
         payloads = []
         for i, (run, payload) in enumerate(zip(self.plan.runs, lent, strict=True)):
             if payload is None:
-                buffer = buffers[i] = buffers[i] or RunBuffer(run)
+                buffer = buffers[i] = buffers[i] or RunBuffer(run, self._memory)
                 self._copy(run, buffer, arrays, kernels)
                 payload = buffer.payload
             payloads.append(payload)
@@ -88,6 +96,41 @@ class Staging:
                 view[...] = parts[0]
             else:
                 kernels.weighted_sum(parts, [1.0] * len(parts), self.plan.keys[piece.index].dtype, view)
+
+
+class Stagings:
+    """The buffers of the lists of keys that were used lately.
+
+    Args:
+        slice_bytes: the size up to which small slices travel together.
+        memory: where the buffers lie.
+    """
+
+    def __init__(self, slice_bytes: int, memory: Memory) -> None:
+        self._slice_bytes = slice_bytes
+        self._memory = memory
+        self._by_keys: OrderedDict[tuple[Key, ...], Staging] = OrderedDict()
+        """The latest last."""
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_keys)
+
+    def of(self, infos: Sequence[KeyInfo], all_bytes: int) -> Staging:
+        """The plan and buffers for these keys in this order; `all_bytes` is the size of all keys of the store."""
+        names = tuple(info.key for info in infos)
+        staging = self._by_keys.get(names)
+        if staging is not None:
+            self._by_keys.move_to_end(names)
+            return staging
+        staging = self._by_keys[names] = Staging(make_plan(infos, self._slice_bytes), self._memory)
+        self._nbytes += staging.nbytes
+        allowed = max(STAGED_BYTES_MIN, STAGED_MODELS_MAX * all_bytes)
+        while self._nbytes > allowed and len(self._by_keys) > 1:
+            # A script that shuffles its list of keys would otherwise keep buffers for every order.
+            _, oldest = self._by_keys.popitem(last=False)
+            self._nbytes -= oldest.nbytes
+        return staging
 
 
 def lend(run: RunPlan, arrays: Sequence[Sequence[Bits]]) -> memoryview | None:

@@ -25,9 +25,7 @@ def _corrected(lr: float, beta1: float, beta2: float, count: int) -> float:
     return lr * math.sqrt(1.0 - beta2**count) / (1.0 - beta1**count)
 
 
-def _ratio(
-    grad: Array, state: tuple[Array, ...], scratch: Array, beta1: float, beta2: float, epsilon: float
-) -> None:
+def _ratio(grad: Array, state: tuple[Array, ...], scratch: Array, beta1: float, beta2: float, epsilon: float) -> None:
     """m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  scratch ← m/(√v + ε). Ten passes; `grad` is used up."""
     mean, variance = state
     np.multiply(grad, 1.0 - beta1, out=scratch)

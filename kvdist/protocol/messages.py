@@ -250,13 +250,17 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Worker → scheduler: I am at the `counter`-th barrier of this store. Answered by `Done` when all are."""
+    """Worker → scheduler: I am at the `counter`-th barrier of this store. Answered by `Done` when all are.
+
+    All of them must say the same in `statement`, or all are answered by `Failed`.
+    """
 
     KIND: ClassVar[int] = 17
     SEQUENCED: ClassVar[bool] = True
     request: int
     store: int
     counter: int
+    statement: str
 
 
 # Data: between workers and servers, no scheduler involved.
@@ -448,6 +452,7 @@ Message = (
     | Abort
     | Stop
 )
+
 
 @dataclass(frozen=True, slots=True)
 class Packet:

@@ -341,7 +341,7 @@ _kind(messages.Configure, request=_U64, store=_U32, description=fields.DESCRIPTI
 _kind(messages.SetOptimizer, request=_U64, store=_U32, description=fields.DESCRIPTION)
 _kind(messages.Done, request=_U64)
 _kind(messages.Failed, request=_U64, code=fields.ERROR, reason=_SENTENCE)
-_kind(messages.Barrier, request=_U64, store=_U32, counter=_U64)
+_kind(messages.Barrier, request=_U64, store=_U32, counter=_U64, statement=_SENTENCE)
 _kind(messages.InitValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.ReplaceValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.Push, _check_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,

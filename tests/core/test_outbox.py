@@ -25,6 +25,7 @@ def run(
     priority: int = 0,
     settings: tuple[tuple[float, float, float], ...] = OWN,
     flags: int | None = None,
+    samples: int = 0,
 ) -> Run:
     """A run of one slice; slice and run have the same number."""
     info = KeyInfo(f"k{number}", (size,), DType.FLOAT32, tuple(cut(size, 4, 0, 1, number, 1 << 30)))
@@ -32,7 +33,7 @@ def run(
     payload = None if kind is Kind.PULL else memoryview(np.full(plan.nbytes // 4, number, np.float32).tobytes())
     if flags is not None and flags & Flag.EMPTY:
         payload = memoryview(b"")
-    data = RunData(plan, payload, (), None if flags is None else np.array([flags], np.uint8), settings)
+    data = RunData(plan, payload, (), None if flags is None else np.array([flags], np.uint8), settings, None, samples)
     steps = np.array([number + 1], np.uint32)
     return Run(number, 1, kind, data, steps, steps + 1, 1, priority=priority)
 
@@ -50,6 +51,12 @@ def taken(outbox: Outbox) -> list[list[int]]:
     while (pair := outbox.take()) is not None:
         messages.append(pair[0].runs.tolist())
     return messages
+
+
+def test_each_slice_of_a_joined_push_keeps_the_number_of_its_examples() -> None:
+    pair = filled(run(1, samples=32), run(2), run(3, samples=7)).take()
+    assert pair is not None and isinstance(pair[0], Push)
+    assert pair[0].samples.tolist() == [32, 0, 7]
 
 
 def test_small_runs_of_one_kind_leave_in_one_message() -> None:

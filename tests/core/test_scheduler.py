@@ -102,7 +102,7 @@ def test_a_server_cannot_speak_for_the_worker_of_its_rank() -> None:
     wired.barrier(0)
     wired.settle()
     impostor = wired.member("server-1")
-    for message in (Barrier(99, 0, 0), Goodbye(98, "")):
+    for message in (Barrier(99, 0, 0, ""), Goodbye(98, "")):
         assert wired.scheduler.handle(impostor, message, 1.0) == []
     assert wired.scheduler.explain(1.0) == "barrier 0 has waited 1.0 s for worker-1"
 
@@ -228,6 +228,26 @@ def test_a_barrier_can_be_tried_again_after_it_was_late() -> None:
     wired.settle()
     assert set(requests) <= wired.completed.keys()
     again = [wired.barrier(rank) for rank in (0, 1)]
+    wired.settle()
+    assert set(again) <= wired.completed.keys()
+
+
+def test_workers_that_say_the_same_at_a_barrier_go_on() -> None:
+    wired = Wired(2, 1)
+    requests = [wired.barrier(rank, statement="8 parameters") for rank in (0, 1)]
+    wired.settle()
+    assert set(requests) <= wired.completed.keys()
+
+
+def test_workers_that_say_different_things_at_a_barrier_all_hear_who_said_what() -> None:
+    wired = Wired(3, 1)
+    requests = [wired.barrier(rank, statement=text) for rank, text in enumerate(("8 parameters", "", "8 parameters"))]
+    wired.settle()
+    errors = [wired.failed[request] for request in requests]
+    assert all(isinstance(error, InitMismatch) for error in errors)
+    assert str(errors[0]) == str(errors[1]) == str(errors[2])
+    assert "worker-1 says: nothing; worker-2 says: 8 parameters" in str(errors[0])
+    again = [wired.barrier(rank) for rank in (0, 1, 2)]
     wired.settle()
     assert set(again) <= wired.completed.keys()
 

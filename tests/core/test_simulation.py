@@ -113,7 +113,7 @@ def never_repeats(self: Reliable, link: Link, now: float, messages_max: int | No
 
 
 def writes_into_leased_buffers(self: Shard) -> Buffer:
-    return self.spare.pop(0) if self.spare else Buffer.of(self.count, self.dtype)
+    return self.spare.pop(0) if self.spare else Buffer.of(self.count, self.dtype, self.allocate)
 
 
 def forgets_the_step(self: Shard, pull: PullRequest) -> bool:

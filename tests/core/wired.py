@@ -229,9 +229,9 @@ class Wired:
         """Read."""
         return self._transfer(rank, Kind.PULL, dict.fromkeys(keys))
 
-    def barrier(self, rank: int, timeout_s: float | None = None) -> int:
+    def barrier(self, rank: int, timeout_s: float | None = None, statement: str = "") -> int:
         """Arrive at a barrier."""
-        return self.ask(rank, lambda number: EnterBarrier(number, 0, timeout_s))
+        return self.ask(rank, lambda number: EnterBarrier(number, 0, timeout_s, statement))
 
     def set_optimizer(self, rank: int, name: str, **numbers: Any) -> int:
         """Choose the optimizer."""

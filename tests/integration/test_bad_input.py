@@ -73,6 +73,24 @@ def test_shapes_or_dtypes_that_differ_between_workers_are_told_to_all_of_them(jo
         assert "float32" in said[1] and "float64" in said[1]
 
 
+def test_models_that_differ_between_workers_are_told_to_all_of_them(job):
+    pytest.importorskip("torch")
+    launcher = job.launch(3, 2, "mistakes.py", "models")
+    job.succeed()
+    expected = [
+        r"worker-0 says: 2 parameters, trained are 0-1; worker-1 says: 1 parameters, trained are 0; worker-2 says",
+        r"worker-0 says: 4 parameters, trained are 0-3; worker-1 says: 4 parameters, trained are 0-1; worker-2 says",
+        r"worker-0 says: .*'learning_rate': 0\.25.*; worker-1 says: .*'learning_rate': 0\.5",
+        r"works",
+    ]
+    for rank in range(3):
+        said = [line for line in launcher.text.splitlines() if line.startswith(f"[worker-{rank}] ")]
+        assert len(said) == len(expected), job.transcript()
+        for line, pattern in zip(said, expected, strict=True):
+            assert re.search(pattern, line), f"{line!r} has no {pattern!r}"
+        assert all("InitMismatch: the workers do not agree." in line for line in said[:3]), job.transcript()
+
+
 def test_stores_of_different_types_are_refused(job):
     launcher = job.launch(2, 1, "mistakes.py", "stores")
     job.finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 
@@ -42,6 +44,13 @@ def test_an_asynchronous_store_without_an_optimizer_says_what_to_do(job):
     refused = [line for line in run(job, 2, "asynchronous_without") if line.startswith("refused: ")]
     assert all("it needs an optimizer: call set_optimizer before the first push" in line for line in refused)
     assert refused
+
+
+@pytest.mark.parametrize("scenario", ["nesterov", "adam_w", "bfloat16", "groups", "batch_sizes", "clipping"])
+def test_two_workers_have_the_expected_weights_and_the_same_bits_after(job, scenario):
+    digests = Counter(line for line in run(job, 2, scenario) if line.startswith("digest"))
+    ways = 2 if scenario in ("bfloat16", "groups", "batch_sizes") else 1
+    assert list(digests.values()) == [2] * ways, "each worker prints the same digest, one for each way to update"
 
 
 def test_two_runs_give_the_same_bits(job):

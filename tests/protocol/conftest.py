@@ -51,7 +51,7 @@ def _messages() -> list[m.Message]:
         m.SetOptimizer(8, 0, dict(description)),
         m.Done(9),
         m.Failed(10, 1, "shapes differ"),
-        m.Barrier(11, 2, 3),
+        m.Barrier(11, 2, 3, "8 parameters"),
         m.InitValues(u32(1, 1), u32(0, 9), arrays([1, 3], [3, 5])),
         m.Push(True, u32(4, 4, 5), u32(0, 11, 12), u32(2, 2, 0), u32(2, 2, 1), u32(32, 0, 1), u8(0, 1, 6),
                ((0.5, NAN, 0.25), (NAN, 0.0, 1.0)), u8(0, 1, 1), arrays([1, 1, 8], [3, 0, 13])),

@@ -98,7 +98,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.SetOptimizer: st.builds(m.SetOptimizer, U64, U32, DESCRIPTIONS),
     m.Done: st.builds(m.Done, U64),
     m.Failed: st.builds(m.Failed, U64, ERRORS, NAMES),
-    m.Barrier: st.builds(m.Barrier, U64, U32, U64),
+    m.Barrier: st.builds(m.Barrier, U64, U32, U64, NAMES),
     m.InitValues: parallel(m.InitValues, 2, arrays),
     m.Push: LENGTHS.flatmap(pushes),
     m.Pull: parallel(m.Pull, 4),

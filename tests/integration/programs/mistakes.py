@@ -71,6 +71,26 @@ def shapes():
     store.close()
 
 
+def models():
+    """Workers whose networks, frozen layers or settings differ; each try is a store of its own."""
+    import torch
+
+    from kvdist import Trainer
+
+    odd = kv.create("dist").rank == 1
+    tries = [
+        ([torch.nn.Linear(3, 2, bias=not odd)], "sgd", {}, None),
+        ([torch.nn.Linear(3, 2), torch.nn.Linear(2, 2).requires_grad_(not odd)], "sgd", {}, None),
+        ([torch.nn.Linear(3, 2)], "sgd", {"learning_rate": 0.5 if odd else 0.25}, False),
+    ]
+    for layers, name, numbers, on_store in tries:
+        store = kv.create("dist")
+        net = torch.nn.Sequential(*layers)
+        trainer = Trainer(net.parameters(), name, numbers, kvstore=store, update_on_kvstore=on_store)
+        attempt(trainer.broadcast_parameters)
+    works(kv.create("dist"))
+
+
 def stores():
     """Worker 1 creates its store with another type."""
     store = kv.create("dist_async" if os.environ["KVDIST_RANK"] == "1" else "dist_sync")

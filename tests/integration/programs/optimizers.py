@@ -165,9 +165,13 @@ def same_bits():
     random = np.random.default_rng(store.rank)
     for _ in range(5):
         store.push(list(SHAPES), [random.normal(size=shape).astype(np.float32) for shape in SHAPES.values()])
-    values = store.pull(list(SHAPES))
-    print("digest", hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest(), flush=True)
+    print_digest(store.pull(list(SHAPES)))
     return store
+
+
+def print_digest(arrays, label=""):
+    """Print what tells whether all workers have the same bits."""
+    print("digest", label, hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest(), flush=True)
 
 
 def asynchronous_without():
@@ -186,6 +190,221 @@ def asynchronous_without():
     store.barrier()
     assert (store.pull("w") == 1 + store.num_workers).all()
     return store
+
+
+# Against torch's own rules. Its functions, not its classes: those import a compiler, which takes seconds.
+
+
+def nesterov():
+    """Nesterov's momentum on the servers is torch's."""
+    from torch.optim.sgd import sgd
+
+    lr, momentum, wd = 0.05, 0.9, 0.01
+    buffers = {key: [None] for key in SHAPES}
+
+    def theirs(key, weight, grad, _):
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": wd}
+        sgd([weight], [grad], buffers[key], **numbers, dampening=0, nesterov=True, maximize=False)
+
+    return against_torch(theirs, "nag", learning_rate=lr, momentum=momentum, wd=wd)
+
+
+def adam_w():
+    """AdamW on the servers is torch's, whose ε and decay are brought to where kvdist has them."""
+    import torch
+    from torch.optim.adamw import adamw
+
+    lr, beta1, beta2, epsilon, wd = 0.01, 0.8, 0.99, 1e-3, 0.1
+    states = {}
+
+    def theirs(key, weight, grad, count):
+        # Ours has ε outside the correction of the variance, and the decay takes part in the corrections.
+        root = (1 - beta2**count) ** 0.5
+        numbers = {"eps": epsilon / root, "weight_decay": wd * root / (1 - beta1**count)}
+        mean, variance = states.setdefault(key, (torch.zeros_like(weight), torch.zeros_like(weight)))
+        states_and_step = [mean], [variance], [], [torch.tensor(count - 1.0)]
+        numbers |= {"lr": lr, "beta1": beta1, "beta2": beta2}
+        adamw([weight], [grad], *states_and_step, **numbers, amsgrad=False, maximize=False)
+
+    return against_torch(theirs, "adamw", learning_rate=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, wd=wd)
+
+
+def against_torch(theirs, name, **numbers):
+    """Ten steps of an optimizer on the servers, and of torch's here with the sum of all workers' gradients.
+
+    Args:
+        theirs: updates a weight of torch in place; gets the key, the weight, the gradient, and the count of the step.
+        name, numbers: the optimizer of kvdist.
+    """
+    import torch
+
+    dtypes = {"small": np.float64, "big": np.float32}
+    tolerances = {"small": 1e-12, "big": 2e-6}
+    random = np.random.default_rng(7)  # the same on all workers
+    first = {key: random.normal(size=shape).astype(dtypes[key]) for key, shape in SHAPES.items()}
+    weights = {key: torch.tensor(value) for key, value in first.items()}
+    store = kv.create("dist")
+    store.init(list(SHAPES), list(first.values()))
+    store.set_optimizer(name, **numbers)
+    for count in range(1, 11):
+        # Whole numbers: their sums are the same in any order.
+        shapes = {key: (store.num_workers, *shape) for key, shape in SHAPES.items()}
+        grads = {key: random.integers(-4, 5, shape).astype(dtypes[key]) for key, shape in shapes.items()}
+        store.push(list(SHAPES), [grad[store.rank] for grad in grads.values()])
+        for key, value in zip(SHAPES, store.pull(list(SHAPES)), strict=True):
+            theirs(key, weights[key], torch.tensor(grads[key].sum(axis=0)), count)
+            assert value.dtype == dtypes[key]
+            np.testing.assert_allclose(value, weights[key].numpy(), tolerances[key], tolerances[key], err_msg=key)
+    values = store.pull(list(SHAPES))
+    assert all((value != old).mean() > 0.9 for value, old in zip(values, first.values(), strict=True))
+    print_digest(values)
+    return store
+
+
+# Through a Trainer, with the update on the servers and here.
+
+
+def bfloat16():
+    """Weights of bfloat16 are updated in float32 and rounded once; on the servers so are the sums of gradients."""
+    import torch
+
+    shapes = [(7,), (3, 5), (1200, 1200), (1,)]
+    for on_store, store, train in trainers():
+        random = torch.Generator().manual_seed(3)  # the same on all workers
+        weights = parameters([torch.randn(shape, generator=random).bfloat16() for shape in shapes])
+        with torch.no_grad():
+            weights[-1].fill_(1)
+        expected = [weight.detach().clone() for weight in weights]
+        trainer = train(weights, learning_rate=2**-8)
+        for _ in range(5):
+            grads = [torch.randn(store.num_workers, *shape, generator=random).bfloat16() for shape in shapes]
+            # 256 + 1 would be 256 in bfloat16, while 1 - 257/256 is -1/256.
+            grads[-1][:, 0] = torch.tensor([1.0] * (store.num_workers - 1) + [256.0])
+            set_grads(weights, [grad[store.rank] for grad in grads])
+            trainer.step(1)
+            sums = [grad.float().sum(dim=0) for grad in grads]
+            if not on_store:  # they come back as bfloat16
+                sums = [one.bfloat16().float() for one in sums]
+            expected = [(old.float() - one * 2**-8).bfloat16() for old, one in zip(expected, sums, strict=True)]
+            for weight, right in zip(weights, expected, strict=True):
+                assert weight.dtype == torch.bfloat16 and torch.equal(weight, right), (on_store, weight.shape)
+        assert (weights[-1] == 1 - 5) == (not on_store), weights[-1]
+        print_digest_of(weights, on_store)
+    return store
+
+
+def groups():
+    """Groups of parameters have factors of their own on the learning rate and the decay, changed ones too."""
+    import torch
+
+    for on_store, store, train in trainers():
+        mean = (store.num_workers + 1) / 2
+        weights = parameters([torch.ones(shape) for shape in ((3, 5), (1200, 1200), (1,), (7,))])
+        factors = [(2.0, 1.0), (2.0, 1.0), (0.5, 0.0), (1.0, 1.0)]
+        parts = [
+            {"params": weights[:2], "lr_mult": 2.0},
+            {"params": weights[2], "lr_mult": 0.5, "wd_mult": 0.0},
+            {"params": iter(weights[3:])},
+        ]
+        trainer = train(parts, learning_rate=0.5, wd=0.25)
+        expected = [1.0] * 4
+        for lr in (0.5, 0.5, 0.25, 0.25):
+            if lr != trainer.learning_rate:
+                trainer.set_learning_rate(lr)
+                trainer.optimizer.wd_mult[3], factors[3] = 4.0, (1.0, 4.0)
+            set_grads(weights, [torch.full_like(weight, store.rank + 1) for weight in weights])
+            trainer.step()
+            expected = [
+                old - lr * lr_mult * (mean + 0.25 * wd_mult * old)
+                for old, (lr_mult, wd_mult) in zip(expected, factors, strict=True)
+            ]
+            for weight, right in zip(weights, expected, strict=True):
+                assert (weight == right).all(), (on_store, weight.flatten()[0], right)
+        print_digest_of(weights, on_store)
+    return store
+
+
+def batch_sizes():
+    """Each worker's gradient is divided by the number of its own examples, whoever updates the weights."""
+    import torch
+
+    for on_store, store, train in trainers():
+        n = store.num_workers
+        net = torch.nn.Linear(5, 3, bias=False)
+        torch.nn.init.ones_(net.weight)
+        trainer = train(net.parameters(), learning_rate=0.5, momentum=0.5)
+        value, momentum = 1.0, 0.0
+        for step in range(4):
+            # 2 and 3 examples, then 3 and 2, …: a third of three equal numbers is exact.
+            size = 2 + (store.rank + step) % 2
+            net.zero_grad()
+            net(torch.full((size, 5), store.rank + 1.0)).sum().backward()
+            trainer.step(size)
+            momentum = 0.5 * momentum - 0.5 * (n * (n + 1) // 2)
+            value += momentum
+            assert (net.weight == value).all(), (on_store, step, net.weight, value)
+        print_digest_of([net.weight], on_store)
+    return store
+
+
+def clipping():
+    """Gradients summed over the workers can be clipped before the update."""
+    import torch
+
+    from kvdist import Trainer
+
+    store = kv.create("dist")
+    n = store.num_workers
+    weights, copies = (parameters([torch.ones(3, 5), torch.ones(1200, 1200)]) for _ in range(2))
+    momenta = [torch.zeros_like(copy) for copy in copies]
+    numbers = {"learning_rate": 0.5, "momentum": 0.5}
+    trainer = Trainer(weights, "sgd", numbers, kvstore=store, update_on_kvstore=False)
+    for average in (False, True, False):
+        set_grads(weights, [torch.full_like(weight, (store.rank + 1) * (3 + i)) for i, weight in enumerate(weights)])
+        total = n * (n + 1) / 2 / (n if average else 1)
+        set_grads(copies, [torch.full_like(copy, total * (3 + i)) for i, copy in enumerate(copies)])
+        trainer.allreduce_grads(average=average)
+        assert all(torch.equal(weight.grad, copy.grad) for weight, copy in zip(weights, copies, strict=True))
+        for one in (weights, copies):
+            assert torch.nn.utils.clip_grad_norm_(one, 2.0) > 2
+        trainer.update()
+        for weight, copy, momentum in zip(weights, copies, momenta, strict=True):
+            momentum.mul_(0.5).sub_(copy.grad * 0.5)
+            copy.data += momentum
+            assert torch.equal(weight, copy), (weight.flatten()[0], copy.flatten()[0])
+    print_digest_of(weights)
+    return store
+
+
+def trainers():
+    """Each way to update: whether it is on the store, a store of its own, and what makes a trainer with sgd on it."""
+    from kvdist import Trainer
+
+    stores = [(on_store, kv.create("dist")) for on_store in (True, False)]
+    for on_store, store in stores:
+
+        def train(params, *, store=store, on_store=on_store, **numbers):
+            return Trainer(params, "sgd", numbers, kvstore=store, update_on_kvstore=on_store)
+
+        yield on_store, store, train
+        if on_store:
+            store.close()  # the other is returned, and keeps the process in the cluster until then
+
+
+def parameters(tensors):
+    import torch
+
+    return [torch.nn.Parameter(tensor) for tensor in tensors]
+
+
+def set_grads(weights, grads):
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.grad = grad.clone()  # the trainer may write to it
+
+
+def print_digest_of(weights, label=""):
+    """`print_digest` for parameters of any floating type: float64 loses nothing of them."""
+    print_digest([weight.detach().double().numpy() for weight in weights], label)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""What a push sends: per run of its plan the bytes, the flags, and the numbers of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvdist.core.requests import Bits, RunData, RunPlan
+from kvdist.kernels.interface import Kernels
+from kvdist.kvstore.key_table import Matched
+from kvdist.kvstore.settings import settings_of, used_settings
+from kvdist.kvstore.staging import Buffers, Staging, lend
+from kvdist.optimizer.base import Optimizer
+from kvdist.protocol.messages import U8, Flag
+
+SAMPLES_MAX = (1 << 32) - 1
+"""A message has four bytes for it."""
+
+
+@dataclass(slots=True)
+class Contribution:
+    """One push: its runs, and the buffers that they occupy until they are counted."""
+
+    staging: Staging
+    runs: list[RunData]
+    buffers: Buffers = field(default_factory=list)
+
+    def release(self) -> None:
+        """It is counted: its buffers may be filled again. Called from the node's thread."""
+        if self.buffers:
+            self.staging.give_back(self.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How the servers are to count a push; see `KVStore.push`."""
+
+    average: bool
+    samples: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.samples <= SAMPLES_MAX:
+            raise ValueError(f"samples is {self.samples}; it counts examples, from 0 to {SAMPLES_MAX}")
+
+
+def contribute(
+    staging: Staging,
+    given: Matched,
+    bits: Sequence[Sequence[Bits]],
+    optimizer: Optimizer | None,
+    terms: Terms,
+    kernels: Kernels,
+    may_lend: bool,
+) -> Contribution:
+    """Lay out the arrays of a push.
+
+    Args:
+        staging: the buffers of this list of keys.
+        given: the keys and the arrays.
+        bits: the same arrays as bits.
+        optimizer: what the servers update with; its present numbers travel along.
+        terms: how the push counts.
+        kernels: what sums over devices.
+        may_lend: the caller waits, so that large arrays may be sent from where they are.
+    """
+    plan = staging.plan
+    settings, setting_of_key = settings_of(plan, optimizer)
+    flag = int(Flag.AVERAGE) if terms.average else 0
+    buffers: Buffers = []
+    if all(bits):
+        lent = [lend(run, bits) if may_lend else None for run in plan.runs]
+        payloads, buffers = staging.fill(bits, kernels, lent)
+        flags: list[U8] = [_flags(run, flag) for run in plan.runs]
+    else:
+        # Some key has no value here. That is rare, so it may be slow, and occupies no buffers.
+        empty = np.array([not parts for parts in bits])
+        flags = [_flags(run, flag) | np.where(empty[run.key_of], Flag.EMPTY, 0).astype(np.uint8) for run in plan.runs]
+        payloads = [_payload_of_some(run, given, bits, kernels) for run in plan.runs]
+    runs = []
+    for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
+        own, index = used_settings(settings, None if setting_of_key is None else setting_of_key[run.key_of])
+        runs.append(RunData(run, payload, (), run_flags, own, index, terms.samples))
+    return Contribution(staging, runs, buffers)
+
+
+def _payload_of_some(run: RunPlan, given: Matched, bits: Sequence[Sequence[Bits]], kernels: Kernels) -> memoryview:
+    """The payload of a run some of whose keys have no value: those take no bytes."""
+    payload = bytearray()
+    for piece in run.pieces:
+        if not bits[piece.index]:
+            continue
+        info, _ = given[piece.index]
+        total = np.empty(piece.stop - piece.start, info.dtype.storage)
+        parts = [part[piece.start : piece.stop] for part in bits[piece.index]]
+        kernels.weighted_sum(parts, [1.0] * len(parts), info.dtype, total)
+        payload += total.tobytes()
+        payload += b"\0" * (-total.nbytes % 8)
+    return memoryview(payload)
+
+
+def _flags(run: RunPlan, flag: int) -> U8:
+    return np.full(len(run.ids), flag, np.uint8)

@@ -1,0 +1,115 @@
+"""What a worker knows of the keys of a store, and the checks of what a call says about them.
+
+Whatever can be known to be wrong here raises here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kvdist.core.requests import KeyInfo
+from kvdist.errors import InitMismatch, KeyNotInitialised
+from kvdist.kvstore import values
+from kvdist.kvstore.values import Key
+from kvdist.protocol.limits import DEFAULT
+
+Given = Sequence[tuple[Key, list[Any]]]
+"""Keys and per key the arrays of its devices."""
+Matched = Sequence[tuple[KeyInfo, list[Any]]]
+"""The same with what is known of each key, and the arrays found to fit it."""
+
+
+class KeyTable:
+    """The initialised keys.
+
+    Attributes:
+        infos: key → shape, dtype and where it lives.
+        nbytes: of all keys together.
+    """
+
+    def __init__(self) -> None:
+        self.infos: dict[Key, KeyInfo] = {}
+        self.nbytes = 0
+        self._kinds: dict[Key, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.infos
+
+    def __getitem__(self, key: Key) -> KeyInfo:
+        """What is known of a key.
+
+        Raises:
+            KeyNotInitialised: nothing is.
+        """
+        info = self.infos.get(key)
+        if info is None:
+            raise KeyNotInitialised(values.unknown_key(key, self.infos))
+        return info
+
+    def add(self, info: KeyInfo, array: Any) -> None:
+        """Enter a key that was agreed on; values that come back are of the kind of `array`."""
+        self.infos[info.key] = info
+        self._kinds[info.key] = values.kind_of(array)
+        self.nbytes += info.size * info.dtype.itemsize
+
+    def like(self, info: KeyInfo, bits: Any) -> Any:
+        """An array of the key's kind, shape and dtype that shows these bits."""
+        return values.like(self._kinds[info.key], info.shape, info.dtype, bits)
+
+    def undeclared(self, given: Given) -> list[tuple[Key, Any]]:
+        """The keys of an init that are new, each with its first array.
+
+        Raises:
+            InitMismatch: a key that is not new has another shape or dtype now.
+            TypeError, ValueError: a key or shape cannot be sent.
+        """
+        fresh = []
+        for key, arrays in given:
+            shape, dtype = values.first_shape(key, arrays)
+            info = self.infos.get(key)
+            if info is None:
+                _require_sendable(key, shape)
+                fresh.append((key, arrays[0]))
+            elif (shape, dtype) != (info.shape, info.dtype):
+                raise InitMismatch(
+                    f"key {key!r} was initialised with shape {info.shape} and dtype {info.dtype.label},"
+                    f" and now with shape {shape} and dtype {dtype.label}"
+                )
+        values.require_same_type(tuple(key for key, _ in fresh), self.infos)
+        return fresh
+
+    def matched(self, given: Given, *, writable: bool = False) -> Matched:
+        """What is known of the keys, when every array fits.
+
+        Raises:
+            KeyNotInitialised: a key is not known.
+            TypeError, ValueError: an array has another dtype or shape, or cannot be written.
+        """
+        check = values.require_writable if writable else values.require
+        matched = [(self[key], arrays) for key, arrays in given]
+        for info, arrays in matched:
+            for array in arrays:
+                check(info.key, array, info.shape, info.dtype)
+        return matched
+
+
+def _require_sendable(key: Key, shape: tuple[int, ...]) -> None:
+    """What a message can carry of a key, checked where the user can see it."""
+    if isinstance(key, str):
+        try:
+            nbytes = len(key.encode())
+        except UnicodeEncodeError:
+            raise ValueError(f"key {key[:40]!r} has characters that are not text (lone surrogates)") from None
+        if nbytes > DEFAULT.key_bytes_max:
+            raise ValueError(f"key {key[:40]!r}… is longer than {DEFAULT.key_bytes_max} bytes; give it a shorter name")
+    if isinstance(key, int) and not -(1 << 63) <= key < 1 << 63:
+        raise ValueError(f"key {key} does not fit into 64 bits; use a smaller number, or a name")
+    if len(shape) > DEFAULT.dims_max:
+        raise ValueError(f"key {key!r} has {len(shape)} dimensions; at most {DEFAULT.dims_max} are supported")
+    if math.prod(length for length in shape if length) > DEFAULT.elements_max:
+        raise ValueError(f"key {key!r} has shape {shape}; at most {DEFAULT.elements_max} elements are supported")
