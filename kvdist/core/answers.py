@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvdist.core.effects import Effect, Send
+from kvdist.core.group import Group
 from kvdist.core.shard import Shard
 from kvdist.nodes import Member
 from kvdist.protocol.messages import U8, U32, Arrays, Counted, ErrorCode, Outcome, Refused, Values
@@ -28,6 +29,7 @@ class Answers:
     """(run, slice, version, outcome)"""
     _values: list[tuple[int, Shard]] = field(default_factory=list)
     """(run, shard)"""
+    _groups: list[Effect] = field(default_factory=list)
     _refused: dict[tuple[ErrorCode, str], list[tuple[int, int]]] = field(default_factory=dict)
     """(code, reason) → [(run, slice)]"""
 
@@ -39,13 +41,26 @@ class Answers:
         """The shard's present value is wanted."""
         self._values.append((run, shard))
 
+    def group(self, member: Member, run: int, group: Group, with_values: bool) -> None:
+        """All slices of a group are counted, and wanted if `with_values`: one message, without a copy."""
+        n = len(group.ids)
+        runs, outcomes = np.full(n, run, np.uint32), np.full(n, Outcome.COUNTED, np.uint8)
+        versions = group.versions.copy()  # what waits to be sent again must not change
+        if not with_values:
+            self._groups.append(Send(member, Counted(runs, group.ids, versions, outcomes)))
+            return
+        buffer = group.published
+        buffer.leases += 1
+        arrays = Arrays(group.dtypes, group.counts, buffer.payload)
+        self._groups.append(Send(member, Values(runs, group.ids, versions, outcomes, arrays), buffer))
+
     def refuse(self, run: int, number: int, code: ErrorCode, reason: str) -> None:
         """The slice of this number was refused."""
         self._refused.setdefault((code, reason), []).append((run, number))
 
     def messages(self, member: Member, payload_bytes_max: int) -> list[Effect]:
         """All that as few messages."""
-        effects = self._value_messages(member, payload_bytes_max)
+        effects = [*self._groups, *self._value_messages(member, payload_bytes_max)]
         if self._counted:
             runs, ids, versions, outcomes = zip(*self._counted, strict=True)
             effects.append(Send(member, Counted(_u32(runs), _u32(ids), _u32(versions), _u8(outcomes))))

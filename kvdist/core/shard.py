@@ -80,11 +80,13 @@ class Buffer:
     """Memory for one version. While `leases` is not 0 somebody still reads it.
 
     payload: the bytes of `array` and the padding behind it, ready to be sent.
+    pooled: whether it may be written again; not when it is a part of a larger buffer.
     """
 
     array: Bits
     payload: memoryview
     leases: int = 0
+    pooled: bool = True
 
     @classmethod
     def of(cls, count: int, dtype: DType, allocate: Allocate) -> Buffer:
@@ -134,9 +136,7 @@ class Shard:
         """Take another value in place of the present one; one copy. The version stays: no round made it."""
         target = self._target()
         target.array[...] = values
-        if self.published is not None:
-            self.spare.append(self.published)
-        self.published = target
+        self._publish(target)
 
     def offer(self, contribution: Contribution, now: float) -> Verdict:
         """Put a contribution into its slot.
@@ -218,7 +218,7 @@ class Shard:
             )
         lr, wd = _agreed_settings(self.key, present)
         target = self._target()
-        scales = [_scale(contribution, total, updater) for contribution in present]
+        scales = [scale_of(c.setting, c.flags, total, updater) for c in present]
         values = [contribution.values for contribution in present]
         try:
             if updater is None:
@@ -228,8 +228,12 @@ class Shard:
         except (TypeError, ValueError) as error:
             self.spare.append(target)
             raise PushRefused(f"key {self.key!r}: {error}") from error
-        self.spare.append(self.published)
-        self.published = target
+        self._publish(target)
+
+    def _publish(self, buffer: Buffer) -> None:
+        if self.published is not None and self.published.pooled:
+            self.spare.append(self.published)
+        self.published = buffer
 
     def _target(self) -> Buffer:
         """A buffer that nobody reads. There are at most two more than there are readers that lag behind."""
@@ -239,11 +243,12 @@ class Shard:
         return Buffer.of(self.count, self.dtype, self.allocate)
 
 
-def _scale(contribution: Contribution, total: int, updater: Updater | None) -> float:
-    rescale = contribution.setting[2]
+def scale_of(setting: Setting, flags: int, total: int, updater: Updater | None) -> float:
+    """The factor of a contribution in a round of `total`."""
+    rescale = setting[2]
     if rescale is None:
         rescale = 1.0 if updater is None else updater.optimizer.rescale_grad
-    return rescale / total if contribution.flags & _AVERAGE else rescale
+    return rescale / total if flags & _AVERAGE else rescale
 
 
 def _agreed_settings(key: int | str, present: Sequence[Contribution]) -> tuple[float | None, float | None]:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from kvdist.config import Limits
 from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Run
 from kvdist.core.requests import Transfer
 from kvdist.core.slices import SliceTable
-from kvdist.protocol.layout import views
+from kvdist.protocol.layout import stretches, views
 from kvdist.protocol.messages import U32, Counted, Refused, Values
 
 
@@ -130,10 +128,7 @@ class Transfers:
 
     def _segments(self, runs: U32) -> Iterator[tuple[Run, int, int]]:
         """The stretches of an answer that belong to one run that still waits: (run, begin, end)."""
-        ends = np.append(np.flatnonzero(runs[1:] != runs[:-1]) + 1, len(runs)).tolist()
-        begin = 0
-        for end in ends:
+        for begin, end in stretches(runs):
             run = self._runs.get(int(runs[begin]))
             if run is not None:
                 yield run, begin, end
-            begin = end

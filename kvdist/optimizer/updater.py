@@ -11,7 +11,7 @@ An `Updater` belongs to one thread: it owns scratch memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
@@ -36,6 +36,15 @@ class SliceState:
 
     count: int
     arrays: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a longer array: the `count` elements from `start` are what `index` names alone."""
+
+    index: Hashable
+    start: int
+    count: int
 
 
 class Updater:
@@ -98,6 +107,41 @@ class Updater:
                 self._run_in_chunks(weight, contributions, scales, dtype, out, state, scratch, lr, wd)
         state.count += 1
         self._states[index] = state
+
+    def joinable(self, indices: Iterable[Hashable]) -> bool:
+        """Whether these have had the same number of updates, so that they can go on as one."""
+        states = [self._states.get(index) for index in indices]
+        return len({0 if state is None else state.count for state in states}) == 1
+
+    def join(self, index: Hashable, parts: Sequence[Part], size: int, dtype: DType) -> None:
+        """Make one state, called `index`, of those of its parts; one copy. Elements of no part start as zeros.
+
+        Args:
+            index: names the longer array.
+            parts: where the arrays with a state of their own lie in it; they must be `joinable`.
+            size: its elements.
+            dtype: its element type.
+        """
+        states = [(part, self._states.pop(part.index, None)) for part in parts]
+        arrays = tuple(np.zeros(size, dtype.accumulate) for _ in self.optimizer.state_names)
+        count = 0
+        for part, state in states:
+            if state is None:
+                continue
+            count = state.count
+            for array, own in zip(arrays, state.arrays, strict=True):
+                array[part.start : part.start + part.count] = own
+        if count:
+            self._states[index] = SliceState(count, arrays)
+
+    def split(self, index: Hashable, parts: Sequence[Part]) -> None:
+        """Give each part its stretch of the state called `index`: the opposite of `join`, without a copy."""
+        state = self._states.pop(index, None)
+        if state is None:
+            return
+        for part in parts:
+            stretches = tuple(array[part.start : part.start + part.count] for array in state.arrays)
+            self._states[part.index] = SliceState(state.count, stretches)
 
     def __call__(self, index: Hashable, grad: Array, weight: Array) -> None:
         """Update a local weight in place, as MXNet's updaters do.

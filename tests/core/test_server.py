@@ -60,11 +60,11 @@ def test_a_worker_that_leaves_is_counted_once_more_and_waits_for_nothing(wired: 
     wired.push(1, {"w": [1, 1, 1]})
     unanswered = wired.pull(1, "w")
     wired.settle()
-    assert any(shard.pulls for shard in wired.servers[0].shards.values())
+    assert any(shard.pulls for shard in wired.servers[0].table.shards.values())
     wired.leave(1)
     wired.advance(0.1)
     assert isinstance(wired.failed[unanswered], StoreClosed)
-    assert not any(shard.pulls for shard in wired.servers[0].shards.values())
+    assert not any(shard.pulls for shard in wired.servers[0].table.shards.values())
     for gift, expected in ((10, 11), (7, 7)):
         read = wired.pushpull(0, {"w": [gift] * 3})
         wired.settle()
@@ -155,7 +155,7 @@ def test_one_bad_slice_is_refused_and_its_neighbours_are_not_touched(wired: Wire
     wired.hear("server-0", Packet(stamp, push))
     said = wired.log[-1]
     assert "Refused(runs=[77], ids=[77]" in said and "slice 77 is not kept by server-0" in said
-    assert list(wired.servers[0].shards[0].slots) == [1]
+    assert list(wired.servers[0].table.shards[0].slots) == [1]
 
 
 def test_a_first_value_of_another_size_is_refused(wired: Wired) -> None:
@@ -170,7 +170,7 @@ def test_a_large_value_is_leased_until_the_worker_has_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
     read = wired.pull(0, "w")
     wired.deliver()
-    buffer = wired.servers[0].shards[0].published
+    buffer = wired.servers[0].table.shards[0].published
     assert buffer is not None and buffer.leases == 1
     for rank in (0, 1):
         wired.push(rank, {"w": [7, 7, 7]})

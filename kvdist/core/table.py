@@ -1,0 +1,406 @@
+"""All slices of a server: what pushes and pulls do to them, and who is answered what. Pure, as the server is.
+
+Walk of a push: `push` → every slice is compared with the table (`_checked`) → `Group.offer`, where the same run of
+small slices comes from every worker, else `Shard.offer` → when full `close` → everybody who waited has an entry in its
+`Answers`. What arises from one message for one worker leaves in as few messages as can be (`take_answers`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.config import Limits
+from kvdist.core.answers import Answers
+from kvdist.core.effects import Effect, Send
+from kvdist.core.group import Group, GroupPull, GroupPush
+from kvdist.core.groups import SLICES_MIN, Groups
+from kvdist.core.policy import POLICIES
+from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict
+from kvdist.core.sharding import Slice, cut
+from kvdist.dtypes import DType
+from kvdist.errors import OptimizerMismatch, PushRefused
+from kvdist.kernels.interface import Kernels
+from kvdist.nodes import Member, server
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.updater import Updater
+from kvdist.protocol.layout import PayloadView, stretches
+from kvdist.protocol.messages import (
+    U8,
+    U32,
+    Arrays,
+    Assign,
+    ErrorCode,
+    Flag,
+    InitValues,
+    Outcome,
+    Pull,
+    Push,
+    ReplaceValues,
+    Waiting,
+)
+
+
+class Table:
+    """The slices that live on one server.
+
+    Args:
+        limits: sizes and times.
+        kernels: who does the arithmetic.
+        allocate: gives memory for values.
+    """
+
+    def __init__(self, limits: Limits, kernels: Kernels, allocate: Allocate) -> None:
+        self.limits = limits
+        self.kernels = kernels
+        self.shards: dict[int, Shard] = {}
+        self.workers: Mapping[int, Member] = {}
+        """Rank → the live worker there."""
+        self._name = "this server"
+        self._allocate = allocate
+        self._updaters: dict[int, Updater] = {}
+        """Store → what updates its values; absent while a sum replaces them."""
+        self._store_of: dict[int, int] = {}
+        """Slice → its store."""
+        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        """Slice → elements; -1 for a slice that is not kept here."""
+        self._dtypes: U8 = np.zeros(0, np.uint8)
+        self._answers: dict[Member, Answers] = {}
+        self._groups = Groups()
+        self._open: set[int] = set()
+        """Slices with an open round or waiting pulls."""
+
+    # What the scheduler decides.
+
+    def assign(self, message: Assign, rank: int, num_servers: int) -> None:
+        """Keep the slices of these keys that are cut for the server of this rank."""
+        self._name = str(server(rank))
+        policy = POLICIES[message.mode]
+        placement = message.placement
+        for key, size, code, first, home in zip(
+            message.keys, message.sizes, message.dtypes, placement.first_slices, placement.homes, strict=True
+        ):
+            dtype = DType(code)
+            for piece in cut(size, dtype.itemsize, home, num_servers, first, placement.slice_bytes):
+                if piece.server == rank and piece.number not in self.shards:
+                    self.shards[piece.number] = Shard(key, piece.number, dtype, piece.count, policy, self._allocate)
+                    self._store_of[piece.number] = message.store
+                    self._enter(piece, dtype)
+
+    def _enter(self, piece: Slice, dtype: DType) -> None:
+        """Note what a slice must look like. The table at least doubles when it grows, or each init would copy it."""
+        size = len(self._counts)
+        if piece.number >= size:
+            more = max(piece.number + 1 - size, size)
+            self._counts = np.concatenate([self._counts, np.full(more, -1, np.int64)])
+            self._dtypes = np.concatenate([self._dtypes, np.zeros(more, np.uint8)])
+        self._counts[piece.number] = piece.count
+        self._dtypes[piece.number] = dtype
+
+    def set_optimizer(self, store: int, optimizer: Optimizer, now: float) -> None:
+        """From now on pushes to the store are gradients."""
+        self._take_all_apart(now)
+        self._updaters[store] = Updater(optimizer, self.kernels)
+
+    def roster(self, workers: Mapping[int, Member], now: float) -> None:
+        """These are the live workers. Who left cannot be waited for any more, and waits for nothing itself."""
+        self._take_all_apart(now)
+        gone = self.workers.keys() - workers.keys()
+        self.workers = workers
+        for number in sorted(self._open):
+            shard = self.shards[number]
+            shard.pulls = [pull for pull in shard.pulls if pull.member.node.rank not in gone]
+            self._close_if_ready(shard, now)
+
+    def explain(self, now: float) -> str | None:
+        """The oldest open round, and who is missing in it."""
+        rounds = [
+            (shard.open_since, shard.number, shard.version, shard.slots.keys())
+            for shard in (self.shards[number] for number in self._open)
+            if shard.slots
+        ] + [
+            (group.open_since, int(group.ids[0]), int(group.versions[0]), group.slots.keys())
+            for group in self._groups
+            if group.slots
+        ]
+        if not rounds:
+            return None
+        since, number, version, present = min(rounds, key=lambda one: one[:2])
+        shard = self.shards[number]
+        missing = ", ".join(f"worker-{rank}" for rank in shard.policy.missing(present, self.workers.keys()))
+        return f"round {version} of key {shard.key!r} has waited {now - since:.1f} s for {missing}"
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        assert not self._answers, "answers leave with the message that caused them"
+        for group in self._groups:
+            group.validate(self.workers.keys())
+        for number, shard in self.shards.items():
+            if number in self._groups:
+                continue
+            shard.validate(self.workers.keys())
+            waits = bool(shard.slots or shard.pulls)
+            assert not waits or number in self._open, "who waits is known"
+
+    # What workers say.
+
+    def initialise(self, sender: Member, message: InitValues | ReplaceValues, now: float) -> None:
+        payload = PayloadView(message.arrays)
+        self._take_apart(message.ids, now)
+        arrays = payload.arrays(0, len(message.ids))
+        for i in self._checked(sender, message.runs, message.ids, message.arrays):
+            shard = self.shards[int(message.ids[i])]
+            put = shard.replace if isinstance(message, ReplaceValues) else shard.initialise
+            put(arrays[i])
+            self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
+            self._close_if_ready(shard, now)
+
+    def push(self, sender: Member, message: Push, now: float) -> None:
+        payload = PayloadView(message.arrays)
+        settings = [_setting(numbers) for numbers in message.settings]
+        good = self._checked(sender, message.runs, message.ids, message.arrays, message.flags)
+        for begin, end in stretches(message.runs):
+            stretch = slice(begin, end)
+            push = (
+                self._group_push(sender, message, stretch, payload, settings) if len(good) == len(message.ids) else None
+            )
+            group = None if push is None else self._group_for(message.ids[stretch], push)
+            if group is not None and push is not None:
+                group.offer(push, now)
+                self._close_group_if_ready(group, now)
+            else:
+                self._take_apart(message.ids[stretch], now)
+                self._push_slices(sender, message, [i for i in good if begin <= i < end], payload, settings, now)
+
+    def _group_push(
+        self, sender: Member, message: Push, stretch: slice, payload: PayloadView, settings: Sequence[Setting]
+    ) -> GroupPush | None:
+        """These slices of a message as one contribution; None where they count or look differently."""
+        flags, setting_of = message.flags[stretch], message.setting_of[stretch]
+        codes = message.arrays.dtypes[stretch]
+        if len(codes) < SLICES_MIN or flags[0] & Flag.EMPTY:
+            return None
+        if (flags != flags[0]).any() or (setting_of != setting_of[0]).any() or (codes != codes[0]).any():
+            return None
+        return GroupPush(
+            sender,
+            int(message.runs[stretch.start]),
+            message.steps[stretch],
+            message.versions[stretch],
+            message.samples[stretch],
+            int(flags[0]),
+            settings[int(setting_of[0])],
+            payload.stretch(stretch.start, stretch.stop, DType(int(codes[0]))),
+            message.pull,
+        )
+
+    def _group_for(self, ids: U32, push: GroupPush) -> Group | None:
+        """The group of these slices, made now if need be; None if the contribution is not for one."""
+        group = self._groups.find(ids)
+        if group is not None:
+            return group if group.fits(push) else None
+        if not self._groups.is_worth_it(ids) or self._groups.of(ids):
+            return None
+        shards = [self.shards[number] for number in ids.tolist()]
+        if any(shard.slots or shard.pulls or shard.published is None for shard in shards):
+            return None
+        stores = {self._store_of[shard.number] for shard in shards}
+        updater = self._updaters.get(min(stores))
+        if len(stores) > 1 or len(set(ids.tolist())) < len(ids):
+            return None
+        if updater is not None and not updater.joinable(ids.tolist()):
+            return None
+        group = Group(shards, ids.copy(), shards[0].dtype, updater, self._allocate)
+        self._groups.add(group)
+        return group if group.fits(push) else None
+
+    def _push_slices(
+        self,
+        sender: Member,
+        message: Push,
+        positions: Sequence[int],
+        payload: PayloadView,
+        settings: Sequence[Setting],
+        now: float,
+    ) -> None:
+        if not positions:
+            return
+        first, last = positions[0], positions[-1] + 1
+        arrays = payload.arrays(first, last)
+        columns = (message.runs, message.ids, message.steps, message.versions, message.samples, message.flags)
+        runs, ids, steps, versions, samples, flags = (column[first:last].tolist() for column in columns)
+        setting_of = message.setting_of[first:last].tolist()
+        for i in (position - first for position in positions):
+            shard = self.shards[ids[i]]
+            contribution = Contribution(
+                sender,
+                runs[i],
+                steps[i],
+                versions[i],
+                samples[i],
+                flags[i],
+                settings[setting_of[i]],
+                arrays[i],
+                message.pull,
+            )
+            try:
+                verdict = shard.offer(contribution, now)
+            except PushRefused as error:
+                self._to(sender).refuse(runs[i], ids[i], ErrorCode.REFUSED, str(error))
+                continue
+            if verdict is Verdict.ACCEPTED:
+                self._open.add(ids[i])
+                self._close_if_ready(shard, now)
+            elif verdict is Verdict.ALREADY_COUNTED:
+                self._answer_contribution(shard, contribution)
+
+    def pull(self, sender: Member, message: Pull, now: float) -> None:
+        good = self._checked(sender, message.runs, message.ids)
+        for begin, end in stretches(message.runs):
+            stretch = slice(begin, end)
+            group = self._groups.find(message.ids[stretch])
+            if group is not None:
+                run = int(message.runs[begin])
+                group.pulls.append(GroupPull(sender, run, message.steps[stretch], message.versions[stretch]))
+                group.open_since = group.open_since if group.slots else now
+                self._answer_group_pulls(group)
+            else:
+                self._take_apart(message.ids[stretch], now)
+                self._pull_slices(sender, message, [i for i in good if begin <= i < end], now)
+
+    def _pull_slices(self, sender: Member, message: Pull, positions: Sequence[int], now: float) -> None:
+        for i in positions:
+            shard = self.shards[int(message.ids[i])]
+            if not shard.pulls:
+                shard.open_since = shard.open_since if shard.slots else now
+            pull = PullRequest(sender, int(message.runs[i]), int(message.steps[i]), int(message.versions[i]))
+            shard.pulls.append(pull)
+            self._answer_pulls(shard)
+            if shard.pulls:
+                self._open.add(shard.number)
+
+    def _checked(
+        self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
+    ) -> Sequence[int]:
+        """The positions whose slice is kept here and whose array has its shape; the others are refused."""
+        inside = ids < len(self._counts)
+        expected = np.where(inside, self._counts[np.where(inside, ids, 0)], -1) if len(self._counts) else inside - 1
+        good = expected >= 0
+        if arrays is not None:
+            fits = (arrays.counts == expected) & (
+                arrays.dtypes == self._dtypes[np.where(inside, ids, 0)] if good.any() else good
+            )
+            if flags is not None:
+                fits |= (flags & Flag.EMPTY).astype(bool)
+            good &= fits
+        if good.all():
+            return range(len(ids))
+        for i in np.flatnonzero(~good).tolist():
+            known = expected[i] >= 0
+            what = "has another size or dtype than was declared" if known else f"is not kept by {self._name}"
+            self._to(sender).refuse(int(runs[i]), int(ids[i]), ErrorCode.REFUSED, f"slice {int(ids[i])} {what}")
+        positions: list[int] = np.flatnonzero(good).tolist()
+        return positions
+
+    def _close_if_ready(self, shard: Shard, now: float) -> None:
+        while shard.is_ready(self.workers.keys()):
+            contributions = list(shard.slots.values())
+            try:
+                contributions = shard.close(self._updaters.get(self._store_of[shard.number]), self.kernels)
+            except (OptimizerMismatch, PushRefused) as error:
+                mismatch = isinstance(error, OptimizerMismatch)
+                code = ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED
+                for contribution in contributions:
+                    self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
+            else:
+                for contribution in contributions:
+                    self._answer_contribution(shard, contribution)
+        self._answer_pulls(shard)
+        if not shard.slots and not shard.pulls:
+            self._open.discard(shard.number)
+
+    def _close_group_if_ready(self, group: Group, now: float) -> None:
+        while group.is_ready(self.workers.keys()):
+            pushes = group.close(self.kernels)
+            if pushes is None:
+                self._dissolve(group, now)
+                return
+            for push in pushes:
+                self._to(push.member).group(push.member, push.run, group, push.pull)
+        self._answer_group_pulls(group)
+
+    def _take_all_apart(self, now: float) -> None:
+        for group in self._groups:
+            self._dissolve(group, now)
+
+    def _take_apart(self, ids: U32, now: float) -> None:
+        """These slices are about to be looked at one by one."""
+        for group in self._groups.of(ids):
+            self._dissolve(group, now)
+
+    def _dissolve(self, group: Group, now: float) -> None:
+        self._groups.dissolve(group)
+        for shard in group.shards:
+            if shard.slots or shard.pulls:
+                self._open.add(shard.number)
+                self._close_if_ready(shard, now)
+
+    # What workers are told.
+
+    def _to(self, member: Member) -> Answers:
+        answers = self._answers.get(member)
+        if answers is None:
+            answers = self._answers[member] = Answers()
+        return answers
+
+    def _answer_contribution(self, shard: Shard, contribution: Contribution) -> None:
+        answers = self._to(contribution.member)
+        if contribution.pull:
+            answers.value(contribution.run, shard)
+        else:
+            answers.counted(contribution.run, shard, Outcome.COUNTED)
+
+    def _answer_pulls(self, shard: Shard) -> None:
+        for pull in shard.take_satisfied_pulls():
+            self._to(pull.member).value(pull.run, shard)
+
+    def _answer_group_pulls(self, group: Group) -> None:
+        for pull in group.take_satisfied_pulls():
+            self._to(pull.member).group(pull.member, pull.run, group, with_values=True)
+
+    def take_answers(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for member, answers in self._answers.items():
+            if self.workers.get(member.node.rank) != member:
+                continue  # It left, or was replaced, while others were still in the round.
+            effects += answers.messages(member, self.limits.slice_bytes)
+        self._answers = {}
+        return effects
+
+    def hints(self, now: float) -> list[Effect]:
+        """Tell those who have waited long in which round, and for whom."""
+        hints: dict[Member, Waiting] = {}
+        for group in self._groups:
+            if (group.slots or group.pulls) and now - group.open_since >= self.limits.explain_after_s:
+                self._dissolve(group, now)
+        for number in sorted(self._open):
+            shard = self.shards[number]
+            if now - shard.open_since < self.limits.explain_after_s:
+                continue
+            missing = shard.policy.missing(shard.slots.keys(), self.workers.keys()) if shard.slots else ()
+            subject = f"round {shard.version} of key {shard.key!r}"
+            if shard.published is None:
+                subject, missing = f"the first value of key {shard.key!r}", (0,)
+            waiters = [c.member for c in shard.slots.values()] + [pull.member for pull in shard.pulls]
+            for member in waiters:
+                hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
+        return [Send(member, hint) for member, hint in hints.items()]
+
+
+def _setting(numbers: tuple[float, float, float]) -> Setting:
+    """From the wire, where not-a-number stands for what the server's optimizer decides."""
+    lr, wd, rescale = (None if math.isnan(number) else number for number in numbers)
+    return lr, wd, rescale
