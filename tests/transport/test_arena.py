@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -116,7 +117,7 @@ def test_no_two_arrays_ever_overlap(steps: list[tuple[bool, int]]) -> None:
             arrays.pop(amount % len(arrays))
     assert all((array == value).all() for array, value in arrays)
     places = sorted((array.__array_interface__["data"][0], array.size) for array, _ in arrays)
-    assert all(left + size <= right for (left, size), (right, _) in zip(places, places[1:], strict=False))
+    assert all(left + size <= right for (left, size), (right, _) in pairwise(places))
     arrays.clear()
     arena.close()
 
