@@ -10,9 +10,23 @@ import stat
 
 from kvdist.errors import ConfigError
 
+HOST_MARK = ";shm="
 
-def check_form(endpoint: str) -> None:
-    """Raise `ConfigError` when this is no ``tcp://host:port`` or ``ipc:///path``."""
+
+def with_host(endpoint: str, host: str) -> str:
+    """The endpoint, saying on which host its shared memory can be opened."""
+    return f"{endpoint}{HOST_MARK}{host}"
+
+
+def split_host(endpoint: str) -> tuple[str, str]:
+    """The endpoint without its host mark, and what the mark said; '' when there was none."""
+    plain, mark, host = endpoint.rpartition(HOST_MARK)
+    return (plain, host) if mark else (endpoint, "")
+
+
+def check_form(endpoint: str) -> str:
+    """The endpoint without its host mark. Raises `ConfigError` when it is no ``tcp://host:port`` or ``ipc:///path``."""
+    endpoint, _ = split_host(endpoint)
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in ("tcp", "ipc") or not address:
         raise ConfigError(f"{endpoint!r} is no endpoint; write tcp://host:port or ipc:///path")
@@ -21,6 +35,7 @@ def check_form(endpoint: str) -> None:
         raise ConfigError(f"{endpoint!r}: an IPv6 address stands in brackets; write tcp://[{host}]:{port}")
     if scheme == "tcp" and not (host and port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ConfigError(f"{endpoint!r}: a port from 0 to 65535 follows the host; write tcp://host:port")
+    return endpoint
 
 
 def check_path_is_free(endpoint: str) -> None:

@@ -96,7 +96,7 @@ class ZeroMQTransport(Transport):
 
     def bind(self, endpoint: str) -> str:
         self._check_open()
-        check_form(endpoint)
+        endpoint = check_form(endpoint)
         if endpoint.startswith("ipc://"):
             check_path_is_free(endpoint)
         link = _Bound(self._socket(zmq.ROUTER), endpoint)
@@ -117,7 +117,7 @@ class ZeroMQTransport(Transport):
 
     def connect(self, endpoint: str) -> Route:
         self._check_open()
-        check_form(endpoint)
+        endpoint = check_form(endpoint)
         link = _Dialled(self._socket(zmq.DEALER), endpoint)
         try:
             link.socket.connect(endpoint)

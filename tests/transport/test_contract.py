@@ -1,4 +1,5 @@
-"""One battery for every transport: what `kvdist.transport.base` promises, over tcp, ipc and in the process."""
+"""One battery for every transport: what `kvdist.transport.base` promises, over tcp, ipc, in the process and with
+shared memory."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ import pytest
 
 from kvdist.config import Limits
 from kvdist.errors import ConfigError, StoreClosed
+from kvdist.transport.arena import Arena
 from kvdist.transport.base import Arrived, Connected, Disconnected, Event, Route, Transport
 from kvdist.transport.inproc import InprocNetwork
+from kvdist.transport.shared_memory import SharedMemoryTransport
 from kvdist.transport.zeromq import ZeroMQTransport
 
 PATIENCE_S = 10.0
@@ -41,22 +44,31 @@ class Place:
         return self.made[-1]
 
     def endpoint(self, name: str = "server") -> str:
-        return {"tcp": "tcp://127.0.0.1:0", "ipc": f"ipc://{self.folder}/{name}", "inproc": f"inproc://{name}"}[
-            self.kind
-        ]
+        if self.is_tcp:
+            return "tcp://127.0.0.1:0"
+        return f"ipc://{self.folder}/{name}" if self.kind == "ipc" else f"inproc://{name}"
+
+    @property
+    def is_tcp(self) -> bool:
+        """Whether the system chooses the end point."""
+        return self.kind in ("tcp", "shm")
 
 
 def place_of(kind: str, folder: Path) -> Place:
     limits = Limits()
-    return Place(kind, folder, InprocNetwork().transport if kind == "inproc" else lambda: ZeroMQTransport(limits))
+    makers: dict[str, Callable[[], Transport]] = {
+        "inproc": InprocNetwork().transport,
+        "shm": lambda: SharedMemoryTransport(ZeroMQTransport(limits), Arena(16 << 20, 1 << 20)),
+    }
+    return Place(kind, folder, makers.get(kind, lambda: ZeroMQTransport(limits)))
 
 
-@pytest.fixture(params=["tcp", "ipc", "inproc"])
+@pytest.fixture(params=["tcp", "ipc", "inproc", "shm"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     yield from closing(place_of(request.param, tmp_path))
 
 
-@pytest.fixture(params=["tcp", "ipc"])
+@pytest.fixture(params=["tcp", "ipc", "shm"])
 def network_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """The transports that leave the process."""
     yield from closing(place_of(request.param, tmp_path))
@@ -204,7 +216,7 @@ def test_one_transport_binds_and_dials_at_once(place: Place) -> None:
 def test_what_is_sent_before_the_server_exists_waits_for_it(place: Place) -> None:
     server, worker = place.transport(), place.transport()
     endpoint = place.endpoint()
-    if place.kind == "tcp":
+    if place.is_tcp:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     worker.send(worker.connect(endpoint), [b"early"])
@@ -216,7 +228,7 @@ def test_what_is_sent_before_the_server_exists_waits_for_it(place: Place) -> Non
 def test_a_peer_that_does_not_read_blocks_neither_the_sender_nor_the_others(place: Place) -> None:
     server, deaf, to_server, to_deaf = pair(place)
     listening = place.transport()
-    endpoint = place.endpoint("second") if place.kind != "tcp" else "tcp://127.0.0.1:0"
+    endpoint = place.endpoint("second")
     listening.send(listening.connect(server.bind(endpoint)), [b"hello"])
     (hello,) = arrivals(server, 1)
     count = 5000

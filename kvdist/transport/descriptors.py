@@ -1,0 +1,89 @@
+"""What stands in a message for bytes that stay where they are, and how two processes find out that they can do this.
+
+Bytes, little-endian:
+
+* A *greeting* is a message of one frame: the magic, the pid and descriptor number of the sender's beacon (u32 each),
+  its token, and the token of the receiver's beacon if the sender has read it, else zeros.
+* A *table* is the last frame of a message: the magic, then for each frame that was left out its index, the pid and
+  descriptor number of its segment (u32 each), its offset and length (u64 each), the segment's token. In its place in
+  the message stands an empty frame.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvdist.errors import ProtocolError
+from kvdist.transport.segments import TOKEN_BYTES, Segment
+
+GREETING_MAGIC = b"\xffkvdist:greeting"
+TABLE_MAGIC = b"\xffkvdist:table\1\0\0"
+MAGIC_BYTES = 16
+GREETING = struct.Struct("<16sII16s16s")
+ENTRY = struct.Struct("<IIIQQ16s")
+NOBODY = bytes(TOKEN_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The sender's beacon, and which beacon it could read."""
+
+    owner: int
+    number: int
+    token: bytes
+    has_read: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where the bytes of one frame lie."""
+
+    frame: int
+    owner: int
+    number: int
+    offset: int
+    length: int
+    token: bytes
+
+
+def greeting(beacon: Segment, has_read: bytes = NOBODY) -> bytes:
+    return GREETING.pack(GREETING_MAGIC, beacon.owner, beacon.number, beacon.token, has_read)
+
+
+def read_greeting(frames: Sequence[memoryview]) -> Greeting | None:
+    """The greeting, or None when this is an ordinary message."""
+    if len(frames) != 1 or frames[0].nbytes != GREETING.size or frames[0][:MAGIC_BYTES] != GREETING_MAGIC:
+        return None
+    _, owner, number, token, has_read = GREETING.unpack(frames[0])
+    return Greeting(owner, number, token, has_read)
+
+
+def entry(frame: int, segment: Segment, offset: int, length: int) -> bytes:
+    return ENTRY.pack(frame, segment.owner, segment.number, offset, length, segment.token)
+
+
+def table(entries: Sequence[bytes]) -> bytes:
+    return b"".join([TABLE_MAGIC, *entries])
+
+
+def is_table(frame: bytes | bytearray | memoryview) -> bool:
+    """Whether a contiguous frame begins as a table does."""
+    return memoryview(frame).cast("B")[:MAGIC_BYTES] == TABLE_MAGIC
+
+
+def read_table(frames: Sequence[memoryview]) -> list[Entry]:
+    """The entries of the last frame.
+
+    Raises:
+        ProtocolError: they do not fit the message.
+    """
+    entries = frames[-1][MAGIC_BYTES:]
+    if len(entries) % ENTRY.size:
+        raise ProtocolError(f"a table of {len(entries)} bytes, where an entry has {ENTRY.size}")
+    found = [Entry(*fields) for fields in ENTRY.iter_unpack(entries)]
+    left_out = [one.frame for one in found]
+    if len(set(left_out)) < len(left_out) or any(index >= len(frames) - 1 or frames[index] for index in left_out):
+        raise ProtocolError("a table that names a frame twice, or one that is there")
+    return found

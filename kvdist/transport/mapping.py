@@ -1,0 +1,82 @@
+"""Pages of a file at an address of our own, as NumPy arrays: what Python's `mmap` module cannot do.
+
+It keeps a second descriptor of every file that it maps, and maps nothing at a chosen address. Here a mapping lasts as
+long as any array or memoryview shows it, needs no descriptor, and several stretches can be laid side by side. The
+functions are for Linux; elsewhere they raise `OSError` or are not called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE_BYTES = 4096
+PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
+MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE, MAP_POPULATE = 1, 2, 0x10, 0x20, 0x4000, 0x8000
+FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def map_file(descriptor: int, nbytes: int, *, writable: bool = False) -> Bytes:
+    """The first `nbytes` of a file, shared with all who map it. Its pages are entered into the page table at once.
+
+    Raises:
+        OSError: the system refused.
+    """
+    protection = PROT_READ | PROT_WRITE if writable else PROT_READ
+    address = _mmap(None, nbytes, protection, MAP_SHARED | MAP_POPULATE, descriptor, 0)
+    return _shown(address, nbytes, writable)
+
+
+def map_side_by_side(stretches: Sequence[tuple[int, int, int]]) -> Bytes:
+    """Stretches of files as one read-only array.
+
+    Args:
+        stretches: (descriptor, offset in bytes, length in bytes); offsets, and lengths but the last, in whole pages.
+
+    Raises:
+        OSError: the system refused.
+    """
+    nbytes = sum(length for _, _, length in stretches)
+    address = _mmap(None, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+    shown = _shown(address, nbytes, False)
+    for descriptor, offset, length in stretches:
+        _mmap(address, length, PROT_READ, MAP_SHARED | MAP_FIXED | MAP_POPULATE, descriptor, offset)
+        address += length
+    return shown
+
+
+def address_of(buffer: Any) -> int:
+    """Where a contiguous buffer begins, which is not empty."""
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+    got: int = _libc.mmap(address, nbytes, protection, flags, descriptor, offset)
+    if got == FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {nbytes} bytes of shared memory: {os.strerror(number)}")
+    return got
+
+
+def _shown(address: int, nbytes: int, writable: bool) -> Bytes:
+    """An array over a mapping, which is undone when the last view of the array is gone."""
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Not at exit: other threads may still read.
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    shown: Bytes = np.frombuffer(memoryview(memory), np.uint8)
+    shown.flags.writeable = writable
+    return shown

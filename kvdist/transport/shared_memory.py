@@ -1,0 +1,269 @@
+"""Between processes of one host, large frames stay where they are: a message names the place, the receiver maps it.
+
+Wraps another transport, which carries everything else and all of it to other hosts. What lies in this process's
+`Arena` and is large travels as a descriptor (see `descriptors`); the receiver opens the segment once through
+``/proc/<pid>/fd/<number>`` and keeps it mapped (see `segments`).
+
+Descriptors are not handed over by a unix socket (SCM_RIGHTS), because that would need a socket file in a run-time
+directory, a second connection per peer and its handshake. By ``/proc`` nothing lies in the file system, so
+nothing is left behind by a killed process, and the permission is asked of the kernel: the same user, or nobody.
+
+How two sides come to it, without a word to strangers:
+
+* `bind` marks the endpoint with this host. Who dials an endpoint marked with its own host greets when the connection is
+  up. A transport without shared memory never marks and is never greeted.
+* A greeting names a beacon, a page of the sender's memory. Who can read it answers with a greeting that says so.
+  Only who has been told so sends descriptors; until then, and whenever that fails, frames travel whole.
+* A connection that comes back is greeted anew. Descriptors that were on their way to a predecessor and arrive at
+  somebody who has not been greeted are dropped, as messages may be when a connection breaks.
+* A descriptor that cannot be read ends its route: `Disconnected` is reported with the reason, and the rest is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvdist.errors import ProtocolError
+from kvdist.transport.arena import Arena
+from kvdist.transport.base import Arrived, Buffer, Disconnected, Event, Route, Transport
+from kvdist.transport.descriptors import (
+    Entry,
+    Greeting,
+    entry,
+    greeting,
+    is_table,
+    read_greeting,
+    read_table,
+    table,
+)
+from kvdist.transport.endpoints import split_host, with_host
+from kvdist.transport.mapping import Bytes
+from kvdist.transport.segments import HEADER_BYTES, Segment, SegmentTable, create_segment, open_segment
+
+DESCRIBE_FROM_BYTES = 16 << 10
+"""Smaller frames travel whole."""
+
+
+class SharedMemoryTransport(Transport):
+    """Carries frames by way of another transport, and large ones of `arena` not at all. See the module.
+
+    Takes over both: closing this closes them.
+
+    Attributes:
+        inner: the transport that carries messages.
+        arena: the memory of this process that peers may read.
+        table: the segments of peers that are mapped here.
+        bytes_described: how many bytes of frames were sent as descriptors.
+        bytes_whole: how many were sent through `inner`.
+        routes_failed: how many routes were ended by a descriptor that could not be read.
+        messages_dropped: descriptors that came before a greeting.
+    """
+
+    def __init__(self, inner: Transport, arena: Arena) -> None:
+        self.inner = inner
+        self.arena = arena
+        self.table = SegmentTable()
+        self.bytes_described = 0
+        self.bytes_whole = 0
+        self.routes_failed = 0
+        self.messages_dropped = 0
+        self._host = this_host()
+        self._greeted: set[Route] = set()
+        """Dialled routes that lead to this host."""
+        self._partners: dict[Route, _Partner] = {}
+        """Routes over which a greeting was sent or came, while they are up."""
+
+    @staticmethod
+    def available() -> str | None:
+        """None when this system can do it, else the reason why not, for people."""
+        if not sys.platform.startswith("linux"):
+            return f"shared memory between processes needs Linux, and this is {sys.platform}"
+        try:
+            this_host()
+            mine = create_segment(HEADER_BYTES)
+            try:
+                open_segment(mine.owner, mine.number, mine.token).close()
+            finally:
+                mine.close()
+        except (OSError, AttributeError, ProtocolError) as error:
+            return f"shared memory between processes does not work here: {error}"
+        return None
+
+    @property
+    def routes_shared(self) -> int:
+        """Over how many routes descriptors may be sent now."""
+        return sum(partner.reads_us for partner in self._partners.values())
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Memory that is not copied when it is sent to this host. As `Arena.allocate`, from any thread."""
+        return self.arena.allocate(nbytes)
+
+    def bind(self, endpoint: str) -> str:
+        plain, _ = split_host(endpoint)
+        return with_host(self.inner.bind(plain), f"{self._host}.{os.getpid()}")
+
+    def connect(self, endpoint: str) -> Route:
+        plain, mark = split_host(endpoint)
+        route = self.inner.connect(plain)
+        if mark.partition(".")[0] == self._host:
+            self._greeted.add(route)
+        return route
+
+    def send(self, to: Route, frames: Sequence[Buffer]) -> None:
+        partner = self._partners.get(to)
+        if partner is not None and partner.has_failed:
+            return
+        if partner is not None and partner.has_greeted and frames:
+            frames = self._described(frames, partner.reads_us)
+        self.inner.send(to, frames)
+        self.bytes_whole += sum(len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames)
+
+    def recv(self, timeout_s: float) -> list[Event]:
+        """As the contract says, but once or twice a connection, when it is greeted, an empty list comes early."""
+        events: list[Event] = []
+        for event in self.inner.recv(timeout_s):
+            if type(event) is Arrived:
+                self._arrived(event, events)
+            elif type(event) is Disconnected:
+                if self._part(event.route):
+                    events.append(event)
+            else:
+                if event.route in self._greeted:
+                    self._part(event.route)
+                    self._partners[event.route] = _Partner(self.table)
+                    self.inner.send(event.route, [greeting(self.arena.beacon)])
+                events.append(event)
+        return events
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self.inner.close(linger_s)
+        for route in list(self._partners):
+            self._part(route)
+        self.arena.close()
+
+    def _described(self, frames: Sequence[Buffer], reads_us: bool) -> Sequence[Buffer]:
+        """The frames as they are sent: what the partner can read for itself left out, and listed at the end."""
+        sent, entries = list(frames), []
+        for index, frame in enumerate(frames):
+            view = memoryview(frame)
+            if not view.c_contiguous:
+                return frames  # and the inner transport says so
+            if view.nbytes < DESCRIBE_FROM_BYTES or not reads_us:
+                continue
+            place = self.arena.locate(view)
+            if place is not None:
+                sent[index] = b""
+                entries.append(entry(index, *place, view.nbytes))
+                self.bytes_described += view.nbytes
+        # A frame of the user's that happens to look like a table gets a table of its own behind it.
+        if entries or is_table(frames[-1]):
+            sent.append(table(entries))
+        return sent
+
+    def _arrived(self, message: Arrived, events: list[Event]) -> None:
+        partner = self._partners.get(message.route)
+        if partner is not None and partner.has_failed:
+            return
+        heard = read_greeting(message.frames)
+        if heard is not None:
+            self._meet(message.route, heard)
+        elif not is_table(message.frames[-1]):
+            events.append(message)
+        elif partner is None or not partner.has_greeted:
+            self.messages_dropped += 1
+        else:
+            try:
+                events.append(Arrived(message.route, partner.restored(message.frames)))
+            except ProtocolError as error:
+                self.routes_failed += 1
+                partner.part()
+                partner.has_failed = True
+                events.append(Disconnected(message.route, f"a message of this peer cannot be read: {error}"))
+
+    def _meet(self, route: Route, heard: Greeting) -> None:
+        partner = self._partners.setdefault(route, _Partner(self.table))
+        partner.has_greeted = True
+        partner.reads_us = partner.reads_us or heard.has_read == self.arena.beacon.token
+        if partner.was_answered:
+            return
+        try:
+            open_segment(heard.owner, heard.number, heard.token).close()
+        except ProtocolError:
+            return  # then it will not be told that it can be read, and sends everything whole
+        partner.was_answered = True
+        self.inner.send(route, [greeting(self.arena.beacon, heard.token)])
+
+    def _part(self, route: Route) -> bool:
+        """Forget a route that is down; whether that is news."""
+        partner = self._partners.pop(route, None)
+        if partner is None:
+            return True
+        partner.part()
+        return not partner.has_failed
+
+
+class _Partner:
+    """The process at the other end of a route.
+
+    Attributes:
+        has_greeted: it has said that it knows descriptors.
+        was_answered: it was told that its memory can be read here.
+        reads_us: it has said that it can read the memory of this process.
+        has_failed: it has sent a descriptor that cannot be read.
+    """
+
+    def __init__(self, mapped: SegmentTable) -> None:
+        self.has_greeted = False
+        self.was_answered = False
+        self.reads_us = False
+        self.has_failed = False
+        self._mapped = mapped
+        self._segments: dict[tuple[int, int, bytes], Segment] = {}
+
+    def restored(self, frames: Sequence[memoryview]) -> list[memoryview]:
+        """The message as it was handed to `send`.
+
+        Raises:
+            ProtocolError: a descriptor cannot be read.
+        """
+        whole = list(frames[:-1])
+        for one in read_table(frames):
+            whole[one.frame] = self._read(one)
+        return whole
+
+    def _read(self, one: Entry) -> memoryview:
+        key = (one.owner, one.number, one.token)
+        segment = self._segments.get(key)
+        if segment is None:
+            segment = self._segments[key] = open_segment(*key)
+            self._mapped.add(segment)
+        end = one.offset + one.length
+        if one.offset < HEADER_BYTES or end > segment.nbytes:
+            raise ProtocolError(f"bytes {one.offset} to {end} are not in its shared memory of {segment.nbytes} bytes")
+        return segment.view[one.offset : end]
+
+    def part(self) -> None:
+        """Let go of its memory. It is unmapped when nobody shows it any more."""
+        self.reads_us = False
+        for segment in self._segments.values():
+            self._mapped.discard(segment)
+            segment.close()
+        self._segments.clear()
+
+
+def this_host() -> str:
+    """Names what two processes must share to open each other's memory: the running system, pid numbers, the user.
+
+    Raises:
+        OSError: ``/proc`` is not there.
+    """
+    system = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    seen = f"{system} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    return hashlib.sha256(seen.encode()).hexdigest()[:16]

@@ -1,0 +1,106 @@
+"""Stretches side by side: what is shown, what cannot be, and when it is unmapped. Between processes elsewhere."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvdist.transport.arena import Arena
+from kvdist.transport.mapping import PAGE_BYTES
+from kvdist.transport.window import WindowCache
+
+SEGMENT = 1 << 20
+PIECE = 16 * PAGE_BYTES
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(8 * SEGMENT, SEGMENT)
+    yield made
+    made.close()
+
+
+def pieces(arena: Arena, *sizes: int) -> list[np.ndarray]:
+    arrays = []
+    for number, size in enumerate(sizes):
+        arrays.append(arena.allocate(size))
+        arrays[-1][:] = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
+    return arrays
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text("utf-8").count("memfd:kvdist-arena")
+
+
+@pytest.mark.parametrize("last", [1, 7, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 70_001])
+def test_frames_in_any_order_and_of_several_segments_are_one_array(arena: Arena, last: int) -> None:
+    arrays = pieces(arena, PIECE, SEGMENT // 2, SEGMENT // 2, PIECE)
+    tail = pieces(arena, last if last >= 1 << 16 else 1 << 16)[0][:last]
+    cache = WindowCache([arena.table])
+    for order in permutations(arrays, 3):
+        frames = [memoryview(array) for array in (*order, tail)]
+        window = cache.view(frames)
+        assert window is not None and window.dtype == np.uint8 and not window.flags.writeable
+        assert (window == np.concatenate([*order, tail])).all()
+
+
+def test_a_window_shows_what_is_written_later(arena: Arena) -> None:
+    left, right = pieces(arena, PIECE, PIECE)
+    window = WindowCache([arena.table]).view([memoryview(right), memoryview(left)])
+    assert window is not None
+    left[5], right[6] = 200, 201
+    assert window[PIECE + 5] == 200 and window[6] == 201
+
+
+def test_one_frame_is_its_own_array_wherever_it_lies(arena: Arena) -> None:
+    cache = WindowCache([arena.table])
+    frame = memoryview(bytearray(range(200)))[3:]
+    window = cache.view([frame])
+    assert window is not None and bytes(window) == bytes(frame) and not window.flags.writeable
+    assert len(cache) == 0
+
+
+def test_what_cannot_be_mapped_side_by_side_is_none(arena: Arena) -> None:
+    cache = WindowCache([arena.table])
+    left, right = (memoryview(array) for array in pieces(arena, PIECE, PIECE))
+    assert cache.view([left, memoryview(bytes(PIECE))]) is None
+    assert cache.view([left[:-1], right]) is None
+    assert cache.view([left, right[1:]]) is None
+    assert cache.view([left, right[:0]]) is None
+    assert cache.view([]) is None
+    assert len(cache) == 0
+
+
+def test_the_window_asked_for_the_longest_ago_goes_first_and_lives_while_it_is_shown(arena: Arena) -> None:
+    cache = WindowCache([arena.table], windows_max=2)
+    a, b, c = (memoryview(array) for array in pieces(arena, PIECE, PIECE, PIECE))
+    before = mapped()
+    shown = cache.view([b, a])
+    assert shown is not None
+    cache.view([c, a])
+    assert cache.view([b, a]) is shown
+    cache.view([a, c])
+    assert len(cache) == 2 and cache.view([b, a]) is shown
+    cache.view([c, b])
+    cache.view([c, a])
+    assert len(cache) == 2
+    assert bytes(shown) == bytes(b) + bytes(a)
+    del cache, shown
+    gc.collect()
+    assert mapped() == before
+
+
+def test_windows_over_memory_that_was_closed_are_let_go(arena: Arena) -> None:
+    other = Arena(SEGMENT, SEGMENT)
+    cache = WindowCache([arena.table, other.table])
+    (a, b), (c, d) = pieces(arena, PIECE, PIECE), pieces(other, PIECE, PIECE)
+    assert cache.view([memoryview(b), memoryview(c)]) is not None
+    assert cache.view([memoryview(d), memoryview(c)]) is not None
+    other.close()
+    assert cache.view([memoryview(b), memoryview(a)]) is not None
+    assert len(cache) == 1
