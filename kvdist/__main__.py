@@ -22,6 +22,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.cluster import introduction
 from kvdist.node import Node
 from kvdist.nodes import NodeId, Role
+from kvdist.transport.opening import open_transport
 from kvdist.transport.zeromq import ZeroMQTransport
 
 LOG = logging.getLogger("kvdist")
@@ -70,19 +71,16 @@ def _server(config: ClusterConfig) -> Node:
     config.require_private(host)
     if host in ("0.0.0.0", "::", "*"):
         raise ConfigError(f"DMLC_NODE_HOST is {host}, which workers cannot dial; give this machine's own address")
-    transport = ZeroMQTransport(config.limits)
+    transport, memory = open_transport(config)
     endpoint = transport.bind(tcp_endpoint(host, 0))
-    machine = Server(
-        introduction(config, endpoint, config.scheduler_endpoint), config.limits, REFERENCE, time.monotonic()
-    )
+    introduced = introduction(config, endpoint, config.scheduler_endpoint)
+    machine = Server(introduced, config.limits, REFERENCE, time.monotonic(), memory.allocate)
     return Node(machine, transport, config.job_tag, config.limits.explain_after_s)
 
 
 def _tell_of_strangers(node: Node) -> None:
     """Say how often somebody came to the port who was not of this job, if anybody did."""
-    refused = node.reliable.strangers_refused
-    if isinstance(node.transport, ZeroMQTransport):
-        refused += node.transport.strangers_refused
+    refused = node.reliable.strangers_refused + node.transport.strangers_refused
     if refused or node.garbage_dropped:
         LOG.warning(
             "%s refused %d stranger(s) and dropped %d invalid message(s)",

@@ -50,6 +50,8 @@ class Limits:
     """A key travels and is updated in pieces of at most this size, so that sending and summing overlap."""
     window_bytes: int = 64 * MIB
     """Bytes that may be on the way to one server without having been received."""
+    shared_bytes_max: int = 1 << 40
+    """The most shared memory that a process makes; what does not fit is sent."""
     frame_bytes_max: int = 64 * MIB
     """The largest frame a socket accepts."""
     connect_timeout_s: float = 30.0
@@ -93,6 +95,8 @@ class ClusterConfig:
     """Keys with at least this many elements are cut over all servers."""
     placement: str = "bytes"
     """``bytes`` balances bytes over the servers; ``hash`` places as the mirrored system does."""
+    transport: str = "auto"
+    """``auto`` leaves large values in shared memory between processes of one host; ``tcp`` sends every byte."""
     supervised: bool = False
     """A launcher reports ended children on the scheduler's standard input."""
     limits: Limits = Limits()
@@ -111,6 +115,7 @@ class ClusterConfig:
             raise ConfigError(f"KVDIST_RANK is {self.rank}, but the cluster has only {count} {self.role}(s)")
         _one_of("KVDIST_SECURITY", self.security, (None, "none"))
         _one_of("KVDIST_PLACEMENT", self.placement, ("bytes", "hash"))
+        _one_of("KVDIST_TRANSPORT", self.transport, ("auto", "tcp"))
         if self.bigarray_bound < 1:
             raise ConfigError(f"MXNET_KVSTORE_BIGARRAY_BOUND is {self.bigarray_bound}; it counts elements, at least 1")
 
@@ -174,6 +179,7 @@ class ClusterConfig:
             security=(env.get("KVDIST_SECURITY") or "").lower() or None,
             bigarray_bound=_integer(env, "KVDIST_BIGARRAY_BOUND", cls.bigarray_bound),
             placement=env.get("KVDIST_PLACEMENT") or "bytes",
+            transport=(env.get("KVDIST_TRANSPORT") or "auto").lower(),
             supervised=env.get("KVDIST_SUPERVISED") == "1",
             limits=_limits(env),
         )
@@ -195,6 +201,7 @@ class ClusterConfig:
             "DMLC_NUM_SERVER": str(self.num_servers),
             "KVDIST_JOB": self.job,
             "KVDIST_PLACEMENT": self.placement,
+            "KVDIST_TRANSPORT": self.transport,
             "MXNET_KVSTORE_BIGARRAY_BOUND": str(self.bigarray_bound),
         }
         if self.rank is not None:

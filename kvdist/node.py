@@ -127,6 +127,11 @@ class Node:
         self._mailbox.append(event)
         self.transport.wake()
 
+    def shares_memory_with(self, member: Member) -> bool:
+        """Whether what lies in the transport's memory is not carried to this member."""
+        route = self._routes.get(member)
+        return route is not None and self.transport.shares(route)
+
     def check_fork(self) -> None:
         """Raise `ForkError` in a forked child: threads and sockets stay with the parent."""
         if self._forked:

@@ -32,7 +32,7 @@ from kvdist.node import Finish, Node, run_together
 from kvdist.nodes import Role
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.memory import Memory, OrdinaryMemory
-from kvdist.transport.zeromq import ZeroMQTransport
+from kvdist.transport.opening import open_transport
 from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")
@@ -105,6 +105,13 @@ class Cluster:
                 " the answers; use the *_async calls there, or wait on another thread"
             )
         return future.result()
+
+    def shares_memory(self, server_rank: int) -> bool:
+        """Whether what lies in `memory` is not carried to this server."""
+        machine = self.node.machine
+        assert isinstance(machine, Worker)
+        member = machine.servers.get(server_rank)
+        return member is not None and self.node.shares_memory_with(member)
 
     @property
     def has_left(self) -> bool:
@@ -187,8 +194,9 @@ def _joined(config: ClusterConfig) -> Cluster:
             " `python -m kvdist` instead of your script"
         )
     machine = Worker(introduction(config, "", config.scheduler_endpoint), config.limits, time.monotonic())
-    node = Node(machine, ZeroMQTransport(config.limits), config.job_tag, config.limits.explain_after_s)
-    return Cluster(config, node, OrdinaryMemory(), node.run)
+    transport, memory = open_transport(config)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    return Cluster(config, node, memory, node.run)
 
 
 def _embedded() -> Cluster:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvdist.core.requests import Bits, RunData, RunPlan
+from kvdist.core.requests import RunData, RunPlan
 from kvdist.kernels.interface import Kernels
-from kvdist.kvstore.key_table import Matched
+from kvdist.kvstore.handed import Given
 from kvdist.kvstore.settings import settings_of, used_settings
-from kvdist.kvstore.staging import Buffers, Staging, lend
+from kvdist.kvstore.staging import Buffers, Staging
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.messages import U8, Flag
 
@@ -47,37 +47,34 @@ class Terms:
 
 def contribute(
     staging: Staging,
-    given: Matched,
-    bits: Sequence[Sequence[Bits]],
+    given: Given,
     optimizer: Optimizer | None,
     terms: Terms,
     kernels: Kernels,
-    may_lend: bool,
+    lent: Sequence[memoryview | None],
 ) -> Contribution:
     """Lay out the arrays of a push.
 
     Args:
         staging: the buffers of this list of keys.
-        given: the keys and the arrays.
-        bits: the same arrays as bits.
+        given: what is pushed.
         optimizer: what the servers update with; its present numbers travel along.
         terms: how the push counts.
         kernels: what sums over devices.
-        may_lend: the caller waits, so that large arrays may be sent from where they are.
+        lent: per run the caller's own memory that is sent, or None.
     """
-    plan = staging.plan
+    plan, bits = staging.plan, given.bits
     settings, setting_of_key = settings_of(plan, optimizer)
     flag = int(Flag.AVERAGE) if terms.average else 0
     buffers: Buffers = []
     if all(bits):
-        lent = [lend(run, bits) if may_lend else None for run in plan.runs]
         payloads, buffers = staging.fill(bits, kernels, lent)
         flags: list[U8] = [_flags(run, flag) for run in plan.runs]
     else:
         # Some key has no value here. That is rare, so it may be slow, and occupies no buffers.
         empty = np.array([not parts for parts in bits])
         flags = [_flags(run, flag) | np.where(empty[run.key_of], Flag.EMPTY, 0).astype(np.uint8) for run in plan.runs]
-        payloads = [_payload_of_some(run, given, bits, kernels) for run in plan.runs]
+        payloads = [_payload_of_some(run, given, kernels) for run in plan.runs]
     runs = []
     for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
         own, index = used_settings(settings, None if setting_of_key is None else setting_of_key[run.key_of])
@@ -85,15 +82,15 @@ def contribute(
     return Contribution(staging, runs, buffers)
 
 
-def _payload_of_some(run: RunPlan, given: Matched, bits: Sequence[Sequence[Bits]], kernels: Kernels) -> memoryview:
+def _payload_of_some(run: RunPlan, given: Given, kernels: Kernels) -> memoryview:
     """The payload of a run some of whose keys have no value: those take no bytes."""
     payload = bytearray()
     for piece in run.pieces:
-        if not bits[piece.index]:
+        if not given.bits[piece.index]:
             continue
-        info, _ = given[piece.index]
+        info = given.infos[piece.index]
         total = np.empty(piece.stop - piece.start, info.dtype.storage)
-        parts = [part[piece.start : piece.stop] for part in bits[piece.index]]
+        parts = [part[piece.start : piece.stop] for part in given.bits[piece.index]]
         kernels.weighted_sum(parts, [1.0] * len(parts), info.dtype, total)
         payload += total.tobytes()
         payload += b"\0" * (-total.nbytes % 8)

@@ -30,7 +30,6 @@ from kvdist.core.requests import (
     Kind,
     Plan,
     RunData,
-    RunPlan,
     SetStoreOptimizer,
     Transfer,
 )
@@ -41,8 +40,9 @@ from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.contribution import Contribution, Terms, contribute
-from kvdist.kvstore.key_table import KeyTable, Matched
-from kvdist.kvstore.staging import Staging, Stagings, lend, reaches_another
+from kvdist.kvstore.handed import Given, cut, given, taken
+from kvdist.kvstore.key_table import KeyTable
+from kvdist.kvstore.staging import Lending, Staging, Stagings, lend, reaches_another
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
@@ -119,7 +119,8 @@ class DistStore(KVStore):
 
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Contribute; returns as soon as the values are copied. See `KVStore.push`."""
-        self.push_async(key, value, priority, average=average, samples=samples).add_done_callback(self._remember_error)
+        future = self._push(key, value, priority, Terms(average, samples), Lending.NOTHING)
+        future.add_done_callback(self._remember_error)
 
     def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Read; waits for this worker's own pushes to be counted. See `KVStore.pull`."""
@@ -140,7 +141,7 @@ class DistStore(KVStore):
         """Contribute and read the result in one round trip. See `KVStore.pushpull`."""
         # The caller waits, so large arrays are sent from where they are: a pass over the bytes less, and the first of
         # them are under way at once.
-        future = self._pushpull(key, value, out, priority, Terms(average, samples), may_lend=True)
+        future = self._pushpull(key, value, out, priority, Terms(average, samples), Lending.EVERYTHING)
         try:
             self._cluster.wait(future)
         except KeyboardInterrupt:
@@ -154,11 +155,12 @@ class DistStore(KVStore):
         self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
     ) -> Future[None]:
         """`push`, with a future that resolves when the servers have counted it."""
+        return self._push(key, value, priority, Terms(average, samples), Lending.RESIDENT)
+
+    def _push(self, key: Keys, value: Value, priority: int, terms: Terms, lending: Lending) -> Future[None]:
         self._require_usable()
-        given = self._keys.matched(values.pairs(key, value))
-        staging = self._staging([info for info, _ in given])
-        own = self._contribute(staging, given, _bits(given), Terms(average, samples), may_lend=False)
-        label = f"push of {_named(staging.plan)}"
+        own = self._contribute(given(self._keys, key, value), terms, lending)
+        label = f"push of {_named(own.staging.plan)}"
         return self._cluster.submit(lambda number: Transfer(number, Kind.PUSH, label, own.runs, priority), own.release)
 
     def pull_async(
@@ -189,14 +191,11 @@ class DistStore(KVStore):
                 return [made.pop(one) if one in made else copies(one) for one in names]
 
         else:
-            taken = self._keys.matched(values.pairs(key, out), writable=True)
-            staging = self._staging([info for info, _ in taken])
-            results, spread = _sinks(taken)
+            places = taken(self._keys, key, out)
+            staging = self._staging(places.infos)
+            results, finish = places.results, places.spread
 
-            def finish() -> Any:
-                spread()
-
-        runs = [RunData(run, sinks=_cut(run, results)) for run in staging.plan.runs]
+        runs = [RunData(run, sinks=cut(run, results)) for run in staging.plan.runs]
         label = f"pull of {_named(staging.plan)}"
         return self._cluster.submit(lambda number: Transfer(number, Kind.PULL, label, runs, priority), finish)
 
@@ -211,26 +210,24 @@ class DistStore(KVStore):
         samples: int = 0,
     ) -> Future[None]:
         """`pushpull`, with a future."""
-        return self._pushpull(key, value, out, priority, Terms(average, samples), may_lend=False)
+        return self._pushpull(key, value, out, priority, Terms(average, samples), Lending.RESIDENT)
 
     def _pushpull(
-        self, key: Keys, value: Value, out: Value | None, priority: int, terms: Terms, may_lend: bool
+        self, key: Keys, value: Value, out: Value | None, priority: int, terms: Terms, lending: Lending
     ) -> Future[None]:
         self._require_usable()
-        given = self._keys.matched(values.pairs(key, value))
-        taken = self._keys.matched(values.pairs(key, value if out is None else out), writable=True)
-        staging = self._staging([info for info, _ in given])
-        results, spread = _sinks(taken)
-        bits = _bits(given)
-        may_lend = may_lend and (out is None or not reaches_another(bits, results))
-        own = self._contribute(staging, given, bits, terms, may_lend)
-        runs = [replace(run, sinks=_cut(run.plan, results)) for run in own.runs]
+        contribution = given(self._keys, key, value)
+        places = taken(self._keys, key, value if out is None else out)
+        if out is not None and lending is not Lending.NOTHING and reaches_another(contribution.bits, places.results):
+            lending = Lending.NOTHING
+        own = self._contribute(contribution, terms, lending)
+        runs = [replace(run, sinks=cut(run.plan, places.results)) for run in own.runs]
 
         def finish() -> None:
-            spread()
+            places.spread()
             own.release()
 
-        label = f"pushpull of {_named(staging.plan)}"
+        label = f"pushpull of {_named(own.staging.plan)}"
         return self._cluster.submit(lambda number: Transfer(number, Kind.PUSHPULL, label, runs, priority), finish)
 
     def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
@@ -338,53 +335,24 @@ class DistStore(KVStore):
     def _staging(self, infos: Sequence[KeyInfo]) -> Staging:
         return self._stagings.of(infos, self._keys.nbytes)
 
-    def _contribute(
-        self, staging: Staging, given: Matched, bits: Sequence[Sequence[Bits]], terms: Terms, may_lend: bool
-    ) -> Contribution:
-        return contribute(staging, given, bits, self._optimizer, terms, self._kernels, may_lend)
+    def _contribute(self, contribution: Given, terms: Terms, lending: Lending) -> Contribution:
+        staging = self._staging(contribution.infos)
+        lent = self._lent(staging.plan, contribution.bits, lending)
+        return contribute(staging, contribution, self._optimizer, terms, self._kernels, lent)
+
+    def _lent(self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending) -> list[memoryview | None]:
+        cluster = self._cluster
+        return [lend(run, bits, lending, cluster.shares_memory, cluster.memory) for run in plan.runs]
 
     def _give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
         staging = self._staging([self._keys[one] for one, _ in given])
         arrays = [[values.read_bits(array)] for _, array in given]
         # The caller waits, so its own memory is sent where it can be.
-        payloads, _ = staging.fill(arrays, self._kernels, [lend(run, arrays) for run in staging.plan.runs])
+        payloads, _ = staging.fill(arrays, self._kernels, self._lent(staging.plan, arrays, Lending.EVERYTHING))
         runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
         label = f"init of {_named(staging.plan)}"
         self._cluster.ask(lambda number: Transfer(number, kind, label, runs))
-
-
-def _bits(given: Sequence[tuple[KeyInfo, list[Any]]]) -> list[list[Bits]]:
-    return [[values.read_bits(array) for array in arrays] for _, arrays in given]
-
-
-def _cut(run: RunPlan, results: Sequence[Bits]) -> list[Bits]:
-    """Per slice of a run the stretch of its key's result."""
-    if run.whole_keys is not None:
-        return [results[index] for index in run.whole_keys]
-    return [results[piece.index][piece.start : piece.stop] for piece in run.pieces]
-
-
-def _sinks(taken: Sequence[tuple[KeyInfo, list[Any]]]) -> tuple[list[Bits], Any]:
-    """Per key the memory that takes its result, and a function that spreads it to where else it is wanted."""
-    results: list[Bits] = []
-    copies: list[tuple[Any, Bits]] = []
-    for info, arrays in taken:
-        if not arrays:
-            results.append(np.empty(info.size, info.dtype.storage))
-            continue
-        first = values.writable_bits(arrays[0])
-        rest = arrays[1:]
-        if first is None:
-            first, rest = np.empty(info.size, info.dtype.storage), arrays
-        results.append(first)
-        copies += [(array, first) for array in rest]
-
-    def spread() -> None:
-        for array, bits in copies:
-            values.write_bits(array, bits)
-
-    return results, spread
 
 
 def _named(plan: Plan) -> str:

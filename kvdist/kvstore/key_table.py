@@ -9,7 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvdist.core.requests import KeyInfo
+from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values
 from kvdist.kvstore.values import Key
@@ -27,11 +30,13 @@ class KeyTable:
     Attributes:
         infos: key → shape, dtype and where it lives.
         nbytes: of all keys together.
+        plain: for keys of NumPy's own types what an array must look like: (info, shape, dtype).
     """
 
     def __init__(self) -> None:
         self.infos: dict[Key, KeyInfo] = {}
         self.nbytes = 0
+        self.plain: dict[Key, tuple[KeyInfo, tuple[int, ...], np.dtype[Any]]] = {}
         self._kinds: dict[Key, str] = {}
 
     def __len__(self) -> int:
@@ -55,6 +60,8 @@ class KeyTable:
         """Enter a key that was agreed on; values that come back are of the kind of `array`."""
         self.infos[info.key] = info
         self._kinds[info.key] = values.kind_of(array)
+        if info.dtype is not DType.BFLOAT16:  # whose bits look like an array of another type
+            self.plain[info.key] = (info, info.shape, info.dtype.storage)
         self.nbytes += info.size * info.dtype.itemsize
 
     def like(self, info: KeyInfo, bits: Any) -> Any:

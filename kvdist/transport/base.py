@@ -1,4 +1,4 @@
-"""The seam between what is said and how it travels: six verbs, no meaning.
+"""The seam between what is said and how it travels: a handful of verbs, no meaning.
 
 A transport carries lists of byte frames between *routes*. A route is an opaque, hashable token that the transport
 made: for a connection that this side dialled it is what `connect` returned, for one that a peer dialled it is the
@@ -14,7 +14,7 @@ The contract, kept by every transport:
 * A frame handed to `send` is not copied when it is large. Its bytes must stay unchanged until the receiver's answer
   proves that they arrived.
 * Frames handed out by `recv` are read-only buffers that live as long as somebody holds them; large ones are not copies.
-* Only `wake` may be called from another thread.
+* Only `wake` and `shares` may be called from another thread.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ Event = Arrived | Connected | Disconnected
 class Transport(abc.ABC):
     """Carries frames. See the module for the contract."""
 
+    @property
+    @abc.abstractmethod
+    def strangers_refused(self) -> int:
+        """Connections to this side that were closed because they did not speak our protocol."""
+
     @abc.abstractmethod
     def bind(self, endpoint: str) -> str:
         """Accept connections at `endpoint` (``tcp://127.0.0.1:0``, ``ipc:///…``) and return it with the port filled in.
@@ -74,6 +79,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:
         """Hand a message over. To a route that is gone it is discarded: its `Disconnected` was or will be reported."""
+
+    @abc.abstractmethod
+    def shares(self, route: Route) -> bool:
+        """Whether frames in this transport's shared memory are read there by the peer, instead of being carried."""
 
     @abc.abstractmethod
     def recv(self, timeout_s: float) -> list[Event]:

@@ -75,6 +75,10 @@ class InprocTransport(Transport):
         self._woken = False
         self._closed = False
 
+    @property
+    def strangers_refused(self) -> int:
+        return 0  # only this process can connect
+
     def bind(self, endpoint: str) -> str:
         _check(endpoint)
         with self._changed:
@@ -113,6 +117,9 @@ class InprocTransport(Transport):
                 self._changed.notify_all()
             elif to.dialled:
                 to.waiting.append(views)
+
+    def shares(self, route: Route) -> bool:
+        return False
 
     def recv(self, timeout_s: float) -> list[Event]:
         with self._changed:

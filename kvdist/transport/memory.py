@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvdist.transport.arena import Arena
+
+LOG = logging.getLogger("kvdist")
+
 
 class Memory(Protocol):
-    """Gives out bytes and knows its own."""
+    """Gives out bytes and knows its own. Any thread."""
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """That many bytes; their content means nothing. They are free again when no array shows them any more."""
@@ -26,3 +31,27 @@ class OrdinaryMemory:
 
     def owns(self, array: NDArray[Any]) -> bool:
         return False
+
+
+class SharedMemory:
+    """Bytes of an arena, which processes of this host can be shown.
+
+    When the arena is full, or the system has no more memory of that kind, they are ordinary ones. Then values are sent
+    instead of shown; that is slower and is reported once.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._is_full = False
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        try:
+            return self._arena.allocate(nbytes)
+        except MemoryError as error:
+            if not self._is_full:
+                self._is_full = True
+                LOG.warning("no more shared memory, so values are sent between processes of this host: %s", error)
+            return np.empty(nbytes, np.uint8)
+
+    def owns(self, array: NDArray[Any]) -> bool:
+        return array.nbytes > 0 and self._arena.locate(array) is not None

@@ -102,6 +102,10 @@ class SharedMemoryTransport(Transport):
         """Memory that is not copied when it is sent to this host. As `Arena.allocate`, from any thread."""
         return self.arena.allocate(nbytes)
 
+    @property
+    def strangers_refused(self) -> int:
+        return self.inner.strangers_refused
+
     def bind(self, endpoint: str) -> str:
         plain, _ = split_host(endpoint)
         return with_host(self.inner.bind(plain), f"{self._host}.{os.getpid()}")
@@ -121,6 +125,10 @@ class SharedMemoryTransport(Transport):
             frames = self._described(frames, partner.reads_us)
         self.inner.send(to, frames)
         self.bytes_whole += sum(len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames)
+
+    def shares(self, route: Route) -> bool:
+        partner = self._partners.get(route)
+        return partner is not None and partner.reads_us
 
     def recv(self, timeout_s: float) -> list[Event]:
         """As the contract says, but once or twice a connection, when it is greeted, an empty list comes early."""

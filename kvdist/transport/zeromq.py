@@ -91,7 +91,6 @@ class ZeroMQTransport(Transport):
 
     @property
     def strangers_refused(self) -> int:
-        """Connections to this side that were closed because they did not speak our protocol."""
         return sum(link.connections.strangers for link in self._links if isinstance(link, _Bound))
 
     def bind(self, endpoint: str) -> str:
@@ -147,6 +146,9 @@ class ZeroMQTransport(Transport):
         to.link.lose(to)
         self._suspects.add(to.link)
         self._alarm.ring()
+
+    def shares(self, route: Route) -> bool:
+        return False
 
     def recv(self, timeout_s: float) -> list[Event]:
         self._check_open()

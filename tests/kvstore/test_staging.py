@@ -10,7 +10,7 @@ from kvdist.core.requests import ALONE_BYTES_MIN, KeyInfo, make_plan
 from kvdist.core.sharding import cut
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore.staging import SETS_KEPT_MAX, Staging, lend, reaches_another
+from kvdist.kvstore.staging import SETS_KEPT_MAX, Lending, Staging, lend, reaches_another
 from kvdist.transport.memory import OrdinaryMemory
 
 LARGE = ALONE_BYTES_MIN // 4
@@ -58,10 +58,15 @@ def test_buffers_are_used_again_and_a_burst_is_not_kept():
     assert len({id(buffers[0]) for buffers in again} - {id(buffers[0]) for buffers in sets}) == 1
 
 
+def by_socket(rank):
+    """No server shares memory."""
+    return False
+
+
 def test_a_large_slice_of_one_array_is_lent_and_takes_no_buffer():
     plan = plan_of(2 * LARGE)
     arrays = arrays_of(plan, 1)
-    lent = [lend(run, arrays) for run in plan.runs]
+    lent = [lend(run, arrays, Lending.EVERYTHING, by_socket, OrdinaryMemory()) for run in plan.runs]
     payloads, buffers = filled(Staging(plan, OrdinaryMemory()), arrays, lent)
     assert buffers == [None]
     assert np.shares_memory(np.frombuffer(payloads[0], np.float32), arrays[0][0])
@@ -69,7 +74,34 @@ def test_a_large_slice_of_one_array_is_lent_and_takes_no_buffer():
 
 def test_what_is_small_or_summed_or_without_padding_is_not_lent():
     for plan, factors in ((plan_of(7), (1,)), (plan_of(2 * LARGE), (1, 1)), (plan_of(2 * LARGE + 1), (1,))):
-        assert [lend(run, arrays_of(plan, *factors)) for run in plan.runs] == [None]
+        arrays = arrays_of(plan, *factors)
+        assert [lend(run, arrays, Lending.EVERYTHING, by_socket, OrdinaryMemory()) for run in plan.runs] == [None]
+
+
+class OwnMemory(OrdinaryMemory):
+    """Calls everything its own."""
+
+    def owns(self, array):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("lending", "is_resident", "shares", "is_lent"),
+    [
+        (Lending.EVERYTHING, False, False, True),  # the socket copies it anyway, and the caller waits
+        (Lending.EVERYTHING, False, True, False),  # one copy into shared memory is cheaper
+        (Lending.EVERYTHING, True, True, True),
+        (Lending.RESIDENT, False, False, False),  # the caller may change it at once
+        (Lending.RESIDENT, True, False, True),
+        (Lending.RESIDENT, True, True, True),
+        (Lending.NOTHING, True, True, False),
+    ],
+)
+def test_what_is_lent_depends_on_who_may_change_it_and_where_it_lies(lending, is_resident, shares, is_lent):
+    plan = plan_of(2 * LARGE)
+    memory = OwnMemory() if is_resident else OrdinaryMemory()
+    (payload,) = [lend(run, arrays_of(plan, 1), lending, lambda rank: shares, memory) for run in plan.runs]
+    assert (payload is not None) == is_lent
 
 
 def test_a_result_that_is_written_over_another_keys_array_is_seen():

@@ -1,0 +1,114 @@
+"""What a call hands over: per key the bits that are pushed, or the memory that takes the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvdist.core.requests import Bits, KeyInfo, RunPlan
+from kvdist.kvstore import values
+from kvdist.kvstore.base import Keys, Value
+from kvdist.kvstore.key_table import KeyTable
+
+_READABLE = 0x101
+"""`ndarray.flags.num` of an array in C order and aligned; asked for each array of each call."""
+_WRITABLE = 0x501
+"""The same of one that may be written."""
+
+
+@dataclass(slots=True)
+class Given:
+    """What is pushed.
+
+    Attributes:
+        infos: the keys.
+        bits: per key the contributions of its devices; none where there is no gradient.
+    """
+
+    infos: list[KeyInfo]
+    bits: list[list[Bits]]
+
+
+@dataclass(slots=True)
+class Taken:
+    """Where results go.
+
+    Attributes:
+        infos: the keys.
+        results: per key the memory that takes its result.
+        copies: what else wants a result: the array, and the memory that has it.
+    """
+
+    infos: list[KeyInfo]
+    results: list[Bits]
+    copies: list[tuple[Any, Bits]]
+
+    def spread(self) -> None:
+        """The results are there: bring them to where else they are wanted."""
+        for array, bits in self.copies:
+            values.write_bits(array, bits)
+
+
+def given(keys: KeyTable, key: Keys, value: Value) -> Given:
+    """What a call pushes, checked.
+
+    Raises:
+        KeyNotInitialised, TypeError, ValueError: something is wrong; the message names the key.
+    """
+    plain = _plain(keys, key, value, _READABLE)
+    if plain is not None:
+        return Given(plain[0], [[bits] for bits in plain[1]])
+    matched = keys.matched(values.pairs(key, value))
+    bits = [[values.read_bits(array) for array in arrays] for _, arrays in matched]
+    return Given([info for info, _ in matched], bits)
+
+
+def taken(keys: KeyTable, key: Keys, out: Value) -> Taken:
+    """Where a call wants its results, checked.
+
+    Raises:
+        KeyNotInitialised, TypeError, ValueError: something is wrong; the message names the key.
+    """
+    plain = _plain(keys, key, out, _WRITABLE)
+    if plain is not None:
+        return Taken(*plain, copies=[])
+    matched = keys.matched(values.pairs(key, out), writable=True)
+    results: list[Bits] = []
+    copies: list[tuple[Any, Bits]] = []
+    for info, arrays in matched:
+        first = values.writable_bits(arrays[0]) if arrays else None
+        rest = arrays if first is None else arrays[1:]
+        if first is None:
+            first = np.empty(info.size, info.dtype.storage)
+        results.append(first)
+        copies += [(array, first) for array in rest]
+    return Taken([info for info, _ in matched], results, copies)
+
+
+def _plain(keys: KeyTable, key: Keys, value: Value, flags: int) -> tuple[list[KeyInfo], list[Bits]] | None:
+    """The usual case in one short loop: a list of different keys, a NumPy array in order for each. Else None."""
+    if not isinstance(key, list | tuple) or not isinstance(value, list | tuple) or len(key) != len(value) or not key:
+        return None
+    if {type(one) for one in key} not in ({int}, {str}) or len(set(key)) != len(key):
+        return None
+    infos, bits, known = [], [], keys.plain
+    for one, array in zip(key, value, strict=True):
+        expected = known.get(one)
+        if expected is None or type(array) is not np.ndarray:
+            return None
+        info, shape, dtype = expected
+        if array.dtype is not dtype or array.shape != shape or array.flags.num & flags != flags:
+            return None
+        infos.append(info)
+        bits.append(array if array.ndim == 1 else array.reshape(-1))
+    return infos, bits
+
+
+def cut(run: RunPlan, results: Sequence[Bits]) -> list[Bits]:
+    """Per slice of a run the stretch of its key's result."""
+    if run.whole_keys is not None:
+        return [results[index] for index in run.whole_keys]
+    return [results[piece.index][piece.start : piece.stop] for piece in run.pieces]
