@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 
-from kvdist.config import ClusterConfig, local_address_towards, tcp_endpoint
+from kvdist.config import ClusterConfig, kernels_from_env, local_address_towards, tcp_endpoint
 from kvdist.core.effects import ChildEnded, LauncherGone
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
-from kvdist.kernels.reference import REFERENCE
+from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import introduction
 from kvdist.node import Node
 from kvdist.nodes import NodeId, Role
@@ -70,10 +70,11 @@ def _server(config: ClusterConfig) -> Node:
     config.require_private(host)
     if host in ("0.0.0.0", "::", "*"):
         raise ConfigError(f"DMLC_NODE_HOST is {host}, which workers cannot dial; give this machine's own address")
+    kernels = choose(kernels_from_env())
     transport = ZeroMQTransport(config.limits)
     endpoint = transport.bind(tcp_endpoint(host, 0))
     machine = Server(
-        introduction(config, endpoint, config.scheduler_endpoint), config.limits, REFERENCE, time.monotonic()
+        introduction(config, endpoint, config.scheduler_endpoint), config.limits, kernels, time.monotonic()
     )
     return Node(machine, transport, config.job_tag, config.limits.explain_after_s)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
@@ -72,6 +72,46 @@ class FromFloat32(Protocol):
         """
 
 
+class Equation(NamedTuple):
+    """One update of an optimizer as a compiled kernel needs it: which rule, and its scalars.
+
+    Attributes:
+        name: a rule that backends may know: ``sgd``, ``sgd_momentum``, ``nag``, ``adam``, ``adamw``.
+        numbers: in the rule's order; each is rounded once to the type of the arrays. At most seven.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+
+
+class FusedUpdate(Protocol):
+    """Sum, scale, clip and apply an optimizer's rule, reading and writing memory once."""
+
+    def __call__(
+        self,
+        equation: Equation,
+        weight: Array,
+        contributions: Sequence[Array],
+        scales: Sequence[float],
+        clip: float | None,
+        out: Array,
+        states: Sequence[Array],
+    ) -> bool:
+        """Do all of it and return True, or nothing and return False: then the caller goes the way of many passes.
+
+        The result has the same bits either way. Arguments have been checked; none is refused here.
+
+        Args:
+            equation: the rule.
+            weight: the present weight; only read.
+            contributions: as of `WeightedSum`, and of the type of `weight`.
+            scales: likewise.
+            clip: elements of the scaled sum are cut to ±clip; None for no cut.
+            out: receives the new weight; may be `weight`, overlaps nothing else.
+            states: the rule's arrays, updated in place.
+        """
+
+
 @dataclass(frozen=True)
 class Kernels:
     """One backend: a name for the log, and its functions."""
@@ -80,3 +120,4 @@ class Kernels:
     weighted_sum: WeightedSum
     to_float32: ToFloat32
     from_float32: FromFloat32
+    fused_update: FusedUpdate
