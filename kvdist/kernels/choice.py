@@ -13,13 +13,12 @@ from dataclasses import replace
 import numpy as np
 
 from kvdist.dtypes import DType
-from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels
+from kvdist.kernels.interface import CHUNK_ELEMENTS, NUMBERS_MAX, SOURCES_MAX, Array, Equation, Kernels
 from kvdist.kernels.loading import LOADER, Kernel, Loader
 from kvdist.kernels.reference import REFERENCE, check_sum
 
-_SOURCES = 4
-_NUMBERS = 7
-_ONES = (1.0,) * _SOURCES
+_ONES = (1.0,) * SOURCES_MAX
+_ZEROS = (0.0,) * NUMBERS_MAX
 _OFF = float("inf")
 _LABELS = {np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"}
 
@@ -86,8 +85,8 @@ class Compiled:
         if kernel is None or not _fit(weight, out, *states, *contributions):
             return False
         own, factor = _factored(scales)
-        tail = (factor, _OFF if clip is None else clip, *equation.numbers, *(0.0,) * (_NUMBERS - len(equation.numbers)))
-        if len(contributions) <= _SOURCES:
+        tail = (factor, _OFF if clip is None else clip, *equation.numbers, *_ZEROS[len(equation.numbers) :])
+        if len(contributions) <= SOURCES_MAX:
             _update(kernel, weight, contributions, own, out, states, tail)
             return True
         add = self._kernel(f"sum_{label}", weight.size)
@@ -118,21 +117,21 @@ def _factored(scales: Sequence[float]) -> tuple[Sequence[float], float]:
 def _padded(contributions: Sequence[Array], scales: Sequence[float]) -> tuple[object, ...]:
     """Four arrays, how many of them count, and four scales."""
     count = len(contributions)
-    missing = _SOURCES - count
+    missing = SOURCES_MAX - count
     return (*contributions, *(contributions[0],) * missing, count, *scales, *_ONES[:missing])
 
 
 def _sum(kernel: Kernel, contributions: Sequence[Array], scales: Sequence[float], factor: float, out: Array) -> None:
     """A sum of two arrays or more."""
     count = len(contributions)
-    if count <= _SOURCES:
+    if count <= SOURCES_MAX:
         kernel(out, *_padded(contributions, scales), factor)
         return
     for start in range(0, out.size, CHUNK_ELEMENTS):
         part = slice(start, start + CHUNK_ELEMENTS)
         target = out[part]
-        kernel(target, *_padded([each[part] for each in contributions[:_SOURCES]], scales[:_SOURCES]), 1.0)
-        for i in range(_SOURCES, count):
+        kernel(target, *_padded([each[part] for each in contributions[:SOURCES_MAX]], scales[:SOURCES_MAX]), 1.0)
+        for i in range(SOURCES_MAX, count):
             last = factor if i == count - 1 else 1.0
             kernel(target, *_padded([contributions[i][part]], [scales[i]]), last)
 

@@ -26,6 +26,12 @@ pass to pass. On slices of 4 MiB with a 32 MiB cache, whole slices were up to 10
 momentum), 32 Ki 10 to 20 % and 8 Ki 70 to 100 % slower: 64 Ki is the price of scratch memory that stays small.
 """
 
+SOURCES_MAX = 4
+"""How many arrays a compiled kernel sums in one call."""
+
+NUMBERS_MAX = 7
+"""How many scalars an `Equation` has at most."""
+
 
 class WeightedSum(Protocol):
     """out = Σ scales[i] · contributions[i], added in the order given, in `dtype.accumulate`."""
@@ -77,7 +83,7 @@ class Equation(NamedTuple):
 
     Attributes:
         name: a rule that backends may know: ``sgd``, ``sgd_momentum``, ``nag``, ``adam``, ``adamw``.
-        numbers: in the rule's order; each is rounded once to the type of the arrays. At most seven.
+        numbers: in the rule's order; each is rounded once to the type of the arrays. At most `NUMBERS_MAX`.
     """
 
     name: str

@@ -172,6 +172,4 @@ LOADER = Loader(_numba)
 """The kernels of this process: it has one processor and one numba."""
 
 atexit.register(LOADER.halt)
-os.register_at_fork(
-    before=LOADER.before_fork, after_in_parent=LOADER.after_fork, after_in_child=LOADER.after_fork
-)
+os.register_at_fork(before=LOADER.before_fork, after_in_parent=LOADER.after_fork, after_in_child=LOADER.after_fork)

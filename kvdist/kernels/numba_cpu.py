@@ -10,6 +10,7 @@ Only `kvdist.kernels.loading` imports this module, because importing numba takes
 
 from __future__ import annotations
 
+import logging
 import math
 import types
 import zlib
@@ -22,13 +23,11 @@ from numba.core import types as nt
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
+from kvdist.kernels.interface import NUMBERS_MAX, SOURCES_MAX
+
+LOG = logging.getLogger("kvdist")
+
 VERSION = f"numba {numba.__version__}"
-
-SOURCES_MAX = 4
-"""How many arrays one call of a kernel sums."""
-
-NUMBERS_MAX = 7
-"""How many scalars a rule has at most; the rest is filled up."""
 
 FLOATS = {"float32": numba.float32, "float64": numba.float64}
 
@@ -46,7 +45,7 @@ def _scopes(builder: Any, names: tuple[str, ...]) -> Any:
     return module.add_metadata([module.add_metadata([name, domain]) for name in names])
 
 
-@intrinsic  # type: ignore[untyped-decorator, unused-ignore]
+@intrinsic
 def _read(_context: Any, array: Any, index: Any) -> Any:
     """array[index], which no iteration but this one writes."""
 
@@ -83,7 +82,7 @@ _part = numba.njit(nogil=True, error_model="numpy")
 
 
 @_part
-def _limited(value: Any, limit: Any) -> Any:
+def _limited(value, limit):
     """Cut to ±limit; NaN stays NaN."""
     value = -limit if value < -limit else value
     return limit if value > limit else value
@@ -93,7 +92,7 @@ def _limited(value: Any, limit: Any) -> Any:
 
 
 @_part
-def _sgd(i, grad, out, weight, first, second, lr, wd, n3, n4, n5, n6, n7):  # type: ignore[no-untyped-def]
+def _sgd(i, grad, out, weight, first, second, lr, wd, n3, n4, n5, n6, n7):
     w = _read(weight, i)
     if wd != 0:
         grad = grad + w * wd
@@ -101,7 +100,7 @@ def _sgd(i, grad, out, weight, first, second, lr, wd, n3, n4, n5, n6, n7):  # ty
 
 
 @_part
-def _sgd_momentum(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n7):  # type: ignore[no-untyped-def]
+def _sgd_momentum(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n7):
     w = _read(weight, i)
     if wd != 0:
         grad = grad + w * wd
@@ -111,7 +110,7 @@ def _sgd_momentum(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n
 
 
 @_part
-def _nag(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n7):  # type: ignore[no-untyped-def]
+def _nag(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n7):
     w = _read(weight, i)
     if wd != 0:
         grad = grad + w * wd
@@ -122,7 +121,7 @@ def _nag(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n7):  # ty
 
 
 @_part
-def _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon):  # type: ignore[no-untyped-def]
+def _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon):
     mean = _read(first, i) * beta1 + grad * rest1
     variance = _read(second, i) * beta2 + grad * grad * rest2
     _write_first(first, i, mean)
@@ -131,9 +130,7 @@ def _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon):  # type
 
 
 @_part
-def _adam(  # type: ignore[no-untyped-def]
-    i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, rest2, epsilon
-):
+def _adam(i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, rest2, epsilon):
     w = _read(weight, i)
     if wd != 0:
         grad = grad + w * wd
@@ -142,9 +139,7 @@ def _adam(  # type: ignore[no-untyped-def]
 
 
 @_part
-def _adamw(  # type: ignore[no-untyped-def]
-    i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, rest2, epsilon
-):
+def _adamw(i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, rest2, epsilon):
     w = _read(weight, i)
     ratio = _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon)
     if wd != 0:
@@ -158,9 +153,7 @@ _rule = _sgd
 """The rule of the kernel that is being built: every kernel has its own copy of `_update` with another one here."""
 
 
-def _update(  # type: ignore[no-untyped-def]
-    out, weight, first, second, a, b, c, d, count, p, q, r, s, factor, limit, n1, n2, n3, n4, n5, n6, n7
-) -> None:
+def _update(out, weight, first, second, a, b, c, d, count, p, q, r, s, factor, limit, n1, n2, n3, n4, n5, n6, n7):
     """The rule for the gradient `factor`·(p·a + q·b + r·c + s·d), of which `count` terms count, cut to ±limit."""
     if count == 1:
         for i in range(out.size):
@@ -180,7 +173,7 @@ def _update(  # type: ignore[no-untyped-def]
             _rule(i, _limited(grad * factor, limit), out, weight, first, second, n1, n2, n3, n4, n5, n6, n7)
 
 
-def _sum(out, a, b, c, d, count, p, q, r, s, factor) -> None:  # type: ignore[no-untyped-def]
+def _sum(out, a, b, c, d, count, p, q, r, s, factor):
     """out ← factor·(p·a + q·b + r·c + s·d), of which `count` terms count; for 1: factor·(out + p·a)."""
     if count == 1:
         for i in range(out.size):
@@ -199,7 +192,7 @@ def _sum(out, a, b, c, d, count, p, q, r, s, factor) -> None:  # type: ignore[no
 def build(name: str) -> Callable[..., None]:
     """Compile the kernel ``{rule}_{type}`` or ``sum_{type}``, or load it from numba's cache on disk.
 
-    Where no directory for the cache can be written, it is compiled all the same.
+    Where the cache cannot be read or written, it is compiled all the same.
 
     Raises:
         KeyError: there is no such rule or type.
@@ -209,6 +202,7 @@ def build(name: str) -> Callable[..., None]:
     read = nt.Array(number, 1, "C", readonly=True)
     written = number[::1]
     sources = [read] * SOURCES_MAX + [nt.int64] + [number] * (SOURCES_MAX + 1)
+    template: Callable[..., Any]
     if rule == "sum":
         template, signature = _sum, nt.void(written, *sources)
     else:
@@ -218,14 +212,19 @@ def build(name: str) -> Callable[..., None]:
     # Its name decides the file in the cache. numba counts the entries of one file, so two processes that write
     # at once, perhaps on machines that share a home, could exchange entries: here a file has one entry.
     function.__qualname__ = f"{name}_{_processor()}"
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     try:
-        dispatcher.enable_caching()
-    except RuntimeError:
-        pass  # nowhere to write: compiled in every process
+        return _compiled(function, signature, cache=True)
+    except Exception as error:  # noqa: BLE001  # no place to write, a full disk, a damaged file: all are one to us
+        LOG.debug("kernel %s is compiled without numba's cache: %s", name, error)
+        return _compiled(function, signature, cache=False)
+
+
+def _compiled(function: types.FunctionType, signature: Any, cache: bool) -> Callable[..., None]:
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy", cache=cache)(function)
     dispatcher.compile(signature.args)
     dispatcher.disable_compile()
-    return dispatcher  # type: ignore[no-any-return]
+    compiled: Callable[..., None] = dispatcher
+    return compiled
 
 
 def _processor() -> str:

@@ -168,13 +168,13 @@ def _require_half(dtype: DType) -> None:
 
 
 def fused_update(
-    equation: Equation,  # noqa: ARG001 (here and below: the reference fuses nothing, whatever it is given)
-    weight: Array,  # noqa: ARG001
-    contributions: Sequence[Array],  # noqa: ARG001
-    scales: Sequence[float],  # noqa: ARG001
-    clip: float | None,  # noqa: ARG001
-    out: Array,  # noqa: ARG001
-    states: Sequence[Array],  # noqa: ARG001
+    equation: Equation,
+    weight: Array,
+    contributions: Sequence[Array],
+    scales: Sequence[float],
+    clip: float | None,
+    out: Array,
+    states: Sequence[Array],
 ) -> bool:
     """See `FusedUpdate`. The rules themselves are the reference: `Optimizer.apply`."""
     return False

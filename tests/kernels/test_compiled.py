@@ -49,7 +49,11 @@ def assert_same_bits(actual, expected, dtype=DType.FLOAT32):
 
 
 def scales_of(kind, count):
-    return {"ones": [1.0] * count, "equal": [0.3] * count, "unequal": [0.7, 1.0, -2.5, 1e-3, 1.0, 0.1, 3.0, 1.0, 0.5][:count]}[kind]
+    return {
+        "ones": [1.0] * count,
+        "equal": [0.3] * count,
+        "unequal": [0.7, 1.0, -2.5, 1e-3, 1.0, 0.1, 3.0, 1.0, 0.5][:count],
+    }[kind]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.label)
@@ -64,7 +68,9 @@ def test_a_sum_has_the_bits_of_the_reference(numba, count, kind, dtype):
         assert_same_bits(out, expected, dtype)
 
 
-def run(kernels, rule, size, count, *, kind="equal", dtype=DType.FLOAT32, in_place=False, prepare=lambda a: a, **changes):
+def run(
+    kernels, rule, size, count, *, kind="equal", dtype=DType.FLOAT32, in_place=False, prepare=lambda a: a, **changes
+):
     """Three updates; the weight and all states."""
     name, numbers = RULES[rule]
     updater = Updater(create(name, **{**numbers, **changes}), kernels)
