@@ -68,6 +68,7 @@ class Slices:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures sums and optimizers on one core.")
     parser.add_argument("--repeats", type=int, default=8, help="how often each row visits its slices")
+    parser.add_argument("--elements", type=int, action="append", help="size of a slice; may be repeated")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--json", metavar="FILE", help=f"write the results to FILE, in {RESULTS.name}/ if relative")
     options = parser.parse_args()
@@ -75,7 +76,7 @@ def main() -> None:
     print(f"copying: {copy / 1e9:.1f} GB/s read and written\n")
     print(f"{'kernel':10} {'sources':>7} {'elements':>9}  {'backend':8} {'us':>9} {'GB/s':>7} {'of bound':>8}")
     results = []
-    for elements in SIZES:
+    for elements in options.elements or SIZES:
         for result in rows(elements, options.repeats, copy, with_torch=not options.no_torch):
             kernel = result.kernel + ("!" if result.in_place else "")
             print(

@@ -43,8 +43,8 @@ class Loader:
         self._ready: dict[str, Kernel] = {}
         self._wanted: dict[str, None] = {}
         self._lock = threading.Lock()
-        self._building = threading.Lock()
-        """Held while a kernel is built. Not by who only looks."""
+        self._building = threading.RLock()
+        """Held while a kernel is built, not by who only looks."""
         self._thread: threading.Thread | None = None
         self._elements = 0
         self._halted = False

@@ -208,11 +208,10 @@ def test_an_interpreter_may_end_and_fork_while_kernels_are_being_loaded():
     assert interpreter(after=fork).count("fine") == 2
 
 
-def test_a_cache_is_written_and_read_and_not_needed(tmp_path):
+def test_a_cache_is_written_but_may_be_damaged_or_impossible(tmp_path):
     pytest.importorskip("numba")
     cache = tmp_path / "cache"
-    for _ in range(2):
-        assert interpreter(setting="numba", NUMBA_CACHE_DIR=str(cache)) == "fine numba None"
+    assert interpreter(setting="numba", NUMBA_CACHE_DIR=str(cache)) == "fine numba None"
     (compiled,) = cache.rglob("*.nbc")
     compiled.write_bytes(b"")  # as after a loss of power
     assert interpreter(setting="numba", NUMBA_CACHE_DIR=str(cache)) == "fine numba None"
