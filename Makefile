@@ -49,6 +49,7 @@ types: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/push_pull.py --workers 2 --servers 2 --spec 25x1048576 --spec 1000x1000 $(BENCH_FLAGS)
+	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/failure.py

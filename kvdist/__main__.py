@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 
-from kvdist.config import ClusterConfig, local_address_towards, tcp_endpoint
+from kvdist.config import ClusterConfig, kernels_from_env, local_address_towards, tcp_endpoint
 from kvdist.core.effects import ChildEnded, LauncherGone
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
-from kvdist.kernels.reference import REFERENCE
+from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import introduction
 from kvdist.node import Node
 from kvdist.nodes import NodeId, Role
@@ -74,7 +74,8 @@ def _server(config: ClusterConfig) -> Node:
     transport, memory = open_transport(config)
     endpoint = transport.bind(tcp_endpoint(host, 0))
     introduced = introduction(config, endpoint, config.scheduler_endpoint)
-    machine = Server(introduced, config.limits, REFERENCE, time.monotonic(), memory.allocate)
+    kernels = choose(kernels_from_env())
+    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate)
     return Node(machine, transport, config.job_tag, config.limits.explain_after_s)
 
 

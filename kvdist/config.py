@@ -216,6 +216,17 @@ class ClusterConfig:
         return env
 
 
+def kernels_from_env(environ: Mapping[str, str] | None = None) -> str:
+    """What does the arithmetic of this process (``KVDIST_KERNELS``): ``auto``, ``numpy`` or ``numba``.
+
+    Raises:
+        ConfigError: it is another word.
+    """
+    setting = ((os.environ if environ is None else environ).get("KVDIST_KERNELS") or "auto").lower()
+    _one_of("KVDIST_KERNELS", setting, ("auto", "numpy", "numba"))
+    return setting
+
+
 def tcp_endpoint(host: str, port: int) -> str:
     """``tcp://host:port`` with the brackets that an IPv6 address needs."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -51,8 +51,9 @@ LAUNCHER_MAY_IMPORT = {"kvdist.config", "kvdist.errors", "kvdist.nodes"}
 
 ONLY_IMPORTER = {
     "cupy": {"kvdist/kernels/cupy_gpu.py"},
+    "llvmlite": {"kvdist/kernels/numba_cpu.py"},
     "msgpack": {"kvdist/protocol/wire.py"},
-    "numba": {"kvdist/kernels/numba_cpu.py", "kvdist/kernels/numba_gpu.py"},
+    "numba": {"kvdist/kernels/numba_cpu.py"},
     "zmq": {"kvdist/transport/zeromq.py"},
 }
 """Libraries that only these files of `kvdist` and the launcher may import."""

@@ -52,3 +52,13 @@ def test_push_pull_measures_a_local_store_and_writes_the_result(tmp_path: Path) 
     (result,) = json.loads(path.read_text())["results"]
     assert (result["system"], result["spec"], result["steps"]) == ("kvdist", "3x17", 2)
     assert "median ms" in printed
+
+
+def test_kernels_are_measured_beside_each_other(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    path = tmp_path / "kernels.json"
+    command = [sys.executable, str(BENCHMARKS / "kernels.py"), "--elements", "17", "--repeats", "1", "--no-torch"]
+    subprocess.run([*command, "--json", str(path)], capture_output=True, check=True)
+    results = json.loads(path.read_text())["results"]
+    assert {result["backend"] for result in results} == {"numpy", "numba"}
+    assert {result["kernel"] for result in results} == {"sum", "sgd", "momentum", "nag", "adam", "adamw"}

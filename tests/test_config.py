@@ -15,6 +15,7 @@ from kvdist.config import (
     ClusterConfig,
     Limits,
     is_loopback,
+    kernels_from_env,
     local_address_towards,
     tcp_endpoint,
 )
@@ -232,3 +233,16 @@ def test_reading_changes_nothing_in_the_environment_of_the_process():
     before = dict(os.environ)
     read(KVDIST_SLICE_BYTES="4096")
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(("environ", "setting"), [({}, "auto"), ({"KVDIST_KERNELS": ""}, "auto")] + [
+    ({"KVDIST_KERNELS": word}, word.lower()) for word in ("auto", "numpy", "NUMBA")
+])  # fmt: skip
+def test_the_kernels_are_chosen_by_one_word(environ, setting):
+    assert kernels_from_env(environ) == setting
+
+
+def test_kernels_that_do_not_exist_are_refused(monkeypatch):
+    monkeypatch.setenv("KVDIST_KERNELS", "fortran")
+    with pytest.raises(ConfigError, match="KVDIST_KERNELS is 'fortran'; it must be one of: auto, numpy, numba"):
+        kernels_from_env()

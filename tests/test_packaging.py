@@ -24,6 +24,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf
 
 IMPORT_NAMES = {
     "cupy-cuda12x": {"cupy", "cupyx"},
+    "numba": {"llvmlite", "numba"},
     "numba-cuda": {"numba"},
     "pyzmq": {"zmq"},
     "scikit-learn": {"sklearn"},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
@@ -25,6 +25,12 @@ A chunk costs some five microseconds of calls, and its arrays (256 KiB each in f
 pass to pass. On slices of 4 MiB with a 32 MiB cache, whole slices were up to 10 % faster for sgd and adam (20 % with
 momentum), 32 Ki 10 to 20 % and 8 Ki 70 to 100 % slower: 64 Ki is the price of scratch memory that stays small.
 """
+
+SOURCES_MAX = 4
+"""How many arrays a compiled kernel sums in one call."""
+
+NUMBERS_MAX = 7
+"""How many scalars an `Equation` has at most."""
 
 
 class WeightedSum(Protocol):
@@ -72,6 +78,46 @@ class FromFloat32(Protocol):
         """
 
 
+class Equation(NamedTuple):
+    """One update of an optimizer as a compiled kernel needs it: which rule, and its scalars.
+
+    Attributes:
+        name: a rule that backends may know: ``sgd``, ``sgd_momentum``, ``nag``, ``adam``, ``adamw``.
+        numbers: in the rule's order; each is rounded once to the type of the arrays. At most `NUMBERS_MAX`.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+
+
+class FusedUpdate(Protocol):
+    """Sum, scale, clip and apply an optimizer's rule, reading and writing memory once."""
+
+    def __call__(
+        self,
+        equation: Equation,
+        weight: Array,
+        contributions: Sequence[Array],
+        scales: Sequence[float],
+        clip: float | None,
+        out: Array,
+        states: Sequence[Array],
+    ) -> bool:
+        """Do all of it and return True, or nothing and return False: then the caller goes the way of many passes.
+
+        The result has the same bits either way. Arguments have been checked; none is refused here.
+
+        Args:
+            equation: the rule.
+            weight: the present weight; only read.
+            contributions: as of `WeightedSum`, and of the type of `weight`.
+            scales: likewise.
+            clip: elements of the scaled sum are cut to ±clip; None for no cut.
+            out: receives the new weight; may be `weight`, overlaps nothing else.
+            states: the rule's arrays, updated in place.
+        """
+
+
 @dataclass(frozen=True)
 class Kernels:
     """One backend: a name for the log, and its functions."""
@@ -80,3 +126,4 @@ class Kernels:
     weighted_sum: WeightedSum
     to_float32: ToFloat32
     from_float32: FromFloat32
+    fused_update: FusedUpdate

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvdist.dtypes import DType
-from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
+from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels
 
 
 def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
@@ -20,7 +20,7 @@ def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype:
     Passes for n contributions of full width: 1 for n = 1, n - 1 for more; one more when all share a scale that is not
     1; 2n - 1 when scales differ. From two passes on, all but the first find their operands in cache.
     """
-    _check(contributions, scales, dtype, out)
+    check_sum(contributions, scales, dtype, out)
     if not contributions:
         out.fill(0)
         return
@@ -35,7 +35,8 @@ def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype:
                 _sum([contribution[part] for contribution in contributions], scales, out[part])
 
 
-def _check(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
+def check_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
+    """Refuse what `WeightedSum` refuses."""
     if len(scales) != len(contributions):
         raise ValueError(f"{len(contributions)} contributions need as many scales, not {len(scales)}")
     storage, size = dtype.storage, out.size
@@ -166,10 +167,24 @@ def _require_half(dtype: DType) -> None:
         raise TypeError(f"{dtype.label} is not a half: only float16 and bfloat16 are cast from and to float32")
 
 
+def fused_update(
+    equation: Equation,
+    weight: Array,
+    contributions: Sequence[Array],
+    scales: Sequence[float],
+    clip: float | None,
+    out: Array,
+    states: Sequence[Array],
+) -> bool:
+    """See `FusedUpdate`. The rules themselves are the reference: `Optimizer.apply`."""
+    return False
+
+
 REFERENCE = Kernels(
     name="numpy",
     weighted_sum=weighted_sum,
     to_float32=to_float32,
     from_float32=from_float32,
+    fused_update=fused_update,
 )
 """The NumPy backend."""

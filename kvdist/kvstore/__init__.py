@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvdist.config import kernels_from_env
 from kvdist.core.policy import ASYNC, SYNC, Policy
+from kvdist.kernels.choice import choose
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.cluster import MEMBERSHIP
 from kvdist.kvstore.dist import DistStore
@@ -55,7 +57,7 @@ def create(name: str = "local") -> KVStore:
     Raises:
         TypeError: the name is not a string.
         ValueError: no store has that name; the message lists those there are.
-        ConfigError: the environment describes half a cluster, or another launcher's.
+        ConfigError: the environment describes half a cluster, or another launcher's, or `KVDIST_KERNELS` is wrong.
         DeadlineExceeded: the scheduler does not answer, or the cluster does not become complete.
     """
     if not isinstance(name, str):
@@ -64,9 +66,10 @@ def create(name: str = "local") -> KVStore:
     if lowered in _registered:
         return _registered[lowered]()  # type: ignore[no-any-return]  # the class is the user's promise
     if lowered in LOCAL_NAMES:
-        return LocalStore(lowered)
+        return LocalStore(lowered, choose(kernels_from_env()))
     if lowered in DIST_NAMES:
-        return DistStore(lowered, DIST_NAMES[lowered], MEMBERSHIP.join())
+        kernels = choose(kernels_from_env())
+        return DistStore(lowered, DIST_NAMES[lowered], MEMBERSHIP.join(), kernels)
     known = ", ".join([*LOCAL_NAMES, *DIST_NAMES, *_registered])
     raise ValueError(f"there is no store called {name!r}; known are: {known}")
 

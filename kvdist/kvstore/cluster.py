@@ -20,14 +20,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvdist.config import ClusterConfig, host_name
+from kvdist.config import ClusterConfig, host_name, kernels_from_env
 from kvdist.core.joining import Introduction
 from kvdist.core.requests import Leave, Register, Request
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.core.worker import Worker
 from kvdist.errors import ConfigError, KvdistError, StoreClosed
-from kvdist.kernels.reference import REFERENCE
+from kvdist.kernels.choice import choose
 from kvdist.node import Finish, Node, run_together
 from kvdist.nodes import Role
 from kvdist.transport.inproc import InprocNetwork
@@ -206,6 +206,7 @@ def _embedded() -> Cluster:
         " Start with `kvdist-launch -n WORKERS -s SERVERS COMMAND` to train on several"
     )
     config = ClusterConfig.alone()
+    kernels = choose(kernels_from_env())
     network = InprocNetwork()
     now = time.monotonic()
     server_config = replace(config, role=Role.SERVER)
@@ -213,7 +214,7 @@ def _embedded() -> Cluster:
         (Scheduler(replace(config, role=Role.SCHEDULER), now), EMBEDDED_ENDPOINT),
         (
             Server(
-                introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT), config.limits, REFERENCE, now
+                introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT), config.limits, kernels, now
             ),
             EMBEDDED_SERVER_ENDPOINT,
         ),

@@ -8,12 +8,13 @@ and clipped.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from kvdist.kernels.interface import Array
+from kvdist.kernels.interface import Array, Equation
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.gradient_descent import add_decay
 from kvdist.optimizer.registry import register
@@ -25,14 +26,20 @@ def _corrected(lr: float, beta1: float, beta2: float, count: int) -> float:
     return lr * math.sqrt(1.0 - beta2**count) / (1.0 - beta1**count)
 
 
-def _ratio(grad: Array, state: tuple[Array, ...], scratch: Array, beta1: float, beta2: float, epsilon: float) -> None:
+def _moments(beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
+    """β1, 1 − β1, β2, 1 − β2, ε: what `_ratio` takes, before it is rounded to the type of the arrays."""
+    return beta1, 1.0 - beta1, beta2, 1.0 - beta2, epsilon
+
+
+def _ratio(grad: Array, state: tuple[Array, ...], scratch: Array, moments: Sequence[float]) -> None:
     """m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  scratch ← m/(√v + ε). Ten passes; `grad` is used up."""
     mean, variance = state
-    np.multiply(grad, 1.0 - beta1, out=scratch)
+    beta1, rest1, beta2, rest2, epsilon = moments
+    np.multiply(grad, rest1, out=scratch)
     np.multiply(mean, beta1, out=mean)
     np.add(mean, scratch, out=mean)
     np.multiply(grad, grad, out=grad)
-    np.multiply(grad, 1.0 - beta2, out=grad)
+    np.multiply(grad, rest2, out=grad)
     np.multiply(variance, beta2, out=variance)
     np.add(variance, grad, out=variance)
     np.sqrt(variance, out=scratch)
@@ -65,6 +72,11 @@ class Adam(Optimizer):
         """m and v."""
         return ("mean", "variance")
 
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """The rate with its correction, wd, and the moments' numbers."""
+        rate = _corrected(lr, self.beta1, self.beta2, count)
+        return Equation("adam", (rate, wd, *_moments(self.beta1, self.beta2, self.epsilon)))
+
     def apply(
         self,
         weight: Array,
@@ -77,9 +89,10 @@ class Adam(Optimizer):
         count: int,
     ) -> None:
         """Twelve passes."""
+        rate, wd, *moments = self.equation(lr, wd, count).numbers
         add_decay(grad, weight, wd, scratch)
-        _ratio(grad, state, scratch, self.beta1, self.beta2, self.epsilon)
-        np.multiply(scratch, _corrected(lr, self.beta1, self.beta2, count), out=scratch)
+        _ratio(grad, state, scratch, moments)
+        np.multiply(scratch, rate, out=scratch)
         np.subtract(weight, scratch, out=out)
 
 
@@ -110,6 +123,11 @@ class AdamW(Optimizer):
         """m and v."""
         return ("mean", "variance")
 
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """The rate η, wd, and the moments' numbers."""
+        rate = _corrected(lr, self.beta1, self.beta2, count) if self.correct_bias else lr
+        return Equation("adamw", (rate, wd, *_moments(self.beta1, self.beta2, self.epsilon)))
+
     def apply(
         self,
         weight: Array,
@@ -122,8 +140,8 @@ class AdamW(Optimizer):
         count: int,
     ) -> None:
         """Twelve passes, and two where wd is not 0."""
-        rate = _corrected(lr, self.beta1, self.beta2, count) if self.correct_bias else lr
-        _ratio(grad, state, scratch, self.beta1, self.beta2, self.epsilon)
+        rate, wd, *moments = self.equation(lr, wd, count).numbers
+        _ratio(grad, state, scratch, moments)
         add_decay(scratch, weight, wd, grad)
         np.multiply(scratch, rate, out=scratch)
         np.subtract(weight, scratch, out=out)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from kvdist.kernels.interface import Array
+from kvdist.kernels.interface import Array, Equation
 from kvdist.optimizer.schema import Value, finite_number, number, optional_number, schema_of
 
 LIVE = ("learning_rate", "wd", "rescale_grad", "lr_mult", "wd_mult")
@@ -92,6 +92,14 @@ class Optimizer(ABC):
             wd: weight decay of this key in this update.
             count: how many updates this slice has had, this one included.
         """
+
+    def equation(self, lr: float, wd: float, count: int) -> Equation | None:
+        """What `apply` computes, for backends that have it in one piece; None: `apply` alone knows.
+
+        Args:
+            lr, wd, count: as of `apply`.
+        """
+        return None
 
     def __setattr__(self, attribute: str, value: object) -> None:
         if attribute.startswith("_"):

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvdist.kernels.interface import Array
+from kvdist.kernels.interface import Array, Equation
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import register
 from kvdist.optimizer.schema import number
@@ -45,6 +45,10 @@ class SGD(Optimizer):
     def state_names(self) -> tuple[str, ...]:
         """No array without momentum."""
         return ("momentum",) if self.momentum else ()
+
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """Two rules: one without momentum."""
+        return Equation("sgd_momentum", (lr, wd, self.momentum)) if self.momentum else Equation("sgd", (lr, wd))
 
     def apply(
         self,
@@ -89,6 +93,10 @@ class NAG(Optimizer):
     def state_names(self) -> tuple[str, ...]:
         """m."""
         return ("momentum",)
+
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """As `apply`."""
+        return Equation("nag", (lr, wd, self.momentum))
 
     def apply(
         self,

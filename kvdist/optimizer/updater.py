@@ -4,7 +4,8 @@ The rule is run chunk by chunk: a chunk's gradient, weight and states stay in th
 the rule, so that memory is read once and written once however many passes there are. From memory a float32 update
 thus reads n contributions, the weight and the states, and writes the weight and the states; over the cache it makes
 max(n - 1, 1) passes for the sum (one more for a scale), one for clipping, and those counted at each rule. Halves add
-one to widen the weight and one (seven for bfloat16) to round it.
+one to widen the weight and one (seven for bfloat16) to round it. A backend that has the rule in one piece does all of
+it in one pass, with the same bits.
 
 An `Updater` belongs to one thread: it owns scratch memory.
 """
@@ -99,12 +100,13 @@ class Updater:
         if not (isfinite(lr) and isfinite(wd)):
             raise ValueError(f"{index!r} cannot be updated with learning rate {lr} and weight decay {wd}: not finite")
         state = self._state_for(index, weight.size, dtype)
-        scratch = self._scratch_for(dtype)
-        with np.errstate(all="ignore"):  # a model that diverges shows inf and NaN, not warnings of its server
-            if weight.size <= CHUNK_ELEMENTS:
-                self._run(weight, contributions, scales, dtype, out, state.arrays, scratch, lr, wd, state.count + 1)
-            else:
-                self._run_in_chunks(weight, contributions, scales, dtype, out, state, scratch, lr, wd)
+        if not self._run_fused(weight, contributions, scales, out, state, lr, wd):
+            scratch = self._scratch_for(dtype)
+            with np.errstate(all="ignore"):  # a model that diverges shows inf and NaN, not warnings of its server
+                if weight.size <= CHUNK_ELEMENTS:
+                    self._run(weight, contributions, scales, dtype, out, state.arrays, scratch, lr, wd, state.count + 1)
+                else:
+                    self._run_in_chunks(weight, contributions, scales, dtype, out, state, scratch, lr, wd)
         state.count += 1
         self._states[index] = state
 
@@ -214,6 +216,23 @@ class Updater:
             scratch = tuple(np.empty(CHUNK_ELEMENTS, accumulate) for _ in range(3))
             self._scratch[accumulate] = scratch
         return scratch
+
+    def _run_fused(
+        self,
+        weight: Array,
+        contributions: Sequence[Array],
+        scales: Sequence[float],
+        out: Array,
+        state: SliceState,
+        lr: float,
+        wd: float,
+    ) -> bool:
+        """Let the backend do all in one pass, if it can."""
+        optimizer = self.optimizer
+        equation = optimizer.equation(lr, wd, state.count + 1)
+        return equation is not None and self._kernels.fused_update(
+            equation, weight, contributions, scales, optimizer.clip_gradient, out, state.arrays
+        )
 
     def _run_in_chunks(
         self,

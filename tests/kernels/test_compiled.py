@@ -1,0 +1,173 @@
+"""Compiled kernels against the reference, bit by bit: through the functions that stores call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvdist.dtypes import DType
+from kvdist.kernels.choice import choose
+from kvdist.kernels.interface import CHUNK_ELEMENTS, Kernels
+from kvdist.kernels.reference import REFERENCE
+from kvdist.optimizer import Updater, create
+
+pytest.importorskip("numba")
+
+SIZES = [0, 1, 3, 17, 1001, CHUNK_ELEMENTS + 5]
+COUNTS = [0, 1, 2, 3, 4, 5, 9]
+FLOATS = {DType.FLOAT32: np.uint32, DType.FLOAT64: np.uint64}
+RULES = {
+    "sgd": ("sgd", {}),
+    "momentum": ("sgd", {"momentum": 0.9}),
+    "nag": ("nag", {"momentum": 0.7}),
+    "adam": ("adam", {}),
+    "adamw": ("adamw", {}),
+    "adamw without correction": ("adamw", {"correct_bias": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def numba() -> Kernels:
+    return choose("numba")
+
+
+def values(size, seed, dtype=DType.FLOAT32):
+    """Normal numbers of many magnitudes, and among them zeros of both signs, subnormals, infinities and NaN."""
+    rng = np.random.default_rng(seed)
+    numbers = (rng.standard_normal(size) * 10.0 ** rng.integers(-6, 6, size)).astype(dtype.storage)
+    special = np.array([0.0, -0.0, 1e-41, np.inf, -np.inf, np.nan, 3e38, -3e38], dtype.storage)
+    places = rng.integers(0, size, size // 20) if size else np.zeros(0, np.int64)
+    numbers[places] = rng.choice(special, places.size)
+    return numbers
+
+
+def assert_same_bits(actual, expected, dtype=DType.FLOAT32):
+    """Equal in every bit; NaN equals NaN."""
+    both_nan = np.isnan(actual) & np.isnan(expected)
+    bits = FLOATS[dtype]
+    np.testing.assert_array_equal(actual.view(bits)[~both_nan], expected.view(bits)[~both_nan])
+
+
+def scales_of(kind, count):
+    return {
+        "ones": [1.0] * count,
+        "equal": [0.3] * count,
+        "unequal": [0.7, 1.0, -2.5, 1e-3, 1.0, 0.1, 3.0, 1.0, 0.5][:count],
+    }[kind]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("kind", ["ones", "equal", "unequal"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_sum_has_the_bits_of_the_reference(numba, count, kind, dtype):
+    for size in SIZES:
+        contributions = [values(size, seed, dtype) for seed in range(count)]
+        out, expected = np.full(size, 7, dtype.storage), np.full(size, 8, dtype.storage)
+        numba.weighted_sum(contributions, scales_of(kind, count), dtype, out)
+        REFERENCE.weighted_sum(contributions, scales_of(kind, count), dtype, expected)
+        assert_same_bits(out, expected, dtype)
+
+
+def run(
+    kernels, rule, size, count, *, kind="equal", dtype=DType.FLOAT32, in_place=False, prepare=lambda a: a, **changes
+):
+    """Three updates; the weight and all states."""
+    name, numbers = RULES[rule]
+    updater = Updater(create(name, **{**numbers, **changes}), kernels)
+    weight = values(size, 99, dtype)
+    for step in range(3):
+        out = weight if in_place else np.full(size, 5, dtype.storage)
+        contributions = [prepare(values(size, 10 * step + i, dtype)) for i in range(count)]
+        updater.update("w", weight if in_place else prepare(weight), contributions, scales_of(kind, count), dtype, out)
+        weight = out
+    return weight, *updater.states["w"].arrays
+
+
+def assert_equal_runs(numba, *arguments, **settings):
+    actual = run(numba, *arguments, **settings)
+    expected = run(REFERENCE, *arguments, **settings)
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_same_bits(ours, theirs, settings.get("dtype", DType.FLOAT32))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_an_update_has_the_bits_of_the_reference_at_every_size(numba, rule, count):
+    for size in SIZES:
+        assert_equal_runs(numba, rule, size, count)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("wd", [0.0, 0.01])
+@pytest.mark.parametrize("kind", ["ones", "unequal"])
+@pytest.mark.parametrize("rule", RULES)
+def test_an_update_has_the_bits_of_the_reference_with_every_setting(numba, rule, kind, wd, clip, dtype):
+    for count in (1, 2, 5):
+        assert_equal_runs(numba, rule, 1001, count, kind=kind, wd=wd, clip_gradient=clip, dtype=dtype)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_weight_may_be_updated_in_place(numba, rule):
+    for count in (1, 2, 9):
+        assert_equal_runs(numba, rule, CHUNK_ELEMENTS + 5, count, wd=0.01, in_place=True)
+
+
+def read_only(array):
+    return np.frombuffer(array.tobytes(), array.dtype) if array.size else array
+
+
+def inside_a_larger_array(array):
+    return np.concatenate([np.zeros(3, array.dtype), array, np.zeros(3, array.dtype)])[3:-3]
+
+
+def off_by_a_byte(array):
+    return np.frombuffer(b"x" + array.tobytes(), array.dtype, offset=1) if array.size else array
+
+
+@pytest.mark.parametrize("prepare", [read_only, inside_a_larger_array, off_by_a_byte])
+@pytest.mark.parametrize("rule", RULES)
+def test_inputs_may_lie_anywhere_and_be_read_only(numba, rule, prepare):
+    for size, count in ((1001, 2), (CHUNK_ELEMENTS + 5, 5)):
+        assert_equal_runs(numba, rule, size, count, prepare=prepare)
+    contributions = [prepare(values(1001, seed)) for seed in range(3)]
+    out, expected = np.empty(1001, np.float32), np.empty(1001, np.float32)
+    numba.weighted_sum(contributions, [1.0] * 3, DType.FLOAT32, out)
+    REFERENCE.weighted_sum(contributions, [1.0] * 3, DType.FLOAT32, expected)
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.INT32], ids=lambda dtype: dtype.label)
+def test_what_is_not_compiled_goes_the_way_of_the_reference(numba, dtype):
+    contributions = [np.arange(1001).astype(dtype.storage)] * 3
+    out, expected = np.empty(1001, dtype.storage), np.empty(1001, dtype.storage)
+    numba.weighted_sum(contributions, [1.0] * 3, dtype, out)
+    REFERENCE.weighted_sum(contributions, [1.0] * 3, dtype, expected)
+    np.testing.assert_array_equal(out.view(np.uint8), expected.view(np.uint8))
+    if dtype.is_floating:
+        weights = []
+        for kernels in (numba, REFERENCE):
+            weight = np.ones(1001, dtype.storage)
+            Updater(create("adam"), kernels).update(0, weight, contributions, [1.0] * 3, dtype, weight)
+            weights.append(weight.view(np.uint16))
+        np.testing.assert_array_equal(*weights)
+
+
+def test_a_wrong_argument_is_refused_before_anything_is_written(numba):
+    out = np.full(2, 5, np.float32)
+    with pytest.raises(ValueError, match="3 elements where the sum has 2"):
+        numba.weighted_sum([np.ones(3, np.float32)] * 3, [1.0] * 3, DType.FLOAT32, out)
+    with pytest.raises(TypeError, match="not float64"):
+        numba.weighted_sum([np.ones(2)] * 3, [1.0] * 3, DType.FLOAT32, out)
+    assert (out == 5).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_of_this_package_is_taken_up_by_the_compiled_kernels(numba, rule):
+    name, numbers = RULES[rule]
+    optimizer = create(name, **numbers)
+    weight, states = np.ones(5, np.float32), [np.zeros(5, np.float32) for _ in optimizer.state_names]
+    equation = optimizer.equation(0.1, 0.0, 1)
+    assert numba.fused_update(equation, weight, [np.ones(5, np.float32)], [1.0], None, weight, states)
+    assert (weight < 1).all()
