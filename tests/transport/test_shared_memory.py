@@ -341,9 +341,9 @@ def test_a_hundred_connections_leave_no_descriptor_and_no_mapping() -> None:
         for number in range(100):
             with shared(4 << 20) as worker:
                 to_server, to_worker = greeted(server, worker, endpoint)
-                worker.send(to_server, [filled(worker, 30_000, number)])
+                worker.send(to_server, [filled(worker, 40_000, number)])
                 server.send(to_worker, [mine])
-                assert contents(arrival(server)) == [pattern(30_000, number).tobytes()]
+                assert contents(arrival(server)) == [pattern(40_000, number).tobytes()]
                 assert contents(arrival(worker)) == [mine.tobytes()]
             assert loss(server).route == to_worker
             gc.collect()
@@ -397,7 +397,7 @@ def gone_pid() -> int:
     return process.pid
 
 
-SIZE = 20_000
+SIZE = 40_000
 LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "token of another": (lambda: {"token": bytes(16)}, "another one than was named"),
     "beyond the end": (lambda: {"offset": (1 << 20) - SIZE + 1}, "not in its shared memory of 1048576 bytes"),
