@@ -133,7 +133,6 @@ class SharedMemoryTransport(Transport):
                     events.append(event)
             else:
                 if event.route in self._greeted:
-                    self._part(event.route)
                     self._partners[event.route] = _Partner(self.table)
                     self.inner.send(event.route, [greeting(self.arena.beacon)])
                 events.append(event)

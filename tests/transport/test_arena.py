@@ -102,8 +102,9 @@ def test_the_same_size_is_given_again_and_other_sizes_from_what_is_joined(arena:
     del arrays[-1]
     assert address_of(arena.allocate(64 << 10)) == last
     arrays.clear()
-    arena.allocate(count * (64 << 10))[:] = 1
+    joined = arena.allocate(count * (64 << 10))
     assert arena.bytes_reserved == SEGMENT
+    assert not np.shares_memory(joined, arena.allocate(64 << 10))
 
 
 @settings(deadline=None, max_examples=30)
