@@ -167,7 +167,8 @@ class Arena:
         allowed = (self.bytes_max - self.bytes_reserved) // PAGE_BYTES * PAGE_BYTES
         if least > allowed:
             raise MemoryError(
-                f"{size} bytes of shared memory were asked for, and {self.bytes_used} of {self.bytes_max} are in use;"
+                f"{size} bytes of shared memory were asked for, no free stretch is as long, and of {self.bytes_max}"
+                f" bytes {self.bytes_reserved} are taken from the system and {self.bytes_used} in use;"
                 " raise the limit, or drop arrays that are no longer needed"
             )
         try:

@@ -77,6 +77,6 @@ def _shown(address: int, nbytes: int, writable: bool) -> Bytes:
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     # Not at exit: other threads may still read.
     weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
-    shown: Bytes = np.frombuffer(memoryview(memory), np.uint8)
-    shown.flags.writeable = writable
-    return shown
+    view = memoryview(memory)
+    # Over a read-only buffer, an array cannot be made writable by whoever gets it: a write would kill the process.
+    return np.frombuffer(view if writable else view.toreadonly(), np.uint8)

@@ -40,9 +40,7 @@ class WindowCache:
         not fill whole pages and is not the last. One frame is its own array, wherever it lies.
         """
         if len(frames) == 1:
-            alone = np.frombuffer(frames[0], np.uint8)
-            alone.flags.writeable = False
-            return alone
+            return np.frombuffer(frames[0].toreadonly(), np.uint8)
         key = self._stretches(frames)
         if key is None:
             return None

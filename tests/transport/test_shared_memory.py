@@ -290,9 +290,13 @@ def test_another_host_is_not_greeted_and_gets_everything_whole() -> None:
         assert contents(message) == [array.tobytes()]
         server.send(message.route, [filled(server, LARGE, 2)])
         assert contents(arrival(worker)) == [pattern(LARGE, 2).tobytes()]
+        for _ in range(3):  # long enough for greetings, if there were any
+            worker.send(route, [b"ping"])
+            server.send(arrival(server).route, [b"pong"])
+            arrival(worker)
         assert [side.routes_shared for side in (server, worker)] == [0, 0]
         assert [side.bytes_described for side in (server, worker)] == [0, 0]
-        assert server.bytes_whole == worker.bytes_whole == LARGE
+        assert server.bytes_whole == worker.bytes_whole == LARGE + 3 * 4
 
 
 def test_a_transport_without_shared_memory_sees_no_greeting_from_either_side() -> None:
@@ -341,15 +345,33 @@ def test_a_hundred_connections_leave_no_descriptor_and_no_mapping() -> None:
         for number in range(100):
             with shared(4 << 20) as worker:
                 to_server, to_worker = greeted(server, worker, endpoint)
-                worker.send(to_server, [filled(worker, 30_000, number)])
+                worker.send(to_server, [filled(worker, 40_000, number)])
                 server.send(to_worker, [mine])
-                assert contents(arrival(server)) == [pattern(30_000, number).tobytes()]
+                assert contents(arrival(server)) == [pattern(40_000, number).tobytes()]
                 assert contents(arrival(worker)) == [mine.tobytes()]
             assert loss(server).route == to_worker
             gc.collect()
             seen.append((len(os.listdir("/proc/self/fd")), mapped_segments()))
         assert server.routes_shared == len(server.table) == 0
         assert seen[-1] <= seen[5]
+
+
+def test_each_side_greets_at_most_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[bytes] = []
+    greeting = descriptors.greeting
+
+    def counted(*arguments: Any) -> bytes:
+        packed.append(greeting(*arguments))
+        return packed[-1]
+
+    monkeypatch.setattr("kvdist.transport.shared_memory.greeting", counted)
+    with shared() as server, shared() as worker:
+        to_server, _ = greeted(server, worker, server.bind("tcp://127.0.0.1:0"))
+        for _ in range(3):
+            worker.send(to_server, [b"ping"])
+            server.send(arrival(server).route, [b"pong"])
+            arrival(worker)
+    assert len(packed) == 3
 
 
 # Peers that say what is not true.
@@ -397,7 +419,7 @@ def gone_pid() -> int:
     return process.pid
 
 
-SIZE = 20_000
+SIZE = 40_000
 LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "token of another": (lambda: {"token": bytes(16)}, "another one than was named"),
     "beyond the end": (lambda: {"offset": (1 << 20) - SIZE + 1}, "not in its shared memory of 1048576 bytes"),
@@ -428,16 +450,22 @@ def test_a_descriptor_that_is_not_true_ends_the_route_with_the_reason(
     liar.transport.send(liar.route, [b"later"])
     lost = loss(server)
     assert lost.route == message.route and server.routes_failed == 1 and len(server.table) == 0
+    liar.greet()
+    liar.transport.send(liar.route, [b"even later"])
     assert re.search(reason, lost.reason)
     assert bytes(message.frames[1]) == array.tobytes()
     with shared() as honest:
         to_server, to_honest = greeted(server, honest, liar.endpoint)
         honest.send(to_server, [filled(honest, LARGE, 1)])
-        assert contents(arrival(server)) == [pattern(LARGE, 1).tobytes()]
+        events = receive(server, lambda events: any(event.route == to_honest for event in events))
+        assert [contents(event) for event in events if isinstance(event, Arrived)] == [[pattern(LARGE, 1).tobytes()]]
+        before = server.bytes_whole
         server.send(message.route, [b"to nobody"])
+        assert server.bytes_whole == before
         liar.transport.close(linger_s=1.0)  # the liar is not reported a second time
         honest.close()
-        assert loss(server).route == to_honest
+        events = receive(server, lambda events: Disconnected in map(type, events))
+        assert [event.route for event in events] == [to_honest]
 
 
 @contextlib.contextmanager

@@ -55,6 +55,8 @@ def test_a_window_shows_what_is_written_later(arena: Arena) -> None:
     assert window is not None
     left[5], right[6] = 200, 201
     assert window[PIECE + 5] == 200 and window[6] == 201
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        window.flags.writeable = True
 
 
 def test_one_frame_is_its_own_array_wherever_it_lies(arena: Arena) -> None:
