@@ -13,12 +13,14 @@ import numpy as np
 
 from kvdist.core.effects import Effect, Send
 from kvdist.core.group import Group
-from kvdist.core.shard import Shard
+from kvdist.core.shard import Buffer, Shard
 from kvdist.nodes import Member
-from kvdist.protocol.messages import U8, U32, Arrays, Counted, ErrorCode, Outcome, Refused, Values
+from kvdist.protocol.messages import U8, U32, Arrays, Counted, ErrorCode, Outcome, Payload, Refused, Values
 
 JOIN_BYTES_MAX = 64 << 10
-"""Values up to this size are copied together into one frame; larger ones travel alone, without a copy."""
+"""Values up to this size are copied together into one frame; larger ones are frames of their own, without a copy."""
+TOGETHER_BYTES_MAX, FRAMES_MAX = 16 << 20, 32
+"""What arose from one message leaves in messages of up to so many bytes and frames."""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class Answers:
         buffer = group.published
         buffer.leases += 1
         arrays = Arrays(group.dtypes, group.counts, buffer.payload)
-        self._groups.append(Send(member, Values(runs, group.ids, versions, outcomes, arrays), buffer))
+        self._groups.append(Send(member, Values(runs, group.ids, versions, outcomes, arrays), (buffer,)))
 
     def refuse(self, run: int, number: int, code: ErrorCode, reason: str) -> None:
         """The slice of this number was refused."""
@@ -77,36 +79,69 @@ class Answers:
 
     def _value_messages(self, member: Member, payload_bytes_max: int) -> list[Effect]:
         effects: list[Effect] = []
+        large = _Batch()
         for run, shard in self._held:
             before = shard.hold(member)
             assert shard.published is not None
-            effects.append(Send(member, _message([(run, shard)], shard.published.payload), before))
-        batch: list[tuple[int, Shard]] = []
-        batch_bytes = 0
+            if large.is_full(len(shard.published.payload)):
+                effects.append(large.message(member))
+                large = _Batch()
+            large.add(run, shard, shard.published.payload, before)
+        small: list[tuple[int, Shard]] = []
+        small_bytes = 0
         for run, shard in self._values:
             buffer = shard.published
             assert buffer is not None, "only a shard with a value is asked for it"
             nbytes = len(buffer.payload)
             if nbytes > JOIN_BYTES_MAX:
+                if large.is_full(nbytes):
+                    effects.append(large.message(member))
+                    large = _Batch()
                 buffer.leases += 1
-                effects.append(Send(member, _message([(run, shard)], buffer.payload), buffer))
+                large.add(run, shard, buffer.payload, buffer)
                 continue
-            if batch and batch_bytes + nbytes > payload_bytes_max:
-                effects.append(Send(member, _joined(batch)))
-                batch, batch_bytes = [], 0
-            batch.append((run, shard))
-            batch_bytes += nbytes
-        if batch:
-            effects.append(Send(member, _joined(batch)))
+            if small and small_bytes + nbytes > payload_bytes_max:
+                effects.append(_joined(member, small))
+                small, small_bytes = [], 0
+            small.append((run, shard))
+            small_bytes += nbytes
+        if large.frames:
+            effects.append(large.message(member))
+        if small:
+            effects.append(_joined(member, small))
         return effects
 
 
-def _joined(batch: Sequence[tuple[int, Shard]]) -> Values:
+@dataclass(slots=True)
+class _Batch:
+    """Values that leave together, each as a frame that shows its buffer."""
+
+    slices: list[tuple[int, Shard]] = field(default_factory=list)
+    frames: list[memoryview] = field(default_factory=list)
+    leased: list[Buffer] = field(default_factory=list)
+    nbytes: int = 0
+
+    def is_full(self, nbytes: int) -> bool:
+        return bool(self.frames) and (self.nbytes + nbytes > TOGETHER_BYTES_MAX or len(self.frames) >= FRAMES_MAX)
+
+    def add(self, run: int, shard: Shard, payload: memoryview, leased: Buffer | None) -> None:
+        self.slices.append((run, shard))
+        self.frames.append(payload)
+        self.nbytes += len(payload)
+        if leased is not None:
+            self.leased.append(leased)
+
+    def message(self, member: Member) -> Send:
+        payload = tuple(self.frames) if len(self.frames) > 1 else self.frames[0]
+        return Send(member, _message(self.slices, payload), tuple(self.leased))
+
+
+def _joined(member: Member, batch: Sequence[tuple[int, Shard]]) -> Send:
     """One message with copies of small values: one pass over bytes that are few."""
-    return _message(batch, b"".join([shard.published.payload for _, shard in batch if shard.published]))
+    return Send(member, _message(batch, b"".join([shard.published.payload for _, shard in batch if shard.published])))
 
 
-def _message(batch: Sequence[tuple[int, Shard]], payload: bytes | memoryview) -> Values:
+def _message(batch: Sequence[tuple[int, Shard]], payload: Payload | tuple[Payload, ...]) -> Values:
     shards = [shard for _, shard in batch]
     return Values(
         _u32([run for run, _ in batch]),

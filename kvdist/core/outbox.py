@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
@@ -29,6 +30,11 @@ DataMessage = Push | Pull | InitValues | ReplaceValues
 
 PARTS_PER_MESSAGE_MAX = 4096
 _EMPTY = int(Flag.EMPTY)
+STAYING_BYTES_MAX = 16 << 20
+"""Parts that the server reads where they lie travel together up to this size: enough to make messages rare, little
+enough for the server to begin while the next ones are made."""
+FRAMES_MAX = 64
+"""Payload frames of a message."""
 SETTINGS_PER_MESSAGE_MAX = 256
 """`Push.setting_of` is one byte per slice."""
 
@@ -175,15 +181,19 @@ class Outbox:
     def _joinable(self, heap: list[tuple[int, int, Part]]) -> list[Part]:
         first = heapq.heappop(heap)[2]
         parts = [first]
-        total = first.nbytes
-        room = min(self.join_bytes_max, self.window_bytes - self.flying_bytes)
+        stays = first.run.data.stays
+        if first.nbytes >= ALONE_BYTES_MIN and not stays:
+            return parts
+        total, frames = first.nbytes, 1
+        room = min(STAYING_BYTES_MAX if stays else self.join_bytes_max, self.window_bytes - self.flying_bytes)
         settings = len(first.run.data.settings)
-        while heap and first.nbytes < ALONE_BYTES_MIN and len(parts) < PARTS_PER_MESSAGE_MAX:
+        while heap and len(parts) < PARTS_PER_MESSAGE_MAX:
             part = heap[0][2]
             settings += len(part.run.data.settings)
-            if part.nbytes >= ALONE_BYTES_MIN or total + part.nbytes > room:
+            frames += part.nbytes >= ALONE_BYTES_MIN
+            if part.run.data.stays is not stays or (part.nbytes >= ALONE_BYTES_MIN and not stays):
                 break
-            if settings > SETTINGS_PER_MESSAGE_MAX:
+            if total + part.nbytes > room or settings > SETTINGS_PER_MESSAGE_MAX or 2 * frames > FRAMES_MAX:
                 break
             parts.append(heapq.heappop(heap)[2])
             total += part.nbytes
@@ -226,9 +236,16 @@ def _joined(arrays: list[Column]) -> Column:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _payload(parts: Sequence[Part]) -> Payload:
-    # Several small parts: one more pass over bytes that are few. Arrays are padded, so they stay aligned.
-    return parts[0].payload() if len(parts) == 1 else b"".join([part.payload() for part in parts])
+def _payload(parts: Sequence[Part]) -> Payload | tuple[Payload, ...]:
+    """The bytes of all parts: a frame for each large one, and one for small ones that are neighbours."""
+    if len(parts) == 1:
+        return parts[0].payload()
+    frames: list[Payload] = []
+    for is_small, group in groupby(parts, lambda part: part.nbytes < ALONE_BYTES_MIN):
+        payloads = [part.payload() for part in group]
+        # Small parts: one more pass over bytes that are few. Arrays are padded, so they stay aligned.
+        frames += [joined] if is_small and (joined := b"".join(payloads)) else [] if is_small else payloads
+    return tuple(frames) if len(frames) > 1 else frames[0] if frames else b""
 
 
 def _settings(parts: Sequence[Part]) -> tuple[tuple[tuple[float, float, float], ...], U8]:

@@ -262,4 +262,4 @@ class Reliable:
 
 
 def _payload_bytes(message: Message) -> int:
-    return len(message.arrays.payload) if isinstance(message, Push | Values | InitValues | ReplaceValues) else 0
+    return message.arrays.nbytes if isinstance(message, Push | Values | InitValues | ReplaceValues) else 0

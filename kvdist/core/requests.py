@@ -160,6 +160,8 @@ class RunData:
     settings: tuple[tuple[float, float, float], ...] = ()
     setting_of: U8 | None = None
     kept: dict[int, Bits] | None = None
+    stays: bool = False
+    """The server reads the payload where it lies, so that more of it in one message costs nothing."""
     samples: int = 0
     """How many examples a contribution sums; 0 if nobody said."""
 

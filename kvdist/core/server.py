@@ -135,8 +135,10 @@ class Server(Machine):
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
         """Values have arrived: the buffers they showed are free again."""
         for token in tokens:
-            assert isinstance(token, Buffer | GroupBuffer) and token.leases > 0
-            token.leases -= 1
+            assert isinstance(token, tuple)
+            for buffer in token:
+                assert isinstance(buffer, Buffer | GroupBuffer) and buffer.leases > 0
+                buffer.leases -= 1
         return []
 
     @property

@@ -11,7 +11,7 @@ from kvdist.core.requests import RunData, RunPlan
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore.handed import Given
 from kvdist.kvstore.settings import settings_of, used_settings
-from kvdist.kvstore.staging import Buffers, Staging
+from kvdist.kvstore.staging import Buffers, Shares, Staging
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.messages import U8, Flag
 
@@ -52,6 +52,7 @@ def contribute(
     terms: Terms,
     kernels: Kernels,
     lent: Sequence[memoryview | None],
+    shares: Shares,
 ) -> Contribution:
     """Lay out the arrays of a push.
 
@@ -62,6 +63,7 @@ def contribute(
         terms: how the push counts.
         kernels: what sums over devices.
         lent: per run the caller's own memory that is sent, or None.
+        shares: whether the server of a rank shares memory with this process.
     """
     plan, bits = staging.plan, given.bits
     settings, setting_of_key = settings_of(plan, optimizer)
@@ -78,7 +80,7 @@ def contribute(
     runs = []
     for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
         own, index = used_settings(settings, None if setting_of_key is None else setting_of_key[run.key_of])
-        runs.append(RunData(run, payload, (), run_flags, own, index, samples=terms.samples))
+        runs.append(RunData(run, payload, (), run_flags, own, index, samples=terms.samples, stays=shares(run.server)))
     return Contribution(staging, runs, buffers)
 
 

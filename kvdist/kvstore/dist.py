@@ -375,7 +375,9 @@ class DistStore(KVStore):
     def _contribute(self, contribution: Given, terms: Terms, lending: Lending) -> Contribution:
         staging = self._staging(contribution.infos)
         lent = self._lent(staging.plan, contribution.bits, lending)
-        return contribute(staging, contribution, self._optimizer, terms, self._kernels, lent)
+        return contribute(
+            staging, contribution, self._optimizer, terms, self._kernels, lent, self._cluster.shares_memory
+        )
 
     def _lent(self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending) -> list[memoryview | None]:
         cluster = self._cluster

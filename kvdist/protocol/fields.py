@@ -45,7 +45,7 @@ class Source:
 
     reader: Reader
     limits: WireLimits
-    payload: memoryview
+    payload: list[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,8 @@ def _read_arrays(source: Source) -> Arrays:
     encoding = source.reader.unpack()
     if type(encoding) is not int or encoding != 0:
         raise ProtocolError(f"unknown encoding {_found(encoding)}")
-    return Arrays(dtypes, counts, source.payload, encoding)
+    payload = source.payload[0] if len(source.payload) == 1 else tuple(source.payload)
+    return Arrays(dtypes, counts, payload, encoding)
 
 
 FLAG = Field(_same, _read_flag)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.dtypes import DType
-from kvdist.protocol.messages import ALIGNMENT_BYTES, U8, U32, Arrays
+from kvdist.protocol.messages import ALIGNMENT_BYTES, U8, U32, Arrays, Payload
 
 ITEMSIZES = np.zeros(256, np.int64)
 """(256,) bytes per element by dtype code; 0 where no dtype has that code."""
@@ -44,7 +44,7 @@ def offsets(dtypes: U8, counts: U32) -> tuple[npt.NDArray[np.int64], int]:
 class PayloadView:
     """A payload seen as its arrays, read-only and without a copy.
 
-    A payload whose address is not a multiple of 8 (a transport may hand out any) is copied once as a whole.
+    A frame whose address is not a multiple of 8 (a transport may hand out any) is copied once as a whole.
 
     Raises:
         ValueError: the payload is not as long as dtypes and counts say.
@@ -52,31 +52,59 @@ class PayloadView:
 
     def __init__(self, arrays: Arrays) -> None:
         self._arrays = arrays
-        self._starts, total = offsets(arrays.dtypes, arrays.counts)
-        base: npt.NDArray[np.uint8] = np.frombuffer(memoryview(arrays.payload).toreadonly(), np.uint8)
-        if len(base) != total:
-            raise ValueError(f"the payload has {len(base)} bytes where its dtypes and counts make {total}")
-        if base.__array_interface__["data"][0] % ALIGNMENT_BYTES:
-            base = base.copy()
-            base.flags.writeable = False
-        self._base = base
+        self._starts, self._total = offsets(arrays.dtypes, arrays.counts)
+        self._bases = [_aligned(frame) for frame in arrays.frames]
+        lengths = [len(base) for base in self._bases]
+        if sum(lengths) != self._total:
+            raise ValueError(f"the payload has {sum(lengths)} bytes where its dtypes and counts make {self._total}")
+        self._ends = np.cumsum(lengths)
 
     def arrays(self, begin: int, end: int) -> list[npt.NDArray[Any]]:
         """The 1-D arrays of entries `begin` to `end`, each of its dtype's storage type."""
-        dtypes, counts = self._arrays.dtypes[begin:end], self._arrays.counts[begin:end]
-        codes = dtypes.tolist()
-        # The total is a multiple of 8, so the whole payload can be seen as each type, and an array is a slice of that.
-        typed = {code: self._base.view(_STORAGE[code]) for code in set(codes)}
-        firsts = (self._starts[begin:end] // ITEMSIZES[dtypes]).tolist()
+        dtypes, counts = self._arrays.dtypes[begin:end], self._arrays.counts[begin:end].tolist()
+        codes, frames = dtypes.tolist(), self._frames(begin, end)
+        # A frame is a multiple of 8 bytes, so all of it can be seen as each type, and an array is a slice of that.
+        pairs = set(zip(frames, codes, strict=True))
+        typed = {(frame, code): self._bases[frame].view(_STORAGE[code]) for frame, code in pairs}
+        before = self._ends - [len(base) for base in self._bases]
+        firsts = ((self._starts[begin:end] - before[frames]) // ITEMSIZES[dtypes]).tolist()
         return [
-            typed[code][first : first + count]
-            for code, first, count in zip(codes, firsts, counts.tolist(), strict=True)
+            typed[frame, code][first : first + count]
+            for frame, code, first, count in zip(frames, codes, firsts, counts, strict=True)
         ]
 
     def stretch(self, begin: int, end: int, dtype: DType) -> npt.NDArray[Any]:
-        """The entries `begin` to `end`, all of one dtype, as one 1-D array that shows the padding too."""
-        last = self._starts[end] if end < len(self._starts) else len(self._base)
-        return self._base[self._starts[begin] : last].view(dtype.storage)
+        """The entries `begin` to `end`, all of one dtype, as one 1-D array that shows the padding too.
+
+        One copy if they lie in several frames.
+        """
+        start = int(self._starts[begin])
+        stop = int(self._starts[end]) if end < len(self._starts) else self._total
+        pieces = []
+        for base, last in zip(self._bases, self._ends.tolist(), strict=True):
+            first = last - len(base)
+            piece = base[max(start - first, 0) : max(stop - first, 0)]
+            if len(piece):
+                pieces.append(piece)
+        whole = pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.uint8), *pieces])
+        return whole.view(dtype.storage)
+
+    def _frames(self, begin: int, end: int) -> list[int]:
+        """The frame of each entry."""
+        if len(self._bases) == 1:
+            return [0] * (end - begin)
+        # An entry without elements may start at the very end: it lies in the last frame.
+        found = np.searchsorted(self._ends, self._starts[begin:end], side="right")
+        frames: list[int] = np.minimum(found, len(self._bases) - 1).tolist()
+        return frames
+
+
+def _aligned(frame: Payload) -> npt.NDArray[np.uint8]:
+    base: npt.NDArray[np.uint8] = np.frombuffer(memoryview(frame).toreadonly(), np.uint8)
+    if base.__array_interface__["data"][0] % ALIGNMENT_BYTES:
+        base = base.copy()
+        base.flags.writeable = False
+    return base
 
 
 def views(arrays: Arrays) -> list[npt.NDArray[Any]]:

@@ -18,7 +18,9 @@ class WireLimits:
     header_bytes_max: int = 16 << 20
     """Frame 1."""
     payload_bytes_max: int = 64 << 20
-    """Frame 2."""
+    """Frame 2 and those behind it together."""
+    payload_frames_max: int = 64
+    """Frame 2 and those behind it."""
     slices_max: int = 1 << 20
     """Slices that one message is about."""
     settings_max: int = 256

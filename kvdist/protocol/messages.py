@@ -83,15 +83,26 @@ class Flag(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrays:
-    """Arrays back to back in one payload frame, each starting at a multiple of 8 bytes.
+    """Arrays back to back in one payload frame or several, each starting at a multiple of 8 bytes.
 
-    dtypes: (n,) codes of `kvdist.dtypes.DType`; counts: (n,) elements; encoding: 0 = the elements themselves.
+    dtypes: (n,) codes of `kvdist.dtypes.DType`; counts: (n,) elements; encoding: 0 = the elements themselves. Each
+    of several frames holds whole arrays.
     """
 
     dtypes: U8
     counts: U32
-    payload: Payload
+    payload: Payload | tuple[Payload, ...]
     encoding: int = 0
+
+    @property
+    def frames(self) -> tuple[Payload, ...]:
+        """The payload frames."""
+        return self.payload if isinstance(self.payload, tuple) else (self.payload,)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all payload frames."""
+        return sum(len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in self.frames)
 
 
 # Registration. Spoken between a process and the scheduler before sequence numbers exist, hence idempotent.

@@ -33,7 +33,6 @@ _ENVELOPE = struct.Struct("<4sBBHIIIIQQQQIB3s")
 _EMPTY = int(Flag.EMPTY)
 _FLAGS_KNOWN = int(Flag.EMPTY | Flag.DELTA | Flag.AVERAGE | Flag.HOLD)
 _OUTCOME_MAX = int(max(Outcome))
-_NO_PAYLOAD = memoryview(b"")
 
 
 class VersionMismatch(ProtocolError):
@@ -75,7 +74,7 @@ def encode(packet: Packet, limits: WireLimits = DEFAULT) -> list[Payload]:
             packed.append(field.pack(getattr(message, name)))
         name = "header"
         header: bytes = msgpack.packb(packed)
-        payload = memoryview(message.arrays.payload) if kind.has_payload else _NO_PAYLOAD
+        payload = [memoryview(frame) for frame in message.arrays.frames] if kind.has_payload else []
         if kind.reread:
             _read_message(kind, header, payload, limits)
         else:
@@ -83,7 +82,7 @@ def encode(packet: Packet, limits: WireLimits = DEFAULT) -> list[Payload]:
             kind.check(message, limits)
     except (ProtocolError, TypeError, ValueError, OverflowError, KeyError, AttributeError, struct.error) as error:
         raise ValueError(f"cannot send this {kind.message.__name__} ({name}): {error}") from error
-    return [envelope, header, payload] if kind.has_payload else [envelope, header]
+    return [envelope, header, *payload]
 
 
 def decode(frames: Sequence[memoryview | bytes], limits: WireLimits = DEFAULT) -> Packet:
@@ -96,12 +95,11 @@ def decode(frames: Sequence[memoryview | bytes], limits: WireLimits = DEFAULT) -
     if not frames:
         raise ProtocolError("a message without frames")
     kind, stamp = _read_stamp(frames[0])
-    wanted = 3 if kind.has_payload else 2
-    if len(frames) != wanted:
+    least, most = (3, 2 + limits.payload_frames_max) if kind.has_payload else (2, 2)
+    if not least <= len(frames) <= most:
+        wanted = str(least) if least == most else f"{least} to {most}"
         raise ProtocolError(f"{kind.message.__name__}: expected {wanted} frames, found {len(frames)}")
-    payload = _NO_PAYLOAD
-    if kind.has_payload:
-        payload = memoryview(frames[2]).toreadonly()
+    payload = [memoryview(frame).toreadonly() for frame in frames[2:]]
     return Packet(stamp, _read_message(kind, frames[1], payload, limits))
 
 
@@ -145,7 +143,7 @@ def _read_stamp(frame: memoryview | bytes) -> tuple[Kind, Stamp]:
 # Header.
 
 
-def _read_message(kind: Kind, header: memoryview | bytes, payload: memoryview, limits: WireLimits) -> Any:
+def _read_message(kind: Kind, header: memoryview | bytes, payload: list[memoryview], limits: WireLimits) -> Any:
     name = "header"
     try:
         _check_header(header, limits)
@@ -224,12 +222,23 @@ def _check_payload(arrays: Arrays, limits: WireLimits) -> None:
         raise ProtocolError(f"unknown encoding {arrays.encoding}")
     if not ITEMSIZES[arrays.dtypes].all():
         raise ProtocolError("an array has an unknown dtype")
-    wanted = int(padded_sizes(arrays.dtypes, arrays.counts).sum())
-    found = memoryview(arrays.payload).nbytes
+    sizes = padded_sizes(arrays.dtypes, arrays.counts)
+    wanted = int(sizes.sum())
+    found = arrays.nbytes
     if found > limits.payload_bytes_max:
         raise ProtocolError(f"a payload of {found} bytes, where {limits.payload_bytes_max} are allowed")
     if wanted != found:
         raise ProtocolError(f"the payload has {found} bytes where its dtypes and counts make {wanted}")
+    if isinstance(arrays.payload, tuple):
+        _check_frames(arrays.payload, sizes, limits)
+
+
+def _check_frames(frames: Sequence[messages.Payload], sizes: np.ndarray[Any, Any], limits: WireLimits) -> None:
+    if not 0 < len(frames) <= limits.payload_frames_max:
+        raise ProtocolError(f"{len(frames)} payload frames, where 1 to {limits.payload_frames_max} are allowed")
+    lengths = [memoryview(frame).nbytes for frame in frames]
+    if len(frames) > 1 and not (all(lengths) and np.isin(np.cumsum(lengths), np.cumsum(sizes)).all()):
+        raise ProtocolError("a payload frame is empty, or ends within an array")
 
 
 def _check_outcomes(outcomes: messages.U8) -> None:
