@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +16,21 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True, scope="module")
+def importable() -> Iterator[None]:
+    """The scripts import each other as scripts do: from the folder they lie in."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.fixture
 def workload() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("workload", BENCHMARKS / "workers" / "workload.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["workload"] = module  # where its dataclass looks for its own annotations
-    spec.loader.exec_module(module)
-    return module
+    return load("workers.workload")
 
 
 def test_a_sum_without_one_worker_ends_the_benchmark(workload: ModuleType) -> None:
@@ -38,10 +46,63 @@ def test_the_expected_weights_follow_momentum_and_adam(workload: ModuleType) -> 
     assert [adam.after_step(), adam.after_step()] == pytest.approx([-0.01, -0.02], rel=1e-6)
 
 
-@pytest.mark.parametrize("text", ["25", "x25", "25x", "25xx4", "-1x4"])
+@pytest.mark.parametrize("text", ["25", "x25", "25x", "25xx4", "-1x4", "named=", "1x2+", "a=b=1x2x3"])
 def test_a_spec_that_is_none_is_refused(workload: ModuleType, text: str) -> None:
     with pytest.raises(Exception, match="is not COUNTxELEMENTS"):
         workload.Spec.parse(text)
+
+
+@pytest.mark.parametrize(("text", "name"), [("25x1048576", "25x1048576"), ("net=1x7+3x5+1x7", "net")])
+def test_a_spec_reads_what_it_writes(workload: ModuleType, text: str, name: str) -> None:
+    spec = workload.Spec.parse(text)
+    assert (spec.name, spec.text, workload.Spec.parse(spec.text)) == (name, text, spec)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "parameters"),
+    [("resnet50", 161, 25_557_032), ("vgg16", 32, 138_357_544), ("bert-base", 199, 109_482_240)],
+)
+def test_a_model_has_its_published_number_of_parameters(model: str, tensors: int, parameters: int) -> None:
+    spec = load("models").parse_spec(model)
+    assert (spec.count, sum(spec.sizes)) == (tensors, parameters)
+
+
+def test_systems_take_turns_and_one_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    systems, order = load("systems"), []
+
+    def one_turn(name: str, folder: str) -> None:
+        order.append(name)
+        if name == "b" and order.count("b") == 2:
+            raise RuntimeError("it fell over")
+        Path(folder, "0.json").write_text("[1.0, 2.0, 9.0]")
+
+    measured = systems.take_turns(["a", "b", "c"], one_turn, turns=3)
+    assert order == ["a", "b", "c", "a", "b", "c", "a", "c"]
+    assert measured["a"].seconds == [1.0, 2.0, 9.0] * 3
+    assert measured["a"].median_s == 2.0
+    assert (measured["b"].seconds, measured["b"].left_out) == ([], "it fell over")
+
+
+def test_a_turn_without_a_result_is_no_turn(tmp_path: Path) -> None:
+    measured = load("systems").take_turns(["idle"], lambda name, folder: None, turns=2)
+    assert "without a result" in measured["idle"].left_out
+
+
+def test_all_reduce_is_not_compared_with_what_it_cannot_do(workload: ModuleType) -> None:
+    systems = load("systems")
+    spec = workload.Spec.parse("2x3")
+    assert not systems.SYSTEMS["horovod"].refuses(systems.Work(spec))
+    assert "optimizer" in systems.SYSTEMS["horovod"].refuses(systems.Work(spec, optimizer="adam"))
+    assert "dist_async" in systems.SYSTEMS["gloo-flat"].refuses(systems.Work(spec, store="dist_async"))
+
+
+def test_processes_that_fail_end_their_companions_and_are_quoted() -> None:
+    cluster = load("cluster")
+    words = [sys.executable, "-c"]
+    waits = cluster.Start([*words, "import signal; signal.pause()"], cluster.environment())
+    fails = cluster.Start([*words, "print('what went wrong'); raise SystemExit(3)"], cluster.environment())
+    with pytest.raises(RuntimeError, match=r"(?s)what went wrong.*ended with code 3"):
+        cluster.run_together([waits, fails], timeout_s=30)
 
 
 def test_push_pull_measures_a_local_store_and_writes_the_result(tmp_path: Path) -> None:
