@@ -6,6 +6,8 @@ fresh processes. A system that is not here, or cannot do the work, is left out, 
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import statistics
 import tempfile
@@ -19,6 +21,8 @@ from peers.horovod import horovod_starts
 from peers.mxnet import mxnet_starts
 from peers.torch_gloo import torch_starts
 from workers.workload import Spec
+
+from kvdist.config import ClusterConfig
 
 IN_PROCESS_STORES = ("local", "device")
 
@@ -71,6 +75,8 @@ class Measured:
 
     seconds: list[float] = field(default_factory=list)
     left_out: str = ""
+    failed: bool = False
+    """It was left out because it went wrong, not because it is absent or made for something else."""
 
     @property
     def median_s(self) -> float:
@@ -128,6 +134,16 @@ SYSTEMS: dict[str, System] = {
 }
 
 
+def remarks() -> list[str]:
+    """What this version of kvdist cannot do yet, so that a number is not read as what it is not."""
+    found = []
+    if importlib.util.find_spec("kvdist.transport.shared_memory") is None:
+        found.append("This version has no shared memory: `resident` arrays lie in ordinary memory, as plain ones do.")
+    if "transport" not in {each.name for each in dataclasses.fields(ClusterConfig)}:
+        found.append("This version does not know KVDIST_TRANSPORT: everything travels over TCP, `kvdist, TCP` or not.")
+    return found
+
+
 def measure(work: Work, names: Iterable[str], turns: int) -> dict[str, Measured]:
     """Have these systems do the work in turns; the result by system, in the order given."""
 
@@ -155,8 +171,9 @@ def take_turns(names: Iterable[str], one_turn: Callable[[str, str], None], turns
                     one_turn(name, folder)
                     result.seconds += read_seconds(Path(folder))
                 except (Absent, RuntimeError) as error:
-                    measured[name] = Measured(left_out=str(error).strip() or type(error).__name__)
-                    print(f"LEFT OUT: {name}: {measured[name].left_out}", flush=True)
+                    reason = str(error).strip() or type(error).__name__
+                    measured[name] = Measured(left_out=reason, failed=isinstance(error, RuntimeError))
+                    print(f"LEFT OUT: {name}: {reason}", flush=True)
     return measured
 
 

@@ -113,3 +113,27 @@ def test_push_pull_measures_a_local_store_and_writes_the_result(tmp_path: Path) 
     (result,) = json.loads(path.read_text())["results"]
     assert (result["system"], result["spec"], result["steps"]) == ("kvdist", "3x17", 2)
     assert "median ms" in printed
+
+
+def write_ends(folder: Path, *moved: list[float]) -> None:
+    for rank, one in enumerate(moved):
+        Path(folder, f"{rank}.end").write_text(json.dumps({"moved": one}))
+
+
+def test_training_counts_only_if_all_workers_end_alike_and_where_the_others_do(tmp_path: Path) -> None:
+    end_to_end = load("end_to_end")
+    write_ends(tmp_path, [1.0, 2.0], [1.0, 2.0])
+    ours = end_to_end.same_weights(tmp_path)
+    end_to_end.compare({"alone": [9.0, 9.0], "kvdist": ours, "ddp": [1.0, 2.001]})
+    with pytest.raises(RuntimeError, match="ddp has moved the weights by 6, kvdist by 3"):
+        end_to_end.compare({"kvdist": ours, "ddp": [2.0, 4.0]})
+    write_ends(tmp_path, [1.0, 2.0], [1.0, 2.5])
+    with pytest.raises(RuntimeError, match="different weights"):
+        end_to_end.same_weights(tmp_path)
+
+
+def test_the_bound_of_two_hosts_is_one_pass_over_the_line(workload: ModuleType) -> None:
+    spec = workload.Spec.parse("25x1000000")  # 100 MB: 0.8 s of a line of 1 Gbit/s
+    bound_s = load("namespaces").bound_s
+    assert bound_s(spec, mbit=1000) == pytest.approx(0.8)
+    assert bound_s(spec, mbit=1000, hosts=4) == pytest.approx(1.2)
