@@ -95,10 +95,12 @@ class Rotation:
         jobs = self._lanes.pop(lane)
         amount, then = jobs.popleft()
         if jobs:
-            self._lanes[lane] = jobs  # behind all others
+            self._lanes[lane] = jobs
 
         def done() -> None:
             then()
+            if lane in self._lanes:
+                self._lanes[lane] = self._lanes.pop(lane)  # behind all that came meanwhile
             self._next()
 
         self._clock.at(self._start(amount), done)

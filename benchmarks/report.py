@@ -53,14 +53,15 @@ class Report:
     def _verdict(self, row: Row) -> dict[str, Any]:
         _, measured = self._held[row.contest]
         ours, peer = measured[row.ours], measured[row.peer]
-        found = asdict(row) | {"ours_ms": None, "peer_ms": None, "ratio": None}
+        found = asdict(row) | {"ours_ms": None, "peer_ms": None, "ratio": None, "ratios_by_turn": []}
         if not (ours.seconds and peer.seconds):
             why = (ours.left_out or peer.left_out).splitlines()[-1]
             return found | {"reached": f"{NOT_MEASURED}: {why}"}
         ratio = peer.median_s / ours.median_s
         reached = "stretch" if ratio >= row.stretch else "yes" if ratio >= row.target else "no"
         times = {"ours_ms": round(ours.median_s * 1e3, 2), "peer_ms": round(peer.median_s * 1e3, 2)}
-        return found | times | {"ratio": round(ratio, 2), "reached": reached}
+        by_turn = ratios_by_turn(ours, peer)
+        return found | times | {"ratio": round(ratio, 2), "ratios_by_turn": by_turn, "reached": reached}
 
     def markdown(self) -> str:
         """The table of targets, and one table of every contest."""
@@ -70,13 +71,15 @@ class Report:
             "",
             *(f"- {remark}" for remark in systems.remarks()),
             "",
-            "| work | ours | ms | peer | ms | ratio | target (stretch) | reached |",
-            "|---|---|---|---|---|---|---|---|",
+            "| work | ours | ms | peer | ms | ratio | in single turns | target (stretch) | reached |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in self.verdicts():
             work = self._held[row["contest"]][0].work
             ours, peer = label(work, row["ours"]), label(work, row["peer"])
             cells = [row["title"], ours, row["ours_ms"], peer, row["peer_ms"], row["ratio"]]
+            turns = row["ratios_by_turn"]
+            cells += [f"{min(turns):g} to {max(turns):g}" if turns else None]
             cells += [f"{row['target']:g} ({row['stretch']:g})", row["reached"]]
             lines.append("| " + " | ".join("–" if cell is None else str(cell) for cell in cells) + " |")
         lines += ["", "| contest | system | median ms | p10 ms | p90 ms | steps | |", "|---|---|---|---|---|---|---|"]
@@ -116,6 +119,12 @@ class Report:
             return
         plot.draw(self.record(), folder / f"{name}.png")
         print(f"drawn: {folder / name}.png")
+
+
+def ratios_by_turn(ours: Measured, peer: Measured) -> list[float]:
+    """The ratio in each turn; a peer that took no turns, such as the bound, is the same in all."""
+    theirs = peer.turn_medians_s or [peer.median_s] * len(ours.turn_medians_s)
+    return [round(other / one, 2) for one, other in zip(ours.turn_medians_s, theirs, strict=True)]
 
 
 def label(work: Work | Training | Line, name: str) -> str:
@@ -159,4 +168,5 @@ def timed(measured: Measured) -> dict[str, Any]:
         return {"left_out": measured.left_out}
     quantiles = {"median_ms": 0.5, "p10_ms": 0.1, "p90_ms": 0.9, "least_ms": 0.0}
     times = {name: round(measured.quantile_s(share) * 1e3, 3) for name, share in quantiles.items()}
-    return times | {"median_ms": round(measured.median_s * 1e3, 3), "samples": len(measured.seconds)}
+    turns = [round(each * 1e3, 3) for each in measured.turn_medians_s]
+    return times | {"median_ms": round(measured.median_s * 1e3, 3), "turns_ms": turns, "samples": len(measured.seconds)}

@@ -75,6 +75,8 @@ class Measured:
 
     seconds: list[float] = field(default_factory=list)
     left_out: str = ""
+    turn_medians_s: list[float] = field(default_factory=list)
+    """Of each turn: how far they lie apart says how quiet the machine was."""
     failed: bool = False
     """It was left out because it went wrong, not because it is absent or made for something else."""
 
@@ -166,10 +168,12 @@ def take_turns(names: Iterable[str], one_turn: Callable[[str, str], None], turns
         for name, result in measured.items():
             if result.left_out:
                 continue
-            with tempfile.TemporaryDirectory(prefix="kvdist-bench-") as folder:
+            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 try:
                     one_turn(name, folder)
-                    result.seconds += read_seconds(Path(folder))
+                    seconds = read_seconds(Path(folder))
+                    result.seconds += seconds
+                    result.turn_medians_s.append(statistics.median(seconds))
                 except (Absent, RuntimeError) as error:
                     reason = str(error).strip() or type(error).__name__
                     measured[name] = Measured(left_out=reason, failed=isinstance(error, RuntimeError))

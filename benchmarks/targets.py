@@ -49,13 +49,13 @@ class Row:
 
 CONTESTS = (
     Contest(
-        "large", Work(LARGE), ("kvdist", "kvdist-resident", "kvdist-tcp", "mxnet", "gloo-flat", "gloo-tensors", "ddp")
+        "large", Work(LARGE, steps=15), ("kvdist", "kvdist-resident", "kvdist-tcp", "mxnet", "gloo-flat", "gloo-tensors", "ddp")
     ),
-    Contest("large-sgd", Work(LARGE, optimizer="sgd"), ("kvdist", "kvdist-resident", "mxnet")),
-    Contest("large-adam", Work(LARGE, optimizer="adam"), ("kvdist", "kvdist-resident", "mxnet")),
+    Contest("large-sgd", Work(LARGE, optimizer="sgd", steps=15), ("kvdist", "kvdist-resident", "mxnet")),
+    Contest("large-adam", Work(LARGE, optimizer="adam", steps=15), ("kvdist", "kvdist-resident", "mxnet")),
     Contest("large-4", Work(LARGE, workers=4, steps=10), ("kvdist", "kvdist-resident", "mxnet")),
     Contest("small", Work(SMALL, steps=30), ("kvdist", "mxnet", "horovod")),
-    Contest("small-per-key", Work(SMALL, call="per_key"), ("kvdist", "mxnet")),
+    Contest("small-per-key", Work(SMALL, call="per_key", steps=10), ("kvdist", "mxnet")),
     Contest("mlp", Training("mlp"), ("alone", "kvdist", "kvdist-overlap", "kvdist-share", "ddp")),
     Contest("line", Line(Work(LARGE, steps=6, warmup=2)), ("line", "kvdist", "mxnet", "gloo-flat")),
 )

@@ -79,7 +79,7 @@ def test_systems_take_turns_and_one_that_fails_leaves_nothing_behind(tmp_path: P
     measured = systems.take_turns(["a", "b", "c"], one_turn, turns=3)
     assert order == ["a", "b", "c", "a", "b", "c", "a", "c"]
     assert measured["a"].seconds == [1.0, 2.0, 9.0] * 3
-    assert measured["a"].median_s == 2.0
+    assert (measured["a"].median_s, measured["a"].turn_medians_s) == (2.0, [2.0] * 3)
     assert (measured["b"].seconds, measured["b"].left_out) == ([], "it fell over")
 
 
@@ -137,3 +137,69 @@ def test_the_bound_of_two_hosts_is_one_pass_over_the_line(workload: ModuleType) 
     bound_s = load("namespaces").bound_s
     assert bound_s(spec, mbit=1000) == pytest.approx(0.8)
     assert bound_s(spec, mbit=1000, hosts=4) == pytest.approx(1.2)
+
+
+def test_every_row_names_systems_that_its_contest_holds() -> None:
+    targets = load("targets")
+    held = {contest.name: contest.systems for contest in targets.CONTESTS}
+    for row in targets.ROWS:
+        assert row.ours in held[row.contest]
+        assert row.peer in (*held[row.contest], "bound")
+        assert row.target < row.stretch
+    names = [contest.name for contest in targets.full_contests()]
+    assert len(set(names)) == len(names)
+
+
+def test_a_row_says_whether_its_ratio_is_reached_and_why_it_is_missing() -> None:
+    report_module, systems, targets = load("report"), load("systems"), load("targets")
+    contest = targets.CONTESTS[0]
+    rows = [targets.Row("title", contest.name, ours, "mxnet", 3.0, 4.0) for ours in contest.systems[:3]]
+    report = report_module.Report(load("cluster").machine(), 1, rows)
+    measured = {name: systems.Measured([1.0], turn_medians_s=[1.0, 2.0]) for name in contest.systems}
+    measured["mxnet"] = systems.Measured([1.0, 3.5, 9.0], turn_medians_s=[3.5, 4.0])
+    measured["kvdist-resident"] = systems.Measured([4.0], turn_medians_s=[4.0, 4.0])
+    measured["kvdist-tcp"] = systems.Measured(left_out="a trace\nit fell over", failed=True)
+    report.add(contest, measured)
+    assert [(row["ratio"], row["reached"]) for row in report.verdicts()] == [
+        (3.5, "yes"),
+        (0.88, "no"),
+        (None, "not measured: it fell over"),
+    ]
+    assert report.failures() == [f"{contest.name} with kvdist-tcp: it fell over"]
+    assert "| title | kvdist | 1000.0 | MXNet 1.9.1 | 3500.0 | 3.5 | 2 to 3.5 | 3 (4) | yes |" in report.markdown()
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "layout", "passes"),
+    [(2, 2, "colocated", 1.0), (4, 4, "colocated", 1.5), (4, 2, "colocated", 2.0), (4, 4, "separate", 1.0)],
+)
+def test_the_bounds_are_those_of_the_cost_model(workers: int, servers: int, layout: str, passes: float) -> None:
+    scale, modelled = load("scale"), load("modelled")
+    card = modelled.Card(bytes_per_s=1e9, latency_s=0.0)
+    shape = scale.Shape(workers, servers, layout)
+    assert scale.bound_s(shape, 10**9, card) == pytest.approx(passes)
+    if layout == "colocated" and workers == servers:
+        assert scale.ring_s(workers, 10**9, card) == pytest.approx(passes)
+
+
+def test_a_card_serves_its_connections_in_turns() -> None:
+    modelled = load("modelled")
+    clock, done = modelled.Clock(), []
+    rotation = modelled.Rotation(clock, lambda amount: clock.now + amount)
+    for name in ("a1", "a2", "b1"):
+        rotation.add(name[0], 1.0, lambda name=name: done.append((name, clock.now)))
+    while clock.step():
+        pass
+    assert done == [("a1", 1.0), ("b1", 2.0), ("a2", 3.0)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_predicted_step_takes_at_least_what_the_cards_need(mode: str) -> None:
+    scale, modelled = load("scale"), load("modelled")
+    card = modelled.Card(bytes_per_s=1e7, latency_s=0.001)  # so slow that this machine's speed plays no part
+    costs = modelled.Costs(1e-6, 1e-12, 1e-6, 1e-12, 1e-12, 1e-12, 1e-12)
+    spec = load("models").parse_spec("3x1048576")
+    shape = scale.Shape(3, 2, "separate", mode)
+    found = scale.predict(shape, spec, scale.Machines(4, card), costs)
+    bound_s = scale.bound_s(shape, spec.payload_bytes, card)
+    assert bound_s <= found.step_s < 2 * bound_s
