@@ -86,17 +86,14 @@ def draw_dimension(axis: Axes, contests: Contests, key: str, label: str, scale: 
 
 def draw_ratios(axis: Axes, rows: list[dict[str, Any]]) -> None:
     """Peer's time over ours as bars; a line marks what is to be reached, a dot what would be better."""
-    names = [title_of(row) for row in rows]
+    names = [f"{title_of(row)}:  {row['ratio']:.2f}" for row in rows]
     places = range(len(rows))
     axis.barh(places, [row["ratio"] for row in rows], color=[REACHED[row["reached"]] for row in rows], height=0.6)
     for place, row in zip(places, rows, strict=True):
         axis.plot([row["target"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.8)
         axis.plot(row["stretch"], place, marker="o", color="black", markersize=4)
-        end = max(row["ratio"], row["stretch"])  # beside the marks, not under them
-        axis.annotate(f"{row['ratio']:g}", (end, place), (6, -3), textcoords="offset points", fontsize=9)
     axis.set_yticks(places, names, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.08 * max(max(row["ratio"], row["stretch"]) for row in rows))
     axis.set_xlabel("peer's time / ours (higher is better); line: target, dot: stretch")
     axis.grid(True, axis="x", alpha=0.4)
 

@@ -49,7 +49,9 @@ class Row:
 
 CONTESTS = (
     Contest(
-        "large", Work(LARGE, steps=15), ("kvdist", "kvdist-resident", "kvdist-tcp", "mxnet", "gloo-flat", "gloo-tensors", "ddp")
+        "large",
+        Work(LARGE, steps=15),
+        ("kvdist", "kvdist-resident", "kvdist-tcp", "mxnet", "gloo-flat", "gloo-tensors", "ddp"),
     ),
     Contest("large-sgd", Work(LARGE, optimizer="sgd", steps=15), ("kvdist", "kvdist-resident", "mxnet")),
     Contest("large-adam", Work(LARGE, optimizer="adam", steps=15), ("kvdist", "kvdist-resident", "mxnet")),
