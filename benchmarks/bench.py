@@ -20,7 +20,7 @@ import end_to_end
 import namespaces
 import push_pull
 import systems
-from cluster import machine
+from cluster import end_on_terminate, machine
 from end_to_end import Training
 from peers.environments import Absent
 from report import Report
@@ -32,6 +32,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def main() -> None:
     options = parse_arguments()
+    end_on_terminate()
     contests = [one for one in (full_contests() if options.full else CONTESTS) if wanted(one.name, options.only)]
     if not contests:
         raise SystemExit(f"no contest is called {', '.join(options.only)}")

@@ -61,6 +61,11 @@ class Start:
     """It ends when the others do, and nobody minds how."""
 
 
+def end_on_terminate() -> None:
+    """Have SIGTERM end this program as Ctrl-C does, so that what it has started is ended with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def run_together(starts: list[Start], timeout_s: float = TIMEOUT_S) -> None:
     """Run processes side by side until all have ended. None, nor what it started, outlives the call.
 

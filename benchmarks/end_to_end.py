@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import Start, environment, launch_command, run_together, worker_command
+from cluster import Start, end_on_terminate, environment, launch_command, run_together, worker_command
 from peers.environments import Absent
 from peers.torch_gloo import torch_starts
 from systems import Measured, take_turns
@@ -55,6 +55,7 @@ class Training:
 
 def main() -> None:
     options = parse_arguments()
+    end_on_terminate()
     for model in options.model or list(BATCHES):
         steps = options.steps or (30 if model == "mlp" else 6)
         training = Training(model, options.workers, options.servers, steps)

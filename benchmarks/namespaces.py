@@ -16,14 +16,13 @@ import argparse
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster import Start, environment, run_together, worker_command
+from cluster import Start, end_on_terminate, environment, run_together, worker_command
 from models import parse_spec
 from peers.environments import Absent
 from peers.mxnet import mxnet_starts
@@ -60,7 +59,7 @@ class Host:
 
 def main() -> None:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is below cleans up then too
+    end_on_terminate()
     work = Work(options.spec, servers=HOSTS, workers=HOSTS, steps=options.steps, warmup=2)
     try:
         measured = measure(work, ["line", "kvdist", *options.peer], options.turns, options.mbit)

@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from cluster import machine
+from cluster import end_on_terminate, machine
 from models import MODELS, parse_spec
 from systems import IN_PROCESS_STORES, SYSTEMS, Measured, Work, measure
 from workers.workload import CALLS
@@ -23,6 +23,7 @@ PEERS = [name for name in SYSTEMS if not name.startswith("kvdist")]
 
 def main() -> None:
     options = parse_arguments()
+    end_on_terminate()
     ours = [name for name in options.ours if name not in options.peer]
     results: list[dict[str, object]] = []
     for spec in options.spec or [parse_spec("25x1048576"), parse_spec("1000x1000")]:

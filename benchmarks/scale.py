@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from cluster import end_on_terminate
 from costs import measure_costs
 from modelled import Card, Clock, Costs, Host, ModelledTransport, Network, Process
 from models import parse_spec
@@ -316,6 +317,7 @@ def ring_s(workers: int, payload_bytes: int, card: Card) -> float:
 
 def main() -> None:
     options = parse_arguments()
+    end_on_terminate()
     card = Card(options.gbit * 1e9 / 8, options.latency_us * 1e-6)
     costs = measure_costs()
     print(f"as measured here: {', '.join(f'{name} {value:.3g}' for name, value in vars(costs).items())}")

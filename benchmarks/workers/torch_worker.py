@@ -7,6 +7,7 @@ the smallest there is, which writes each gradient once.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,8 @@ def main() -> None:
         run_ddp(options)
     else:
         run_allreduce(options)
+    gc.collect()  # a DDP that is still there when its group goes can abort the process
+    dist.barrier()
     dist.destroy_process_group()
 
 
