@@ -1,6 +1,6 @@
 """How far the design carries, beyond this machine: kvdist's own machines under a modelled network, up to 1,000 workers.
 
-    python benchmarks/scale.py                        # predictions, in a few minutes
+    python benchmarks/scale.py                        # predictions; those of 100 workers and more take minutes each
     python benchmarks/scale.py --validate             # and beside them real runs on this machine, at 2, 4 and 8 workers
     python benchmarks/scale.py --shape 1000,100,separate,sync
 

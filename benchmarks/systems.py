@@ -106,6 +106,8 @@ def _mxnet_refuses(work: Work) -> str:
 
 
 def _collective_refuses(work: Work) -> str:
+    if work.workers == 1:
+        return "one worker has nothing to reduce"
     if work.optimizer != "none":
         return "all-reduce has no servers that could hold an optimizer"
     if "async" in work.store or work.store in IN_PROCESS_STORES:

@@ -93,6 +93,7 @@ def test_all_reduce_is_not_compared_with_what_it_cannot_do(workload: ModuleType)
     spec = workload.Spec.parse("2x3")
     assert not systems.SYSTEMS["horovod"].refuses(systems.Work(spec))
     assert "optimizer" in systems.SYSTEMS["horovod"].refuses(systems.Work(spec, optimizer="adam"))
+    assert "nothing to reduce" in systems.SYSTEMS["ddp"].refuses(systems.Work(spec, workers=1))
     assert "dist_async" in systems.SYSTEMS["gloo-flat"].refuses(systems.Work(spec, store="dist_async"))
 
 
