@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures the memory of servers.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--spec", type=Spec.parse, default=Spec(25, 1 << 20), help="COUNTxELEMENTS of float32")
+    parser.add_argument("--spec", type=Spec.parse, default=Spec.parse("25x1048576"), help="COUNTxELEMENTS of float32")
     options = parser.parse_args()
     weights_bytes = options.spec.payload_bytes / options.servers
     missed = False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +16,21 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True, scope="module")
+def importable() -> Iterator[None]:
+    """The scripts import each other as scripts do: from the folder they lie in."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.fixture
 def workload() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("workload", BENCHMARKS / "workers" / "workload.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["workload"] = module  # where its dataclass looks for its own annotations
-    spec.loader.exec_module(module)
-    return module
+    return load("workers.workload")
 
 
 def test_a_sum_without_one_worker_ends_the_benchmark(workload: ModuleType) -> None:
@@ -38,10 +46,64 @@ def test_the_expected_weights_follow_momentum_and_adam(workload: ModuleType) -> 
     assert [adam.after_step(), adam.after_step()] == pytest.approx([-0.01, -0.02], rel=1e-6)
 
 
-@pytest.mark.parametrize("text", ["25", "x25", "25x", "25xx4", "-1x4"])
+@pytest.mark.parametrize("text", ["25", "x25", "25x", "25xx4", "-1x4", "named=", "1x2+", "a=b=1x2x3"])
 def test_a_spec_that_is_none_is_refused(workload: ModuleType, text: str) -> None:
     with pytest.raises(Exception, match="is not COUNTxELEMENTS"):
         workload.Spec.parse(text)
+
+
+@pytest.mark.parametrize(("text", "name"), [("25x1048576", "25x1048576"), ("net=1x7+3x5+1x7", "net")])
+def test_a_spec_reads_what_it_writes(workload: ModuleType, text: str, name: str) -> None:
+    spec = workload.Spec.parse(text)
+    assert (spec.name, spec.text, workload.Spec.parse(spec.text)) == (name, text, spec)
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "parameters"),
+    [("resnet50", 161, 25_557_032), ("vgg16", 32, 138_357_544), ("bert-base", 199, 109_482_240)],
+)
+def test_a_model_has_its_published_number_of_parameters(model: str, tensors: int, parameters: int) -> None:
+    spec = load("models").parse_spec(model)
+    assert (spec.count, sum(spec.sizes)) == (tensors, parameters)
+
+
+def test_systems_take_turns_and_one_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    systems, order = load("systems"), []
+
+    def one_turn(name: str, folder: str) -> None:
+        order.append(name)
+        if name == "b" and order.count("b") == 2:
+            raise RuntimeError("it fell over")
+        Path(folder, "0.json").write_text("[1.0, 2.0, 9.0]")
+
+    measured = systems.take_turns(["a", "b", "c"], one_turn, turns=3)
+    assert order == ["a", "b", "c", "a", "b", "c", "a", "c"]
+    assert measured["a"].seconds == [1.0, 2.0, 9.0] * 3
+    assert (measured["a"].median_s, measured["a"].turn_medians_s) == (2.0, [2.0] * 3)
+    assert (measured["b"].seconds, measured["b"].left_out) == ([], "it fell over")
+
+
+def test_a_turn_without_a_result_is_no_turn(tmp_path: Path) -> None:
+    measured = load("systems").take_turns(["idle"], lambda name, folder: None, turns=2)
+    assert "without a result" in measured["idle"].left_out
+
+
+def test_all_reduce_is_not_compared_with_what_it_cannot_do(workload: ModuleType) -> None:
+    systems = load("systems")
+    spec = workload.Spec.parse("2x3")
+    assert not systems.SYSTEMS["horovod"].refuses(systems.Work(spec))
+    assert "optimizer" in systems.SYSTEMS["horovod"].refuses(systems.Work(spec, optimizer="adam"))
+    assert "nothing to reduce" in systems.SYSTEMS["ddp"].refuses(systems.Work(spec, workers=1))
+    assert "dist_async" in systems.SYSTEMS["gloo-flat"].refuses(systems.Work(spec, store="dist_async"))
+
+
+def test_processes_that_fail_end_their_companions_and_are_quoted() -> None:
+    cluster = load("cluster")
+    words = [sys.executable, "-c"]
+    waits = cluster.Start([*words, "import signal; signal.pause()"], cluster.environment())
+    fails = cluster.Start([*words, "print('what went wrong'); raise SystemExit(3)"], cluster.environment())
+    with pytest.raises(RuntimeError, match=r"(?s)what went wrong.*ended with code 3"):
+        cluster.run_together([waits, fails], timeout_s=30)
 
 
 def test_push_pull_measures_a_local_store_and_writes_the_result(tmp_path: Path) -> None:
@@ -62,3 +124,93 @@ def test_kernels_are_measured_beside_each_other(tmp_path: Path) -> None:
     results = json.loads(path.read_text())["results"]
     assert {result["backend"] for result in results} == {"numpy", "numba"}
     assert {result["kernel"] for result in results} == {"sum", "sgd", "momentum", "nag", "adam", "adamw"}
+
+
+def write_ends(folder: Path, *moved: list[float]) -> None:
+    for rank, one in enumerate(moved):
+        Path(folder, f"{rank}.end").write_text(json.dumps({"moved": one}))
+
+
+def test_training_counts_only_if_all_workers_end_alike_and_where_the_others_do(tmp_path: Path) -> None:
+    end_to_end = load("end_to_end")
+    write_ends(tmp_path, [1.0, 2.0], [1.0, 2.0])
+    ours = end_to_end.same_weights(tmp_path)
+    end_to_end.compare({"alone": [9.0, 9.0], "kvdist": ours, "ddp": [1.0, 2.001]})
+    with pytest.raises(RuntimeError, match="ddp has moved the weights by 6, kvdist by 3"):
+        end_to_end.compare({"kvdist": ours, "ddp": [2.0, 4.0]})
+    write_ends(tmp_path, [1.0, 2.0], [1.0, 2.5])
+    with pytest.raises(RuntimeError, match="different weights"):
+        end_to_end.same_weights(tmp_path)
+
+
+def test_the_bound_of_two_hosts_is_one_pass_over_the_line(workload: ModuleType) -> None:
+    spec = workload.Spec.parse("25x1000000")  # 100 MB: 0.8 s of a line of 1 Gbit/s
+    bound_s = load("namespaces").bound_s
+    assert bound_s(spec, mbit=1000) == pytest.approx(0.8)
+    assert bound_s(spec, mbit=1000, hosts=4) == pytest.approx(1.2)
+
+
+def test_every_row_names_systems_that_its_contest_holds() -> None:
+    targets = load("targets")
+    held = {contest.name: contest.systems for contest in targets.CONTESTS}
+    for row in targets.ROWS:
+        assert row.ours in held[row.contest]
+        assert row.peer in (*held[row.contest], "bound")
+        assert row.target < row.stretch
+    names = [contest.name for contest in targets.full_contests()]
+    assert len(set(names)) == len(names)
+
+
+def test_a_row_says_whether_its_ratio_is_reached_and_why_it_is_missing() -> None:
+    report_module, systems, targets = load("report"), load("systems"), load("targets")
+    contest = targets.CONTESTS[0]
+    rows = [targets.Row("title", contest.name, ours, "mxnet", 3.0, 4.0) for ours in contest.systems[:3]]
+    report = report_module.Report(load("cluster").machine(), 1, rows)
+    measured = {name: systems.Measured([1.0], turn_medians_s=[1.0, 2.0]) for name in contest.systems}
+    measured["mxnet"] = systems.Measured([1.0, 3.5, 9.0], turn_medians_s=[3.5, 4.0])
+    measured["kvdist-resident"] = systems.Measured([4.0], turn_medians_s=[4.0, 4.0])
+    measured["kvdist-tcp"] = systems.Measured(left_out="a trace\nit fell over", failed=True)
+    report.add(contest, measured)
+    assert [(row["ratio"], row["reached"]) for row in report.verdicts()] == [
+        (3.5, "yes"),
+        (0.88, "no"),
+        (None, "not measured: it fell over"),
+    ]
+    assert report.failures() == [f"{contest.name} with kvdist-tcp: it fell over"]
+    assert "| title | kvdist | 1000.0 | MXNet 1.9.1 | 3500.0 | 3.5 | 2 to 3.5 | 3 (4) | yes |" in report.markdown()
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "layout", "passes"),
+    [(2, 2, "colocated", 1.0), (4, 4, "colocated", 1.5), (4, 2, "colocated", 2.0), (4, 4, "separate", 1.0)],
+)
+def test_the_bounds_are_those_of_the_cost_model(workers: int, servers: int, layout: str, passes: float) -> None:
+    scale, modelled = load("scale"), load("modelled")
+    card = modelled.Card(bytes_per_s=1e9, latency_s=0.0)
+    shape = scale.Shape(workers, servers, layout)
+    assert scale.bound_s(shape, 10**9, card) == pytest.approx(passes)
+    if layout == "colocated" and workers == servers:
+        assert scale.ring_s(workers, 10**9, card) == pytest.approx(passes)
+
+
+def test_a_card_serves_its_connections_in_turns() -> None:
+    modelled = load("modelled")
+    clock, done = modelled.Clock(), []
+    rotation = modelled.Rotation(clock, lambda amount: clock.now + amount)
+    for name in ("a1", "a2", "b1"):
+        rotation.add(name[0], 1.0, lambda name=name: done.append((name, clock.now)))
+    while clock.step():
+        pass
+    assert done == [("a1", 1.0), ("b1", 2.0), ("a2", 3.0)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_predicted_step_takes_at_least_what_the_cards_need(mode: str) -> None:
+    scale, modelled = load("scale"), load("modelled")
+    card = modelled.Card(bytes_per_s=1e7, latency_s=0.001)  # so slow that this machine's speed plays no part
+    costs = modelled.Costs(1e-6, 1e-12, 1e-6, 1e-12, 1e-12, 1e-12, 1e-12)
+    spec = load("models").parse_spec("3x1048576")
+    shape = scale.Shape(3, 2, "separate", mode)
+    found = scale.predict(shape, spec, scale.Machines(4, card), costs)
+    bound_s = scale.bound_s(shape, spec.payload_bytes, card)
+    assert bound_s <= found.step_s < 2 * bound_s

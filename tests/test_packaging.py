@@ -68,13 +68,13 @@ def test_every_library_that_is_required_is_imported() -> None:
 
 def test_every_library_that_make_installs_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
-    needed = PROJECT["dependencies"] + extras["examples"] + extras["test"] + extras["dev"]
+    needed = PROJECT["dependencies"] + extras["examples"] + extras["test"] + extras["dev"] + extras["bench"]
     pinned = {distribution_name(line) for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {distribution_name(requirement) for requirement in needed} - {"kvdist"} <= pinned
 
 
 def test_the_extras_that_users_were_promised_exist() -> None:
-    assert {"torch", "gpu", "test", "dev"} <= set(PROJECT["optional-dependencies"])
+    assert {"torch", "gpu", "test", "bench", "dev"} <= set(PROJECT["optional-dependencies"])
 
 
 @pytest.mark.parametrize("name", sorted(PROJECT["scripts"]))

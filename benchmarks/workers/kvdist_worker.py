@@ -13,13 +13,13 @@ def main() -> None:
     store = kv.create(options.store)
     spec = options.spec
     keys = list(range(spec.count))
-    make = np.empty if options.arrays == "plain" else store.empty
-    grads = [make((spec.size,), np.float32) for _ in keys]
-    outs = [make((spec.size,), np.float32) for _ in keys]
+    make = np.empty if options.store_arrays == "plain" else store.empty
+    grads = [make((size,), np.float32) for size in spec.sizes]
+    outs = [make((size,), np.float32) for size in spec.sizes]
     if options.optimizer != "none":
         momentum = {"momentum": MOMENTUM} if options.optimizer == "sgd" else {}
         store.set_optimizer(options.optimizer, learning_rate=LEARNING_RATE, wd=0.0, **momentum)
-    store.init(keys, [np.zeros(spec.size, np.float32) for _ in keys])
+    store.init(keys, [np.zeros(size, np.float32) for size in spec.sizes])
 
     def prepare() -> None:
         for grad in grads:
@@ -28,9 +28,14 @@ def main() -> None:
     def exchange() -> None:
         if options.call == "pushpull":
             store.pushpull(keys, grads, out=outs)
-        else:
+        elif options.call == "push_pull":
             store.push(keys, grads)
             store.pull(keys, out=outs)
+        else:
+            for key in keys:
+                store.push(key, grads[key])
+            for future in [store.pull_async(key, out=outs[key]) for key in keys]:
+                future.result()
 
     measure(options, store.rank, store.num_workers, prepare, store.barrier, exchange, lambda: outs)
     store.close()

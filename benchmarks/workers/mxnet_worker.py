@@ -12,12 +12,12 @@ def main() -> None:
     store = mx.kv.create(options.store)
     spec = options.spec
     keys = list(range(spec.count))
-    grads = [mx.nd.zeros((spec.size,)) for _ in keys]
-    outs = [mx.nd.zeros((spec.size,)) for _ in keys]
+    grads = [mx.nd.zeros((size,)) for size in spec.sizes]
+    outs = [mx.nd.zeros((size,)) for size in spec.sizes]
     if options.optimizer != "none":
         momentum = {"momentum": MOMENTUM} if options.optimizer == "sgd" else {}
         store.set_optimizer(mx.optimizer.create(options.optimizer, learning_rate=LEARNING_RATE, wd=0, **momentum))
-    store.init(keys, [mx.nd.zeros((spec.size,)) for _ in keys])
+    store.init(keys, [mx.nd.zeros((size,)) for size in spec.sizes])
 
     def prepare() -> None:
         # A pull writes into what was pushed, where one device pushed it: without this the next step would push sums.
@@ -28,9 +28,14 @@ def main() -> None:
     def exchange() -> None:
         if options.call == "pushpull":
             store.pushpull(keys, grads, out=outs)
-        else:
+        elif options.call == "push_pull":
             store.push(keys, grads)
             store.pull(keys, out=outs)
+        else:  # neither call waits: its engine runs them side by side, in order for each key
+            for key in keys:
+                store.push(key, grads[key])
+            for key in keys:
+                store.pull(key, out=outs[key])
         for out in outs:
             out.wait_to_read()
 

@@ -19,12 +19,12 @@ def main() -> None:
     pipe, spec, optimizer = sys.argv[1], Spec.parse(sys.argv[2]), sys.argv[3]
     store = kv.create("dist")
     keys = list(range(spec.count))
-    grads = [np.ones(spec.size, np.float32) for _ in keys]
-    outs = [np.empty(spec.size, np.float32) for _ in keys]
+    grads = [np.ones(size, np.float32) for size in spec.sizes]
+    outs = [np.empty(size, np.float32) for size in spec.sizes]
     if optimizer != "none":
         momentum = {"momentum": MOMENTUM} if optimizer == "sgd" else {}
         store.set_optimizer(optimizer, learning_rate=LEARNING_RATE, **momentum)
-    store.init(keys, [np.zeros(spec.size, np.float32) for _ in keys])
+    store.init(keys, [np.zeros(size, np.float32) for size in spec.sizes])
     step = 0
     try:
         while True:

@@ -1,13 +1,14 @@
 """The work that every store under comparison does, said once. Runs in kvdist's environment and in its peers'.
 
-A step is one push of all keys and one pull of the results, by list calls; the clock runs from the first call until
-every result can be read. Workers start each step together. Every element that worker r pushes is r + 1, so every
-element that comes back is known: a step whose sum is wrong ends the benchmark, since a wrong number has no speed.
+A step is one push of all keys and one pull of the results, or one all-reduce of them; the clock runs from the first
+call until every result can be read. Workers start each step together. Every element that worker r pushes is r + 1, so
+every element that comes back is known: a step whose sum is wrong ends the benchmark, since a wrong number has no speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -25,36 +26,59 @@ CHECKED_ELEMENTS = 64
 """How many elements of each array are compared, spread over it; all of them would be the larger part of the run."""
 
 
+CALLS = ("pushpull", "push_pull", "per_key")
+"""One list call; two of them; or a Python loop that pushes key by key and one that pulls key by key."""
+
+
 @dataclass(frozen=True)
 class Spec:
-    """`count` float32 arrays of `size` elements, written ``25x1048576``."""
+    """The float32 arrays that travel, and what they are called in tables.
 
-    count: int
-    size: int
+    Written ``25x1048576`` (COUNTxELEMENTS), or ``name=1x9408+53x64`` for arrays of different sizes, in their order.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        count, _, size = text.partition("x")
-        if not (count.isdigit() and size.isdigit()):
-            raise argparse.ArgumentTypeError(f"{text!r} is not COUNTxELEMENTS, such as 25x1048576")
-        return cls(int(count), int(size))
+        name, _, runs = text.rpartition("=")
+        sizes: list[int] = []
+        for run in runs.split("+"):
+            count, _, size = run.partition("x")
+            if not (count.isdigit() and size.isdigit()):
+                raise argparse.ArgumentTypeError(f"{run!r} is not COUNTxELEMENTS, such as 25x1048576")
+            sizes += [int(size)] * int(count)
+        return cls(name or runs, tuple(sizes))
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads."""
+        runs = "+".join(f"{len(list(same))}x{size}" for size, same in itertools.groupby(self.sizes))
+        return runs if runs == self.name else f"{self.name}={runs}"
 
     def __str__(self) -> str:
-        return f"{self.count}x{self.size}"
+        return self.name
+
+    @property
+    def count(self) -> int:
+        """How many arrays."""
+        return len(self.sizes)
 
     @property
     def payload_bytes(self) -> int:
         """What one worker pushes in a step, and what it pulls."""
-        return self.count * self.size * 4
+        return 4 * sum(self.sizes)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The arguments that the driver gives to every worker, whichever store it measures."""
+    """The arguments that the driver gives to every worker, whichever system it measures."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--system", default="", help="which of the systems that this worker knows")
     parser.add_argument("--spec", type=Spec.parse, required=True)
     parser.add_argument("--store", default="dist_sync")
-    parser.add_argument("--call", choices=["pushpull", "push_pull"], required=True)
-    parser.add_argument("--arrays", choices=["plain", "resident"], default="plain")
+    parser.add_argument("--call", choices=CALLS, default="pushpull")
+    parser.add_argument("--store-arrays", choices=["plain", "resident"], default="plain")
     parser.add_argument("--optimizer", choices=["none", "sgd", "adam"], default="none")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)

@@ -1,0 +1,220 @@
+"""What is left of a slow line: two "hosts", each a network namespace with a server and a worker, and 1 Gbit/s between.
+
+    sudo python benchmarks/namespaces.py --peer mxnet --peer gloo-flat
+
+The cost model for servers that share the workers' n machines: a step that sends M bytes of gradients a worker over
+cards of B bytes per second in each direction takes at least 2 (n - 1) M / (n B), as long as a ring all-reduce. The
+share of the bound is that time over the measured one. Headers of Ethernet, IP and TCP count against the line here (the
+kernel's token bucket counts them), so not even plain TCP reaches 100 %: it is measured too, and the share of it given.
+
+The namespaces need root. They are gone when the script ends, by Ctrl-C too; the next run removes those of a killed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster import Start, end_on_terminate, environment, run_together, worker_command
+from models import parse_spec
+from peers.environments import Absent
+from peers.mxnet import mxnet_starts
+from peers.torch_gloo import torch_starts
+from systems import Measured, Work, take_turns
+from workers.workload import Spec
+
+PREFIX = "kvdist-bench-"
+PORT = 9191
+BURST_KILOBYTES = 256
+LATENCY_MS = 50
+"""Of the token bucket: how long a packet may wait for tokens. A card's queue holds about as much."""
+SYSTEMS = {
+    "line": "plain TCP, both ways at once",
+    "kvdist": "kvdist",
+    "mxnet": "MXNet 1.9.1",
+    "gloo-flat": "torch gloo, one flat tensor",
+}
+HOSTS = 2
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace."""
+
+    name: str
+    address: str
+    interface: str
+
+    def inside(self, start: Start) -> Start:
+        """The same process, in this namespace."""
+        return replace(start, command=["ip", "netns", "exec", self.name, *start.command])
+
+
+def main() -> None:
+    options = parse_arguments()
+    end_on_terminate()
+    work = Work(options.spec, servers=HOSTS, workers=HOSTS, steps=options.steps, warmup=2)
+    try:
+        measured = measure(work, ["line", "kvdist", *options.peer], options.turns, options.mbit)
+    except Absent as error:
+        raise SystemExit(f"SKIPPED: {error}") from error
+    print_table(work, measured, options.mbit)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measures push and pull over a slow line.")
+    parser.add_argument("--spec", type=parse_spec, default=parse_spec("25x1048576"), help="as for push_pull.py")
+    parser.add_argument("--mbit", type=int, default=1000, help="of each card, in each direction (default: 1000)")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps in each turn")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--peer", choices=["mxnet", "gloo-flat"], action="append", default=[], help="may be repeated")
+    return parser.parse_args()
+
+
+def bound_s(spec: Spec, mbit: int, hosts: int = HOSTS) -> float:
+    """The least time of a step by the cost model."""
+    return 2 * (hosts - 1) * spec.payload_bytes / (hosts * mbit * 1e6 / 8)
+
+
+def measure(work: Work, systems: list[str], turns: int, mbit: int = 1000) -> dict[str, Measured]:
+    """Seconds of every step by system, each in turns between the same two namespaces.
+
+    Raises:
+        Absent: namespaces cannot be made here.
+    """
+    with limited_hosts(mbit) as hosts:
+        return take_turns(systems, lambda name, folder: run_together(starts(name, work, hosts, folder)), turns)
+
+
+def starts(name: str, work: Work, hosts: list[Host], folder: str) -> list[Start]:
+    """The processes of one turn, each in its namespace."""
+    words = work.arguments(name, folder)
+    if name == "kvdist":
+        return kvdist_starts(worker_command("kvdist_worker.py", *words), hosts)
+    if name == "mxnet":
+        return mxnet_starts_inside(words, hosts)
+    if name == "gloo-flat":
+        variables = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": hosts[0].interface}
+        ranks = torch_starts(len(hosts), worker_command("torch_worker.py", *words), variables)
+        return [host.inside(start) for host, start in zip(hosts, ranks, strict=True)]
+    words = [hosts[0].address, str(PORT), str(work.spec.payload_bytes), str(work.steps), folder]
+    sides = zip(hosts, ("listen", "dial"), strict=True)
+    return [host.inside(Start(worker_command("line_worker.py", side, *words), environment())) for host, side in sides]
+
+
+def kvdist_starts(command: list[str], hosts: list[Host]) -> list[Start]:
+    """A cluster started by hand: the scheduler on the first host, a server and a worker on each."""
+    module = [sys.executable, "-m", "kvdist"]
+    shared = cluster_variables(hosts) | {"KVDIST_SECURITY": "none"}
+    found = [hosts[0].inside(Start(module, environment(**shared, DMLC_ROLE="scheduler")))]
+    for rank, host in enumerate(hosts):
+        here = shared | {"DMLC_NODE_HOST": host.address, "KVDIST_RANK": str(rank)}
+        found.append(host.inside(Start(module, environment(**here, DMLC_ROLE="server"))))
+        found.append(host.inside(Start(command, environment(**here, DMLC_ROLE="worker", OMP_NUM_THREADS="1"))))
+    return found
+
+
+def mxnet_starts_inside(words: list[str], hosts: list[Host]) -> list[Start]:
+    """The same of MXNet."""
+    scheduler, *others = mxnet_starts(len(hosts), len(hosts), words)
+    shared = cluster_variables(hosts)
+    places = [hosts[0], *hosts, *hosts]
+    return [
+        host.inside(replace(start, environment=start.environment | shared | {"DMLC_NODE_HOST": host.address}))
+        for host, start in zip(places, [scheduler, *others], strict=True)
+    ]
+
+
+def cluster_variables(hosts: list[Host]) -> dict[str, str]:
+    return {
+        "DMLC_PS_ROOT_URI": hosts[0].address,
+        "DMLC_PS_ROOT_PORT": str(PORT),
+        "DMLC_NUM_WORKER": str(len(hosts)),
+        "DMLC_NUM_SERVER": str(len(hosts)),
+    }
+
+
+@contextlib.contextmanager
+def limited_hosts(mbit: int) -> Iterator[list[Host]]:
+    """Two namespaces, joined by a pair of virtual cards that send no more than `mbit` each; gone when the block ends.
+
+    Raises:
+        Absent: not root, or the tools or the kernel lack something.
+    """
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        raise Absent("network namespaces need root, ip and tc")
+    remove_stale()
+    hosts = [Host(f"{PREFIX}{os.getpid()}-{i}", f"10.77.0.{i + 1}", "line") for i in range(HOSTS)]
+    try:
+        for host in hosts:
+            ip("netns", "add", host.name)
+        first, second = (["name", host.interface, "netns", host.name] for host in hosts)
+        ip("link", "add", *first, "type", "veth", "peer", *second)
+        for host in hosts:
+            configure(host, mbit)
+        yield hosts
+    finally:
+        remove([host.name for host in hosts])
+
+
+def configure(host: Host, mbit: int) -> None:
+    ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
+    for interface in ("lo", host.interface):
+        ip("-n", host.name, "link", "set", interface, "up")
+    limit = ["rate", f"{mbit}mbit", "burst", f"{BURST_KILOBYTES}kb", "latency", f"{LATENCY_MS}ms"]
+    run_tool(["tc", "-n", host.name, "qdisc", "add", "dev", host.interface, "root", "tbf", *limit])
+
+
+def ip(*words: str) -> str:
+    return run_tool(["ip", *words])
+
+
+def run_tool(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise Absent(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def remove(names: list[str]) -> None:
+    """Delete these namespaces, as far as they exist; their cards go with them."""
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def remove_stale() -> None:
+    """Delete what a run that was killed has left."""
+    for line in ip("netns", "list").splitlines():
+        name = line.split()[0]
+        owner = name.removeprefix(PREFIX).partition("-")[0]
+        if name.startswith(PREFIX) and not Path("/proc", owner).exists():
+            remove([name])
+
+
+def print_table(work: Work, measured: dict[str, Measured], mbit: int) -> None:
+    """One line a system: its time, and its share of the bound and of what plain TCP reaches."""
+    bound = bound_s(work.spec, mbit)
+    print(f"\n{work}\n{HOSTS} hosts of {mbit} Mbit/s each way; cost model's bound {bound * 1e3:.0f} ms")
+    print(f"{'':30} {'median ms':>10} {'p90 ms':>9} {'of the bound':>13} {'of plain TCP':>13}")
+    line = measured.get("line", Measured())
+    for name, one in measured.items():
+        if not one.seconds:
+            print(f"{SYSTEMS[name]:30} left out: {one.left_out.splitlines()[-1]}")
+            continue
+        of_line = f"{line.median_s / one.median_s:13.1%}" if line.seconds else ""
+        print(
+            f"{SYSTEMS[name]:30} {one.median_s * 1e3:10.0f} {one.quantile_s(0.9) * 1e3:9.0f}"
+            f" {bound / one.median_s:13.1%} {of_line}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
