@@ -43,12 +43,14 @@ from kvdist.errors import ConfigError, ForkError, KvdistError, ProtocolError, St
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Packet
 from kvdist.protocol.wire import VersionMismatch, decode, encode
-from kvdist.transport.base import Arrived, Route, Transport
+from kvdist.transport.base import Arrived, Buffer, Route, Transport
 from kvdist.transport.base import Connected as RouteUp
 from kvdist.transport.base import Disconnected as RouteDown
 
 LOG = logging.getLogger("kvdist")
 
+MESSAGES_TOGETHER = 8
+"""Messages to one peer that wait for each other at most; more would let the peer wait for its first work."""
 TURN_S = 1.0
 """The longest the loop sleeps."""
 LINGER_S = 0.5
@@ -96,6 +98,8 @@ class Node:
         self._routes: dict[Member, Route] = {}
         self._members: dict[Route, Member] = {}
         self._mailbox: deque[tuple[Request, Future[Any], Finish | None] | Event] = deque()
+        self._outgoing: dict[Route, list[list[Buffer]]] = {}
+        """What one turn has to say, so that it leaves together."""
         self._closed = False
         self._refused_routes: set[Route] = set()
         """Peers of another version, told so once."""
@@ -178,6 +182,7 @@ class Node:
         if due:
             self._carry_out(self.reliable.tick(now))
         self._explain(now)
+        self._send_outgoing()
         return bool(events) or asked or due
 
     def finish(self) -> None:
@@ -186,6 +191,7 @@ class Node:
         if not self._closed:
             self._closed = True
             self._carry_out(self.reliable.tick(self._clock() + ACK_DELAY_S))
+            self._send_outgoing()
             self.transport.close(LINGER_S)
         with self._lock:
             mail = [item for item in self._mailbox if isinstance(item, tuple)]
@@ -307,8 +313,19 @@ class Node:
         except ValueError as error:
             # What a user may hand in is checked at the call; what slips through must not leave others waiting.
             self._stop(KvdistError(f"{self.machine.me} has something to say that no message can carry: {error}"))
-        else:
+            return
+        if route not in self._outgoing and not self.transport.shares(route):
             self.transport.send(route, frames)
+            return
+        together = self._outgoing.setdefault(route, [])
+        together.append(frames)
+        if len(together) >= MESSAGES_TOGETHER:
+            self.transport.send_all(route, self._outgoing.pop(route))
+
+    def _send_outgoing(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for route, messages in outgoing.items():
+            self.transport.send_all(route, messages)
 
     def _complete(self, request: int, result: object) -> None:
         future, finish = self._answers.pop(request, (None, None))

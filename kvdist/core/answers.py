@@ -29,6 +29,8 @@ class Answers:
     """(run, slice, version, outcome)"""
     _values: list[tuple[int, Shard]] = field(default_factory=list)
     """(run, shard)"""
+    _held: list[tuple[int, Shard]] = field(default_factory=list)
+    """(run, shard)"""
     _groups: list[Effect] = field(default_factory=list)
     _refused: dict[tuple[ErrorCode, str], list[tuple[int, int]]] = field(default_factory=dict)
     """(code, reason) → [(run, slice)]"""
@@ -40,6 +42,10 @@ class Answers:
     def value(self, run: int, shard: Shard) -> None:
         """The shard's present value is wanted."""
         self._values.append((run, shard))
+
+    def held(self, run: int, shard: Shard) -> None:
+        """The shard's present value is wanted, and will be read where it lies."""
+        self._held.append((run, shard))
 
     def group(self, member: Member, run: int, group: Group, with_values: bool) -> None:
         """All slices of a group are counted, and wanted if `with_values`: one message, without a copy."""
@@ -71,6 +77,10 @@ class Answers:
 
     def _value_messages(self, member: Member, payload_bytes_max: int) -> list[Effect]:
         effects: list[Effect] = []
+        for run, shard in self._held:
+            before = shard.hold(member)
+            assert shard.published is not None
+            effects.append(Send(member, _message([(run, shard)], shard.published.payload), before))
         batch: list[tuple[int, Shard]] = []
         batch_bytes = 0
         for run, shard in self._values:

@@ -150,6 +150,7 @@ class RunData:
 
     payload: the contribution's bytes, laid out as the plan says; belongs to the worker until the run is counted.
     sinks: for a pull, per slice the 1-D array that takes the value.
+    kept: instead of sinks, takes the values themselves, as they lie in the transport's memory, by the slice's place.
     """
 
     plan: RunPlan
@@ -158,6 +159,7 @@ class RunData:
     flags: U8 | None = None
     settings: tuple[tuple[float, float, float], ...] = ()
     setting_of: U8 | None = None
+    kept: dict[int, Bits] | None = None
     samples: int = 0
     """How many examples a contribution sums; 0 if nobody said."""
 

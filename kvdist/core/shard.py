@@ -26,7 +26,7 @@ from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag, padded
 
 # Plain numbers: operators of enums are written in Python, and this is asked for every slice of every push.
-_EMPTY, _AVERAGE = int(Flag.EMPTY), int(Flag.AVERAGE)
+_EMPTY, _AVERAGE, _HOLD = int(Flag.EMPTY), int(Flag.AVERAGE), int(Flag.HOLD)
 
 Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""
@@ -63,6 +63,11 @@ class Contribution:
     def is_empty(self) -> bool:
         """Whether it only counts."""
         return bool(self.flags & _EMPTY)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value that answers is read where it lies."""
+        return bool(self.flags & _HOLD)
 
 
 @dataclass(slots=True)
@@ -125,6 +130,8 @@ class Shard:
     counted: dict[int, int] = field(default_factory=dict)
     """Worker rank → how many of its pushes are in the value, or were refused for good."""
     pulls: list[PullRequest] = field(default_factory=list)
+    held: dict[Member, Buffer] = field(default_factory=dict)
+    """Worker → the version that it reads where it lies. Each is leased once for that."""
     open_since: float = 0.0
 
     def initialise(self, values: Bits) -> None:
@@ -183,6 +190,23 @@ class Shard:
         if present:
             self._apply(present, len(contributions), updater, kernels)
         return contributions
+
+    def hold(self, member: Member) -> Buffer | None:
+        """Let a worker read the present version where it lies, and return the one that it read until now.
+
+        That one stays leased until the worker has the new one; whoever calls sees to it.
+        """
+        assert self.published is not None
+        before = self.held.get(member)
+        self.held[member] = self.published
+        self.published.leases += 1
+        return before
+
+    def forget(self, member: Member) -> None:
+        """A worker has left, and reads nothing any more."""
+        buffer = self.held.pop(member, None)
+        if buffer is not None:
+            buffer.leases -= 1
 
     def take_satisfied_pulls(self) -> list[PullRequest]:
         """The pulls that the present state answers; they are removed."""

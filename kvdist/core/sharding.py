@@ -14,6 +14,11 @@ from itertools import pairwise
 
 from kvdist.protocol.messages import Placement
 
+PAGE_ELEMENTS = 4096
+"""So many elements fill whole pages, whatever their type."""
+PAGES_PER_RANGE_MIN = 16
+"""Shorter ranges would become too unequal."""
+
 HASH_MULTIPLIER = 9973
 """The mirrored system places key k on server (k · 9973) mod S."""
 
@@ -34,12 +39,14 @@ class Slice:
 
 
 def ranges(size: int, parts: int) -> list[tuple[int, int]]:
-    """`size` elements in `parts` contiguous ranges whose lengths differ by at most one.
+    """`size` elements in `parts` contiguous ranges of nearly equal length.
 
-    Boundary i is round(size · i / parts) with halves rounded up, as the mirrored system cuts a large array.
+    Boundary i is round(size · i / parts) with halves rounded up, as the mirrored system cuts a large array; of ranges
+    that are long enough it is rounded further, to whole pages, so that they can be mapped side by side.
     """
-    bounds = [(2 * size * i + parts) // (2 * parts) for i in range(parts + 1)]
-    return list(pairwise(bounds))
+    unit = PAGE_ELEMENTS if size >= PAGES_PER_RANGE_MIN * PAGE_ELEMENTS * parts else 1
+    bounds = [(2 * size * i + parts * unit) // (2 * parts * unit) * unit for i in range(parts)]
+    return list(pairwise([*bounds, size]))
 
 
 def cut(size: int, itemsize: int, home: int, num_servers: int, first_slice: int, slice_bytes: int) -> list[Slice]:
@@ -60,8 +67,11 @@ def cut(size: int, itemsize: int, home: int, num_servers: int, first_slice: int,
     slices: list[Slice] = []
     for server, start, stop in pieces:
         parts = max(1, -(-(stop - start) // length_max))
-        for low, high in ranges(stop - start, parts):
-            slices.append(Slice(first_slice + len(slices), server, start + low, start + high))
+        step = -(-(stop - start) // parts)
+        if step >= PAGES_PER_RANGE_MIN * PAGE_ELEMENTS:
+            step = min(-(-step // PAGE_ELEMENTS) * PAGE_ELEMENTS, length_max)
+        for low in range(start, stop, step) if step else [start]:
+            slices.append(Slice(first_slice + len(slices), server, low, min(low + step, stop)))
     return slices
 
 

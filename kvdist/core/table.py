@@ -109,11 +109,19 @@ class Table:
         """These are the live workers. Who left cannot be waited for any more, and waits for nothing itself."""
         self._take_all_apart(now)
         gone = self.workers.keys() - workers.keys()
+        for member in self.workers.values():
+            if workers.get(member.node.rank) != member:
+                self._forget(member)
         self.workers = workers
         for number in sorted(self._open):
             shard = self.shards[number]
             shard.pulls = [pull for pull in shard.pulls if pull.member.node.rank not in gone]
             self._close_if_ready(shard, now)
+
+    def _forget(self, member: Member) -> None:
+        for shard in self.shards.values():
+            if shard.held:
+                shard.forget(member)
 
     def explain(self, now: float) -> str | None:
         """The oldest open round, and who is missing in it."""
@@ -358,7 +366,9 @@ class Table:
 
     def _answer_contribution(self, shard: Shard, contribution: Contribution) -> None:
         answers = self._to(contribution.member)
-        if contribution.pull:
+        if contribution.pull and contribution.holds:
+            answers.held(contribution.run, shard)
+        elif contribution.pull:
             answers.value(contribution.run, shard)
         else:
             answers.counted(contribution.run, shard, Outcome.COUNTED)

@@ -74,6 +74,10 @@ class Transfers:
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
             sinks, positions = run.data.sinks, run.data.plan.positions
+            if run.data.kept is not None:
+                numbers = message.ids[begin:end].tolist()
+                run.data.kept.update(zip([positions[n] for n in numbers], arrays[begin:end], strict=True))
+                continue
             for number, array in zip(message.ids[begin:end].tolist(), arrays[begin:end], strict=True):
                 # The one copy of a pulled value on this side: from the transport's memory into the user's.
                 sinks[positions[number]][...] = array

@@ -78,7 +78,7 @@ def contribute(
     runs = []
     for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
         own, index = used_settings(settings, None if setting_of_key is None else setting_of_key[run.key_of])
-        runs.append(RunData(run, payload, (), run_flags, own, index, terms.samples))
+        runs.append(RunData(run, payload, (), run_flags, own, index, samples=terms.samples))
     return Contribution(staging, runs, buffers)
 
 

@@ -44,6 +44,7 @@ from kvdist.kvstore.handed import Given, cut, given, taken
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.staging import Lending, Staging, Stagings, lend, reaches_another
 from kvdist.kvstore.values import Key
+from kvdist.kvstore.views import Views
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
 
@@ -213,22 +214,58 @@ class DistStore(KVStore):
         return self._pushpull(key, value, out, priority, Terms(average, samples), Lending.RESIDENT)
 
     def _pushpull(
-        self, key: Keys, value: Value, out: Value | None, priority: int, terms: Terms, lending: Lending
-    ) -> Future[None]:
+        self,
+        key: Keys,
+        value: Value,
+        out: Value | None,
+        priority: int,
+        terms: Terms,
+        lending: Lending,
+        hold: bool = False,
+    ) -> Future[Any]:
         self._require_usable()
         contribution = given(self._keys, key, value)
         places = taken(self._keys, key, value if out is None else out)
         if out is not None and lending is not Lending.NOTHING and reaches_another(contribution.bits, places.results):
             lending = Lending.NOTHING
         own = self._contribute(contribution, terms, lending)
-        runs = [replace(run, sinks=cut(run.plan, places.results)) for run in own.runs]
+        views = Views(own.staging.plan, self._cluster.shares_memory) if hold else None
+        runs = [
+            views.keeping(run)
+            if views is not None and views.keeps(run.plan)
+            else replace(run, sinks=cut(run.plan, places.results))
+            for run in own.runs
+        ]
 
-        def finish() -> None:
+        def finish() -> Any:
+            shown = None if views is None else views.shown(self._cluster.memory, places.results, self._keys)
             places.spread()
             own.release()
+            return shown
 
         label = f"pushpull of {_named(own.staging.plan)}"
         return self._cluster.submit(lambda number: Transfer(number, Kind.PUSHPULL, label, runs, priority), finish)
+
+    def pushpull_shared(
+        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+    ) -> list[Any]:
+        """`pushpull` of which large results stay where they are, in the memory of the servers of this host.
+
+        A pull is then no pass over the bytes at all. Such a result shows the next version as soon as this worker has
+        received it, so use it until the next `pushpull_shared` of its key and no longer. What is written to it is seen
+        by nobody else, and spoils it.
+
+        Args:
+            key, value, priority, average, samples: as in `pushpull`.
+            out: where the results go that cannot stay: of a server on another host, or of a small key.
+
+        Returns:
+            Per key an array of its kind, shape and dtype that shows the result, or None: it was written into `out`.
+        """
+        future = self._pushpull(key, value, out, priority, Terms(average, samples), Lending.EVERYTHING, hold=True)
+        shown: list[Any] = self._cluster.wait(future)
+        self._raise_lost_error()
+        return shown
 
     def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
         """Give every worker rank 0's present values; every worker calls it. See `KVStore.broadcast`."""

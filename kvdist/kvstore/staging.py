@@ -167,7 +167,7 @@ def lend(
         return None
     piece = run.pieces[0]
     parts = arrays[piece.index]
-    if len(parts) > 1:
+    if len(parts) != 1:
         return None
     bytes_ = parts[0][piece.start : piece.stop].view(np.uint8)
     if len(bytes_) < run.nbytes or not (

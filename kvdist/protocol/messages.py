@@ -77,6 +77,8 @@ class Flag(enum.IntFlag):
     """A change of the weights made by local steps, not a gradient."""
     AVERAGE = 4
     """Divide the sum by the number of contributions."""
+    HOLD = 8
+    """The value that answers is read where it lies, until the next one of this slice has been received."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,7 @@ VERSION = 1
 
 _ENVELOPE = struct.Struct("<4sBBHIIIIQQQQIB3s")
 _EMPTY = int(Flag.EMPTY)
-_FLAGS_KNOWN = int(Flag.EMPTY | Flag.DELTA | Flag.AVERAGE)
+_FLAGS_KNOWN = int(Flag.EMPTY | Flag.DELTA | Flag.AVERAGE | Flag.HOLD)
 _OUTCOME_MAX = int(max(Outcome))
 _NO_PAYLOAD = memoryview(b"")
 

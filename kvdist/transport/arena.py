@@ -26,7 +26,9 @@ from kvdist.transport.free_space import FreeSpace
 from kvdist.transport.mapping import PAGE_BYTES, Bytes, address_of
 from kvdist.transport.segments import HEADER_BYTES, Segment, SegmentTable, create_segment
 
-SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 4 << 20
+SEGMENT_BYTES_MAX = 64 << 20
+"""Every page of a segment is entered when it is made: 64 MiB take some 50 ms, so a small job makes small ones."""
 PAGES_FROM_BYTES = 64 << 10
 """From here on what is allocated begins at a page and fills whole pages; smaller ones are aligned to `LINE_BYTES`."""
 LINE_BYTES = 64
@@ -45,11 +47,11 @@ class _Place(weakref.ref[_Block]):
 
 
 class Arena:
-    """Grows by segments of 64 MiB, or of what is asked for if that is more.
+    """Grows by segments that are as large as all before them, up to 64 MiB; larger where one array needs it.
 
     Args:
         bytes_max: the most that all segments together may have.
-        segment_bytes: how much a new segment has at least.
+        segment_bytes: how large the first segment is.
 
     Attributes:
         beacon: a segment of one page, by which a peer finds out whether it can read the memory of this process.
@@ -172,7 +174,8 @@ class Arena:
                 " raise the limit, or drop arrays that are no longer needed"
             )
         try:
-            segment = create_segment(max(least, min(self._segment_bytes, allowed)))
+            usual = min(max(self._segment_bytes, self.bytes_reserved), SEGMENT_BYTES_MAX)
+            segment = create_segment(max(least, min(usual, allowed)))
         except OSError as error:
             raise MemoryError(f"the system has no {least} bytes of shared memory: {error.strerror}") from error
         self.table.add(segment)

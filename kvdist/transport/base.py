@@ -81,6 +81,10 @@ class Transport(abc.ABC):
         """Hand a message over. To a route that is gone it is discarded: its `Disconnected` was or will be reported."""
 
     @abc.abstractmethod
+    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
+        """`send` each of these messages, in order; cheaper where the transport can carry small ones together."""
+
+    @abc.abstractmethod
     def shares(self, route: Route) -> bool:
         """Whether frames in this transport's shared memory are read there by the peer, instead of being carried."""
 

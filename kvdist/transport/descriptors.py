@@ -4,6 +4,9 @@ Bytes, little-endian:
 
 * A *greeting* is a message of one frame: the magic, the pid and descriptor number of the sender's beacon (u32 each),
   its token, and the token of the receiver's beacon if the sender has read it, else zeros.
+* A *pack* is a message of one frame that holds several messages of small frames, because each message that leaves
+  wakes the thread that writes: the magic, then for each message the number of its frames, their lengths (u32 each) and
+  the frames themselves.
 * A *table* is the last frame of a message: the magic, then for each frame that was left out its index, the pid and
   descriptor number of its segment (u32 each), its offset and length (u64 each), the segment's token. In its place in
   the message stands an empty frame.
@@ -20,6 +23,9 @@ from kvdist.transport.segments import TOKEN_BYTES, Segment
 
 GREETING_MAGIC = b"\xffkvdist:greeting"
 TABLE_MAGIC = b"\xffkvdist:table\1\0\0"
+PACK_MAGIC = b"\xffkvdist:pack\1\0\0\0"
+FRAMES_MAX = 64
+"""In a message of a pack."""
 MAGIC_BYTES = 16
 GREETING = struct.Struct("<16sII16s16s")
 ENTRY = struct.Struct("<IIIQQ16s")
@@ -87,3 +93,44 @@ def read_table(frames: Sequence[memoryview]) -> list[Entry]:
     if len(set(left_out)) < len(left_out) or any(index >= len(frames) - 1 or frames[index] for index in left_out):
         raise ProtocolError("a table that names a frame twice, or one that is there")
     return found
+
+
+def pack(messages: Sequence[Sequence[bytes | bytearray | memoryview]]) -> bytes:
+    pieces: list[bytes | bytearray | memoryview] = [PACK_MAGIC]
+    for frames in messages:
+        views = [memoryview(frame).cast("B") for frame in frames]
+        pieces.append(struct.pack(f"<{len(views) + 1}I", len(views), *map(len, views)))
+        pieces += views
+    return b"".join(pieces)
+
+
+def is_pack(frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+    """Whether a message looks like a pack."""
+    return len(frames) == 1 and memoryview(frames[0]).cast("B")[:MAGIC_BYTES] == PACK_MAGIC
+
+
+def read_pack(frame: memoryview) -> list[list[memoryview]]:
+    """The messages of a pack; they show its memory.
+
+    Raises:
+        ProtocolError: its lengths do not fit.
+    """
+    messages = []
+    position, end = MAGIC_BYTES, len(frame)
+    try:
+        while position < end:
+            (count,) = struct.unpack_from("<I", frame, position)
+            if not 0 < count <= FRAMES_MAX:
+                raise ProtocolError(f"a message of {count} frames in a pack")
+            lengths = struct.unpack_from(f"<{count}I", frame, position + 4)
+            position += 4 + 4 * count
+            if position + sum(lengths) > end:
+                raise ProtocolError("a pack that ends within a message")
+            frames = []
+            for length in lengths:
+                frames.append(frame[position : position + length])
+                position += length
+            messages.append(frames)
+    except struct.error:
+        raise ProtocolError("a pack that ends within a message") from None
+    return messages

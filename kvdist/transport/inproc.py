@@ -118,6 +118,10 @@ class InprocTransport(Transport):
             elif to.dialled:
                 to.waiting.append(views)
 
+    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
+        for frames in messages:
+            self.send(to, frames)
+
     def shares(self, route: Route) -> bool:
         return False
 

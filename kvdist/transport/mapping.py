@@ -41,7 +41,9 @@ def map_file(descriptor: int, nbytes: int, *, writable: bool = False) -> Bytes:
 
 
 def map_side_by_side(stretches: Sequence[tuple[int, int, int]]) -> Bytes:
-    """Stretches of files as one read-only array.
+    """Stretches of files as one array that may be written: whoever writes gets a copy of that page for himself.
+
+    What others write to a page is seen until then. No page is entered at the mapping, because that would copy it.
 
     Args:
         stretches: (descriptor, offset in bytes, length in bytes); offsets, and lengths but the last, in whole pages.
@@ -51,9 +53,10 @@ def map_side_by_side(stretches: Sequence[tuple[int, int, int]]) -> Bytes:
     """
     nbytes = sum(length for _, _, length in stretches)
     address = _mmap(None, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
-    shown = _shown(address, nbytes, False)
+    shown = _shown(address, nbytes, True)
     for descriptor, offset, length in stretches:
-        _mmap(address, length, PROT_READ, MAP_SHARED | MAP_FIXED | MAP_POPULATE, descriptor, offset)
+        flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
+        _mmap(address, length, PROT_READ | PROT_WRITE, flags, descriptor, offset)
         address += length
     return shown
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.transport.arena import Arena
+from kvdist.transport.window import WindowCache
 
 LOG = logging.getLogger("kvdist")
 
@@ -22,6 +24,9 @@ class Memory(Protocol):
     def owns(self, array: NDArray[Any]) -> bool:
         """Whether the whole contiguous array lies in what this memory gave out, so that others can be shown it."""
 
+    def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
+        """Arrays that peers sent, side by side as one without a copy; None where that cannot be. For one thread."""
+
 
 class OrdinaryMemory:
     """Bytes of this process, which nobody else can be shown."""
@@ -32,6 +37,9 @@ class OrdinaryMemory:
     def owns(self, array: NDArray[Any]) -> bool:
         return False
 
+    def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
+        return None
+
 
 class SharedMemory:
     """Bytes of an arena, which processes of this host can be shown.
@@ -40,8 +48,9 @@ class SharedMemory:
     instead of shown; that is slower and is reported once.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, windows: WindowCache) -> None:
         self._arena = arena
+        self._windows = windows
         self._is_full = False
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
@@ -55,3 +64,6 @@ class SharedMemory:
 
     def owns(self, array: NDArray[Any]) -> bool:
         return array.nbytes > 0 and self._arena.locate(array) is not None
+
+    def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
+        return self._windows.view([array.data for array in arrays])

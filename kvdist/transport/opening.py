@@ -9,6 +9,7 @@ from kvdist.transport.arena import Arena
 from kvdist.transport.base import Transport
 from kvdist.transport.memory import Memory, OrdinaryMemory, SharedMemory
 from kvdist.transport.shared_memory import SharedMemoryTransport
+from kvdist.transport.window import WindowCache
 from kvdist.transport.zeromq import ZeroMQTransport
 
 LOG = logging.getLogger("kvdist")
@@ -24,4 +25,5 @@ def open_transport(config: ClusterConfig) -> tuple[Transport, Memory]:
         LOG.info("every byte is sent: %s", obstacle)
         return sockets, OrdinaryMemory()
     arena = Arena(config.limits.shared_bytes_max)
-    return SharedMemoryTransport(sockets, arena), SharedMemory(arena)
+    transport = SharedMemoryTransport(sockets, arena)
+    return transport, SharedMemory(arena, WindowCache([arena.table, transport.table]))

@@ -31,12 +31,16 @@ from kvdist.errors import ProtocolError
 from kvdist.transport.arena import Arena
 from kvdist.transport.base import Arrived, Buffer, Disconnected, Event, Route, Transport
 from kvdist.transport.descriptors import (
+    FRAMES_MAX,
     Entry,
     Greeting,
     entry,
     greeting,
+    is_pack,
     is_table,
+    pack,
     read_greeting,
+    read_pack,
     read_table,
     table,
 )
@@ -44,6 +48,8 @@ from kvdist.transport.endpoints import split_host, with_host
 from kvdist.transport.mapping import Bytes
 from kvdist.transport.segments import HEADER_BYTES, Segment, SegmentTable, create_segment, open_segment
 
+PACKED_BYTES_MAX = 4 << 10
+"""Messages up to that size, with what is described left out, leave together when they are handed over together."""
 DESCRIBE_FROM_BYTES = 32 << 10
 """Smaller frames travel whole: below this a descriptor takes more of the processor than the copies that it saves."""
 
@@ -118,13 +124,32 @@ class SharedMemoryTransport(Transport):
         return route
 
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:
+        self.send_all(to, [frames])
+
+    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
         partner = self._partners.get(to)
         if partner is not None and partner.has_failed:
             return
-        if partner is not None and partner.has_greeted and frames:
-            frames = self._described(frames, partner.reads_us)
-        self.inner.send(to, frames)
-        self.bytes_whole += sum(len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames)
+        knows_descriptors = partner is not None and partner.has_greeted
+        small: list[Sequence[Buffer]] = []
+        for frames in messages:
+            if partner is not None and knows_descriptors and frames:
+                frames = self._described(frames, partner.reads_us)
+            nbytes = _nbytes(frames)
+            self.bytes_whole += nbytes
+            if knows_descriptors and nbytes <= PACKED_BYTES_MAX and 0 < len(frames) <= FRAMES_MAX:
+                small.append(frames)
+                continue
+            self._send_packed(to, small)
+            small = []
+            self.inner.send(to, frames)
+        self._send_packed(to, small)
+
+    def _send_packed(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
+        if len(messages) == 1 and not is_pack(messages[0]):
+            self.inner.send(to, messages[0])
+        elif messages:
+            self.inner.send(to, [pack(messages)])
 
     def shares(self, route: Route) -> bool:
         partner = self._partners.get(route)
@@ -181,7 +206,21 @@ class SharedMemoryTransport(Transport):
         heard = read_greeting(message.frames)
         if heard is not None:
             self._meet(message.route, heard)
-        elif not is_table(message.frames[-1]):
+        elif partner is not None and partner.has_greeted and is_pack(message.frames):
+            self._unpack(message, partner, events)
+        else:
+            self._read(message, partner, events)
+
+    def _unpack(self, message: Arrived, partner: _Partner, events: list[Event]) -> None:
+        try:
+            for frames in read_pack(message.frames[0]):
+                if not partner.has_failed:
+                    self._read(Arrived(message.route, frames), partner, events)
+        except ProtocolError as error:
+            self._fail(message.route, partner, error, events)
+
+    def _read(self, message: Arrived, partner: _Partner | None, events: list[Event]) -> None:
+        if not is_table(message.frames[-1]):
             events.append(message)
         elif partner is None or not partner.has_greeted:
             self.messages_dropped += 1
@@ -189,10 +228,13 @@ class SharedMemoryTransport(Transport):
             try:
                 events.append(Arrived(message.route, partner.restored(message.frames)))
             except ProtocolError as error:
-                self.routes_failed += 1
-                partner.part()
-                partner.has_failed = True
-                events.append(Disconnected(message.route, f"a message of this peer cannot be read: {error}"))
+                self._fail(message.route, partner, error, events)
+
+    def _fail(self, route: Route, partner: _Partner, error: ProtocolError, events: list[Event]) -> None:
+        self.routes_failed += 1
+        partner.part()
+        partner.has_failed = True
+        events.append(Disconnected(route, f"a message of this peer cannot be read: {error}"))
 
     def _meet(self, route: Route, heard: Greeting) -> None:
         partner = self._partners.setdefault(route, _Partner(self.table))
@@ -263,6 +305,10 @@ class _Partner:
             self._mapped.discard(segment)
             segment.close()
         self._segments.clear()
+
+
+def _nbytes(frames: Sequence[Buffer]) -> int:
+    return sum(len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames)
 
 
 def this_host() -> str:

@@ -1,15 +1,16 @@
-"""Several stretches of shared memory shown side by side as one array, for a value that several servers hold.
+"""Stretches of shared memory shown side by side as one array, for a value that one server holds or several.
 
 The pages are mapped a second time at neighbouring addresses; nothing is copied. In steady state the same few
 combinations come again and again, so windows are kept and found by what they show.
+
+A window may be written, for torch knows no tensor that may not, and a write to a page that is mapped only for reading
+would kill the process. Nobody else sees what is written, and the page shows the peer's memory no more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-
-import numpy as np
 
 from kvdist.transport.mapping import PAGE_BYTES, Bytes, address_of, map_side_by_side
 from kvdist.transport.segments import Segment, SegmentTable
@@ -34,13 +35,11 @@ class WindowCache:
         return len(self._windows)
 
     def view(self, frames: Sequence[memoryview]) -> Bytes | None:
-        """The bytes of the frames in a row, read-only and without a copy, valid as long as somebody shows the array.
+        """The bytes of the frames in a row, without a copy, valid as long as somebody shows the array.
 
         None when that cannot be: a frame does not lie in a segment that is open, does not begin at a page, or does
-        not fill whole pages and is not the last. One frame is its own array, wherever it lies.
+        not fill whole pages and is not the last.
         """
-        if len(frames) == 1:
-            return np.frombuffer(frames[0].toreadonly(), np.uint8)
         key = self._stretches(frames)
         if key is None:
             return None

@@ -54,15 +54,12 @@ RETRANSMIT_MS_MAX = 10_000
 """How long the kernel may go on retransmitting to a peer that is gone before the connection breaks."""
 
 MORE, NOW = int(zmq.SNDMORE) | int(zmq.DONTWAIT), int(zmq.DONTWAIT)
-ACCEPTED = int(zmq.EVENT_ACCEPTED)
+ACCEPTED, UP = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
-UP = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 WATCHED = ACCEPTED | DISCONNECTED | UP | int(FAILED)
 
 MONITOR_EVENT = struct.Struct("=HI")
-
-
 LAST_WORDS_S = 0.02
 """Time for the I/O thread to write what `send` has just been given."""
 
@@ -146,6 +143,10 @@ class ZeroMQTransport(Transport):
         to.link.lose(to)
         self._suspects.add(to.link)
         self._alarm.ring()
+
+    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
+        for frames in messages:
+            self.send(to, frames)
 
     def shares(self, route: Route) -> bool:
         return False
@@ -490,9 +491,7 @@ def _read_frames(socket: zmq.Socket[bytes], frames: list[memoryview], first: zmq
     while True:
         size = len(frame)
         total += size
-        frames.append(
-            memoryview(frame.bytes) if size < ZERO_COPY_FROM_BYTES else memoryview(cast(bytes, frame)).toreadonly()
-        )
+        frames.append(memoryview(frame.bytes if size < ZERO_COPY_FROM_BYTES else cast(bytes, frame)).toreadonly())
         if not frame.more:
             return total
         frame = receive(NOW, False)

@@ -202,7 +202,9 @@ def _kind(frames: Sequence[memoryview]) -> str:
 
 
 class SimulatedTransport(Transport):
-    """The six verbs over the network in memory."""
+    """The verbs over the network in memory."""
+
+    strangers_refused = 0
 
     def __init__(self, network: Network, name: str, on_event: Callable[[], None]) -> None:
         self.network = network
@@ -215,6 +217,13 @@ class SimulatedTransport(Transport):
         """What the machine is reading now."""
         self._inbox: deque[tuple[Event, Freight | None]] = deque()
         self._lives: list[Life] = []
+
+    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
+        for frames in messages:
+            self.send(to, frames)
+
+    def shares(self, route: Route) -> bool:
+        return False
 
     def bind(self, endpoint: str) -> str:
         self.network.listening[endpoint] = self

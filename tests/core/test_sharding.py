@@ -18,7 +18,7 @@ CUT = Placement.CUT
     ("size", "parts", "bounds"),
     [
         (10, 4, [0, 3, 5, 8, 10]),
-        (1_000_003, 2, [0, 500_002, 1_000_003]),
+        (100_003, 2, [0, 50_002, 100_003]),
         (5, 2, [0, 3, 5]),
         (2, 3, [0, 1, 1, 2]),
         (0, 3, [0, 0, 0, 0]),
@@ -30,12 +30,33 @@ def test_boundaries_round_halves_up(size: int, parts: int, bounds: list[int]) ->
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50))
-def test_ranges_cover_everything_once_and_differ_by_at_most_one(size: int, parts: int) -> None:
+def test_short_ranges_cover_everything_once_and_differ_by_at_most_one(size: int, parts: int) -> None:
     pieces = ranges(size, parts)
     assert pieces[0][0] == 0 and pieces[-1][1] == size
     assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
     lengths = [stop - start for start, stop in pieces]
     assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 100_000_000), st.integers(1, 50))
+def test_long_ranges_begin_at_whole_pages_and_are_nearly_equal(size: int, parts: int) -> None:
+    pieces = ranges(size, parts)
+    assert pieces[0][0] == 0 and pieces[-1][1] == size
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+    lengths = [stop - start for start, stop in pieces]
+    if size >= 16 * 4096 * parts:
+        assert all(start % 4096 == 0 for start, _ in pieces) and max(lengths) - min(lengths) <= 2 * 4096
+    else:
+        assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 60_000_000), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
+def test_long_slices_begin_at_whole_pages_and_are_never_too_large(size: int, itemsize: int, servers: int) -> None:
+    slices = cut(size, itemsize, CUT, servers, 0, 4 << 20)
+    assert all(piece.count * itemsize <= 4 << 20 for piece in slices)
+    assert all(a.stop == b.start for a, b in itertools.pairwise(slices)) and slices[-1].stop == size
+    if size >= 16 * 4096 * servers:
+        assert all(piece.start % 4096 == 0 for piece in slices)
 
 
 @given(st.integers(0, 5000), st.sampled_from([1, 2, 4, 8]), st.integers(1, 7), st.integers(1, 300), st.booleans())

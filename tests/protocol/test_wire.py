@@ -222,7 +222,7 @@ REFUSED_CHANGES = [
     ("Push", {"ids": np.zeros(3, np.int64)}, "array of uint32, found int64"),
     ("Push", {"flags": np.zeros(3, np.uint32)}, "array of uint8, found uint32"),
     ("Push", {"ids": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
-    ("Push", {"flags": np.array([0, 9, 0], np.uint8)}, "unknown flags 8"),
+    ("Push", {"flags": np.array([0, 17, 0], np.uint8)}, "unknown flags 16"),
     ("Push", {"flags": np.array([1, 1, 0], np.uint8)}, "empty contribution has elements"),
     ("Push", {"setting_of": np.array([0, 2, 0], np.uint8)}, "setting 2 of 2"),
     ("Push", {"arrays": m.Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"\0" * 8)}, "8 bytes .* make 0"),
