@@ -4,17 +4,19 @@ Rules that hold here:
 
 * All parameters travel in one list call per step, in the order given, so the first layers, which the next forward
   pass needs first, come first. Their keys are their positions, 0, 1, 2, ….
-* A parameter is one tensor, or a list of replicas of it, one per device; every parameter has the same number.
 * Nothing is sent before the first `step` (or `allreduce_grads`, `update`, `broadcast_parameters`). Then rank 0's
   weights become everybody's.
+* With ``overlap=True`` gradients travel in buckets during the backward pass instead, from the second step on. Which and
+  when is for `kvdist.buckets` to say, what happens to them for `kvdist.overlap`.
 * Weights are written in place and autograd is told: a backward pass through the old weights raises.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from kvdist.config import ClusterConfig
@@ -25,6 +27,8 @@ from kvdist.kvstore.base import KVStore
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create as create_optimizer
 from kvdist.optimizer.updater import Updater
+from kvdist.overlap import Overlap
+from kvdist.parameters import Parameter, collect
 
 try:
     import torch
@@ -42,26 +46,6 @@ BATCH_SIZE_LIMIT = 1 << 32
 ASYNCHRONOUS = frozenset({"dist_async", "dist_device_async", "dist_async_device"})
 """Stores that cannot hand out the sum of a round, because they have no rounds."""
 
-_GROUP_ENTRIES = ("params", "lr_mult", "wd_mult")
-_GROUP_ADVICE = {
-    "lr": "give 'lr_mult', a factor on the trainer's learning_rate",
-    "weight_decay": "give 'wd_mult', a factor on the trainer's wd",
-}
-
-
-@dataclass(frozen=True, eq=False)
-class _Parameter:
-    """One parameter: its replicas, and whether it is trained or only kept the same everywhere."""
-
-    name: str
-    replicas: list[torch.Tensor]
-    trained: bool
-    group: Mapping[str, Any]
-
-    def grads(self) -> list[torch.Tensor] | None:
-        """The gradients there are; None when no device has one."""
-        return [replica.grad for replica in self.replicas if replica.grad is not None] or None
-
 
 class Trainer:
     """Applies an optimizer to parameters, on the store or here, after summing gradients over devices and workers.
@@ -78,6 +62,11 @@ class Trainer:
         compression_params: for gradient compression, which no store offers yet: None.
         update_on_kvstore: True: the store holds the optimizer and gives back weights. False: it sums gradients, and
             each worker updates. None: on the store where it can.
+        overlap: send gradients during the backward pass, each bucket as soon as it is complete, rather than all in
+            `step`. The weights come out the same, to the bit. It needs torch's convention: losses are means, and
+            `step` takes no size, because that would be known too late. Each step takes the gradients of one backward
+            pass; others go into `no_sync`. Gradients must stay as they are between ``backward()`` and ``step()``, and a
+            learning rate set between the two is that of the next step where the store updates.
 
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
@@ -92,8 +81,9 @@ class Trainer:
         kvstore: str | KVStore | None = "device",
         compression_params: Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
+        overlap: bool = False,
     ) -> None:
-        self._parameters = _collect(params)
+        self._parameters = collect(params)
         self._num_devices = len(self._parameters[0].replicas)
         self._optimizer = _make_optimizer(optimizer, optimizer_params)
         self._scale = self._optimizer.rescale_grad
@@ -111,6 +101,10 @@ class Trainer:
         self._kvstore: KVStore | None = None
         self._update_on_kvstore = False
         self._started = False
+        self._closed = False
+        self._overlaps = overlap
+        self._overlap: Overlap | None = None
+        """There is one once the first step has found a store to send to."""
         self._updaters = [Updater(self._optimizer) for _ in range(self._num_devices)]
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
         self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **_multipliers(self._parameters, "lr_mult")})
@@ -127,14 +121,28 @@ class Trainer:
         A parameter without a gradient (``grad`` is None) on every device of every worker stays as it is. Where only
         some have none, those contribute nothing and get the others' update; nobody waits for them.
 
+        With ``overlap=True`` every worker must call it after each backward pass outside of `no_sync`, also after one
+        that failed: what was sent in it counts, and the others wait for the rest. What went wrong with gradients on
+        their way is raised here at the latest, when nothing is under way any more.
+
         Args:
             batch_size: None, or how many examples this worker's gradients sum.
             ignore_stale_grad: kept for scripts of the mirrored system. Torch does not tell old gradients from new ones,
                 so this changes nothing: call ``zero_grad()`` before each backward pass.
+
+        Raises:
+            ValueError: the size is not one, or is given with ``overlap=True``.
+            RuntimeError: gradients were changed after they had been sent by ``overlap=True``.
         """
+        self._require_no_size(batch_size)
         self._start()
         divisor = self._divisor(batch_size)
         average = batch_size is None
+        if self._overlap is not None:
+            self._overlap.finish()
+            if not self._update_on_kvstore:
+                self._update_here(divisor)
+            return
         if self._update_on_kvstore:
             self._optimizer.rescale_grad = self._scale / divisor
             self._push_grads_pull_weights(average, samples=0 if average else max(1, round(divisor)))
@@ -150,14 +158,24 @@ class Trainer:
         """Replace each gradient by its sum over devices and workers, for use (clipping, say) before `update`.
 
         Args:
-            average: divide the sum by the number of workers, as ``step()`` does; then call ``update()``.
+            average: divide the sum by the number of workers, as ``step()`` does; then call ``update()``. Needed with
+                ``overlap=True``, where they are divided on their way.
 
         Raises:
-            RuntimeError: the weights are updated on the store.
+            RuntimeError: the weights are updated on the store, or gradients were changed after they had been sent.
+            ValueError: ``overlap=True`` without ``average=True``.
         """
+        if self._overlaps and not average:
+            raise ValueError(
+                "with overlap=True gradients are averaged over the workers while the backward pass runs; call"
+                " allreduce_grads(average=True), or make the trainer with overlap=False"
+            )
         self._start()
         self._require_update_here("allreduce_grads")
-        self._sum_grads(average)
+        if self._overlap is not None:
+            self._overlap.finish()
+        else:
+            self._sum_grads(average)
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Update the weights here with the present gradients, after `allreduce_grads`.
@@ -168,21 +186,49 @@ class Trainer:
             ignore_stale_grad: as in `step`.
 
         Raises:
-            RuntimeError: the weights are updated on the store.
+            RuntimeError: the weights are updated on the store, or gradients are still being summed.
         """
         self._start()
         self._require_update_here("update")
+        self._require_nothing_sent("update", "allreduce_grads(average=True)")
         self._update_here(self._divisor(batch_size))
 
     def broadcast_parameters(self) -> None:
         """Make rank 0's present weights everybody's, on all devices and on the store; the optimizer's state stays.
 
         Call it on every worker after weights were changed other than by `step`, such as by ``load_state_dict``.
+
+        Raises:
+            RuntimeError: gradients of a step have been sent (``overlap=True``) that has not been made.
         """
+        self._require_nothing_sent("broadcast_parameters", "step()")
         if not self._started:
             self._start()
         elif self._kvstore is not None:
             self._broadcast(self._kvstore)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context backward passes only add to the gradients; nothing is sent.
+
+        For all passes but the last before a step, as in DistributedDataParallel, and for those whose gradients are
+        not for training. The last pass is outside of it and sends what has come together. Without ``overlap=True``
+        nothing is ever sent before `step`, and this changes nothing.
+        """
+        return contextlib.nullcontext() if self._overlap is None else self._overlap.paused()
+
+    def close(self) -> None:
+        """Let go of the parameters, and close the store if it was given by its name; a second call does nothing.
+
+        Backward passes send nothing any more, `step` raises. It waits for nothing: call it after a step. It is needed
+        only with ``overlap=True``, where another trainer is to have the same parameters.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._overlap is not None:
+            self._overlap.remove_hooks()
+        if self._kvstore is not None and self._kvstore is not self._kvstore_wanted:
+            self._kvstore.close()
 
     @property
     def kvstore(self) -> KVStore | None:
@@ -200,10 +246,15 @@ class Trainer:
         return self._optimizer.learning_rate
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate from the next step on, on servers too; every worker must set the same."""
+        """Change the learning rate from the next step on, on servers too; every worker must set the same.
+
+        With ``overlap=True`` and a store that updates, a step begins with the first gradient that it sends.
+        """
         self._optimizer.learning_rate = lr
 
     def _start(self) -> None:
+        if self._closed:
+            raise RuntimeError("this trainer has been closed; make another one")
         if self._started:
             return
         store = self._chosen_store()
@@ -211,9 +262,15 @@ class Trainer:
             self._update_on_kvstore = self._decide_update_on_kvstore(store)
             _require_unused(store)
             store.agree(self._statement())
+            # With overlap the numbers of a step are fixed before it is made, so the store has its own copy of them.
+            sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
             if self._update_on_kvstore:
-                store.set_optimizer(self._optimizer)
+                store.set_optimizer(sent)
             self._broadcast(store)
+            if self._overlaps:
+                self._optimizer.rescale_grad = self._scale / self._num_devices
+                sent_or_none = sent if self._update_on_kvstore else None
+                self._overlap = Overlap(store, self._trained, self._optimizer, sent_or_none)
         self._kvstore = store
         self._started = True
 
@@ -281,9 +338,7 @@ class Trainer:
         alone = self._kvstore.num_workers == 1
         present = [(key, one) for key, one in self._trained if not alone or one.grads() is not None]
         for _, parameter in present:
-            for replica in parameter.replicas:
-                if replica.grad is None:
-                    replica.grad = torch.zeros_like(replica)
+            parameter.fill_grads()
         if present:
             grads = [parameter.grads() for _, parameter in present]
             self._kvstore.pushpull([key for key, _ in present], grads, average=average)
@@ -294,6 +349,21 @@ class Trainer:
             for updater, replica in zip(self._updaters, parameter.replicas, strict=True):
                 if replica.grad is not None:
                     _update(updater, key, replica, replica.grad)
+
+    def _require_no_size(self, batch_size: float | None) -> None:
+        if self._overlaps and batch_size is not None:
+            raise ValueError(
+                f"step({batch_size}) with overlap=True: gradients have left during backward(), when nobody had said by"
+                " what to divide them. Make the loss a mean over its examples and call step() without a size, or make"
+                " the trainer with overlap=False"
+            )
+
+    def _require_nothing_sent(self, method: str, first: str) -> None:
+        if self._overlap is not None and self._overlap.is_open:
+            raise RuntimeError(
+                f"{method}() while gradients of a backward pass are under way (overlap=True): call {first} before it,"
+                " or put the pass into `with trainer.no_sync():` if its gradients are not to be used"
+            )
 
     def _require_update_here(self, method: str) -> None:
         if self._update_on_kvstore:
@@ -336,82 +406,8 @@ def _make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) 
     return create_optimizer(optimizer, **(optimizer_params or {}))
 
 
-def _multipliers(parameters: list[_Parameter], entry: str) -> dict[int, float]:
+def _multipliers(parameters: list[Parameter], entry: str) -> dict[int, float]:
     return {key: one.group[entry] for key, one in enumerate(parameters) if entry in one.group}
-
-
-def _collect(params: Any) -> list[_Parameter]:
-    """The parameters in order, each once, all with the same number of replicas."""
-    if isinstance(params, torch.nn.Module):
-        raise TypeError("give the network's parameters, not the network: net.parameters()")
-    if isinstance(params, (torch.Tensor, str)) or not isinstance(params, Iterable):
-        raise TypeError(f"params must be parameters, such as net.parameters(), not {type(params).__name__}")
-    seen: set[int] = set()
-    collected: list[_Parameter] = []
-    for parameter in _groups(params):
-        if id(parameter.replicas[0]) not in seen:
-            collected.append(parameter)
-        seen.update(id(replica) for replica in parameter.replicas)
-    if not collected:
-        raise ValueError("there are no parameters to train: the list is empty (was a generator used up before?)")
-    counts = {len(parameter.replicas): parameter.name for parameter in collected}
-    if len(counts) > 1:
-        said = " and ".join(f"{name} on {count}" for count, name in counts.items())
-        raise ValueError(f"every parameter must be on the same number of devices, but there is {said}")
-    if not any(parameter.trained for parameter in collected):
-        raise ValueError("no parameter requires grad; state_dict() gives copies, use dict(net.named_parameters())")
-    return collected
-
-
-def _groups(params: Iterable[Any]) -> Iterator[_Parameter]:
-    if isinstance(params, Mapping):
-        yield from _named([(str(name), params[name]) for name in sorted(params)], {})
-        return
-    items = list(params)
-    if not any(isinstance(item, Mapping) for item in items):
-        yield from _named(items, {})
-        return
-    for item in items:
-        if not isinstance(item, Mapping):
-            raise TypeError(f"params mixes groups and parameters: {type(item).__name__} stands beside a group (a dict)")
-        _check_group(item)
-        members = item["params"]
-        yield from _named([members] if isinstance(members, torch.Tensor) else list(members), item)
-
-
-def _check_group(group: Mapping[str, Any]) -> None:
-    for entry in group:
-        if entry not in _GROUP_ENTRIES:
-            advice = _GROUP_ADVICE.get(entry, f"a group has {', '.join(_GROUP_ENTRIES)}")
-            raise ValueError(f"a parameter group cannot have {entry!r}: {advice}")
-    if "params" not in group:
-        raise ValueError("a parameter group needs 'params', the list of its parameters")
-
-
-def _named(items: Iterable[Any], group: Mapping[str, Any]) -> Iterator[_Parameter]:
-    for position, item in enumerate(items):
-        name = f"parameter {position}"
-        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
-            name, item = item
-        replicas = list(item) if isinstance(item, (list, tuple)) else [item]
-        _check_replicas(name, replicas)
-        yield _Parameter(name, replicas, replicas[0].requires_grad, group)
-
-
-def _check_replicas(name: str, replicas: list[Any]) -> None:
-    if not replicas:
-        raise ValueError(f"{name} has no replica; give a tensor, or a list with one for each device")
-    for replica in replicas:
-        if not isinstance(replica, torch.Tensor):
-            raise TypeError(f"{name} must be a torch parameter or a list of its replicas, not {type(replica).__name__}")
-        if not replica.is_leaf:
-            raise ValueError(f"{name} is the result of a computation, not a parameter, so training it has no effect")
-        if (replica.shape, replica.dtype) != (replicas[0].shape, replicas[0].dtype):
-            raise ValueError(
-                f"the replicas of {name} differ: {tuple(replicas[0].shape)} {replicas[0].dtype} on the first device,"
-                f" {tuple(replica.shape)} {replica.dtype} on another"
-            )
-        values.describe(replica)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -1,0 +1,146 @@
+"""What a trainer sends while the backward pass still runs, and what it waits for in `step`.
+
+Two ways, by who updates:
+
+* The store: each bucket's gradients are pushed during the backward pass, and servers sum and update meanwhile. The
+  weights are pulled in `step` only, straight into place, bucket by bucket: autograd still needs the old ones until
+  the pass has ended, and a weight that changed before would make it raise. A push is one copy of the gradient, or none
+  where its memory is shared; a pull is one write of the weight. A `pushpull` during the pass would need a second
+  buffer for the weights and one copy of them more.
+* The workers: each bucket's gradients are replaced by their sums in place. From the moment its hook has fired nobody
+  but the store touches a gradient, until `finish` has returned.
+
+Rules that hold here:
+
+* A step's numbers (learning rate, weight decay, multipliers) are those at its first gradient. Buckets leave at
+  different times on different workers, and one round must not see two learning rates. So the store has an optimizer of
+  its own, which takes over the numbers of the user's when a step begins.
+* The number of pushes of each key must be the same on all workers. So `finish` sends everything, waits for everything,
+  and only then says what was wrong with it.
+* A gradient that was sent stays as it is until `finish`. Clipping it, say, would do nothing on the store, silently; the
+  version counters of torch tell, and it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any
+
+from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets
+from kvdist.errors import ForkError
+from kvdist.kvstore.base import KVStore
+from kvdist.optimizer.base import LIVE, Optimizer
+from kvdist.parameters import Parameter
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Overlap(GradientBuckets):
+    """The pushes of a trainer's steps, made as the gradients come.
+
+    Args:
+        store: where they go.
+        trained: keys and parameters.
+        live: the optimizer whose numbers the user may change.
+        sent: the store's own copy of it; None when the workers update.
+        bucket_bytes: the size of a bucket.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        trained: Sequence[tuple[int, Parameter]],
+        live: Optimizer,
+        sent: Optimizer | None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._store = store
+        self._trained = trained
+        self._live = live
+        self._sent = sent
+        self._under_way: list[Future[Any]] = []
+        self._watched: list[tuple[Parameter, int, torch.Tensor, int]] = []
+        """Sent gradients: parameter, device, the gradient, and its version."""
+        super().__init__([parameter.replicas for _, parameter in trained], bucket_bytes)
+
+    def begin(self) -> None:
+        """A step begins: its numbers are those of now."""
+        if self._sent is not None:
+            for name in LIVE:
+                setattr(self._sent, name, getattr(self._live, name))
+
+    def start(self, bucket: Bucket) -> None:
+        """Send a bucket's gradients; returns at once."""
+        members = [self._trained[member] for member in bucket.members]
+        if self._sent is None:
+            members = self._with_somewhere_to_go(members)
+        if not members:
+            return
+        keys = [key for key, _ in members]
+        grads = [parameter.grads() for _, parameter in members]
+        send = self._store.pushpull_async if self._sent is None else self._store.push_async
+        self._under_way.append(send(keys, grads, priority=bucket.priority, average=True))
+        self._watch([parameter for _, parameter in members])
+
+    def finish(self) -> None:
+        """Send what is left, wait for everything, and have the new weights, or the sums, in place.
+
+        Raises:
+            KvdistError: the store could not do it.
+            RuntimeError: a gradient was changed after it had been sent.
+        """
+        try:
+            self.complete()
+            changed = self._changed()
+            if self._sent is not None:
+                self._under_way += [self._pull(bucket) for bucket in reversed(self.buckets)]
+        except ForkError:
+            self._under_way = []  # they are the parent's: nothing resolves them here
+            raise
+        finally:
+            # Whatever was wrong, nothing is under way afterwards: neither out of gradients nor into weights.
+            under_way, self._under_way, self._watched = self._under_way, [], []
+            wait(under_way)
+        for future in under_way:
+            future.result()
+        if changed:
+            raise RuntimeError(
+                f"the gradient of {changed} was changed after it had been sent. With overlap=True gradients leave"
+                " during backward(), so clipping, scaling or zeroing them before step() comes too late. Use"
+                " overlap=False; or make the trainer with update_on_kvstore=False, and call"
+                " allreduce_grads(average=True), clip, and update() instead of step()"
+            )
+
+    def _with_somewhere_to_go(self, members: list[tuple[int, Parameter]]) -> list[tuple[int, Parameter]]:
+        """Those whose sum is wanted: on a cluster all, as others may have the gradient that is missing here."""
+        if self._store.num_workers == 1:
+            members = [(key, parameter) for key, parameter in members if parameter.grads() is not None]
+        for _, parameter in members:
+            parameter.fill_grads()
+        return members
+
+    def _pull(self, bucket: Bucket) -> Future[Any]:
+        # The same list of keys as in the push, so that both share a plan, here and on the servers.
+        members = [self._trained[member] for member in bucket.members]
+        weights = [parameter.replicas for _, parameter in members]
+        return self._store.pull_async([key for key, _ in members], weights, bucket.priority)
+
+    def _watch(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:
+            for device, replica in enumerate(parameter.replicas):
+                grad = replica.grad
+                # Into other than plain host memory the store writes by an operation of torch, which counts as a change.
+                plain = grad is not None and grad.device.type == "cpu" and grad.is_contiguous()
+                if grad is not None and (plain or self._sent is not None):
+                    self._watched.append((parameter, device, grad, grad._version))
+
+    def _changed(self) -> str:
+        """The names of the parameters whose gradients are not what was sent."""
+        changed = [
+            parameter.name
+            for parameter, device, grad, version in self._watched
+            if parameter.replicas[device].grad is not grad or grad._version != version
+        ]
+        return ", ".join(dict.fromkeys(changed))

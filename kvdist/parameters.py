@@ -1,0 +1,127 @@
+"""The parameters of a trainer: who they are, in which order, and whether they can be trained together.
+
+Rules that hold here:
+
+* What is wrong with the parameters is said when the trainer is made, by name and with what to do.
+* A parameter is one tensor, or a list of replicas of it, one per device; every parameter has the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvdist.kvstore import values
+
+if TYPE_CHECKING:
+    import torch
+
+_GROUP_ENTRIES = ("params", "lr_mult", "wd_mult")
+_GROUP_ADVICE = {
+    "lr": "give 'lr_mult', a factor on the trainer's learning_rate",
+    "weight_decay": "give 'wd_mult', a factor on the trainer's wd",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """One parameter: its replicas, and whether it is trained or only kept the same everywhere."""
+
+    name: str
+    replicas: list[torch.Tensor]
+    trained: bool
+    group: Mapping[str, Any]
+
+    def grads(self) -> list[torch.Tensor] | None:
+        """The gradients there are; None when no device has one."""
+        return [replica.grad for replica in self.replicas if replica.grad is not None] or None
+
+    def fill_grads(self) -> None:
+        """Give zeros to the devices that have no gradient, so that a sum has somewhere to go."""
+        for replica in self.replicas:
+            if replica.grad is None:
+                replica.grad = replica.detach().new_zeros(replica.shape)
+
+
+def collect(params: Any) -> list[Parameter]:
+    """The parameters in order, each once, all with the same number of replicas.
+
+    Args:
+        params: as for `kvdist.Trainer`.
+
+    Raises:
+        TypeError, ValueError: they cannot be trained, or not together.
+    """
+    from torch.nn import Module  # whoever has a parameter has torch; the trainer says so where it is missing
+
+    if isinstance(params, Module):
+        raise TypeError("give the network's parameters, not the network: net.parameters()")
+    if isinstance(params, str) or values.is_tensor(params) or not isinstance(params, Iterable):
+        raise TypeError(f"params must be parameters, such as net.parameters(), not {type(params).__name__}")
+    seen: set[int] = set()
+    collected: list[Parameter] = []
+    for parameter in _groups(params):
+        if id(parameter.replicas[0]) not in seen:
+            collected.append(parameter)
+        seen.update(id(replica) for replica in parameter.replicas)
+    if not collected:
+        raise ValueError("there are no parameters to train: the list is empty (was a generator used up before?)")
+    counts = {len(parameter.replicas): parameter.name for parameter in collected}
+    if len(counts) > 1:
+        said = " and ".join(f"{name} on {count}" for count, name in counts.items())
+        raise ValueError(f"every parameter must be on the same number of devices, but there is {said}")
+    if not any(parameter.trained for parameter in collected):
+        raise ValueError("no parameter requires grad; state_dict() gives copies, use dict(net.named_parameters())")
+    return collected
+
+
+def _groups(params: Iterable[Any]) -> Iterator[Parameter]:
+    if isinstance(params, Mapping):
+        yield from _named([(str(name), params[name]) for name in sorted(params)], {})
+        return
+    items = list(params)
+    if not any(isinstance(item, Mapping) for item in items):
+        yield from _named(items, {})
+        return
+    for item in items:
+        if not isinstance(item, Mapping):
+            raise TypeError(f"params mixes groups and parameters: {type(item).__name__} stands beside a group (a dict)")
+        _check_group(item)
+        members = item["params"]
+        yield from _named([members] if values.is_tensor(members) else list(members), item)
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    for entry in group:
+        if entry not in _GROUP_ENTRIES:
+            advice = _GROUP_ADVICE.get(entry, f"a group has {', '.join(_GROUP_ENTRIES)}")
+            raise ValueError(f"a parameter group cannot have {entry!r}: {advice}")
+    if "params" not in group:
+        raise ValueError("a parameter group needs 'params', the list of its parameters")
+
+
+def _named(items: Iterable[Any], group: Mapping[str, Any]) -> Iterator[Parameter]:
+    for position, item in enumerate(items):
+        name = f"parameter {position}"
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+            name, item = item
+        replicas = list(item) if isinstance(item, (list, tuple)) else [item]
+        _check_replicas(name, replicas)
+        yield Parameter(name, replicas, replicas[0].requires_grad, group)
+
+
+def _check_replicas(name: str, replicas: list[Any]) -> None:
+    if not replicas:
+        raise ValueError(f"{name} has no replica; give a tensor, or a list with one for each device")
+    for replica in replicas:
+        if not values.is_tensor(replica):
+            raise TypeError(f"{name} must be a torch parameter or a list of its replicas, not {type(replica).__name__}")
+        if not replica.is_leaf:
+            raise ValueError(f"{name} is the result of a computation, not a parameter, so training it has no effect")
+        if (replica.shape, replica.dtype) != (replicas[0].shape, replicas[0].dtype):
+            raise ValueError(
+                f"the replicas of {name} differ: {tuple(replicas[0].shape)} {replicas[0].dtype} on the first device,"
+                f" {tuple(replica.shape)} {replica.dtype} on another"
+            )
+        values.describe(replica)
