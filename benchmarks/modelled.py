@@ -161,7 +161,9 @@ class Network:
 
 
 class ModelledTransport(Transport):
-    """The six verbs. What a node sends leaves when its turn is over."""
+    """The verbs of a transport. What a node sends leaves when its turn is over."""
+
+    strangers_refused = 0
 
     def __init__(self, network: Network, host: Host) -> None:
         self.network = network
@@ -182,6 +184,13 @@ class ModelledTransport(Transport):
         link.other = Link(peer, self, link)
         self._deliver(Connected(link))
         return link
+
+    def shares(self, route: Route) -> bool:
+        return False
+
+    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
+        for frames in messages:
+            self.send(to, frames)
 
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:
         assert isinstance(to, Link)

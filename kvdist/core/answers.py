@@ -14,6 +14,7 @@ import numpy as np
 from kvdist.core.effects import Effect, Send
 from kvdist.core.group import Group
 from kvdist.core.shard import Buffer, Shard
+from kvdist.core.traffic import Traffic
 from kvdist.nodes import Member
 from kvdist.protocol.messages import U8, U32, Arrays, Counted, ErrorCode, Outcome, Payload, Refused, Values
 
@@ -66,9 +67,9 @@ class Answers:
         """The slice of this number was refused."""
         self._refused.setdefault((code, reason), []).append((run, number))
 
-    def messages(self, member: Member, payload_bytes_max: int) -> list[Effect]:
+    def messages(self, member: Member, payload_bytes_max: int, traffic: Traffic) -> list[Effect]:
         """All that as few messages."""
-        effects = [*self._groups, *self._value_messages(member, payload_bytes_max)]
+        effects = [*self._groups, *self._value_messages(member, payload_bytes_max, traffic)]
         if self._counted:
             runs, ids, versions, outcomes = zip(*self._counted, strict=True)
             effects.append(Send(member, Counted(_u32(runs), _u32(ids), _u32(versions), _u8(outcomes))))
@@ -77,7 +78,7 @@ class Answers:
             effects.append(Send(member, Refused(_u32(runs), _u32(ids), code, reason)))
         return effects
 
-    def _value_messages(self, member: Member, payload_bytes_max: int) -> list[Effect]:
+    def _value_messages(self, member: Member, payload_bytes_max: int, traffic: Traffic) -> list[Effect]:
         effects: list[Effect] = []
         large = _Batch()
         for run, shard in self._held:
@@ -105,6 +106,7 @@ class Answers:
                 small, small_bytes = [], 0
             small.append((run, shard))
             small_bytes += nbytes
+            traffic.joined += nbytes
         if large.frames:
             effects.append(large.message(member))
         if small:

@@ -21,6 +21,7 @@ from kvdist.core.groups import SLICES_MIN, Groups
 from kvdist.core.policy import POLICIES
 from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict
 from kvdist.core.sharding import Slice, cut
+from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
@@ -59,6 +60,7 @@ class Table:
         self.shards: dict[int, Shard] = {}
         self.workers: Mapping[int, Member] = {}
         """Rank → the live worker there."""
+        self.traffic = Traffic()
         self._name = "this server"
         self._allocate = allocate
         self._updaters: dict[int, Updater] = {}
@@ -325,6 +327,7 @@ class Table:
                     self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
             else:
                 for contribution in contributions:
+                    self.traffic.summed += 0 if contribution.is_empty else contribution.values.nbytes
                     self._answer_contribution(shard, contribution)
         self._answer_pulls(shard)
         if not shard.slots and not shard.pulls:
@@ -337,6 +340,7 @@ class Table:
                 self._dissolve(group, now)
                 return
             for push in pushes:
+                self.traffic.summed += push.values.nbytes
                 self._to(push.member).group(push.member, push.run, group, push.pull)
         self._answer_group_pulls(group)
 
@@ -386,7 +390,7 @@ class Table:
         for member, answers in self._answers.items():
             if self.workers.get(member.node.rank) != member:
                 continue  # It left, or was replaced, while others were still in the round.
-            effects += answers.messages(member, self.limits.slice_bytes)
+            effects += answers.messages(member, self.limits.slice_bytes, self.traffic)
         self._answers = {}
         return effects
 

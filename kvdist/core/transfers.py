@@ -11,6 +11,7 @@ from kvdist.config import Limits
 from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Run
 from kvdist.core.requests import Transfer
 from kvdist.core.slices import SliceTable
+from kvdist.core.traffic import Traffic
 from kvdist.protocol.layout import stretches, views
 from kvdist.protocol.messages import U32, Counted, Refused, Values
 
@@ -20,10 +21,12 @@ class Transfers:
 
     Args:
         limits: the window and the size of joined messages.
+        traffic: where passes are counted.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, traffic: Traffic) -> None:
         self._limits = limits
+        self._traffic = traffic
         self.slices = SliceTable()
         self._outboxes: dict[int, Outbox] = {}
         self._runs: dict[int, Run] = {}
@@ -81,6 +84,7 @@ class Transfers:
             for number, array in zip(message.ids[begin:end].tolist(), arrays[begin:end], strict=True):
                 # The one copy of a pulled value on this side: from the transport's memory into the user's.
                 sinks[positions[number]][...] = array
+                self._traffic.copied_out += array.nbytes
         return self.answered(message)
 
     def refused(self, message: Refused) -> set[int]:

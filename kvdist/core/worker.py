@@ -38,6 +38,7 @@ from kvdist.core.requests import (
     Transfer,
 )
 from kvdist.core.sharding import cut
+from kvdist.core.traffic import Traffic
 from kvdist.core.transfers import Transfers
 from kvdist.core.verdict import lost, scheduler_lost
 from kvdist.errors import (
@@ -106,7 +107,8 @@ class Worker(Machine):
         self.steps: dict[Member, int] = {}
         self.servers: dict[int, Member] = {}
         self.peers: tuple[Peer, ...] = ()
-        self.transfers = Transfers(limits)
+        self.traffic = Traffic()
+        self.transfers = Transfers(limits, self.traffic)
         self.failure: Exception | None = None
         """Why every request fails from now on."""
         self._pending: dict[int, Pending] = {}

@@ -25,6 +25,7 @@ from kvdist.core.joining import Introduction
 from kvdist.core.requests import Leave, Register, Request
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
+from kvdist.core.traffic import Traffic
 from kvdist.core.worker import Worker
 from kvdist.errors import ConfigError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
@@ -59,6 +60,8 @@ class Cluster:
         self.config = config
         self.node = node
         self.memory = memory
+        assert isinstance(node.machine, Worker)
+        self._worker = node.machine
         self.is_embedded = is_embedded
         self.rank = -1
         self.stores_open = 0
@@ -106,11 +109,14 @@ class Cluster:
             )
         return future.result()
 
+    @property
+    def traffic(self) -> Traffic:
+        """How many bytes of values this worker has touched."""
+        return self._worker.traffic
+
     def shares_memory(self, server_rank: int) -> bool:
         """Whether what lies in `memory` is not carried to this server."""
-        machine = self.node.machine
-        assert isinstance(machine, Worker)
-        member = machine.servers.get(server_rank)
+        member = self._worker.servers.get(server_rank)
         return member is not None and self.node.shares_memory_with(member)
 
     @property

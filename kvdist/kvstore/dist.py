@@ -68,7 +68,7 @@ class DistStore(KVStore):
         self._kernels = kernels
         self._number = cluster.open_store()
         self._keys = KeyTable()
-        self._stagings = Stagings(cluster.config.limits.slice_bytes, cluster.memory)
+        self._stagings = Stagings(cluster.config.limits.slice_bytes, cluster.memory, cluster.traffic)
         self._optimizer: Optimizer | None = None
         self._barrier_lock = threading.Lock()
         self._closed = False
@@ -238,7 +238,11 @@ class DistStore(KVStore):
         ]
 
         def finish() -> Any:
-            shown = None if views is None else views.shown(self._cluster.memory, places.results, self._keys)
+            shown = (
+                None
+                if views is None
+                else views.shown(self._cluster.memory, places.results, self._keys, self._cluster.traffic)
+            )
             places.spread()
             own.release()
             return shown

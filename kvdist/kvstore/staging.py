@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvdist.core.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunPlan, make_plan
+from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore.values import Key
@@ -51,8 +52,9 @@ class RunBuffer:
 class Staging:
     """The buffers of one plan: as many sets as are under way at once."""
 
-    def __init__(self, plan: Plan, memory: Memory) -> None:
+    def __init__(self, plan: Plan, memory: Memory, traffic: Traffic) -> None:
         self.plan = plan
+        self._traffic = traffic
         self._memory = memory
         self.nbytes = sum(run.nbytes for run in plan.runs)
         """Bytes of one set of buffers."""
@@ -81,6 +83,7 @@ class Staging:
             if payload is None:
                 buffer = buffers[i] = buffers[i] or RunBuffer(run, self._memory)
                 self._copy(run, buffer, arrays, kernels)
+                self._traffic.copied_in += run.nbytes
                 payload = buffer.payload
             payloads.append(payload)
         return payloads, buffers
@@ -108,9 +111,11 @@ class Stagings:
     Args:
         slice_bytes: the size up to which small slices travel together.
         memory: where the buffers lie.
+        traffic: where passes are counted.
     """
 
-    def __init__(self, slice_bytes: int, memory: Memory) -> None:
+    def __init__(self, slice_bytes: int, memory: Memory, traffic: Traffic) -> None:
+        self._traffic = traffic
         self._slice_bytes = slice_bytes
         self._memory = memory
         self._by_keys: OrderedDict[tuple[Key, ...], Staging] = OrderedDict()
@@ -127,7 +132,7 @@ class Stagings:
         if staging is not None:
             self._by_keys.move_to_end(names)
             return staging
-        staging = self._by_keys[names] = Staging(make_plan(infos, self._slice_bytes), self._memory)
+        staging = self._by_keys[names] = Staging(make_plan(infos, self._slice_bytes), self._memory, self._traffic)
         self._nbytes += staging.nbytes
         allowed = max(STAGED_BYTES_MIN, STAGED_MODELS_MAX * all_bytes)
         while self._nbytes > allowed and len(self._by_keys) > 1:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvdist.core.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunData, RunPlan
+from kvdist.core.traffic import Traffic
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.staging import Shares
 from kvdist.protocol.messages import Flag
@@ -42,7 +43,7 @@ class Views:
         assert run.flags is not None
         return replace(run, flags=run.flags | np.uint8(Flag.HOLD), kept=kept)
 
-    def shown(self, memory: Memory, results: Sequence[Bits], keys: KeyTable) -> list[Any]:
+    def shown(self, memory: Memory, results: Sequence[Bits], keys: KeyTable, traffic: Traffic) -> list[Any]:
         """The results have come: per key an array that shows it, or None after copying it to `results`."""
         found: list[Any] = [None] * len(self._plan.keys)
         for index in self._indices:
@@ -54,6 +55,7 @@ class Views:
                 continue
             for start, stop, kept in pieces:
                 results[index][start:stop] = kept[0]
+                traffic.copied_out += kept[0].nbytes
         return found
 
 

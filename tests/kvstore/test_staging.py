@@ -8,6 +8,7 @@ import pytest
 from kvdist import kv
 from kvdist.core.requests import ALONE_BYTES_MIN, KeyInfo, make_plan
 from kvdist.core.sharding import cut
+from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.staging import SETS_KEPT_MAX, Lending, Staging, lend, reaches_another
@@ -38,7 +39,7 @@ def filled(staging: Staging, arrays, lent=None):
 def test_payloads_hold_the_sum_over_devices_slice_by_slice(sizes, factors):
     plan = plan_of(*sizes, slice_bytes=ALONE_BYTES_MIN)
     arrays = arrays_of(plan, *factors)
-    payloads, _ = filled(Staging(plan, OrdinaryMemory()), arrays)
+    payloads, _ = filled(Staging(plan, OrdinaryMemory(), Traffic()), arrays)
     for run, payload in zip(plan.runs, payloads, strict=True):
         for piece in run.pieces:
             count = piece.stop - piece.start
@@ -49,7 +50,7 @@ def test_payloads_hold_the_sum_over_devices_slice_by_slice(sizes, factors):
 
 def test_buffers_are_used_again_and_a_burst_is_not_kept():
     plan = plan_of(3)
-    staging = Staging(plan, OrdinaryMemory())
+    staging = Staging(plan, OrdinaryMemory(), Traffic())
     sets = [filled(staging, arrays_of(plan, 1))[1] for _ in range(SETS_KEPT_MAX + 2)]
     assert len({id(buffers[0]) for buffers in sets}) == SETS_KEPT_MAX + 2
     for buffers in sets:
@@ -67,7 +68,7 @@ def test_a_large_slice_of_one_array_is_lent_and_takes_no_buffer():
     plan = plan_of(2 * LARGE)
     arrays = arrays_of(plan, 1)
     lent = [lend(run, arrays, Lending.EVERYTHING, by_socket, OrdinaryMemory()) for run in plan.runs]
-    payloads, buffers = filled(Staging(plan, OrdinaryMemory()), arrays, lent)
+    payloads, buffers = filled(Staging(plan, OrdinaryMemory(), Traffic()), arrays, lent)
     assert buffers == [None]
     assert np.shares_memory(np.frombuffer(payloads[0], np.float32), arrays[0][0])
 

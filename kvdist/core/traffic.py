@@ -1,0 +1,21 @@
+"""Counters of the passes over values, for tests and for whoever looks for one that is not needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of values that a process has touched since it started. What its transport copies is counted there.
+
+    copied_in: a worker copied them to where they are sent from.
+    copied_out: a worker copied them from where they arrived to where the user wants them.
+    summed: a server read them as contributions.
+    joined: a server copied them together, because they are small.
+    """
+
+    copied_in: int = 0
+    copied_out: int = 0
+    summed: int = 0
+    joined: int = 0
