@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
@@ -40,6 +38,7 @@ from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.requests import Request
 from kvdist.core.worker import Worker
 from kvdist.errors import ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
+from kvdist.mailbox import Answer, Errand, Finish, Mailbox
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Packet
 from kvdist.protocol.wire import VersionMismatch, decode, encode
@@ -57,9 +56,6 @@ LINGER_S = 0.5
 """How long last words may take to leave."""
 GARBAGE_REPORTS_MAX = 5
 """Invalid messages that are reported one by one; the rest is only counted."""
-
-Finish = Callable[[], Any]
-"""Called on the node's thread when a request is fulfilled, before its future resolves; gives the future's result."""
 
 _living: weakref.WeakSet[Node] = weakref.WeakSet()
 
@@ -97,16 +93,14 @@ class Node:
         self._forked = False
         self._routes: dict[Member, Route] = {}
         self._members: dict[Route, Member] = {}
-        self._mailbox: deque[tuple[Request, Future[Any], Finish | None] | Event] = deque()
+        self._mailbox = Mailbox(transport.wake, clock)
         self._outgoing: dict[Route, list[list[Buffer]]] = {}
         """What one turn has to say, so that it leaves together."""
         self._closed = False
         self._refused_routes: set[Route] = set()
         """Peers of another version, told so once."""
-        self._answers: dict[int, tuple[Future[Any], Finish | None]] = {}
+        self._answers: dict[int, tuple[Answer, Finish | None]] = {}
         self._numbers = count(1)
-        # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
-        self._lock = threading.RLock()
         _living.add(self)
 
     # For other threads.
@@ -117,19 +111,31 @@ class Node:
         future: Future[Any] = Future()
         # It cannot be cancelled: what was asked has left, and the answer may be under way into the user's arrays.
         future.set_running_or_notify_cancel()
-        request = make(next(self._numbers))
-        with self._lock:
-            if not self.stopped:
-                self._mailbox.append((request, future, finish))
-                self.transport.wake()
-                return future
-        future.set_exception(self._reason())
+        self.submit_for(future, make, finish)
         return future
+
+    def submit_for(
+        self, answer: Answer, make: Callable[[int], Request], finish: Finish | None = None, *, urgent: bool = True
+    ) -> None:
+        """`submit` for whoever takes the outcome without a future.
+
+        Args:
+            answer: gets it, on the node's thread.
+            make: makes the request out of its number, on the node's thread.
+            finish: as in `submit`.
+            urgent: False lets it wait a little, so that `make` may take in what is submitted meanwhile; see `touch`.
+        """
+        self.check_fork()
+        if not self._mailbox.put(Errand(make, answer, finish), urgent):
+            answer.set_exception(self._reason())
+
+    def touch(self) -> None:
+        """What was submitted and is not urgent has taken in more, and may wait a little longer."""
+        self._mailbox.touch()
 
     def post(self, event: Event) -> None:
         """Hand the machine an event."""
-        self._mailbox.append(event)
-        self.transport.wake()
+        self._mailbox.put(event)
 
     def shares_memory_with(self, member: Member) -> bool:
         """Whether what lies in the transport's memory is not carried to this member."""
@@ -164,7 +170,7 @@ class Node:
             timeout_s: how long to wait for something to happen.
         """
         now = self._clock()
-        timeout_s = 0.0 if self._mailbox else max(0.0, min(timeout_s, self.reliable.deadline - now))
+        timeout_s = max(0.0, min(timeout_s, self.deadline - now))
         events = self.transport.recv(timeout_s)
         for event in events:
             if self.stopped:
@@ -185,6 +191,11 @@ class Node:
         self._send_outgoing()
         return bool(events) or asked or due
 
+    @property
+    def deadline(self) -> float:
+        """When `turn` has something to do, whatever arrives."""
+        return min(self.reliable.deadline, self._mailbox.due)
+
     def finish(self) -> None:
         """Say the last acknowledgements, free the transport, and fail what nobody will answer any more."""
         self._stop(None)
@@ -193,20 +204,17 @@ class Node:
             self._carry_out(self.reliable.tick(self._clock() + ACK_DELAY_S))
             self._send_outgoing()
             self.transport.close(LINGER_S)
-        with self._lock:
-            mail = [item for item in self._mailbox if isinstance(item, tuple)]
-            self._mailbox.clear()
-        for _, future, _ in mail:
-            future.set_exception(self._reason())
-        for future, _ in self._answers.values():
-            future.set_exception(self._reason())
+        for item in self._mailbox.close():
+            if isinstance(item, Errand):
+                item.answer.set_exception(self._reason())
+        for answer, _ in self._answers.values():
+            answer.set_exception(self._reason())
         self._answers.clear()
 
     def _stop(self, failure: Exception | None) -> None:
-        with self._lock:
-            if not self.stopped:
-                self.stopped = True
-                self.failure = failure
+        if not self.stopped:
+            self.failure = failure
+            self.stopped = True
 
     def _reason(self) -> Exception:
         return self.failure or StoreClosed("the store is closed: this process has left the cluster")
@@ -261,14 +269,17 @@ class Node:
     def _take_mail(self) -> bool:
         requests: list[Request] = []
         events: list[Event] = []
-        while self._mailbox:
-            item = self._mailbox.popleft()
-            if isinstance(item, tuple):
-                request, future, finish = item
-                self._answers[request.request] = (future, finish)
-                requests.append(request)
-            else:
+        for item in self._mailbox.take(self._clock()):
+            if not isinstance(item, Errand):
                 events.append(item)
+                continue
+            try:
+                request = item.make(next(self._numbers))
+            except Exception as error:  # noqa: BLE001  # whatever the making raised belongs to its caller
+                item.answer.set_exception(error)
+            else:
+                self._answers[request.request] = (item.answer, item.finish)
+                requests.append(request)
         now = self._clock()
         for event in events:
             self._carry_out(self.reliable.observe(event, now))
@@ -285,9 +296,9 @@ class Node:
                 case Complete(request, result):
                     self._complete(request, result)
                 case Fail(request, error):
-                    future, _ = self._answers.pop(request, (None, None))
-                    if future is not None:
-                        future.set_exception(error)
+                    answer, _ = self._answers.pop(request, (None, None))
+                    if answer is not None:
+                        answer.set_exception(error)
                 case Connect(to, endpoint):
                     route = self.transport.connect(endpoint)
                     self._routes[to] = route
@@ -328,13 +339,13 @@ class Node:
             self.transport.send_all(route, messages)
 
     def _complete(self, request: int, result: object) -> None:
-        future, finish = self._answers.pop(request, (None, None))
-        if future is None:
+        answer, finish = self._answers.pop(request, (None, None))
+        if answer is None:
             return
         try:
-            future.set_result(result if finish is None else finish())
+            answer.set_result(result if finish is None else finish())
         except Exception as error:  # noqa: BLE001  # whatever the finishing raised belongs to its caller
-            future.set_exception(error)
+            answer.set_exception(error)
 
     def _explain(self, now: float) -> None:
         since = self.machine.waiting_since
@@ -372,7 +383,7 @@ def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None
                 running.remove(node)
             if running and not busy:
                 now = time.monotonic()
-                wait(max(0.0, min(TURN_S, *(node.reliable.deadline - now for node in running))))
+                wait(max(0.0, min(TURN_S, *(node.deadline - now for node in running))))
     finally:
         for node in nodes:
             node.finish()

@@ -35,6 +35,7 @@ FLOORS = {
     "kvdist.optimizer": 3,
     "kvdist.core": 4,
     "kvdist.collective": 5,
+    "kvdist.mailbox": 5,
     "kvdist.node": 5,
     "kvdist.kvstore": 6,
     "kvdist.__main__": 7,
@@ -49,6 +50,7 @@ FLOORS = {
 
 SIDEWAYS = {
     ("kvdist.config", "kvdist.nodes"),
+    ("kvdist.node", "kvdist.mailbox"),
     ("kvdist.overlap", "kvdist.parameters"),
     ("kvdist.trainer", "kvdist.overlap"),
     ("kvdist.trainer", "kvdist.parameters"),

@@ -160,6 +160,24 @@ class KVStore(abc.ABC):
         """`pushpull` with a future; `out` (or `value`, in place) belongs to the store until it resolves."""
 
     @abc.abstractmethod
+    def pushpull_shared(
+        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+    ) -> list[Any]:
+        """`pushpull` of which large results stay where they are, in the memory of servers of this host.
+
+        A pull is then no pass over the bytes at all. Such a result shows another version some time after the next
+        `pushpull_shared` of its key has returned: use it until then. What is written to it is seen by nobody else, and
+        spoils it.
+
+        Args:
+            key, value, priority, average, samples: as in `pushpull`.
+            out: where the results go that cannot stay: of a server on another host, or of a small key.
+
+        Returns:
+            Per key an array of its kind, shape and dtype that shows the result, or None: it was written into `out`.
+        """
+
+    @abc.abstractmethod
     def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
         """Give every worker rank 0's present values, in the store and in `out`; returns when they are there.
 

@@ -29,7 +29,8 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker import Worker
 from kvdist.errors import ConfigError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
-from kvdist.node import Finish, Node, run_together
+from kvdist.mailbox import Finish
+from kvdist.node import Node, run_together
 from kvdist.nodes import Role
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.memory import Memory, OrdinaryMemory

@@ -10,9 +10,8 @@ import numpy as np
 from kvdist.core.requests import RunData, RunPlan
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore.handed import Given
-from kvdist.kvstore.settings import settings_of, used_settings
+from kvdist.kvstore.settings import Settings, used_settings
 from kvdist.kvstore.staging import Buffers, Shares, Staging
-from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.messages import U8, Flag
 
 SAMPLES_MAX = (1 << 32) - 1
@@ -48,7 +47,7 @@ class Terms:
 def contribute(
     staging: Staging,
     given: Given,
-    optimizer: Optimizer | None,
+    settings: Settings,
     terms: Terms,
     kernels: Kernels,
     lent: Sequence[memoryview | None],
@@ -59,14 +58,14 @@ def contribute(
     Args:
         staging: the buffers of this list of keys.
         given: what is pushed.
-        optimizer: what the servers update with; its present numbers travel along.
+        settings: the numbers of the optimizer that travel along.
         terms: how the push counts.
         kernels: what sums over devices.
         lent: per run the caller's own memory that is sent, or None.
         shares: whether the server of a rank shares memory with this process.
     """
     plan, bits = staging.plan, given.bits
-    settings, setting_of_key = settings_of(plan, optimizer)
+    distinct, setting_of_key = settings
     flag = int(Flag.AVERAGE) if terms.average else 0
     buffers: Buffers = []
     if all(bits):
@@ -79,7 +78,7 @@ def contribute(
         payloads = [_payload_of_some(run, given, kernels) for run in plan.runs]
     runs = []
     for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
-        own, index = used_settings(settings, None if setting_of_key is None else setting_of_key[run.key_of])
+        own, index = used_settings(distinct, None if setting_of_key is None else setting_of_key[run.key_of])
         runs.append(RunData(run, payload, (), run_flags, own, index, samples=terms.samples, stays=shares(run.server)))
     return Contribution(staging, runs, buffers)
 

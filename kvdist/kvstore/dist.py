@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,7 @@ from kvdist.core.requests import (
     KeyInfo,
     Kind,
     Plan,
+    Request,
     RunData,
     SetStoreOptimizer,
     Transfer,
@@ -40,11 +41,14 @@ from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.contribution import Contribution, Terms, contribute
-from kvdist.kvstore.handed import Given, cut, given, taken
+from kvdist.kvstore.gathering import SMALL_BYTES_MAX, Gatherings, is_small
+from kvdist.kvstore.handed import Given, cut, given, named, taken
 from kvdist.kvstore.key_table import KeyTable
+from kvdist.kvstore.settings import Setting, gathered, setting_of, settings_of
 from kvdist.kvstore.staging import Lending, Staging, Stagings, lend, reaches_another
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.views import Views
+from kvdist.mailbox import Finish
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
 
@@ -74,6 +78,14 @@ class DistStore(KVStore):
         self._closed = False
         self._errors: deque[BaseException] = deque()
         """Of pushes that nobody waited for."""
+        node = cluster.node
+        self._gatherings = Gatherings(
+            self._lay_out,
+            self._plan_pull,
+            lambda answer, make: node.submit_for(answer, make, urgent=False),
+            node.touch,
+            self._remember,
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {len(self._keys)} keys"
@@ -109,9 +121,7 @@ class DistStore(KVStore):
         names = tuple(one for one, _ in fresh)
         shapes = tuple(shape for shape, _ in shapes_dtypes)
         dtypes = tuple(dtype for _, dtype in shapes_dtypes)
-        infos = self._cluster.ask(
-            lambda number: DeclareKeys(number, self._number, self._policy.name, names, shapes, dtypes)
-        )
+        infos = self._ask(lambda number: DeclareKeys(number, self._number, self._policy.name, names, shapes, dtypes))
         for info, (_, array) in zip(infos, fresh, strict=True):
             self._keys.add(info, array)
         mine = [(one, array) for info, (one, array) in zip(infos, fresh, strict=True) if info.giver == self.rank]
@@ -120,12 +130,19 @@ class DistStore(KVStore):
 
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Contribute; returns as soon as the values are copied. See `KVStore.push`."""
-        future = self._push(key, value, priority, Terms(average, samples), Lending.NOTHING)
-        future.add_done_callback(self._remember_error)
+        self._require_usable()
+        handed, terms = given(self._keys, key, value), Terms(average, samples)
+        if is_small(handed):
+            info = handed.infos[0]
+            setting = setting_of(info, self._optimizer)
+            self._gatherings.push(info, handed.bits[0][0], setting, priority, terms)
+            return
+        self._push(handed, priority, terms, Lending.NOTHING).add_done_callback(self._remember_error)
 
     def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Read; waits for this worker's own pushes to be counted. See `KVStore.pull`."""
-        result = self._cluster.wait(self.pull_async(key, out, priority, ignore_sparse))
+        self._require_usable()
+        result = self._cluster.wait(self._pull(key, out, priority))
         self._raise_lost_error()  # of an own push that this pull was to see
         return result
 
@@ -156,13 +173,13 @@ class DistStore(KVStore):
         self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
     ) -> Future[None]:
         """`push`, with a future that resolves when the servers have counted it."""
-        return self._push(key, value, priority, Terms(average, samples), Lending.RESIDENT)
-
-    def _push(self, key: Keys, value: Value, priority: int, terms: Terms, lending: Lending) -> Future[None]:
         self._require_usable()
-        own = self._contribute(given(self._keys, key, value), terms, lending)
-        label = f"push of {_named(own.staging.plan)}"
-        return self._cluster.submit(lambda number: Transfer(number, Kind.PUSH, label, own.runs, priority), own.release)
+        return self._push(given(self._keys, key, value), priority, Terms(average, samples), Lending.RESIDENT)
+
+    def _push(self, handed: Given, priority: int, terms: Terms, lending: Lending) -> Future[None]:
+        own = self._contribute(handed, terms, lending)
+        label = f"push of {named(own.staging.plan.keys)}"
+        return self._submit(lambda number: Transfer(number, Kind.PUSH, label, own.runs, priority), own.release)
 
     def pull_async(
         self,
@@ -173,12 +190,18 @@ class DistStore(KVStore):
     ) -> Future[Any]:
         """`pull`, with a future of its result."""
         self._require_usable()
+        if out is not None:
+            places = taken(self._keys, key, out)
+            if len(places.infos) == 1 and places.results[0].nbytes <= SMALL_BYTES_MAX:
+                return self._gatherings.pull(places.infos[0], places.results[0], places.spread, priority)
+        return self._pull(key, out, priority)
+
+    def _pull(self, key: Keys, out: Value | None, priority: int) -> Future[Any]:
         if out is None:
             names = values.keys(key)
             order = {one: i for i, one in enumerate(dict.fromkeys(names))}
             infos = [self._keys[one] for one in order]
             results = [np.empty(info.size, info.dtype.storage) for info in infos]
-            staging = self._staging(infos)
 
             def copies(one: Key) -> Any:
                 info, bits = infos[order[one]], results[order[one]]
@@ -193,12 +216,11 @@ class DistStore(KVStore):
 
         else:
             places = taken(self._keys, key, out)
-            staging = self._staging(places.infos)
-            results, finish = places.results, places.spread
+            infos, results, finish = places.infos, places.results, places.spread
 
-        runs = [RunData(run, sinks=cut(run, results)) for run in staging.plan.runs]
-        label = f"pull of {_named(staging.plan)}"
-        return self._cluster.submit(lambda number: Transfer(number, Kind.PULL, label, runs, priority), finish)
+        runs = self._plan_pull(infos, results)
+        label = f"pull of {named(infos)}"
+        return self._submit(lambda number: Transfer(number, Kind.PULL, label, runs, priority), finish)
 
     def pushpull_async(
         self,
@@ -247,25 +269,13 @@ class DistStore(KVStore):
             own.release()
             return shown
 
-        label = f"pushpull of {_named(own.staging.plan)}"
-        return self._cluster.submit(lambda number: Transfer(number, Kind.PUSHPULL, label, runs, priority), finish)
+        label = f"pushpull of {named(own.staging.plan.keys)}"
+        return self._submit(lambda number: Transfer(number, Kind.PUSHPULL, label, runs, priority), finish)
 
     def pushpull_shared(
         self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
     ) -> list[Any]:
-        """`pushpull` of which large results stay where they are, in the memory of the servers of this host.
-
-        A pull is then no pass over the bytes at all. Such a result shows the next version as soon as this worker has
-        received it, so use it until the next `pushpull_shared` of its key and no longer. What is written to it is seen
-        by nobody else, and spoils it.
-
-        Args:
-            key, value, priority, average, samples: as in `pushpull`.
-            out: where the results go that cannot stay: of a server on another host, or of a small key.
-
-        Returns:
-            Per key an array of its kind, shape and dtype that shows the result, or None: it was written into `out`.
-        """
+        """`pushpull` without a copy of large results. See `KVStore.pushpull_shared`."""
         future = self._pushpull(key, value, out, priority, Terms(average, samples), Lending.EVERYTHING, hold=True)
         shown: list[Any] = self._cluster.wait(future)
         self._raise_lost_error()
@@ -297,13 +307,13 @@ class DistStore(KVStore):
             )
         # One at a time: a second thread's barrier is the next one, not the same.
         with self._barrier_lock:
-            self._cluster.ask(lambda number: EnterBarrier(number, self._number, timeout))
+            self._ask(lambda number: EnterBarrier(number, self._number, timeout))
 
     def agree(self, statement: str) -> None:
         """A barrier at which all must say the same. See `KVStore.agree`."""
         self._require_usable()
         with self._barrier_lock:
-            self._cluster.ask(lambda number: EnterBarrier(number, self._number, None, statement))
+            self._ask(lambda number: EnterBarrier(number, self._number, None, statement))
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
         """Let the servers update the values. See `KVStore.set_optimizer`."""
@@ -317,7 +327,7 @@ class DistStore(KVStore):
                 )
         else:
             description = chosen.describe()
-            self._cluster.ask(lambda number: SetStoreOptimizer(number, self._number, description))
+            self._ask(lambda number: SetStoreOptimizer(number, self._number, description))
         self._optimizer = chosen
 
     def set_updater(self, updater: UpdaterFunction) -> None:
@@ -362,9 +372,13 @@ class DistStore(KVStore):
 
     def _remember_error(self, future: Future[None]) -> None:
         error = future.exception()
+        if error is not None:
+            self._remember(error)
+
+    def _remember(self, error: BaseException) -> None:
         # Nobody leaves before the servers have what was pushed, so a push is not lost if leaving overtook its answer.
         left_first = self._closed and isinstance(error, StoreClosed)
-        if error is None or left_first:
+        if left_first:
             return
         if self._closed:
             # Other stores of the process are open, so the answer still came; nobody is going to call this one again.
@@ -376,12 +390,28 @@ class DistStore(KVStore):
     def _staging(self, infos: Sequence[KeyInfo]) -> Staging:
         return self._stagings.of(infos, self._keys.nbytes)
 
+    def _submit(self, make: Callable[[int], Request], finish: Finish) -> Future[Any]:
+        self._gatherings.close()
+        return self._cluster.submit(make, finish)
+
+    def _ask(self, make: Callable[[int], Request]) -> Any:
+        self._gatherings.close()
+        return self._cluster.ask(make)
+
+    def _lay_out(self, handed: Given, terms: Terms, settings: Sequence[Setting]) -> Contribution:
+        staging = self._staging(handed.infos)
+        lent: list[memoryview | None] = [None] * len(staging.plan.runs)
+        shares = self._cluster.shares_memory
+        return contribute(staging, handed, gathered(settings), terms, self._kernels, lent, shares)
+
+    def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
+        return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
+
     def _contribute(self, contribution: Given, terms: Terms, lending: Lending) -> Contribution:
         staging = self._staging(contribution.infos)
         lent = self._lent(staging.plan, contribution.bits, lending)
-        return contribute(
-            staging, contribution, self._optimizer, terms, self._kernels, lent, self._cluster.shares_memory
-        )
+        settings, shares = settings_of(staging.plan, self._optimizer), self._cluster.shares_memory
+        return contribute(staging, contribution, settings, terms, self._kernels, lent, shares)
 
     def _lent(self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending) -> list[memoryview | None]:
         cluster = self._cluster
@@ -394,12 +424,5 @@ class DistStore(KVStore):
         # The caller waits, so its own memory is sent where it can be.
         payloads, _ = staging.fill(arrays, self._kernels, self._lent(staging.plan, arrays, Lending.EVERYTHING))
         runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
-        label = f"init of {_named(staging.plan)}"
-        self._cluster.ask(lambda number: Transfer(number, kind, label, runs))
-
-
-def _named(plan: Plan) -> str:
-    keys = [repr(info.key) for info in plan.keys[:3]]
-    if len(plan.keys) == 1:
-        return f"key {keys[0]}"
-    return f"{len(plan.keys)} keys ({', '.join(keys)}{', …' if len(plan.keys) > 3 else ''})"
+        label = f"init of {named(staging.plan.keys)}"
+        self._ask(lambda number: Transfer(number, kind, label, runs))

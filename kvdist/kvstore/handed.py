@@ -88,6 +88,12 @@ def taken(keys: KeyTable, key: Keys, out: Value) -> Taken:
     return Taken([info for info, _ in matched], results, copies)
 
 
+def named(infos: Sequence[KeyInfo]) -> str:
+    """These keys for people, such as ``key 'fc1'`` or ``3 keys (0, 1, 2)``."""
+    keys = ", ".join([repr(info.key) for info in infos[:3]])
+    return f"key {keys}" if len(infos) == 1 else f"{len(infos)} keys ({keys}{', …' if len(infos) > 3 else ''})"
+
+
 def _plain(keys: KeyTable, key: Keys, value: Value, flags: int) -> tuple[list[KeyInfo], list[Bits]] | None:
     """The usual case in one short loop: a list of different keys, a NumPy array in order for each. Else None."""
     if not isinstance(key, list | tuple) or not isinstance(value, list | tuple) or len(key) != len(value) or not key:

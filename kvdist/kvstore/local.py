@@ -152,6 +152,13 @@ class LocalStore(KVStore):
         self.pushpull(key, value, out, priority, average=average, samples=samples)
         return _resolved(None)
 
+    def pushpull_shared(
+        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+    ) -> list[Any]:
+        """`pushpull`; there is no memory of others to show. See `KVStore.pushpull_shared`."""
+        self.pushpull(key, value, out, priority, average=average, samples=samples)
+        return [None] * len(values.pairs(key, out))
+
     def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
         """Store the values, in place of those that are there, and copy them out; see `KVStore.broadcast`."""
         self.init(key, value)

@@ -6,11 +6,12 @@ They are read from the optimizer at the push, so a change made here is seen by t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from kvdist.core.requests import Plan
+from kvdist.core.requests import KeyInfo, Plan
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.messages import U8
@@ -20,19 +21,33 @@ SERVER_DECIDES: Setting = (math.nan, math.nan, math.nan)
 """There is no optimizer here to ask."""
 
 
-def settings_of(plan: Plan, optimizer: Optimizer | None) -> tuple[list[Setting], np.ndarray[Any, Any] | None]:
+Settings = tuple[list[Setting], "np.ndarray[Any, Any] | None"]
+"""Distinct settings, and for each key of a plan the index of its own; None if all have the first."""
+
+
+def setting_of(info: KeyInfo, optimizer: Optimizer | None) -> Setting:
+    """The setting of one key."""
+    if optimizer is None:
+        return SERVER_DECIDES
+    numbers = (optimizer.lr_for(info.key), optimizer.wd_for(info.key), optimizer.rescale_grad)
+    return _finite(info.key, numbers)
+
+
+def gathered(settings: Sequence[Setting]) -> Settings:
+    """Settings that were taken key by key."""
+    distinct: dict[Setting, int] = {}
+    index = [distinct.setdefault(setting, len(distinct)) for setting in settings]
+    return list(distinct), np.array(index) if len(distinct) > 1 else None
+
+
+def settings_of(plan: Plan, optimizer: Optimizer | None) -> Settings:
     """The distinct (learning rate, weight decay, rescale) of a plan's keys; per key an index, None if all alike."""
     if optimizer is None:
         return [SERVER_DECIDES], None
     rescale = optimizer.rescale_grad
     if not optimizer.lr_mult and not optimizer.wd_mult:
         return [_finite(None, (optimizer.learning_rate, optimizer.wd, rescale))], None
-    distinct: dict[Setting, int] = {}
-    index = []
-    for info in plan.keys:
-        setting = _finite(info.key, (optimizer.lr_for(info.key), optimizer.wd_for(info.key), rescale))
-        index.append(distinct.setdefault(setting, len(distinct)))
-    return list(distinct), np.array(index)
+    return gathered([setting_of(info, optimizer) for info in plan.keys])
 
 
 def used_settings(settings: list[Setting], index: np.ndarray[Any, Any] | None) -> tuple[tuple[Setting, ...], U8 | None]:

@@ -6,6 +6,7 @@ A plan's buffers are used again and again, because the first touch of fresh memo
 from __future__ import annotations
 
 import enum
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
@@ -121,17 +122,22 @@ class Stagings:
         self._by_keys: OrderedDict[tuple[Key, ...], Staging] = OrderedDict()
         """The latest last."""
         self._nbytes = 0
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._by_keys)
 
     def of(self, infos: Sequence[KeyInfo], all_bytes: int) -> Staging:
         """The plan and buffers for these keys in this order; `all_bytes` is the size of all keys of the store."""
-        names = tuple(info.key for info in infos)
-        staging = self._by_keys.get(names)
-        if staging is not None:
+        names = tuple([info.key for info in infos])
+        with self._lock:  # the node's thread lays out what was gathered
+            staging = self._by_keys.get(names)
+            if staging is None:
+                return self._made(names, infos, all_bytes)
             self._by_keys.move_to_end(names)
             return staging
+
+    def _made(self, names: tuple[Key, ...], infos: Sequence[KeyInfo], all_bytes: int) -> Staging:
         staging = self._by_keys[names] = Staging(make_plan(infos, self._slice_bytes), self._memory, self._traffic)
         self._nbytes += staging.nbytes
         allowed = max(STAGED_BYTES_MIN, STAGED_MODELS_MAX * all_bytes)

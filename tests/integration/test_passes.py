@@ -1,4 +1,4 @@
-"""How often a byte of a gradient is touched on its way, counted: scheduler, servers and workers in threads of one process.
+"""How often a byte of a gradient is touched, counted: scheduler, servers and workers in threads of one process.
 
 Their sockets and their shared memory are real; a process may map its own memory like that of another.
 """
