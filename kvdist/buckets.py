@@ -157,8 +157,8 @@ class GradientBuckets(abc.ABC):
                     f"a backward pass adds to the gradient of {self._names[member]}, which an earlier one has sent"
                     " already and no step() has taken since. With overlap=True each step sends the gradients of one"
                     " backward pass: put all passes but the last before a step, and those whose gradients are not to be"
-                    " used, into `with trainer.no_sync():`. If a pass was abandoned, call step() before the next one, as"
-                    " the other workers do, or they wait for this one's part"
+                    " used, into `with trainer.no_sync():`. If a pass was abandoned, call step() before the next one,"
+                    " as the other workers do, or they wait for this one's part"
                 )
             if self._paused:
                 return
