@@ -69,11 +69,15 @@ class GradientBuckets(abc.ABC):
     """Watches the gradients of parameters and starts each bucket when it is full.
 
     Args:
+        names: what the user calls the parameters.
         parameters: each one's replicas, one per device. Those without ``requires_grad`` are not watched.
         bucket_bytes: the size of a bucket, counted on one device.
     """
 
-    def __init__(self, parameters: Sequence[Sequence[torch.Tensor]], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Sequence[torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._names = names
         sizes = [replicas[0].numel() * replicas[0].element_size() for replicas in parameters]
         self.buckets = arrange(sizes, bucket_bytes)
         self._bucket_of = {member: bucket for bucket in self.buckets for member in bucket.members}
@@ -150,11 +154,11 @@ class GradientBuckets(abc.ABC):
             bucket = self._bucket_of[member]
             if bucket in self._started:
                 raise RuntimeError(
-                    f"a backward pass adds to the gradient of parameter {member}, which an earlier one has sent already"
-                    " and no step() has taken since. With overlap=True each step sends the gradients of one backward"
-                    " pass: put all passes but the last before a step, and those whose gradients are not to be used,"
-                    " into `with trainer.no_sync():`. If a pass was abandoned, call step() before the next one, as the"
-                    " other workers do, or they wait for this one's part"
+                    f"a backward pass adds to the gradient of {self._names[member]}, which an earlier one has sent"
+                    " already and no step() has taken since. With overlap=True each step sends the gradients of one"
+                    " backward pass: put all passes but the last before a step, and those whose gradients are not to be"
+                    " used, into `with trainer.no_sync():`. If a pass was abandoned, call step() before the next one,"
+                    " as the other workers do, or they wait for this one's part"
                 )
             if self._paused:
                 return

@@ -63,7 +63,8 @@ class Overlap(GradientBuckets):
         self._under_way: list[Future[Any]] = []
         self._watched: list[tuple[Parameter, int, torch.Tensor, int]] = []
         """Sent gradients: parameter, device, the gradient, and its version."""
-        super().__init__([parameter.replicas for _, parameter in trained], bucket_bytes)
+        names = [parameter.name for _, parameter in trained]
+        super().__init__(names, [parameter.replicas for _, parameter in trained], bucket_bytes)
 
     def begin(self) -> None:
         """A step begins: its numbers are those of now."""

@@ -20,7 +20,7 @@ class Recorder(GradientBuckets):
 
     def __init__(self, parameters, bucket_bytes=BUCKET_BYTES):
         self.parameters, self.begun, self.started, self.fails = parameters, 0, [], None
-        super().__init__(parameters, bucket_bytes)
+        super().__init__([f"layer {i}" for i in range(len(parameters))], parameters, bucket_bytes)
 
     def begin(self):
         self.begun += 1
@@ -166,7 +166,8 @@ def test_a_second_pass_over_a_started_bucket_raises_in_that_pass(paused):
     buckets = Recorder([[one], [other]], bucket_bytes=4)
     backward((other, 1.0))
     backward((one, 1.0))  # the passes of two losses that share nothing are one step
-    with pytest.raises(RuntimeError, match=r"parameter 1, which an earlier one has sent.*no_sync\(\).*call step\(\)"):
+    message = r"gradient of layer 1, which an earlier one has sent.*no_sync\(\).*call step\(\)"
+    with pytest.raises(RuntimeError, match=message):
         if paused:
             with buckets.paused():
                 backward((other, 1.0))

@@ -1,5 +1,6 @@
 """The trainer with ``overlap=True``: what is sent when, that the weights are those without, and what is refused."""
 
+import functools
 from concurrent.futures import Future
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from kvdist import trainer as trainer_module
 from kvdist.errors import ForkError, PeerLostError
 from kvdist.kvstore.local import LocalStore
 from kvdist.overlap import Overlap
@@ -64,7 +66,7 @@ class Cluster(LocalStore):
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Buckets of 40 bytes: in `network` the last layer is one, and so on."""
-    monkeypatch.setattr(Overlap.__init__, "__defaults__", (40,))
+    monkeypatch.setattr(trainer_module, "Overlap", functools.partial(Overlap, bucket_bytes=40))
 
 
 def parameter(number=0.0, shape=(10,)):
