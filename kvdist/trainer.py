@@ -8,7 +8,8 @@ Rules that hold here:
   weights become everybody's.
 * With ``overlap=True`` gradients travel in buckets during the backward pass instead, from the second step on. Which and
   when is for `kvdist.buckets` to say, what happens to them for `kvdist.overlap`.
-* Weights are written in place and autograd is told: a backward pass through the old weights raises.
+* Weights are written in place, or shown where they lie with ``share_weights=True``; autograd is told either way, so a
+  backward pass through the old ones raises.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvdist.optimizer.registry import create as create_optimizer
 from kvdist.optimizer.updater import Updater
 from kvdist.overlap import Overlap
 from kvdist.parameters import Parameter, collect
+from kvdist.shared_weights import SharedWeights
 
 try:
     import torch
@@ -67,6 +69,9 @@ class Trainer:
             `step` takes no size, because that would be known too late. Each step takes the gradients of one backward
             pass; others go into `no_sync`. Gradients must stay as they are between ``backward()`` and ``step()``, and a
             learning rate set between the two is that of the next step where the store updates.
+        share_weights: after a step, large parameters show the memory of the servers of this host instead of having a
+            copy of it; see `kvdist.shared_weights`. Where the store cannot do that, they are copied as ever. Needs a
+            store that updates, one device, and no ``overlap``.
 
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
@@ -82,6 +87,7 @@ class Trainer:
         compression_params: Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
         overlap: bool = False,
+        share_weights: bool = False,
     ) -> None:
         self._parameters = collect(params)
         self._num_devices = len(self._parameters[0].replicas)
@@ -102,7 +108,14 @@ class Trainer:
         self._update_on_kvstore = False
         self._started = False
         self._closed = False
+        if share_weights and (overlap or self._num_devices > 1 or update_on_kvstore is False):
+            raise ValueError(
+                "share_weights=True needs one device, a store that updates the weights, and overlap=False: parameters"
+                " are to show what the servers have made"
+            )
         self._overlaps = overlap
+        self._shares = share_weights
+        self._shared: SharedWeights | None = None
         self._overlap: Overlap | None = None
         """There is one once the first step has found a store to send to."""
         self._updaters = [Updater(self._optimizer) for _ in range(self._num_devices)]
@@ -144,6 +157,8 @@ class Trainer:
                 self._update_here(divisor)
             return
         if self._update_on_kvstore:
+            if self._shared is not None:
+                self._shared.require_unchanged()
             self._optimizer.rescale_grad = self._scale / divisor
             self._push_grads_pull_weights(average, samples=0 if average else max(1, round(divisor)))
             return
@@ -266,6 +281,8 @@ class Trainer:
             sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
             if self._update_on_kvstore:
                 store.set_optimizer(sent)
+            if self._shares and self._update_on_kvstore:
+                self._shared = SharedWeights([parameter for _, parameter in self._trained])
             self._broadcast(store)
             if self._overlaps:
                 self._optimizer.rescale_grad = self._scale / self._num_devices
@@ -300,6 +317,8 @@ class Trainer:
         return capable
 
     def _broadcast(self, store: KVStore) -> None:
+        if self._shared is not None:
+            self._shared.own()
         replicas = [parameter.replicas for parameter in self._parameters]
         store.broadcast(list(range(len(replicas))), [one[0] for one in replicas], out=replicas)
 
@@ -329,7 +348,11 @@ class Trainer:
         keys = [key for key, _ in self._trained]
         grads = [parameter.grads() for _, parameter in self._trained]
         weights = [parameter.replicas for _, parameter in self._trained]
-        self._kvstore.pushpull(keys, grads, out=weights, average=average, samples=samples)
+        if self._shared is None:
+            self._kvstore.pushpull(keys, grads, out=weights, average=average, samples=samples)
+            return
+        shown = self._kvstore.pushpull_shared(keys, grads, weights, average=average, samples=samples)
+        self._shared.take(shown)
 
     def _sum_grads(self, average: bool) -> None:
         if self._kvstore is None:

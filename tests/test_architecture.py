@@ -42,6 +42,7 @@ FLOORS = {
     "kvdist.data": 7,
     "kvdist.overlap": 7,
     "kvdist.parameters": 7,
+    "kvdist.shared_weights": 7,
     "kvdist.trainer": 7,
     "kvdist.horovod": 8,
     "kvdist": 9,
@@ -52,6 +53,8 @@ SIDEWAYS = {
     ("kvdist.config", "kvdist.nodes"),
     ("kvdist.node", "kvdist.mailbox"),
     ("kvdist.overlap", "kvdist.parameters"),
+    ("kvdist.shared_weights", "kvdist.parameters"),
+    ("kvdist.trainer", "kvdist.shared_weights"),
     ("kvdist.trainer", "kvdist.overlap"),
     ("kvdist.trainer", "kvdist.parameters"),
 }

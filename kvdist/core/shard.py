@@ -131,7 +131,8 @@ class Shard:
     """Worker rank → how many of its pushes are in the value, or were refused for good."""
     pulls: list[PullRequest] = field(default_factory=list)
     held: dict[Member, Buffer] = field(default_factory=dict)
-    """Worker → the version that it reads where it lies. Each is leased once for that."""
+    """Worker → the version that it reads where it lies. Each is leased once for that; for good, when the worker leaves,
+    because its process may go on reading."""
     open_since: float = 0.0
 
     def initialise(self, values: Bits) -> None:
@@ -201,12 +202,6 @@ class Shard:
         self.held[member] = self.published
         self.published.leases += 1
         return before
-
-    def forget(self, member: Member) -> None:
-        """A worker has left, and reads nothing any more."""
-        buffer = self.held.pop(member, None)
-        if buffer is not None:
-            buffer.leases -= 1
 
     def take_satisfied_pulls(self) -> list[PullRequest]:
         """The pulls that the present state answers; they are removed."""

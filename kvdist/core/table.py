@@ -111,19 +111,11 @@ class Table:
         """These are the live workers. Who left cannot be waited for any more, and waits for nothing itself."""
         self._take_all_apart(now)
         gone = self.workers.keys() - workers.keys()
-        for member in self.workers.values():
-            if workers.get(member.node.rank) != member:
-                self._forget(member)
         self.workers = workers
         for number in sorted(self._open):
             shard = self.shards[number]
             shard.pulls = [pull for pull in shard.pulls if pull.member.node.rank not in gone]
             self._close_if_ready(shard, now)
-
-    def _forget(self, member: Member) -> None:
-        for shard in self.shards.values():
-            if shard.held:
-                shard.forget(member)
 
     def explain(self, now: float) -> str | None:
         """The oldest open round, and who is missing in it."""

@@ -295,7 +295,10 @@ class DistStore(KVStore):
             mine = [(one, array) for one, array in replaced if self._keys[one].giver == self.rank]
             if mine:
                 self._give(Kind.REPLACE, mine)
-            self.barrier()
+            # Values that were shown may have been written to: this call is how such a change becomes everybody's.
+            with self._barrier_lock:
+                forget = self._cluster.memory.forget_shown
+                self._cluster.wait(self._submit(lambda number: EnterBarrier(number, self._number), forget))
         self.pull(key, out, priority)
 
     def barrier(self, timeout: float | None = None) -> None:

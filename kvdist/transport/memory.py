@@ -27,6 +27,9 @@ class Memory(Protocol):
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         """Arrays that peers sent, side by side as one without a copy; None where that cannot be. For one thread."""
 
+    def forget_shown(self) -> None:
+        """What was shown may have been written to: do not show it again. For the same thread."""
+
 
 class OrdinaryMemory:
     """Bytes of this process, which nobody else can be shown."""
@@ -39,6 +42,9 @@ class OrdinaryMemory:
 
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         return None
+
+    def forget_shown(self) -> None:
+        pass
 
 
 class SharedMemory:
@@ -67,3 +73,6 @@ class SharedMemory:
 
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         return self._windows.view([array.data for array in arrays])
+
+    def forget_shown(self) -> None:
+        self._windows.clear()

@@ -34,6 +34,10 @@ class WindowCache:
     def __len__(self) -> int:
         return len(self._windows)
 
+    def clear(self) -> None:
+        """Forget them all, because somebody may have written to one. Each is unmapped when nobody shows it."""
+        self._windows.clear()
+
     def view(self, frames: Sequence[memoryview]) -> Bytes | None:
         """The bytes of the frames in a row, without a copy, valid as long as somebody shows the array.
 
