@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvdist.core.effects import NEVER, Adopt, Connected, Disconnected, Effect, Event, Forget, Machine, Send, Transmit
-from kvdist.core.reliable import ACK_BYTES_MAX, ACK_DELAY_S, RETRY_MAX_S, RETRY_S, Reliable
+from kvdist.core.reliable import ACK_BYTES_MAX, ACK_DELAY_S, RETRY_MAX_S, RETRY_S, SLOWEST_BYTES_PER_S, Reliable
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import Ack, Alive, Arrays, Done, InitValues, Message, Packet, Rejected, Stamp
 
@@ -154,6 +154,17 @@ def test_silence_repeats_the_oldest_message_with_growing_patience(pair: Pair) ->
         assert [packet.stamp.seq for packet in packets(pair.from_ann.tick(now))] == [1]
     gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     assert gaps == [RETRY_S, 4, 8, 16, RETRY_MAX_S, RETRY_MAX_S]
+
+
+def test_what_is_large_has_longer_to_arrive_so_that_a_slow_line_does_not_carry_it_twice(pair: Pair) -> None:
+    column = np.zeros(1, np.uint32)
+    large = InitValues(column, column, Arrays(np.array([1], np.uint8), column, bytes(4 << 20)))
+    said = packets(pair.from_ann.perform(lambda: [Send(BOB, large), Send(BOB, large)], 0.0))
+    assert pair.from_ann.deadline == RETRY_S + (8 << 20) / SLOWEST_BYTES_PER_S
+    pair.bob_hears(said[0])
+    pair.ann_hears(*pair.bob_hears(), *packets(pair.from_bob.tick(ACK_DELAY_S)), now=10.0)
+    assert pair.from_ann.deadline == 10.0 + RETRY_S + (4 << 20) / SLOWEST_BYTES_PER_S
+    pair.from_ann.validate()
 
 
 def test_a_mended_connection_repeats_everything_and_asks_for_the_same(pair: Pair) -> None:
