@@ -39,8 +39,8 @@ RETRY_S = 2.0
 """Silence after which the oldest unacknowledged message is repeated; doubles up to `RETRY_MAX_S`."""
 RETRY_MAX_S = 16.0
 SLOWEST_BYTES_PER_S = 1 << 18
-"""What is under way on a slow line is not lost: each payload byte of it gives the peer that much longer to answer. Between
-hosts of 1 Gbit/s it is nothing; on a line of 20 Mbit/s every second message went twice without it."""
+"""What is under way on a slow line is not lost: each payload byte of it gives the peer that much longer to answer. On a
+line of 1 Gbit/s that changes nothing; on one of 20 Mbit/s every second message went twice without it."""
 TERM = 1
 """The generation of schedulers; a restarted scheduler will have the next one."""
 
