@@ -38,7 +38,8 @@ def run(
     payload = None if kind is Kind.PULL else memoryview(np.full(plan.nbytes // 4, number, np.float32).tobytes())
     if flags is not None and flags & Flag.EMPTY:
         payload = memoryview(b"")
-    data = RunData(plan, payload, (), None if flags is None else np.array([flags], np.uint8), settings, samples=samples, stays=stays)
+    column = None if flags is None else np.array([flags], np.uint8)
+    data = RunData(plan, payload, (), column, settings, samples=samples, stays=stays)
     steps = np.array([number + 1], np.uint32)
     return Run(number, 1, kind, data, steps, steps + 1, 1, priority=priority)
 
