@@ -27,14 +27,17 @@ if __name__ == "__main__":
 
 from kvdist.config import ClusterConfig, Limits
 from kvdist.core import answers, outbox, requests
+from kvdist.core.group import Group, GroupPush
 from kvdist.core.joining import Introduction
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
+from kvdist.core.shard import Buffer, Shard
 from kvdist.core.worker import Worker
 from kvdist.errors import PeerLostError
+from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.node import Node
-from kvdist.nodes import Role
+from kvdist.nodes import Member, Role
 from kvdist.version import __version__
 from tests.core.network import Network, Process, SimulatedTransport, Weather
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
@@ -84,6 +87,8 @@ class Result:
     detected_s: float = 0.0
     """From the fault to the end of the last process that it ended."""
     reads: int = 0
+    used: Counter[str] = field(default_factory=Counter)
+    """How often what is rare was exercised: rounds of groups, values held, messages of several payload frames."""
 
 
 @dataclass
@@ -113,6 +118,24 @@ def small_messages() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def counting(used: Counter[str]) -> Iterator[None]:
+    """Count what a run exercises."""
+    close, hold = Group.close, Shard.hold
+
+    def counted_close(self: Group, kernels: Kernels) -> list[GroupPush] | None:
+        pushes = close(self, kernels)
+        used["round of a group"] += pushes is not None
+        return pushes
+
+    def counted_hold(self: Shard, member: Member) -> Buffer | None:
+        used["held"] += 1
+        return hold(self, member)
+
+    with mock.patch.object(Group, "close", counted_close), mock.patch.object(Shard, "hold", counted_hold):
+        yield
+
+
 def run(seed: int, scenario: Scenario) -> Result:
     """Simulate one cluster to its end.
 
@@ -122,7 +145,7 @@ def run(seed: int, scenario: Scenario) -> Result:
     network = Network(seed, scenario.weather)
     cluster = Cluster(scenario, seed, network)
     try:
-        with small_messages():
+        with small_messages(), counting(network.used):
             _build(cluster)
             events = _play(cluster)
             _judge(cluster)
@@ -137,6 +160,7 @@ def run(seed: int, scenario: Scenario) -> Result:
         {name: process.node.failure for name, process in cluster.processes.items()},
         0.0 if cluster.struck_at is None else max(ends) - cluster.struck_at,
         sum(user.reads for user in cluster.users.values()),
+        network.used,
     )
 
 
@@ -287,9 +311,10 @@ STORM_LIMITS = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, farewell_s=60.0
 """What single losses have kept back is repeated message by message, two seconds each: last words need longer."""
 
 SCENARIOS: dict[str, Scenario] = {
-    "calm": Scenario(),
-    "updated": Scenario(num_workers=3, optimizer="test"),
-    "async": Scenario(mode="async", optimizer="sgd"),
+    "calm": Scenario(rounds=6),
+    "updated": Scenario(num_workers=3, rounds=5, optimizer="test"),
+    "async": Scenario(rounds=5, mode="async", optimizer="sgd"),
+    "long async": Scenario(num_workers=3, rounds=10, mode="async", optimizer="sgd"),
     "cuts": Scenario(optimizer="sgd", forced_cuts=4),
     "storm": Scenario(weather=STORM, limits=STORM_LIMITS),
     "async storm": Scenario(mode="async", optimizer="test", weather=STORM, limits=STORM_LIMITS),
@@ -320,6 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         started = time.monotonic()
         happened: Counter[str] = Counter()
+        used: Counter[str] = Counter()
         for seed in seeds:
             try:
                 result = run(seed, SCENARIOS[name])
@@ -328,9 +354,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name}: {error}")
                 break
             happened += result.happened
+            used += result.used
             if options.trace:
                 print("\n".join(result.trace))
-        print(f"{name}: {len(seeds)} seeds in {time.monotonic() - started:.1f} s; {dict(happened)}")
+        print(f"{name}: {len(seeds)} seeds in {time.monotonic() - started:.1f} s; {dict(happened)}; {dict(used)}")
     return 1 if failed else 0
 
 

@@ -134,7 +134,8 @@ class _Batch:
             self.leased.append(leased)
 
     def message(self, member: Member) -> Send:
-        payload = tuple(self.frames) if len(self.frames) > 1 else self.frames[0]
+        frames = [frame for frame in self.frames if len(frame)]  # a value without elements has none
+        payload = tuple(frames) if len(frames) > 1 else frames[0] if frames else b""
         return Send(member, _message(self.slices, payload), tuple(self.leased))
 
 

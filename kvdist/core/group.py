@@ -27,7 +27,7 @@ from kvdist.protocol.layout import offsets
 from kvdist.protocol.messages import U8, U32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupPush:
     """What one worker adds to the next version of all slices of a group."""
 
@@ -43,7 +43,7 @@ class GroupPush:
     pull: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupPull:
     """A worker that waits for all slices of a group to reach a state."""
 

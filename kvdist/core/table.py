@@ -183,8 +183,8 @@ class Table:
         """These slices of a message as one contribution; None where they count or look differently."""
         flags, setting_of = message.flags[stretch], message.setting_of[stretch]
         codes = message.arrays.dtypes[stretch]
-        if len(codes) < SLICES_MIN or flags[0] & Flag.EMPTY:
-            return None
+        if len(codes) < SLICES_MIN or flags[0] & (Flag.EMPTY | Flag.HOLD):
+            return None  # what is held is kept back slice by slice
         if (flags != flags[0]).any() or (setting_of != setting_of[0]).any() or (codes != codes[0]).any():
             return None
         return GroupPush(
@@ -266,8 +266,8 @@ class Table:
             group = self._groups.find(message.ids[stretch])
             if group is not None:
                 run = int(message.runs[begin])
+                group.open_since = group.open_since if group.slots or group.pulls else now
                 group.pulls.append(GroupPull(sender, run, message.steps[stretch], message.versions[stretch]))
-                group.open_since = group.open_since if group.slots else now
                 self._answer_group_pulls(group)
             else:
                 self._take_apart(message.ids[stretch], now)
@@ -387,7 +387,10 @@ class Table:
         return effects
 
     def hints(self, now: float) -> list[Effect]:
-        """Tell those who have waited long in which round, and for whom."""
+        """Tell those who have waited long in which round, and for whom.
+
+        Groups among them are taken apart, and some of their slices may then be answered.
+        """
         hints: dict[Member, Waiting] = {}
         for group in self._groups:
             if (group.slots or group.pulls) and now - group.open_since >= self.limits.explain_after_s:
@@ -403,7 +406,7 @@ class Table:
             waiters = [c.member for c in shard.slots.values()] + [pull.member for pull in shard.pulls]
             for member in waiters:
                 hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
-        return [Send(member, hint) for member, hint in hints.items()]
+        return [*self.take_answers(), *(Send(member, hint) for member, hint in hints.items())]
 
 
 def _setting(numbers: tuple[float, float, float]) -> Setting:

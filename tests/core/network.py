@@ -51,6 +51,8 @@ class Network:
         self.listening: dict[str, SimulatedTransport] = {}
         self.happened: Counter[str] = Counter()
         """Faults by kind: a test of a fault asserts that there was one."""
+        self.used: Counter[str] = Counter()
+        """What was exercised, likewise."""
         self.trace: list[str] = []
         self.calm = False
         """No more faults from now on."""
@@ -361,6 +363,8 @@ class Process:
     def _watched(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """What a machine is told must be what was sent, though bytes are not copied on the way."""
         freight = self.transport.received
+        if freight is not None and len(freight.frames) > 3:
+            self.network.used[f"{type(message).__name__} in several frames"] += 1
         assert freight is None or freight.is_intact, f"a {type(message).__name__} from {sender} changed under way"
         return self._handle(sender, message, now)
 

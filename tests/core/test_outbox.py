@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvdist.core import outbox as module
 from kvdist.core.outbox import Credit, Outbox, Part, Run
@@ -12,6 +15,7 @@ from kvdist.core.requests import ALONE_BYTES_MIN, KeyInfo, Kind, RunData, make_p
 from kvdist.core.sharding import cut
 from kvdist.dtypes import DType
 from kvdist.protocol.layout import views
+from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import Flag, InitValues, Pull, Push, ReplaceValues
 
 NAN = math.nan
@@ -26,6 +30,7 @@ def run(
     settings: tuple[tuple[float, float, float], ...] = OWN,
     flags: int | None = None,
     samples: int = 0,
+    stays: bool = False,
 ) -> Run:
     """A run of one slice; slice and run have the same number."""
     info = KeyInfo(f"k{number}", (size,), DType.FLOAT32, tuple(cut(size, 4, 0, 1, number, 1 << 30)))
@@ -33,7 +38,8 @@ def run(
     payload = None if kind is Kind.PULL else memoryview(np.full(plan.nbytes // 4, number, np.float32).tobytes())
     if flags is not None and flags & Flag.EMPTY:
         payload = memoryview(b"")
-    data = RunData(plan, payload, (), None if flags is None else np.array([flags], np.uint8), settings, samples=samples)
+    column = None if flags is None else np.array([flags], np.uint8)
+    data = RunData(plan, payload, (), column, settings, samples=samples, stays=stays)
     steps = np.array([number + 1], np.uint32)
     return Run(number, 1, kind, data, steps, steps + 1, 1, priority=priority)
 
@@ -173,3 +179,146 @@ def test_a_part_of_a_run_takes_only_its_slices_and_their_bytes() -> None:
     assert [array.tolist() for array in views(message.arrays)] == [[1, 1, 1], [], [3, 3, 3]]
     assert [message.settings[i][0] for i in message.setting_of.tolist()] == [0.5, 0.1, 0.5]
     assert credit.nbytes == 32
+
+
+# Several payload frames.
+
+LARGE = ALONE_BYTES_MIN // 4
+"""Elements of a slice that travels without being copied together with others."""
+
+
+def one_message(outbox: Outbox) -> Push:
+    pair = outbox.take()
+    assert pair is not None and isinstance(pair[0], Push)
+    return pair[0]
+
+
+def lengths(message: Push) -> list[int]:
+    return [memoryview(frame).nbytes for frame in message.arrays.frames]
+
+
+def test_large_runs_that_stay_where_they_are_leave_together_each_as_its_own_frame() -> None:
+    runs = [run(i, size=LARGE, stays=True) for i in range(3)]
+    message = one_message(filled(*runs))
+    assert message.ids.tolist() == [0, 1, 2]
+    assert isinstance(message.arrays.payload, tuple)
+    assert all(frame is one.data.payload for frame, one in zip(message.arrays.frames, runs, strict=True))
+    assert [array[0] for array in views(message.arrays)] == [0, 1, 2]
+
+
+def test_small_neighbours_share_a_frame_between_large_ones() -> None:
+    sizes = [3, 5, LARGE, 1, LARGE + 1, LARGE, 7, 2]
+    message = one_message(filled(*(run(i, size=size, stays=True) for i, size in enumerate(sizes))))
+    nbytes = [-(-4 * size // 8) * 8 for size in sizes]
+    assert lengths(message) == [sum(nbytes[:2]), nbytes[2], nbytes[3], nbytes[4], nbytes[5], sum(nbytes[6:])]
+    shown = views(message.arrays)
+    assert [len(array) for array in shown] == sizes
+    assert all((array == i).all() for i, array in enumerate(shown))
+
+
+def test_what_has_no_bytes_makes_no_frame() -> None:
+    empty = int(Flag.EMPTY)
+    runs = [run(0, flags=empty, stays=True), run(1, size=LARGE, stays=True), run(2, flags=empty, stays=True)]
+    message = one_message(filled(*runs))
+    assert lengths(message) == [ALONE_BYTES_MIN]
+    assert message.arrays.counts.tolist() == [0, LARGE, 0]
+    nothing = one_message(filled(run(0, flags=empty, stays=True), run(1, flags=empty, stays=True)))
+    assert nothing.arrays.nbytes == 0 and len(nothing.arrays.frames) == 1
+
+
+def test_what_stays_and_what_does_not_are_not_mixed() -> None:
+    runs = [run(1, stays=True), run(2), run(3), run(4, size=LARGE, stays=True), run(5, stays=True), run(6, size=LARGE)]
+    assert taken(filled(*runs)) == [[1], [2, 3], [4, 5], [6]]
+
+
+def test_priority_is_kept_when_large_runs_leave_together() -> None:
+    runs = [run(i, size=LARGE, priority=i % 3, stays=True) for i in range(7)]
+    assert taken(filled(*runs)) == [[2, 5, 1, 4, 0, 3, 6]]
+
+
+@pytest.mark.parametrize("first_is_small", [False, True])
+def test_a_message_has_no_more_frames_than_a_receiver_takes(first_is_small: bool) -> None:
+    runs = [
+        run(i, size=1 if (i % 2 == 0) is first_is_small else ALONE_BYTES_MIN // 4, stays=True) for i in range(150)
+    ]
+    outbox = filled(*runs, window=1 << 30)
+    seen: list[int] = []
+    while (pair := outbox.take()) is not None:
+        assert isinstance(pair[0], Push)
+        assert len(pair[0].arrays.frames) <= min(module.FRAMES_MAX, DEFAULT.payload_frames_max)
+        assert pair[1].nbytes == pair[0].arrays.nbytes
+        seen += pair[0].runs.tolist()
+    assert seen == list(range(150))
+
+
+def test_runs_that_stay_leave_together_up_to_a_size() -> None:
+    each = module.STAYING_BYTES_MAX // 4
+    runs = [run(i, size=each // 4, stays=True) for i in range(6)]
+    assert taken(filled(*runs, window=1 << 30)) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_several_frames_never_exceed_what_is_left_of_the_window() -> None:
+    runs = [run(i, size=LARGE, stays=True) for i in range(5)]
+    outbox = filled(*runs, window=2 * ALONE_BYTES_MIN + 8)
+    assert taken(outbox) == [[0, 1]]
+    outbox.release(Credit(3, ALONE_BYTES_MIN))
+    assert taken(outbox) == [[2]]
+    assert outbox.flying_bytes == 2 * ALONE_BYTES_MIN
+
+
+def test_credits_cannot_be_released_twice() -> None:
+    outbox = filled(run(1))
+    pair = outbox.take()
+    assert pair is not None
+    outbox.release(pair[1])
+    with pytest.raises(AssertionError, match="released once"):
+        outbox.release(pair[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([1, 3, 40, LARGE - 2, LARGE, LARGE + 1]),
+            st.booleans(),
+            st.booleans(),
+            st.integers(-1, 1),
+            st.sampled_from([Kind.PUSH, Kind.PUSHPULL, Kind.PULL]),
+        ),
+        max_size=25,
+    ),
+    st.sampled_from([64, ALONE_BYTES_MIN, 5 * ALONE_BYTES_MIN]),
+    st.sampled_from([16, 1 << 16]),
+)
+def test_whatever_is_queued_leaves_once_within_the_window_and_the_credit_is_exact(
+    queue: list[tuple[int, bool, bool, int, Kind]], window: int, join: int
+) -> None:
+    runs = [
+        run(i, kind, size, priority, flags=int(Flag.EMPTY) if empty and kind is not Kind.PULL else None, stays=stays)
+        for i, (size, empty, stays, priority, kind) in enumerate(queue)
+    ]
+    outbox = filled(*runs, window=window, join=join)
+    seen: list[int] = []
+    flying: list[Credit] = []
+    while not outbox.is_empty:
+        while (pair := outbox.take()) is not None:
+            message, credit = pair
+            assert credit.nbytes == (0 if isinstance(message, Pull) else message.arrays.nbytes)
+            flying.append(credit)
+            seen += message.runs.tolist()
+            if not isinstance(message, Pull):
+                _check_values(message, runs)
+            assert outbox.flying_bytes <= window or len([one for one in flying if one.nbytes]) == 1
+        if flying:
+            outbox.release(flying.pop(0))
+    for credit in flying:
+        outbox.release(credit)
+    assert outbox.flying_bytes == 0
+    assert sorted(seen) == list(range(len(runs)))
+
+
+def _check_values(message: Push | InitValues | ReplaceValues, runs: list[Run]) -> None:
+    for number, array in zip(message.runs.tolist(), views(message.arrays), strict=True):
+        flags = runs[number].data.flags
+        expected = 0 if flags is not None and flags[0] & Flag.EMPTY else runs[number].data.plan.counts[0]
+        assert len(array) == expected and (array == number).all()

@@ -10,9 +10,11 @@ import pytest
 from kvdist.core import answers
 from kvdist.core.effects import Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.shard import Buffer
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
-from kvdist.protocol.messages import Arrays, InitValues, Packet, Pull, Push, Stamp
+from kvdist.protocol import wire
+from kvdist.protocol.messages import Arrays, Flag, InitValues, Packet, Pull, Push, Stamp, Values
 from tests.core.wired import JOB, Wired
 
 NAN = math.nan
@@ -207,3 +209,130 @@ def test_a_server_speaks_up_at_once_so_that_the_scheduler_knows_its_new_connecti
     wired.observe("server-0", Connected(SCHEDULER_MEMBER))
     wired.advance(5.0)
     assert "server-0" not in wired.stopped
+
+
+# Values that are read where they lie.
+
+HOLD = int(Flag.HOLD)
+
+
+def held_by(wired: Wired, name: str, number: int = 0) -> Buffer:
+    return wired.servers[0].table.shards[number].held[wired.member(name)]
+
+
+@pytest.fixture
+def slow() -> Wired:
+    """An asynchronous cluster in which worker 0 reads where the server keeps the value, and then does nothing."""
+    made = Wired(2, 1)
+    made.initialise({"w": [0, 0, 0], "b": [5], "none": []}, mode="async")
+    for rank in (0, 1):
+        made.set_optimizer(rank, "test")
+    made.settle()
+    made.pushpull(0, {"w": [1, 1, 1]}, flag=HOLD)
+    made.advance(0.1)
+    return made
+
+
+def test_a_slow_worker_reads_the_same_value_while_the_others_go_on(slow: Wired) -> None:
+    buffer = held_by(slow, "worker-0")
+    seen = set()
+    for turn in range(20):
+        slow.pushpull(1, {"w": [turn] * 3}, flag=HOLD)
+        slow.advance(0.1)
+        assert buffer.array.tolist() == [1, 1, 1]
+        seen.add(id(slow.servers[0].table.shards[0].published))
+    assert len(seen) <= 4 and len(slow.servers[0].table.shards[0].spare) <= 4
+
+
+def test_a_held_value_is_free_when_the_worker_has_acknowledged_its_successor(slow: Wired) -> None:
+    first = held_by(slow, "worker-0")
+    slow.pushpull(0, {"w": [1, 1, 1]}, flag=HOLD)
+    slow.deliver()
+    assert first.leases == 1 and held_by(slow, "worker-0") is not first
+    slow.settle()
+    assert first.leases == 1, "it has arrived, but that is not known yet"
+    slow.advance(0.1)
+    assert first.leases == 0
+    assert held_by(slow, "worker-0").leases == 1
+
+
+def test_a_value_that_is_read_without_holding_lets_nothing_go(slow: Wired) -> None:
+    first = held_by(slow, "worker-0")
+    for _ in range(3):
+        slow.pushpull(0, {"w": [1, 1, 1]})
+        slow.pull(0, "w")
+        slow.advance(0.1)
+    assert held_by(slow, "worker-0") is first and first.array.tolist() == [1, 1, 1]
+
+
+def test_what_a_worker_held_is_free_when_it_leaves_even_before_it_has_acknowledged(slow: Wired) -> None:
+    first = held_by(slow, "worker-0")
+    slow.pushpull(0, {"w": [1, 1, 1]}, flag=HOLD)
+    slow.deliver()
+    slow.wire.pop()
+    second = held_by(slow, "worker-0")
+    slow.leave(0)
+    slow.advance(60.0)
+    assert "worker-0" in slow.stopped
+    assert (first.leases, second.leases) == (0, 0)
+    assert not slow.servers[0].table.shards[0].held
+
+
+def test_a_held_value_without_elements_has_no_frame_of_its_own(slow: Wired) -> None:
+    slow.log.clear()
+    read = slow.pushpull(0, {"w": [1, 1, 1], "none": [], "b": [2]}, flag=HOLD)
+    sent = []
+    while slow.wire:
+        sent.append(slow.wire[0][2])
+        wire.decode([bytes(frame) for frame in wire.encode(sent[-1])])
+        slow.deliver()
+    assert [len(packet.message.arrays.frames) for packet in sent if isinstance(packet.message, Values)] == [2]
+    assert (slow.value(read, "w"), slow.value(read, "b"), slow.value(read, "none")) == ([2, 2, 2], [7], [])
+    alone = slow.pushpull(0, {"none": []}, flag=HOLD)
+    wire.encode(slow.wire[0][2])
+    slow.deliver()
+    wire.encode(slow.wire[0][2])
+    slow.settle()
+    assert slow.value(alone, "none") == []
+
+
+# Large values in one message.
+
+
+def keys_of(count: int, elements: int) -> dict[int | str, list[float]]:
+    return {number: [number + 0.5] * elements for number in range(count)}
+
+
+@pytest.mark.parametrize(("count", "frames"), [(1, [1]), (2, [2]), (32, [32]), (33, [32, 1]), (70, [32, 32, 6])])
+def test_large_values_leave_in_one_message_of_several_frames(
+    count: int, frames: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
+    wired = Wired(1, 1)
+    wired.initialise(keys_of(count, 4))
+    read = wired.pull(0, *range(count))
+    wired.deliver()
+    messages = [packet.message for _, _, packet in wired.wire]
+    assert [len(message.arrays.frames) for message in messages if isinstance(message, Values)] == frames
+    shards = wired.servers[0].table.shards.values()
+    assert all(shard.published is not None and shard.published.leases == 1 for shard in shards)
+    wired.advance(0.1)
+    assert all(shard.published is not None and shard.published.leases == 0 for shard in shards)
+    assert [wired.value(read, key) for key in range(count)] == list(keys_of(count, 4).values())
+
+
+def test_large_values_of_one_message_are_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(answers, "TOGETHER_BYTES_MAX", 32)
+    wired = Wired(1, 1)
+    wired.initialise({**keys_of(5, 4), 9: [1.0], 10: [1.0] * 20})
+    read = wired.pull(0, *range(5), 9, 10)
+    wired.deliver()
+    sizes = [
+        [memoryview(frame).nbytes for frame in packet.message.arrays.frames]
+        for _, _, packet in wired.wire
+        if isinstance(packet.message, Values)
+    ]
+    assert sizes == [[16, 16], [16, 16], [16], [80], [8]]
+    wired.settle()
+    assert wired.value(read, 10) == [1.0] * 20

@@ -231,3 +231,79 @@ def test_a_full_round_that_was_not_closed_is_an_invariant_broken() -> None:
     with pytest.raises(AssertionError, match="a full round is closed at once"):
         made.validate({0})
     made.validate({0, 1})
+
+
+# Values that are read where they lie.
+
+
+def one_version(made: Shard, step: int, rank: int = 1) -> None:
+    offer_all(made, contribution(rank, [step, step, step], step))
+    made.close(None, REFERENCE)
+
+
+def test_a_held_version_is_not_written_until_its_successor_has_arrived() -> None:
+    made, reader = shard(), Member(worker(0), 1)
+    assert made.hold(reader) is None
+    first = made.held[reader]
+    for step in range(5):
+        one_version(made, step)
+    assert first.array.tolist() == [1, 2, 3] and first.leases == 1
+    before = made.hold(reader)
+    assert before is first and first.leases == 1, "until the worker has acknowledged its successor"
+    second = made.held[reader]
+    for step in range(5, 10):
+        one_version(made, step)
+    assert (first.array.tolist(), second.array.tolist()) == ([1, 2, 3], [4, 4, 4])
+    first.leases -= 1
+    for step in range(10, 13):
+        one_version(made, step)
+    assert first.array.tolist() != [1, 2, 3], "it is free again, and used"
+    assert second.array.tolist() == [4, 4, 4]
+
+
+def test_holding_the_same_version_twice_leaves_it_held_once_it_is_acknowledged() -> None:
+    made, reader = shard(), Member(worker(0), 1)
+    made.hold(reader)
+    before = made.hold(reader)
+    assert before is made.published and before is not None and before.leases == 2
+    before.leases -= 1
+    for step in range(4):
+        one_version(made, step)
+    assert before.array.tolist() == [1, 2, 3]
+
+
+def test_who_leaves_holds_nothing_any_more() -> None:
+    made, reader, other = shard(), Member(worker(0), 1), Member(worker(2), 3)
+    made.hold(reader)
+    made.hold(other)
+    first = made.held[reader]
+    made.forget(reader)
+    made.forget(reader)
+    assert first.leases == 1
+    made.forget(other)
+    assert first.leases == 0 and not made.held
+
+
+def test_the_number_of_buffers_stays_bounded_while_one_worker_reads_slowly() -> None:
+    made, slow, fast = shard(), Member(worker(0), 1), Member(worker(1), 2)
+    made.hold(slow)
+    buffers = set()
+    for step in range(50):
+        one_version(made, step)
+        before = made.hold(fast)
+        if before is not None:
+            before.leases -= 1
+        assert made.published is not None
+        buffers.add(id(made.published.array))
+    assert len(buffers) + 1 <= 5
+    assert len(made.spare) <= 4
+
+
+def test_a_part_of_a_larger_buffer_is_never_written() -> None:
+    made = shard()
+    assert made.published is not None
+    part = made.published
+    part.pooled = False
+    for step in range(6):
+        one_version(made, step)
+    assert part.array.tolist() == [1, 2, 3] and part not in made.spare

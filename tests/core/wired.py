@@ -217,6 +217,10 @@ class Wired:
         """Send first values."""
         return self._transfer(rank, Kind.INITIALISE, values)
 
+    def replace(self, values: Mapping[int | str, Sequence[float]]) -> int:
+        """Send new values in place of the present ones, as worker 0 does."""
+        return self._transfer(0, Kind.REPLACE, values)
+
     def push(self, rank: int, values: Mapping[int | str, Sequence[float] | None], **options: Any) -> int:
         """Contribute; None is an empty contribution."""
         return self._transfer(rank, Kind.PUSH, values, **options)
@@ -298,7 +302,7 @@ class Wired:
         infos = [self.infos[key] for key in values]
         plan = make_plan(infos, self.limits.slice_bytes)
         arrays = [_array(values[info.key], info.dtype) for info in infos]
-        results: dict[int | str, Array] = {info.key: np.full(info.size, NAN, info.dtype.storage) for info in infos}
+        results: dict[int | str, Array] = {info.key: _unwritten(info) for info in infos}
         runs = []
         for run in plan.runs:
             flags = [flag if arrays[i] is not None else flag | Flag.EMPTY for i in run.key_of]
@@ -309,6 +313,10 @@ class Wired:
         request = self.ask(rank, lambda number: Transfer(number, kind, label, runs, priority))
         self.results[request] = results
         return request
+
+
+def _unwritten(info: KeyInfo) -> Array:
+    return np.full(info.size, NAN if info.dtype.is_floating else -77, info.dtype.storage)
 
 
 def _array(values: Sequence[float] | None, dtype: DType) -> Array | None:

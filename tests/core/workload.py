@@ -1,15 +1,16 @@
 """What the simulated workers do, and what the weights must be: gradients of integers, so that every sum is exact.
 
-A worker contributes to every key once a round, in an order and in groups of its own, by `push` or `pushpull`, with or
-without waiting, and reads in between. A value that it reads must be one that the servers had at some version, not
-older than its own pushes before the read, nor than what it has read before.
+A worker contributes to every key once a round, in an order and in lists of its own, by `push` or `pushpull`, with or
+without waiting, and reads in between; a few small keys most workers push as the same list. A value that it reads must
+be one that the servers had at some version, not older than its own pushes before the read, nor than what it has read
+before; and one that it reads where the server keeps it must not change until its successor has come.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,8 +61,14 @@ KEYS = (
     Key("scale", 1, DType.FLOAT64),
     Key("none", 0, DType.FLOAT32),
     Key("weight", 40, DType.FLOAT64),
+    Key("small", 2, DType.FLOAT32),
+    Key("smaller", 1, DType.FLOAT32),
+    Key("no", 0, DType.FLOAT32),
+    Key("more", 4, DType.FLOAT32),
 )
-"""Small ones; one that is cut over all servers (7); one of several slices on one server; one without elements."""
+"""Small ones; one that is cut over all servers (7); one of several slices on one server; two without elements."""
+TOGETHER: tuple[int | str, ...] = ("bias", "none", "small", "smaller", "no", "more")
+"""A list of small keys that fits into one run, so that servers make a group of it."""
 BIGARRAY_BOUND = 42
 
 
@@ -95,12 +102,14 @@ class Oracle:
         """(rank, round, key) → the gradient, or None for an empty contribution."""
         self.states: dict[int | str, list[Array]] = {}
         """Key → its value at each version, of a synchronous store."""
+        self.together = [generator.random() < 0.8 for _ in range(job.rounds)]
+        """Round → whether the workers push the small keys as one list."""
         for number, key in enumerate(KEYS):
             self.firsts[key.name] = (np.arange(key.size) % 5 + number).astype(key.dtype.storage)
             for rank in range(job.num_workers):
                 for turn in range(job.rounds_of(rank)):
                     grad = np.arange(key.size) % 7 + 1 + 10 * rank + 100 * turn
-                    empty = generator.random() < 0.1
+                    empty = generator.random() < (0.005 if key.name in TOGETHER else 0.1)
                     self.given[rank, turn, key.name] = None if empty else grad.astype(key.dtype.storage)
             self.states[key.name] = self._states(key)
 
@@ -156,11 +165,15 @@ class User:
     _pushed: dict[int | str, int] = field(default_factory=dict)
     _seen: dict[int, int] = field(default_factory=dict)
     _sums: dict[int | str, Array] = field(default_factory=dict)
+    _held: dict[int, tuple[Array, bytes]] = field(default_factory=dict)
+    """Slice → the newest value that is read where it lies, and what it was when it came."""
+    _leaving: bool = False
 
     def advance(self) -> None:
         """Go on as far as the futures allow."""
         if self._program is None:
             self._program = self._work()
+        self._check_held()
         while not self.done and all(future.done() for future in self._waiting):
             try:
                 for future in self._waiting:
@@ -171,6 +184,7 @@ class User:
             except KvdistError as error:
                 self.error = error
                 self.done = True
+                self._let_go()
                 if not self.node.stopped:
                     self._ask(lambda number: Leave(number, "its user met an error"))
 
@@ -203,6 +217,7 @@ class User:
             yield from self._take_turn(turn)
         if self.job.rounds_of(self.rank) == self.job.rounds:
             yield from self._check_the_end()
+        self._let_go()
         yield [self._ask(Leave)]
 
     def _initialise(self) -> Future[Any]:
@@ -213,13 +228,20 @@ class User:
     def _take_turn(self, turn: int) -> Program:
         names = [key.name for key in KEYS]
         self.random.shuffle(names)
-        outstanding: list[Future[Any]] = []
+        lists: list[list[int | str]] = []
+        if self.oracle.together[turn] and self.random.random() < 0.95:
+            names = [name for name in names if name not in TOGETHER]
+            lists.append(list(TOGETHER))
         while names:
             count = self.random.randint(1, len(names))
-            group, names = names[:count], names[count:]
+            lists.append(names[:count])
+            names = names[count:]
+        self.random.shuffle(lists)
+        outstanding: list[Future[Any]] = []
+        for group in lists:
             outstanding.append(self._contribute(turn, group, pull=self.random.random() < 0.5))
             if self.random.random() < 0.4:
-                outstanding.append(self._pull(self.random.sample(list(self.infos), self.random.randint(1, len(KEYS)))))
+                outstanding.append(self._pull(self._some_keys()))
             if self._last_turn and self.random.random() < 0.3:
                 # Within a turn one may only wait for turns before it: others may wait for what is still to come.
                 yield self._last_turn
@@ -228,6 +250,11 @@ class User:
             yield [self._ask(lambda number: EnterBarrier(number, STORE))]
         if self.random.random() < 0.5:
             yield outstanding
+
+    def _some_keys(self) -> list[int | str]:
+        if self.random.random() < 0.7:
+            return list(TOGETHER)
+        return self.random.sample(list(self.infos), self.random.randint(1, len(KEYS)))
 
     def _check_the_end(self) -> Program:
         last_alone = self.job.mode == "sync"
@@ -254,13 +281,18 @@ class User:
                 self._sums[name] = self._sums.get(name, 0) + grad
         reading = self._reading(infos)
         payloads = [_payload(run, plan.keys, grads) for run in plan.runs]
+        holds = pull and self.random.random() < (0.05 if names == list(TOGETHER) else 0.5)
+        stays = self.random.random() < 0.5
+        hold = int(Flag.HOLD) if holds else 0
         runs = [
             RunData(
                 run,
                 memoryview(payload),
                 _sinks(run, reading.results) if pull else (),
-                np.array([Flag.EMPTY if grads[plan.keys[i].key] is None else 0 for i in run.key_of], np.uint8),
+                np.array([hold | (Flag.EMPTY if grads[plan.keys[i].key] is None else 0) for i in run.key_of], np.uint8),
                 SERVER_DECIDES,
+                kept=Kept(run, _sinks(run, reading.results), self._hold) if holds else None,
+                stays=stays,
             )
             for run, payload in zip(plan.runs, payloads, strict=True)
         ]
@@ -294,6 +326,22 @@ class User:
         sums = {info.key: np.copy(self._sums.get(info.key, np.zeros(info.size))) for info in infos}
         return Reading(infos, results, pushed, dict(self._seen), sums)
 
+    def _hold(self, number: int, array: Array) -> None:
+        """A value has come that is read where it lies; its predecessor was there until now."""
+        self._check_held()
+        if self._leaving:
+            return
+        self._held[number] = (array, array.tobytes())
+
+    def _let_go(self) -> None:
+        """Who leaves reads nothing any more."""
+        self._leaving = True
+        self._held.clear()
+
+    def _check_held(self) -> None:
+        for number, (array, content) in self._held.items():
+            assert array.tobytes() == content, f"worker {self.rank}: slice {number} was written while it was held"
+
     def _check(self, reading: Reading) -> None:
         self.reads += 1
         for info, result in zip(reading.infos, reading.results, strict=True):
@@ -324,6 +372,20 @@ class User:
         most = sign * (self.oracle.final(key) - self.oracle.firsts[info.key])
         assert (change >= reading.sums[info.key]).all(), f"worker {self.rank} does not read its own pushes: {change}"
         assert (change <= most).all(), f"worker {self.rank} read more than was pushed: {change} > {most}"
+
+
+class Kept(dict[int, Array]):
+    """The values of a run that are read where they lie. They are compared as soon as they come."""
+
+    def __init__(self, run: RunPlan, sinks: Sequence[Array], hold: Callable[[int, Array], None]) -> None:
+        super().__init__()
+        self._run, self._sinks, self._hold = run, sinks, hold
+
+    def update(self, values: Any) -> None:  # type: ignore[override]  # as the worker calls it
+        """Values have come: (place in the run, array)."""
+        for position, array in values:
+            self._sinks[position][...] = array
+            self._hold(int(self._run.ids[position]), array)
 
 
 def _payload(run: RunPlan, keys: Sequence[KeyInfo], values: dict[int | str, Any]) -> bytearray:

@@ -11,6 +11,7 @@ import pytest
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.optimizer import Optimizer, Updater, create
+from kvdist.optimizer.updater import Part
 
 F32 = DType.FLOAT32
 
@@ -173,3 +174,110 @@ def test_a_rule_gets_pieces_of_equal_length_and_one_count_for_all_of_them():
     ]
     updater.update("w", ones(size), [], [], F32, ones(size), lr=0.5, wd=0.25)
     assert rule._calls[-1][-1] == 2
+
+
+# Several arrays that go on as one.
+
+PARTS = (Part("a", 0, 3), Part("b", 4, 1), Part("c", 6, 0), Part("d", 6, 5))
+SIZE = 12
+
+
+def values_of(seed, dtype=np.float32):
+    return np.random.default_rng(seed).integers(-9, 9, SIZE).astype(dtype)
+
+
+def train(updater, weight, rounds, dtype=F32, joined=False, index="all"):
+    """Update each part by itself, or all as one; the padding between the parts takes part in that."""
+    for seed in rounds:
+        grad = values_of(seed, weight.dtype)
+        if joined:
+            updater.update(index, weight, [grad, grad], [0.5, 0.25], dtype, weight)
+            continue
+        for part in PARTS:
+            own = slice(part.start, part.start + part.count)
+            updater.update(part.index, weight[own], [grad[own], grad[own]], [0.5, 0.25], dtype, weight[own])
+
+
+def of_parts(array):
+    return np.concatenate([array[part.start : part.start + part.count] for part in PARTS])
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64, DType.FLOAT16])
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("sgd", {}), ("sgd", {"momentum": 0.9}), ("adam", {}), ("adam", {"clip_gradient": 2.0}), ("test", {})],
+)
+def test_states_that_are_joined_and_split_go_on_to_the_bit(name, numbers, dtype):
+    alone, joined = Updater(create(name, **numbers)), Updater(create(name, **numbers))
+    ours, theirs = values_of(99, dtype.storage), values_of(99, dtype.storage)
+    train(alone, theirs, range(9), dtype)
+    train(joined, ours, range(3), dtype)
+    for begin in (3, 6):
+        assert joined.joinable([part.index for part in PARTS])
+        joined.join("all", PARTS, SIZE, dtype)
+        assert set(joined.states) == {"all"}
+        train(joined, ours, range(begin, begin + 2), dtype, joined=True)
+        joined.split("all", PARTS)
+        assert set(joined.states) == {"a", "b", "c", "d"}
+        train(joined, ours, range(begin + 2, begin + 3), dtype)
+    np.testing.assert_array_equal(of_parts(ours), of_parts(theirs))
+    for index, state in alone.states.items():
+        assert joined.states[index].count == state.count == 9
+        for found, wanted in zip(joined.states[index].arrays, state.arrays, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_parts_that_were_never_updated_are_joined_without_a_state_and_split_without_one():
+    updater = Updater(create("adam"))
+    assert updater.joinable(["a", "b"])
+    updater.join("all", PARTS, SIZE, F32)
+    assert not updater.states
+    updater.split("all", PARTS)
+    assert not updater.states
+
+
+def test_a_join_that_sees_no_update_gives_back_what_it_took():
+    updater = Updater(create("adam"))
+    train(updater, values_of(0), range(2))
+    before = {index: [array.copy() for array in state.arrays] for index, state in updater.states.items()}
+    updater.join("all", PARTS, SIZE, F32)
+    updater.split("all", PARTS)
+    assert {index: state.count for index, state in updater.states.items()} == dict.fromkeys("abcd", 2)
+    for index, arrays in before.items():
+        for old, new in zip(arrays, updater.states[index].arrays, strict=True):
+            np.testing.assert_array_equal(old, new)
+
+
+def test_only_arrays_with_as_many_updates_can_go_on_as_one():
+    updater = Updater(create("adam"))
+    updater("a", ones(), ones())
+    assert not updater.joinable(["a", "b"])
+    updater("b", ones(), ones())
+    assert updater.joinable(["a", "b"])
+    updater("b", ones(), ones())
+    assert not updater.joinable(["a", "b"])
+    assert updater.joinable(["b"])
+
+
+def test_states_of_one_index_are_not_shared_with_another_after_a_split():
+    updater = Updater(create("sgd", momentum=0.5, learning_rate=1.0))
+    updater.join("all", PARTS, SIZE, F32)
+    train(updater, values_of(0), [1], joined=True)
+    updater.split("all", PARTS)
+    before = updater.states["d"].arrays[0].copy()
+    updater("a", ones(3), ones(3))
+    np.testing.assert_array_equal(updater.states["d"].arrays[0], before)
+    assert (updater.states["a"].count, updater.states["d"].count) == (2, 1)
+
+
+def test_a_refused_update_of_joined_arrays_changes_nothing():
+    updater = Updater(create("adam"))
+    train(updater, values_of(0), range(2))
+    updater.join("all", PARTS, SIZE, F32)
+    before = [array.copy() for array in updater.states["all"].arrays]
+    weight = values_of(3)
+    with pytest.raises(ValueError, match="not finite"):
+        updater.update("all", weight, [weight], [1.0], F32, weight, lr=float("nan"))
+    assert updater.states["all"].count == 2
+    for old, new in zip(before, updater.states["all"].arrays, strict=True):
+        np.testing.assert_array_equal(old, new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import typing
 from typing import Any
@@ -16,7 +17,7 @@ from kvdist.dtypes import DType
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
 from kvdist.protocol import messages as m
 from kvdist.protocol import wire
-from kvdist.protocol.layout import offsets
+from kvdist.protocol.layout import offsets, views
 from kvdist.protocol.limits import DEFAULT, WireLimits
 
 U32_MAX, U64_MAX = (1 << 32) - 1, (1 << 64) - 1
@@ -265,3 +266,98 @@ def test_both_sides_obey_the_limits_they_are_given(limit, examples):
         wire.decode(wire.encode(examples["Push"], tight), tight)
     with pytest.raises(wire.ProtocolError, match="Push"):
         wire.decode(wire.encode(examples["Push"]), tight)
+
+
+# Several payload frames.
+
+
+def values_in(examples, counts, lengths, dtype=1):
+    """Values of arrays with these counts, whose payload is cut into frames of these lengths."""
+    n = len(counts)
+    column = np.arange(n, dtype=np.uint32)
+    data = memoryview(bytes(index % 251 for index in range(sum(lengths))))
+    frames, at = [], 0
+    for length in lengths:
+        frames.append(data[at : at + length])
+        at += length
+    arrays = m.Arrays(np.full(n, dtype, np.uint8), np.array(counts, np.uint32), tuple(frames))
+    said = m.Values(column, column, column, np.zeros(n, np.uint8), arrays)
+    return m.Packet(examples["Values"].stamp, said)
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths"),
+    [
+        ([2], [8]),
+        ([2, 4], [8, 16]),
+        ([1, 1, 4], [16, 16]),
+        ([0, 2, 0, 0, 4, 0], [8, 16]),
+        ([3] * 64, [16] * 64),
+        ([0], [0]),
+    ],
+)
+def test_several_frames_arrive_as_they_were_sent(counts, lengths, examples):
+    packet = values_in(examples, counts, lengths)
+    sent = wire.encode(packet)
+    assert [len(frame) for frame in sent[2:]] == lengths
+    received = wire.decode([bytes(frame) for frame in sent]).message.arrays
+    assert [bytes(frame) for frame in received.frames] == [bytes(frame) for frame in packet.message.arrays.frames]
+    assert received.nbytes == sum(lengths)
+    assert [view.tobytes() for view in views(received)] == [view.tobytes() for view in views(packet.message.arrays)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "complaint"),
+    [
+        ([2, 4], [16, 8], "ends within an array"),
+        ([2, 4], [4, 20], "ends within an array"),
+        ([4], [8, 8], "ends within an array"),
+        ([2, 4], [8, 0, 16], "frame is empty"),
+        ([2, 4], [0, 24], "frame is empty"),
+        ([2, 4], [24, 0], "frame is empty"),
+        ([0, 0], [0, 0], "frame is empty"),
+        ([3], [12], "12 bytes where its dtypes and counts make 16"),
+        ([2, 4], [8, 8], "16 bytes where its dtypes and counts make 24"),
+        ([2, 4], [8, 16, 8], "32 bytes where its dtypes and counts make 24"),
+        ([2] * 65, [8] * 65, "65 payload frames, where 1 to 64|expected 3 to 66 frames, found 67"),
+        ([0], [], "0 payload frames|expected 3 to 66 frames, found 2"),
+    ],
+)
+def test_frames_that_do_not_hold_whole_arrays_are_refused_by_both_sides(counts, lengths, complaint, examples):
+    packet = values_in(examples, counts, lengths)
+    with pytest.raises(ValueError, match=complaint):
+        wire.encode(packet)
+    whole = values_in(examples, counts, [offsets(packet.message.arrays.dtypes, packet.message.arrays.counts)[1]])
+    envelope, header, _ = wire.encode(whole)
+    frames = [bytes(frame) for frame in packet.message.arrays.frames]
+    with pytest.raises(wire.ProtocolError, match=complaint):
+        wire.decode([envelope, header, *frames])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_cut_payload_is_read_or_refused_and_nothing_else(data, examples):
+    counts = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+    dtypes = np.full(len(counts), 1, np.uint8)
+    starts, total = offsets(dtypes, np.array(counts, np.uint32))
+    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=5)))
+    lengths = [high - low for low, high in itertools.pairwise([0, *cuts, total])]
+    frames = [bytes(frame) for frame in values_in(examples, counts, lengths).message.arrays.frames]
+    envelope, header, payload = wire.encode(values_in(examples, counts, [total]))
+    legal = len(frames) == 1 or (all(lengths) and set(cuts) <= {*starts.tolist(), total})
+    if not legal:
+        with pytest.raises(wire.ProtocolError, match="a payload frame"):
+            wire.decode([envelope, header, *frames])
+        return
+    found = views(wire.decode([envelope, header, *frames]).message.arrays)
+    plain = views(wire.decode([envelope, header, bytes(payload)]).message.arrays)
+    assert [view.tobytes() for view in found] == [view.tobytes() for view in plain]
+
+
+def test_a_limit_on_payload_bytes_counts_all_frames(examples):
+    packet = values_in(examples, [2, 4], [8, 16])
+    assert wire.decode(wire.encode(packet), WireLimits(payload_bytes_max=24))
+    with pytest.raises(wire.ProtocolError, match="24 bytes, where 23"):
+        wire.decode(wire.encode(packet), WireLimits(payload_bytes_max=23))
+    with pytest.raises(wire.ProtocolError, match="expected 3 to 3 frames|expected 3 frames"):
+        wire.decode(wire.encode(packet), WireLimits(payload_frames_max=1))
