@@ -27,6 +27,9 @@ class Memory(Protocol):
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         """Arrays that peers sent, side by side as one without a copy; None where that cannot be. For one thread."""
 
+    def forget_peers(self) -> None:
+        """Hold on to nothing that peers sent, because they are gone. After the thread that calls `show` has ended."""
+
 
 class OrdinaryMemory:
     """Bytes of this process, which nobody else can be shown."""
@@ -39,6 +42,9 @@ class OrdinaryMemory:
 
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         return None
+
+    def forget_peers(self) -> None:
+        pass
 
 
 class SharedMemory:
@@ -67,3 +73,6 @@ class SharedMemory:
 
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         return self._windows.view([array.data for array in arrays])
+
+    def forget_peers(self) -> None:
+        self._windows.clear()
