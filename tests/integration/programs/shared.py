@@ -4,6 +4,7 @@ Every worker checks by itself. Numbers are small integers that depend on the pla
 are exact in every dtype, and a value at the wrong place or of the wrong round is not the right one by chance.
 """
 
+import contextlib
 import gc
 import hashlib
 import os
@@ -84,6 +85,11 @@ def fresh_like(arrays):
     return [array.copy() if isinstance(array, np.ndarray) else array.clone() for array in arrays]
 
 
+def summed(ramps, workers, step):
+    """What all workers give in a round, added up."""
+    return [sum(ones) for ones in zip(*(ramps.of(rank, step) for rank in range(workers)), strict=True)]
+
+
 def put(targets, sources):
     for target, source in zip(targets, sources, strict=True):
         target[...] = source
@@ -150,7 +156,8 @@ def exact():
             for total, one in zip(expected, gradients(rank, step), strict=True):
                 total += one
         results, shown = exchanged(store, keys, gradients(store.rank, step), resident, out, step)
-        assert same(results, expected), [key for key, a, b in zip(keys, results, expected, strict=True) if not same([a], [b])]
+        wrong = [key for key, a, b in zip(keys, results, expected, strict=True) if not same([a], [b])]
+        assert not wrong, (step, wrong)
         views += shown
         (mine,) = counts.of(sums.rank, step)
         total = sum(counts.of(rank, step)[0] for rank in range(n))
@@ -230,7 +237,7 @@ def views():
     store.init(keys, [array * 0 for array in out])
     held = []
     for step in range(ROUNDS):
-        mine, total = ramps.of(store.rank, step), [sum(ones) for ones in zip(*(ramps.of(rank, step) for rank in range(n)))]
+        mine, total = ramps.of(store.rank, step), summed(ramps, n, step)
         shown = store.pushpull_shared(keys, mine, out)
         assert shown[0] is None, "small values are copied"
         assert shown[1] is not None and shown[1].shape == (300_000,) and shown[1].dtype == np.float32
@@ -242,7 +249,7 @@ def views():
                 store.pull(keys)
         store.barrier()
         assert same(now, total), f"the views of step {step} have changed"
-        held = held[-3:] + [now]  # old ones may be kept and read, and mean nothing
+        held = [*held[-3:], now]  # old ones may be kept and read, and mean nothing
         assert all(np.isfinite(one.sum()) for results in held for one in results)
         store.pull(keys)
         store.barrier()
@@ -284,7 +291,7 @@ def endless(way):
     if way == "async":
         store.set_optimizer("test")
     resident, out = resident_like(store, given), fresh_like(given)
-    total = [sum(ones) for ones in zip(*(ramps.of(rank, 0) for rank in range(n)))]
+    total = summed(ramps, n, 0)
     put(resident, given)
     say("going")
     try:
@@ -404,27 +411,14 @@ def forks():
     resident, out = resident_like(store, ramps.of(0, 0)), fresh_like(ramps.of(0, 0))
     for step in range(9):
         put(resident, ramps.of(store.rank, step))
-        total = [sum(ones) for ones in zip(*(ramps.of(rank, step) for rank in range(n)))]
+        total = summed(ramps, n, step)
         shown = store.pushpull_shared(keys, resident, out)
         future = store.pushpull_async(keys, resident, out)
         child = os.fork()
         if child == 0:
-            calls = (
-                lambda: store.push(keys, resident),
-                lambda: store.push_async(keys, resident),
-                lambda: store.pushpull_shared(keys, resident, out),
-                lambda: store.empty(BIG),
-            )
-            refused = 0
-            for call in calls:
-                try:
-                    call()
-                except ForkError:
-                    refused += 1
-            read = sum(float(one.sum()) for one in (*resident, *shown))
+            code = refusals(store, keys, resident, out) + read(shown)
             resident = shown = future = None
             gc.collect()
-            code = 0 if refused == len(calls) and read > 0 else 1
             if step % 2:
                 os._exit(code)
             sys.exit(code)
@@ -439,32 +433,58 @@ def forks():
     return store
 
 
+def refusals(store, keys, given, out):
+    """How many calls a forked child is not refused."""
+    calls = (
+        lambda: store.push(keys, given),
+        lambda: store.push_async(keys, given),
+        lambda: store.pushpull_shared(keys, given, out),
+        lambda: store.empty(BIG),
+    )
+    taken = len(calls)
+    for call in calls:
+        try:
+            call()
+        except ForkError:
+            taken -= 1
+    return taken
+
+
+def read(arrays):
+    """Read all of them; 0 when they can be."""
+    return int(not all(np.isfinite(array.sum()) for array in arrays))
+
+
 def closed():
-    """After `close` and the last array nothing of the store's memory is mapped or open here."""
+    """After `close` and the last array only this process's beacon, a page, is mapped here, and nothing is open."""
     store = joined()
     value = store.empty(BIG)
     value.fill(1)
     store.init("w", value)
     (view,) = store.pushpull_shared(["w"], [value], [np.empty(BIG, np.float32)])
     assert view is not None and segments_mapped() > 0
-    total = float(view[0])
+    total = view.copy()
     store.barrier()
     store.close()
     assert (view == total).all() and (value == 1).all(), "arrays outlive their store"
-    rank, n = store.rank, store.num_workers
-    del view, value, store
+    del store, value, view
     gc.collect()
-    kinds = ("r--s", "rw-s", "rw-p")
-    descriptors = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
-    if os.environ.get("DEBUG"):
-        for l in Path("/proc/self/maps").read_text().splitlines():
-            if "kvdist-arena" in l: say(l)
-    say(f"mapped {segments_mapped(kinds)}, open {sum('kvdist-arena' in one for one in descriptors)}")
-    return store
+    say(f"mapped by peers {segments_mapped()}, views {segments_mapped(('rw-p',))}, own {segments_mapped(('rw-s',))}")
+    say(f"open {sum('kvdist-arena' in one for one in descriptors())}")
+
+
+def descriptors():
+    """What this process has open."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
 
 
 if __name__ == "__main__":
     used = globals()[sys.argv[1]](*sys.argv[2:])
-    rank, count = used.rank, used.num_workers
-    used.close()
-    print(f"checked on {rank} of {count}", flush=True)
+    if used is not None:
+        rank, count = used.rank, used.num_workers
+        used.close()
+        print(f"checked on {rank} of {count}", flush=True)
