@@ -38,6 +38,11 @@ def joined(store_type="dist"):
     return kv.create(store_type)
 
 
+def meet_servers(store, keys):
+    """Until a server has answered once, a worker does not know whether they share memory, and is shown no views."""
+    store.pull(keys)
+
+
 def segments_mapped(kinds=("r--s",)):
     """How many segments of peers this process has mapped, by what it may do with them."""
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -235,6 +240,7 @@ def views():
     out = fresh_like(ramps.of(0, 0))
     n = store.num_workers
     store.init(keys, [array * 0 for array in out])
+    meet_servers(store, keys)
     held = []
     for step in range(ROUNDS):
         mine, total = ramps.of(store.rank, step), summed(ramps, n, step)
@@ -261,6 +267,7 @@ def views_out_of_step():
     store = joined("dist_async")
     value = np.ones(BIG, np.float32)
     store.init("w", value * 0)
+    meet_servers(store, "w")
     store.set_optimizer("test")
     seen = np.zeros(BIG, np.float32)
     for _ in range(4):
@@ -378,6 +385,7 @@ def steady(way, fifo, first, last):
     keys, elements = list(range(5)), 1 << 20
     ones = [np.ones(elements, np.float32) for _ in keys]
     store.init(keys, ones)
+    meet_servers(store, keys)
     out, resident = fresh_like(ones), resident_like(store, ones)
     random = np.random.default_rng(7)  # the same lists on all workers
     for step in range(1, int(last) + 1):
@@ -408,6 +416,7 @@ def forks():
     ramps = Ramps([BIG, 2_000_003])
     keys, n = ["a", "cut"], store.num_workers
     store.init(keys, ramps.of(0, 0))
+    meet_servers(store, keys)
     resident, out = resident_like(store, ramps.of(0, 0)), fresh_like(ramps.of(0, 0))
     for step in range(9):
         put(resident, ramps.of(store.rank, step))
@@ -461,6 +470,7 @@ def closed():
     value = store.empty(BIG)
     value.fill(1)
     store.init("w", value)
+    meet_servers(store, "w")
     (view,) = store.pushpull_shared(["w"], [value], [np.empty(BIG, np.float32)])
     assert view is not None and segments_mapped() > 0
     total = view.copy()
