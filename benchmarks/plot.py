@@ -19,6 +19,7 @@ Contests = list[dict[str, Any]]
 COLOURS = {
     "kvdist": "#d62728",
     "kvdist-resident": "#7f0000",
+    "kvdist-shared": "#ff7f0e",
     "kvdist-tcp": "#ff9896",
     "mxnet": "#1f77b4",
     "horovod": "#2ca02c",
@@ -26,7 +27,7 @@ COLOURS = {
     "gloo-flat": "#8c564b",
     "ddp": "#7f7f7f",
 }
-MARKERS = {"kvdist": "o", "kvdist-resident": "s", "kvdist-tcp": "^"}
+MARKERS = {"kvdist": "o", "kvdist-resident": "s", "kvdist-shared": "D", "kvdist-tcp": "^"}
 REACHED = {"stretch": "#1a7a1a", "yes": "#78b878", "no": "#d08770"}
 
 

@@ -49,7 +49,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--spec", type=parse_spec, action="append", help=f"COUNTxELEMENTS of float32, or {known}")
     parser.add_argument("--store", default="dist_sync", help="type of the store (default: dist_sync)")
     parser.add_argument("--call", choices=CALLS, default="pushpull", help="one list call, two, or a loop over keys")
-    parser.add_argument("--store-arrays", choices=["plain", "resident"], default="plain", help="resident: store.empty")
+    parser.add_argument(
+        "--store-arrays",
+        choices=["plain", "resident", "shared"],
+        default="plain",
+        help="resident: store.empty; shared: that, and results are shown, not copied",
+    )
     parser.add_argument("--transport", choices=["auto", "tcp"], default="auto", help="sets KVDIST_TRANSPORT")
     parser.add_argument("--optimizer", choices=["none", "sgd", "adam"], default="none", help="on the servers")
     parser.add_argument("--steps", type=int, default=20, help="timed steps in each turn")
@@ -60,10 +65,11 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.peer and options.store in IN_PROCESS_STORES:
         parser.error(f"--peer compares clusters, and {options.store} is a store within one process")
-    if options.transport == "tcp" and options.store_arrays == "resident":
-        parser.error("--store-arrays resident has shared memory, which --transport tcp refuses; give one of the two")
+    if options.transport == "tcp" and options.store_arrays != "plain":
+        kind = options.store_arrays
+        parser.error(f"--store-arrays {kind} has shared memory, which --transport tcp refuses; give one of the two")
     ours = "kvdist-tcp" if options.transport == "tcp" else "kvdist"
-    options.ours = ["kvdist-resident" if options.store_arrays == "resident" else ours]
+    options.ours = [ours if options.store_arrays == "plain" else f"kvdist-{options.store_arrays}"]
     return options
 
 

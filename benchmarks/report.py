@@ -69,8 +69,6 @@ class Report:
             "Measured on {processor}, {cores} cores, Python {python}, kvdist {kvdist}; load before the run"
             " {load_before:.1f}; medians over {turns} turns.".format(**self._machine, turns=self._turns),
             "",
-            *(f"- {remark}" for remark in systems.remarks()),
-            "",
             "| work | ours | ms | peer | ms | ratio | in single turns | target (stretch) | reached |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
@@ -101,7 +99,7 @@ class Report:
             for one, measured in self._held.values()
             for name, result in measured.items()
         ]
-        found = {"machine": self._machine, "remarks": systems.remarks(), "turns": self._turns}
+        found = {"machine": self._machine, "turns": self._turns}
         return {**found, "rows": self.verdicts(), "contests": contests}
 
     def write(self, folder: Path, name: str) -> None:

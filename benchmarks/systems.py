@@ -6,8 +6,6 @@ fresh processes. A system that is not here, or cannot do the work, is left out, 
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import json
 import statistics
 import tempfile
@@ -21,8 +19,6 @@ from peers.horovod import horovod_starts
 from peers.mxnet import mxnet_starts
 from peers.torch_gloo import torch_starts
 from workers.workload import Spec
-
-from kvdist.config import ClusterConfig
 
 IN_PROCESS_STORES = ("local", "device")
 
@@ -98,7 +94,10 @@ def kvdist_system(label: str, arrays: str = "plain", **variables: str) -> System
             command = launch_command(work.workers, work.servers, command)
         return [Start(command, environment(**variables))]
 
-    return System(label, starts)
+    def refuses(work: Work) -> str:
+        return "weights that are shown are the answer to a pushpull" if work.call != "pushpull" else ""
+
+    return System(label, starts, refuses) if arrays == "shared" else System(label, starts)
 
 
 def _mxnet_refuses(work: Work) -> str:
@@ -125,6 +124,7 @@ def _torch_system(label: str) -> System:
 SYSTEMS: dict[str, System] = {
     "kvdist": kvdist_system("kvdist"),
     "kvdist-resident": kvdist_system("kvdist, resident", "resident"),
+    "kvdist-shared": kvdist_system("kvdist, resident and shown", "shared"),
     "kvdist-tcp": kvdist_system("kvdist, TCP", KVDIST_TRANSPORT="tcp"),
     "mxnet": System(
         "MXNet 1.9.1", lambda work, words: mxnet_starts(work.workers, work.servers, words), _mxnet_refuses
@@ -136,16 +136,6 @@ SYSTEMS: dict[str, System] = {
     "gloo-flat": _torch_system("torch gloo, one flat tensor"),
     "ddp": _torch_system("torch DDP (gloo)"),
 }
-
-
-def remarks() -> list[str]:
-    """What this version of kvdist cannot do yet, so that a number is not read as what it is not."""
-    found = []
-    if importlib.util.find_spec("kvdist.transport.shared_memory") is None:
-        found.append("This version has no shared memory: `resident` arrays lie in ordinary memory, as plain ones do.")
-    if "transport" not in {each.name for each in dataclasses.fields(ClusterConfig)}:
-        found.append("This version does not know KVDIST_TRANSPORT: everything travels over TCP, `kvdist, TCP` or not.")
-    return found
 
 
 def measure(work: Work, names: Iterable[str], turns: int) -> dict[str, Measured]:

@@ -12,6 +12,7 @@ from end_to_end import Training
 from models import parse_spec
 from systems import Work
 
+OURS = ("kvdist", "kvdist-resident", "kvdist-shared")
 LARGE, SMALL = parse_spec("25x1048576"), parse_spec("1000x1000")
 
 
@@ -51,11 +52,11 @@ CONTESTS = (
     Contest(
         "large",
         Work(LARGE, steps=15),
-        ("kvdist", "kvdist-resident", "kvdist-tcp", "mxnet", "gloo-flat", "gloo-tensors", "ddp"),
+        (*OURS, "kvdist-tcp", "mxnet", "gloo-flat", "gloo-tensors", "ddp"),
     ),
-    Contest("large-sgd", Work(LARGE, optimizer="sgd", steps=15), ("kvdist", "kvdist-resident", "mxnet")),
-    Contest("large-adam", Work(LARGE, optimizer="adam", steps=15), ("kvdist", "kvdist-resident", "mxnet")),
-    Contest("large-4", Work(LARGE, workers=4, steps=10), ("kvdist", "kvdist-resident", "mxnet")),
+    Contest("large-sgd", Work(LARGE, optimizer="sgd", steps=15), (*OURS, "mxnet")),
+    Contest("large-adam", Work(LARGE, optimizer="adam", steps=15), (*OURS, "mxnet")),
+    Contest("large-4", Work(LARGE, workers=4, steps=10), (*OURS, "mxnet")),
     Contest("small", Work(SMALL, steps=30), ("kvdist", "mxnet", "horovod")),
     Contest("small-per-key", Work(SMALL, call="per_key", steps=10), ("kvdist", "mxnet")),
     Contest("mlp", Training("mlp"), ("alone", "kvdist", "kvdist-overlap", "kvdist-share", "ddp")),
@@ -66,14 +67,19 @@ LIST_CALL = "25×4 MB, one list call, W=2 S=2"
 ROWS = (
     Row(f"{LIST_CALL}, against MXNet", "large", "kvdist", "mxnet", 3, 3.5),
     Row(f"{LIST_CALL}, against MXNet", "large", "kvdist-resident", "mxnet", 7, 10),
+    Row(f"{LIST_CALL}, against MXNet", "large", "kvdist-shared", "mxnet", 7, 10),
     Row("the same, SGD+momentum on the server", "large-sgd", "kvdist", "mxnet", 3.5, 4.5),
     Row("the same, SGD+momentum on the server", "large-sgd", "kvdist-resident", "mxnet", 7, 10),
+    Row("the same, SGD+momentum on the server", "large-sgd", "kvdist-shared", "mxnet", 7, 10),
     Row("the same, Adam on the server", "large-adam", "kvdist", "mxnet", 3, 4),
     Row("the same, Adam on the server", "large-adam", "kvdist-resident", "mxnet", 5, 7),
+    Row("the same, Adam on the server", "large-adam", "kvdist-shared", "mxnet", 5, 7),
     Row("the same, against gloo all-reduce of one flat tensor", "large", "kvdist", "gloo-flat", 1.1, 1.3),
     Row("the same, against gloo all-reduce of one flat tensor", "large", "kvdist-resident", "gloo-flat", 2.5, 4),
+    Row("the same, against gloo all-reduce of one flat tensor", "large", "kvdist-shared", "gloo-flat", 2.5, 4),
     Row("25×4 MB, W=4 S=2, against MXNet", "large-4", "kvdist", "mxnet", 3.3, 4.5),
     Row("25×4 MB, W=4 S=2, against MXNet", "large-4", "kvdist-resident", "mxnet", 6, 10),
+    Row("25×4 MB, W=4 S=2, against MXNet", "large-4", "kvdist-shared", "mxnet", 6, 10),
     Row("25×4 MB over TCP, W=2 S=2, against MXNet", "large", "kvdist-tcp", "mxnet", 1.3, 1.7),
     Row("1000×4 kB, one list call, against MXNet", "small", "kvdist", "mxnet", 8, 15),
     Row("1000×4 kB, one list call, against Horovod", "small", "kvdist", "horovod", 1.5, 2.5),
@@ -84,7 +90,7 @@ ROWS = (
     Row("1 Gbit/s between 2 hosts, servers colocated: share of the bound", "line", "kvdist", "bound", 0.9, 0.97),
 )
 
-PUSH_PULL = ("kvdist", "kvdist-resident", "kvdist-tcp", "mxnet", "horovod", "gloo-tensors", "gloo-flat", "ddp")
+PUSH_PULL = (*OURS, "kvdist-tcp", "mxnet", "horovod", "gloo-tensors", "gloo-flat", "ddp")
 """Every system that exchanges arrays; each is left out where it cannot do the work."""
 QUICK = 10
 """Timed steps in each turn, where there are many contests."""

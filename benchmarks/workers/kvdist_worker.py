@@ -25,8 +25,14 @@ def main() -> None:
         for grad in grads:
             grad[:] = store.rank + 1
 
+    results = outs
+
     def exchange() -> None:
-        if options.call == "pushpull":
+        nonlocal results
+        if options.store_arrays == "shared":
+            shown = store.pushpull_shared(keys, grads, outs)
+            results = [out if one is None else one for one, out in zip(shown, outs, strict=True)]
+        elif options.call == "pushpull":
             store.pushpull(keys, grads, out=outs)
         elif options.call == "push_pull":
             store.push(keys, grads)
@@ -37,7 +43,7 @@ def main() -> None:
             for future in [store.pull_async(key, out=outs[key]) for key in keys]:
                 future.result()
 
-    measure(options, store.rank, store.num_workers, prepare, store.barrier, exchange, lambda: outs)
+    measure(options, store.rank, store.num_workers, prepare, store.barrier, exchange, lambda: results)
     store.close()
 
 

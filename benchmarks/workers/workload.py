@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--spec", type=Spec.parse, required=True)
     parser.add_argument("--store", default="dist_sync")
     parser.add_argument("--call", choices=CALLS, default="pushpull")
-    parser.add_argument("--store-arrays", choices=["plain", "resident"], default="plain")
+    parser.add_argument("--store-arrays", choices=["plain", "resident", "shared"], default="plain")
     parser.add_argument("--optimizer", choices=["none", "sgd", "adam"], default="none")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)

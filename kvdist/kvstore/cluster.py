@@ -50,7 +50,6 @@ class Cluster:
         config: the cluster.
         node: the worker's node.
         memory: where arrays lie that are to be sent.
-        memory: where arrays lie that are to be sent.
         run: what the thread does.
         is_embedded: the whole cluster lives in this process, so another one may be made after it.
     """
@@ -132,6 +131,8 @@ class Cluster:
             with contextlib.suppress(KvdistError):
                 self.ask(lambda number: Leave(number, failure))
         self._thread.join()
+        # Or a process that goes on without its cluster would keep the servers' memory, which nobody else has any more.
+        self.memory.forget_peers()
 
 
 class Membership:

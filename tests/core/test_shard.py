@@ -272,18 +272,6 @@ def test_holding_the_same_version_twice_leaves_it_held_once_it_is_acknowledged()
     assert before.array.tolist() == [1, 2, 3]
 
 
-def test_who_leaves_holds_nothing_any_more() -> None:
-    made, reader, other = shard(), Member(worker(0), 1), Member(worker(2), 3)
-    made.hold(reader)
-    made.hold(other)
-    first = made.held[reader]
-    made.forget(reader)
-    made.forget(reader)
-    assert first.leases == 1
-    made.forget(other)
-    assert first.leases == 0 and not made.held
-
-
 def test_the_number_of_buffers_stays_bounded_while_one_worker_reads_slowly() -> None:
     made, slow, fast = shard(), Member(worker(0), 1), Member(worker(1), 2)
     made.hold(slow)

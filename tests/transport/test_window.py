@@ -104,6 +104,20 @@ def test_the_window_asked_for_the_longest_ago_goes_first_and_lives_while_it_is_s
     assert mapped() == before
 
 
+def test_a_cleared_cache_keeps_nothing_and_a_window_that_is_shown_lasts(arena: Arena) -> None:
+    cache, (a, b, c) = WindowCache([arena.table]), pieces(arena, PIECE, PIECE, PIECE)
+    before = mapped()
+    shown = cache.view([memoryview(b), memoryview(a)])
+    cache.view([memoryview(c), memoryview(a)])
+    cache.clear()
+    gc.collect()
+    assert shown is not None and len(cache) == 0
+    assert bytes(shown) == bytes(b) + bytes(a) and mapped() > before
+    del shown
+    gc.collect()
+    assert mapped() == before
+
+
 def test_windows_over_memory_that_was_closed_are_let_go(arena: Arena) -> None:
     other = Arena(SEGMENT, SEGMENT)
     cache = WindowCache([arena.table, other.table])
