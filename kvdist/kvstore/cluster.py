@@ -132,7 +132,7 @@ class Cluster:
                 self.ask(lambda number: Leave(number, failure))
         self._thread.join()
         # Or a process that goes on without its cluster would keep the servers' memory, which nobody else has any more.
-        self.memory.forget_peers()
+        self.memory.forget_shown()
 
 
 class Membership:

@@ -27,13 +27,11 @@ class Memory(Protocol):
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         """Arrays that peers sent, side by side as one without a copy; None where that cannot be. For one thread."""
 
-<<<<<<< HEAD
     def forget_shown(self) -> None:
-        """What was shown may have been written to: do not show it again. For the same thread."""
-=======
-    def forget_peers(self) -> None:
-        """Hold on to nothing that peers sent, because they are gone. After the thread that calls `show` has ended."""
->>>>>>> tests-shm
+        """Keep nothing that was shown: it may have been written to, or its peers are gone.
+
+        For the same thread, or after it has ended.
+        """
 
 
 class OrdinaryMemory:
@@ -48,11 +46,7 @@ class OrdinaryMemory:
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         return None
 
-<<<<<<< HEAD
     def forget_shown(self) -> None:
-=======
-    def forget_peers(self) -> None:
->>>>>>> tests-shm
         pass
 
 
@@ -83,9 +77,5 @@ class SharedMemory:
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         return self._windows.view([array.data for array in arrays])
 
-<<<<<<< HEAD
     def forget_shown(self) -> None:
-=======
-    def forget_peers(self) -> None:
->>>>>>> tests-shm
         self._windows.clear()

@@ -53,10 +53,6 @@ class WindowCache:
         self._windows.move_to_end(key)
         return window
 
-    def clear(self) -> None:
-        """Keep none. Those that somebody shows last until he is done."""
-        self._windows.clear()
-
     def _stretches(self, frames: Sequence[memoryview]) -> tuple[tuple[Segment, int, int], ...] | None:
         stretches: list[tuple[Segment, int, int]] = []
         for frame in frames:

@@ -13,6 +13,7 @@ from kvdist.core.effects import Effect, Send
 from kvdist.core.group import Group
 from kvdist.core.policy import SYNC
 from kvdist.core.shard import Buffer, Shard, ordinary_memory
+from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, worker
 from kvdist.protocol.layout import views
@@ -39,7 +40,7 @@ def values_of(shards: Sequence[Shard], payload_bytes_max: int = 1 << 20) -> list
     answers = Answers()
     for one in shards:
         answers.value(one.number + 100, one)
-    return sent(answers.messages(READER, payload_bytes_max))
+    return sent(answers.messages(READER, payload_bytes_max, Traffic()))
 
 
 def contents(send: Send) -> list[tuple[int, int, int, list[float]]]:
@@ -115,14 +116,14 @@ def test_held_values_lease_the_new_version_and_give_back_the_old_one_with_the_me
     answers = Answers()
     for one in shards:
         answers.held(7, one)
-    (send,) = sent(answers.messages(READER, 1 << 20))
+    (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert send.token == () and [buffer.leases for buffer in first] == [1, 1, 1]
     assert isinstance(send.message, Values) and len(send.message.arrays.frames) == 2
     for one in shards:
         one.replace(np.full(one.count, 9, np.float32))
         answers = Answers()
         answers.held(8, one)
-        (send,) = sent(answers.messages(READER, 1 << 20))
+        (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
         assert send.token == (first[one.number],) and first[one.number].leases == 1
         assert one.published is not None and one.held[READER] is one.published and one.published.leases == 1
 
@@ -131,7 +132,7 @@ def test_a_held_value_without_elements_alone_has_an_empty_payload() -> None:
     one = shard(0, 0)
     answers = Answers()
     answers.held(7, one)
-    (send,) = sent(answers.messages(READER, 1 << 20))
+    (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert isinstance(send.message, Values) and send.message.arrays.nbytes == 0
     assert len(send.message.arrays.frames) == 1
 
@@ -142,7 +143,7 @@ def test_a_group_is_answered_by_one_message_that_shows_its_buffer() -> None:
     answers = Answers()
     answers.group(READER, 7, group, with_values=True)
     answers.group(READER, 8, group, with_values=False)
-    with_values, counted = sent(answers.messages(READER, 1 << 20))
+    with_values, counted = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert with_values.token == (group.published,) and group.published.leases == 1
     assert contents(with_values) == [(7, 0, 10, [0]), (7, 1, 11, []), (7, 2, 12, [2])]
     assert isinstance(counted.message, Counted) and counted.token is None
@@ -157,11 +158,11 @@ def test_what_was_counted_and_refused_leaves_in_one_message_for_each_reason() ->
     answers.counted(2, shard(5), Outcome.INITIALISED)
     for number, reason in ((6, "too wide"), (7, "unknown"), (8, "too wide")):
         answers.refuse(3, number, ErrorCode.REFUSED, reason)
-    counted, wide, unknown = [send.message for send in sent(answers.messages(READER, 1 << 20))]
+    counted, wide, unknown = [send.message for send in sent(answers.messages(READER, 1 << 20, Traffic()))]
     assert isinstance(counted, Counted) and isinstance(wide, Refused) and isinstance(unknown, Refused)
     assert (counted.ids.tolist(), counted.outcomes.tolist()) == ([4, 5], [Outcome.COUNTED, Outcome.INITIALISED])
     assert (wide.ids.tolist(), wide.reason, unknown.ids.tolist()) == ([6, 8], "too wide", [7])
 
 
 def test_nothing_to_say_is_no_message() -> None:
-    assert Answers().messages(READER, 1 << 20) == []
+    assert Answers().messages(READER, 1 << 20, Traffic()) == []
