@@ -164,7 +164,8 @@ def test_every_row_names_systems_that_its_contest_holds() -> None:
 def test_a_row_says_whether_its_ratio_is_reached_and_why_it_is_missing() -> None:
     report_module, systems, targets = load("report"), load("systems"), load("targets")
     contest = targets.CONTESTS[0]
-    rows = [targets.Row("title", contest.name, ours, "mxnet", 3.0, 4.0) for ours in ("kvdist", "kvdist-resident", "kvdist-tcp")]
+    ours = ("kvdist", "kvdist-resident", "kvdist-tcp")
+    rows = [targets.Row("title", contest.name, one, "mxnet", 3.0, 4.0) for one in ours]
     report = report_module.Report(load("cluster").machine(), 1, rows)
     measured = {name: systems.Measured([1.0], turn_medians_s=[1.0, 2.0]) for name in contest.systems}
     measured["mxnet"] = systems.Measured([1.0, 3.5, 9.0], turn_medians_s=[3.5, 4.0])
