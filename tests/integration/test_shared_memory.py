@@ -60,6 +60,7 @@ def test_integer_gradients_give_exact_weights_by(job, setting):
         assert len(warned) == (5 if setting == "no room" else 0), job.transcript()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_bits_of_training_are_the_same_however_they_travelled(job):
     found = {setting: digests(run(job, 3, 2, "trained", **SETTINGS[setting])) for setting in SETTINGS}
