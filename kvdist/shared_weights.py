@@ -31,22 +31,22 @@ class SharedWeights:
         self._parameters = parameters
         self._versions: list[int | None] = [None] * len(parameters)
         """torch's count of changes at the last step; None for a parameter with memory of its own."""
+        self._changed: list[str] = []
 
     def require_unchanged(self) -> None:
         """Check that nobody has written to them since the last step.
 
         Raises:
-            RuntimeError: somebody has; they have memory of their own now, so that the change is not lost.
+            RuntimeError: somebody has, and `own` was not called since.
         """
-        changed = [
+        self._changed = self._changed or [
             parameter.name
             for parameter, version in zip(self._parameters, self._versions, strict=True)
             if version is not None and _weight(parameter)._version != version
         ]
-        if changed:
-            self.own()
+        if self._changed:
             raise RuntimeError(
-                f"{', '.join(changed)} was changed outside of step(). With share_weights=True parameters show the"
+                f"{', '.join(self._changed)} was changed outside of step(). With share_weights=True parameters show the"
                 " servers' memory, and a change here is seen by nobody else. Call trainer.broadcast_parameters() on"
                 " every worker after changing weights, such as by load_state_dict(); nothing was sent in this step"
             )
@@ -64,7 +64,8 @@ class SharedWeights:
             self._versions[i] = weight._version
 
     def own(self) -> None:
-        """Give every parameter memory of its own, with its present value."""
+        """Give every parameter memory of its own, with its present value; what was changed is not lost."""
+        self._changed = []
         for i, parameter in enumerate(self._parameters):
             if self._versions[i] is not None:
                 weight = _weight(parameter)

@@ -166,8 +166,8 @@ class KVStore(abc.ABC):
         """`pushpull` of which large results stay where they are, in the memory of servers of this host.
 
         A pull is then no pass over the bytes at all. Such a result shows another version some time after the next
-        `pushpull_shared` of its key has returned: use it until then. What is written to it is seen by nobody else, and
-        spoils it.
+        `pushpull_shared` of its key has returned: use it until then. Do not write to it: nobody else would see that, and
+        later results that lie in the same place would show it. `broadcast` of the key mends it.
 
         Args:
             key, value, priority, average, samples: as in `pushpull`.
@@ -254,6 +254,10 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """A new uninitialised NumPy array that the store can send at the least cost.
+
+        On a cluster it lies in shared memory, and servers of this host read it where it lies: a `pushpull` copies
+        nothing, `push_async` and `pushpull_async` neither, and it must not change until their future is done. A forked
+        child shares it with its parent.
 
         Args:
             shape: its shape.

@@ -51,7 +51,9 @@ class Views:
             pieces = sorted(self._kept[index], key=lambda piece: piece[:2])
             window = memory.show([kept[0].view(np.uint8) for _, _, kept in pieces])
             if window is not None:
-                found[index] = keys.like(info, window.view(info.dtype.storage))
+                found[index] = shown = keys.like(info, window.view(info.dtype.storage))
+                if isinstance(shown, np.ndarray):
+                    shown.flags.writeable = False  # what torch does not know
                 continue
             for start, stop, kept in pieces:
                 results[index][start:stop] = kept[0]

@@ -66,6 +66,12 @@ def changed():
         print(f"refused: {error}", flush=True)
     else:
         raise AssertionError("a change was not noticed")
+    try:
+        trainer.step()
+    except RuntimeError:
+        pass
+    else:
+        raise AssertionError("a change was forgotten")
     expected = digest(net)
     trainer.broadcast_parameters()
     assert digest(net) == expected
