@@ -166,8 +166,8 @@ class KVStore(abc.ABC):
         """`pushpull` of which large results stay where they are, in the memory of servers of this host.
 
         A pull is then no pass over the bytes at all. Such a result shows another version some time after the next
-        `pushpull_shared` of its key has returned: use it until then. Do not write to it: nobody else would see that, and
-        later results that lie in the same place would show it. `broadcast` of the key mends it.
+        `pushpull_shared` of its key has returned: use it until then. Do not write to it: nobody else would see that,
+        and later results that lie in the same place would show it. `broadcast` of the key mends it.
 
         Args:
             key, value, priority, average, samples: as in `pushpull`.
