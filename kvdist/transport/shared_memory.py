@@ -314,9 +314,12 @@ def _nbytes(frames: Sequence[Buffer]) -> int:
 def this_host() -> str:
     """Names what two processes must share to open each other's memory: the running system, pid numbers, the user.
 
+    And the network, because a namespace of its own is how somebody makes a host within a host.
+
     Raises:
         OSError: ``/proc`` is not there.
     """
     system = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    seen = f"{system} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
+    seen = f"{system} {namespaces} {os.getuid()}"
     return hashlib.sha256(seen.encode()).hexdigest()[:16]
