@@ -71,13 +71,14 @@ class Mailbox:
             if self._closed:
                 return False
             self._items.append(item)
+            wakes = self._due == NEVER or (urgent and self._due > 0)
             if urgent:
-                due = -NEVER
-            else:
+                self._due = -NEVER
+            elif self._due > 0:
                 now = self._clock()
-                due, self._latest = now + QUIET_S, min(self._latest, now + GATHER_S)
-            if due < self._due:
-                self._due = due
+                self._latest = min(self._latest, now + GATHER_S)
+                self._due = min(self._latest, now + QUIET_S)
+            if wakes:
                 self._wake()
             return True
 

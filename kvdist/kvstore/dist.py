@@ -42,7 +42,7 @@ from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.contribution import Contribution, Terms, contribute
 from kvdist.kvstore.gathering import SMALL_BYTES_MAX, Gatherings, is_small
-from kvdist.kvstore.handed import Given, cut, given, named, taken
+from kvdist.kvstore.handed import Given, Taken, cut, given, named, taken
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.settings import Setting, gathered, setting_of, settings_of
 from kvdist.kvstore.staging import Lending, Staging, Stagings, lend, reaches_another
@@ -81,7 +81,6 @@ class DistStore(KVStore):
         node = cluster.node
         self._gatherings = Gatherings(
             self._lay_out,
-            self._plan_pull,
             lambda answer, make: node.submit_for(answer, make, urgent=False),
             node.touch,
             self._remember,
@@ -193,8 +192,21 @@ class DistStore(KVStore):
         if out is not None:
             places = taken(self._keys, key, out)
             if len(places.infos) == 1 and places.results[0].nbytes <= SMALL_BYTES_MAX:
-                return self._gatherings.pull(places.infos[0], places.results[0], places.spread, priority)
+                return self._pull_quietly(places, priority)
         return self._pull(key, out, priority)
+
+    def _pull_quietly(self, places: Taken, priority: int) -> Future[Any]:
+        """A small pull that nobody waits for yet: it may leave together with others, but is answered alone."""
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        self._gatherings.pulled(places.infos[0].key)
+
+        def make(number: int) -> Transfer:
+            runs = self._plan_pull(places.infos, places.results)
+            return Transfer(number, Kind.PULL, f"pull of {named(places.infos)}", runs, priority)
+
+        self._cluster.node.submit_for(future, make, places.spread, urgent=False)
+        return future
 
     def _pull(self, key: Keys, out: Value | None, priority: int) -> Future[Any]:
         if out is None:

@@ -1,22 +1,22 @@
-"""Calls for one small key at a time, as in ``for k in keys: store.push(k, grad[k])``, joined to calls for many.
+"""Pushes of one small key at a time, as in ``for k in keys: store.push(k, grad[k])``, joined to pushes of many.
 
 Rules that hold here:
 
-* What was said keeps its order: a gathering takes in a call only while no other request of the store stands behind it
-  in the mailbox, but for the pulls that follow its pushes, of which none may be of the key that is pushed.
-* A call is checked, and its value copied, before it returns. What it costs later is paid by the node's thread.
+* What was said keeps its order: a gathering takes in a push only while no other request of the store stands behind it
+  in the mailbox, but for pulls of other keys.
+* A push is checked, and its value copied, before it returns. What it costs later is paid by the node's thread.
+* Pulls are not joined: each has somebody who waits for it, and must not wait for the rounds of other keys.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from kvdist.core.requests import Bits, KeyInfo, Kind, RunData, Transfer
+from kvdist.core.requests import Bits, KeyInfo, Kind, Transfer
 from kvdist.kvstore.contribution import Contribution, Terms
 from kvdist.kvstore.handed import Given, named
 from kvdist.kvstore.settings import Setting
@@ -30,8 +30,6 @@ GATHERED_MAX = 4096
 
 LayOut = Callable[[Given, Terms, Sequence[Setting]], Contribution]
 """Makes the runs of a push, given the setting of each key."""
-PlanPull = Callable[[Sequence[KeyInfo], Sequence[Bits]], Sequence[RunData]]
-"""Makes the runs of a pull into these arrays."""
 
 
 class _Gathering:
@@ -67,35 +65,11 @@ class _Pushes(_Gathering):
         self._failed(exception)
 
 
-class _Pulls(_Gathering):
-    def __init__(self, plan_pull: PlanPull, priority: int) -> None:
-        super().__init__(priority)
-        self._plan_pull = plan_pull
-        self.results: list[Bits] = []
-        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def make(self, number: int) -> Transfer:
-        infos = list(self.infos.values())
-        runs = self._plan_pull(infos, self.results)
-        return Transfer(number, Kind.PULL, f"pull of {named(infos)}", runs, self.priority)
-
-    def set_result(self, result: Any) -> None:  # each has its own
-        for future, finish in self.waiting:
-            try:
-                future.set_result(finish())
-            except Exception as error:  # noqa: BLE001  # it belongs to the one who waits
-                future.set_exception(error)
-
-    def set_exception(self, exception: BaseException) -> None:
-        for future, _ in self.waiting:
-            future.set_exception(exception)
-
-
 class Gatherings:
-    """The gatherings of one store that still take in calls: at most one of pushes, and one of pulls behind it.
+    """The gathering of one store that still takes in pushes, if there is one.
 
     Args:
-        lay_out, plan_pull: make requests out of what was gathered.
+        lay_out: makes a request out of what was gathered.
         submit: leaves a request for the node's thread, not urgently.
         touch: tells that thread that more was gathered.
         failed: gets the error of pushes.
@@ -104,35 +78,34 @@ class Gatherings:
     def __init__(
         self,
         lay_out: LayOut,
-        plan_pull: PlanPull,
         submit: Callable[[Any, Callable[[int], Any]], None],
         touch: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self._lay_out = lay_out
-        self._plan_pull = plan_pull
         self._submit = submit
         self._touch = touch
         self._failed = failed
         self._lock = threading.RLock()
         self._pushes: _Pushes | None = None
-        self._pulls: _Pulls | None = None
+        self._pulled: set[Key] = set()
+        """Keys of which pulls stand behind the gathering."""
 
     def close(self) -> None:
         """Another request is about to be left: what is gathered goes before it as it is."""
         with self._lock:
-            for gathering in (self._pushes, self._pulls):
-                if gathering is not None:
-                    gathering.is_open = False
-            self._pushes = self._pulls = None
+            if self._pushes is not None:
+                self._pushes.is_open = False
+            self._pushes = None
 
     def push(self, info: KeyInfo, bits: Bits, setting: Setting, priority: int, terms: Terms) -> None:
         """Take in a push; `bits` are copied."""
         with self._lock:
             into = self._pushes
-            pulled = self._pulls is not None and info.key in self._pulls.infos
+            pulled = info.key in self._pulled
             if into is None or not _takes(into, info.key, priority) or into.terms != terms or pulled:
                 self.close()
+                self._pulled.clear()
                 into = self._pushes = _Pushes(self._lay_out, priority, terms, self._failed)
                 self._submit(into, self._closing(into))
             into.infos[info.key] = info
@@ -140,24 +113,12 @@ class Gatherings:
             into.settings.append(setting)
             self._touch()
 
-    def pull(self, info: KeyInfo, result: Bits, finish: Callable[[], Any], priority: int) -> Future[Any]:
-        """Take in a pull into `result`; `finish` gives what the future resolves to."""
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
+    def pulled(self, key: Key) -> None:
+        """A pull of this key is about to be left, behind what is gathered: no later push of it may go before it."""
         with self._lock:
-            into = self._pulls
-            if into is None or not _takes(into, info.key, priority):
-                if into is not None:
-                    self.close()
-                into = self._pulls = _Pulls(self._plan_pull, priority)
-                self._submit(into, self._closing(into))
-            into.infos[info.key] = info
-            into.results.append(result)
-            into.waiting.append((future, finish))
-            self._touch()
-        return future
+            self._pulled.add(key)
 
-    def _closing(self, gathering: _Pushes | _Pulls) -> Callable[[int], Transfer]:
+    def _closing(self, gathering: _Pushes) -> Callable[[int], Transfer]:
         """The request is made when it is sent; from then on it takes in nothing more."""
 
         def make(number: int) -> Transfer:

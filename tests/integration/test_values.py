@@ -14,6 +14,7 @@ SCENARIOS = [
     "awkward_shapes",
     "own_writes",
     "missing_gradients",
+    "calls_key_by_key",
     "replaced_values",
     "two_stores",
 ]

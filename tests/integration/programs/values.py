@@ -195,6 +195,39 @@ def own_writes(store_type):
     return store
 
 
+def calls_key_by_key(store_type):
+    """Loops over small keys, twice over each: the sums are right, and a pull never waits for another key's round."""
+    store = kv.create(store_type)
+    n = store.num_workers
+    keys = list(range(50))
+    store.init(keys, [np.zeros(10, np.float32) for _ in keys])
+    outs = [np.zeros(10, np.float32) for _ in keys]
+    for turn in range(1, 4):
+        for half in range(2):
+            for key in keys:
+                store.push(key, np.full(10, key + turn + half, np.float32))
+        for future in [store.pull_async(key, outs[key]) for key in keys]:
+            future.result(timeout=30)
+        assert all((out == n * (key + turn + 1)).all() for key, out in enumerate(outs)), outs[0]
+    store.init([100, 101], [np.zeros(3, np.float32)] * 2)
+    early, late = np.zeros(3, np.float32), np.zeros(3, np.float32)
+    store.push(100, np.ones(3, np.float32))
+    if store.rank == 0:
+        store.push(101, np.ones(3, np.float32))
+    first = store.pull_async(100, early)
+    if store.rank == 0:
+        second = store.pull_async(101, late)
+    first.result(timeout=30)  # the others push 101 only after this
+    assert (early == n).all()
+    store.barrier()
+    if store.rank:
+        store.push(101, np.ones(3, np.float32))
+        second = store.pull_async(101, late)
+    second.result(timeout=30)
+    assert (late == n).all()
+    return store
+
+
 def missing_gradients(store_type):
     """None counts as a contribution: nobody waits for it, and an average does not ignore who gave it."""
     store = kv.create(store_type)
