@@ -195,3 +195,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("\nleft behind on this machine by the test run: " + "; ".join(left), file=sys.stderr)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Name what failed once more, as the last lines: of a log that was cut, the end is what is left."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return  # one of several
+    reports = [*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())]
+    for name in dict.fromkeys(report.nodeid for report in reports):
+        print(f"failed: {name}", file=sys.stderr)

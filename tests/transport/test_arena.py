@@ -17,6 +17,7 @@ from kvdist.errors import ForkError, StoreClosed
 from kvdist.transport.arena import LINE_BYTES, PAGES_FROM_BYTES, Arena
 from kvdist.transport.mapping import PAGE_BYTES, address_of
 from kvdist.transport.segments import HEADER_BYTES
+from tests.transport.mappings import segments_mapped
 
 SEGMENT = 1 << 20
 
@@ -209,18 +210,12 @@ def test_after_close_arrays_live_and_nothing_more_is_given() -> None:
 
 
 def test_memory_is_unmapped_when_the_arena_and_its_last_array_are_gone() -> None:
-    def mapped() -> int:
-        with open("/proc/self/maps") as maps:
-            return sum("memfd:kvdist-arena" in line for line in maps)
-
-    gc.collect()
-    before = mapped()
+    before = segments_mapped()
     arena = Arena(SEGMENT, SEGMENT)
     array = arena.allocate(1000)
-    assert mapped() == before + 2
+    assert segments_mapped() == before + 2
     arena.close()
     del arena
-    gc.collect()
-    assert mapped() == before + 1
+    assert segments_mapped() == before + 1
     del array
-    assert mapped() == before
+    assert segments_mapped() == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import hashlib
 import os
 import re
@@ -14,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from kvdist.transport.segments import HEADER_BYTES, MAGIC, NAME
 from kvdist.transport.shared_memory import DESCRIBE_FROM_BYTES, SharedMemoryTransport
 from kvdist.transport.window import WindowCache
 from kvdist.transport.zeromq import ZeroMQTransport
+from tests.transport.mappings import segments_mapped
 from tests.transport.test_contract import arrivals, contents, first, receive
 
 pytestmark = pytest.mark.skipif(
@@ -196,26 +195,19 @@ def test_what_a_killed_process_has_sent_stays_readable_and_nothing_is_left_on_th
     assert bytes(views[0]) == pattern(LARGE, 0).tobytes()
 
 
-def mapped_segments() -> int:
-    """How many segments, one's own or a peer's, this process has mapped."""
-    return Path("/proc/self/maps").read_text("utf-8").count("memfd:kvdist-arena")
-
-
 def test_memory_of_a_peer_is_unmapped_when_it_is_gone_and_nobody_shows_it() -> None:
-    gc.collect()
-    before = mapped_segments()
+    before = segments_mapped()
     with shared() as worker, dialled_process(worker) as (peer, route):
-        own = mapped_segments()
+        own = segments_mapped()
         frames = ask(worker, route, b"make", b"%d" % LARGE, b"1")
-        assert mapped_segments() == own + 1
+        assert segments_mapped() == own + 1
         peer.send_signal(signal.SIGKILL)
         loss(worker)
-        assert mapped_segments() == own + 1 and len(frames[1]) == LARGE
+        assert segments_mapped() == own + 1 and len(frames[1]) == LARGE
         del frames
-        assert mapped_segments() == own
+        assert segments_mapped() == own
     del worker
-    gc.collect()
-    assert mapped_segments() == before
+    assert segments_mapped() == before
 
 
 def test_a_stopped_process_holds_nobody_up() -> None:
@@ -350,8 +342,8 @@ def test_a_hundred_connections_leave_no_descriptor_and_no_mapping() -> None:
                 assert contents(arrival(server)) == [pattern(40_000, number).tobytes()]
                 assert contents(arrival(worker)) == [mine.tobytes()]
             assert loss(server).route == to_worker
-            gc.collect()
-            seen.append((len(os.listdir("/proc/self/fd")), mapped_segments()))
+            mapped = segments_mapped()
+            seen.append((len(os.listdir("/proc/self/fd")), mapped))
         assert server.routes_shared == len(server.table) == 0
         assert seen[-1] <= seen[5]
 
