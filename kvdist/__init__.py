@@ -28,7 +28,7 @@ from kvdist.version import __version__
 
 if TYPE_CHECKING:
     from kvdist import kvstore as kv
-    from kvdist import optimizer
+    from kvdist import lr_scheduler, optimizer
     from kvdist.data import SplitSampler, split_and_load, split_data
     from kvdist.kvstore.base import KVStore
     from kvdist.trainer import Trainer
@@ -52,12 +52,13 @@ __all__ = [
     "Trainer",
     "__version__",
     "kv",
+    "lr_scheduler",
     "optimizer",
     "split_and_load",
     "split_data",
 ]
 
-_MODULES = {"kv": "kvdist.kvstore", "optimizer": "kvdist.optimizer"}
+_MODULES = {"kv": "kvdist.kvstore", "lr_scheduler": "kvdist.lr_scheduler", "optimizer": "kvdist.optimizer"}
 _NAMES = {
     "KVStore": "kvdist.kvstore.base",
     "SplitSampler": "kvdist.data",

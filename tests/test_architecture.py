@@ -25,6 +25,7 @@ FLOORS = {
     "kvdist.dtypes": 1,
     "kvdist.nodes": 1,
     "kvdist.rowsparse": 1,
+    "kvdist.schema": 1,
     "kvdist.kernels": 2,
     "kvdist.protocol": 2,
     "kvdist.transport": 2,
@@ -52,6 +53,7 @@ FLOORS = {
 SIDEWAYS = {
     ("kvdist.config", "kvdist.nodes"),
     ("kvdist.node", "kvdist.mailbox"),
+    ("kvdist.optimizer", "kvdist.lr_scheduler"),
     ("kvdist.overlap", "kvdist.parameters"),
     ("kvdist.shared_weights", "kvdist.parameters"),
     ("kvdist.trainer", "kvdist.shared_weights"),

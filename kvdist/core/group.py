@@ -22,7 +22,8 @@ from kvdist.core.shard import Allocate, Bits, Buffer, Contribution, PullRequest,
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member
-from kvdist.optimizer.updater import Part, Updater
+from kvdist.optimizer.states import Part
+from kvdist.optimizer.updater import Updater
 from kvdist.protocol.layout import offsets
 from kvdist.protocol.messages import U8, U32
 

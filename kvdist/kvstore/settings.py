@@ -29,7 +29,7 @@ def setting_of(info: KeyInfo, optimizer: Optimizer | None) -> Setting:
     """The setting of one key."""
     if optimizer is None:
         return SERVER_DECIDES
-    numbers = (optimizer.lr_for(info.key), optimizer.wd_for(info.key), optimizer.rescale_grad)
+    numbers = (optimizer.pushed_lr(info.key), optimizer.wd_for(info.key), optimizer.rescale_grad)
     return _finite(info.key, numbers)
 
 
@@ -46,7 +46,7 @@ def settings_of(plan: Plan, optimizer: Optimizer | None) -> Settings:
         return [SERVER_DECIDES], None
     rescale = optimizer.rescale_grad
     if not optimizer.lr_mult and not optimizer.wd_mult:
-        return [_finite(None, (optimizer.learning_rate, optimizer.wd, rescale))], None
+        return [_finite(None, (optimizer.pushed_lr(None), optimizer.wd, rescale))], None
     return gathered([setting_of(info, optimizer) for info in plan.keys])
 
 

@@ -1,4 +1,4 @@
-"""Rules that scale each element by its own history: Adam, and Adam with decoupled weight decay.
+"""Adam and its relatives: a mean of the gradients, divided by a measure of their size, each element for itself.
 
 The small number ε stands outside the root and outside the correction of the bias, as in MXNet; torch corrects the
 variance first, so its ε counts differently in the first steps. Passes are counted after the gradient has been summed
@@ -8,8 +8,9 @@ and clipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +19,15 @@ from kvdist.kernels.interface import Array, Equation
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.gradient_descent import add_decay
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.schema import flag, number
+from kvdist.optimizer.step import Step
+from kvdist.schema import flag, number
+
+
+def toward(mean: Array, decay: float, value: Array, scratch: Array) -> None:
+    """mean ← decay·mean + (1 − decay)·value. Three passes; `scratch` may be `value`."""
+    np.multiply(value, 1.0 - decay, out=scratch)
+    np.multiply(mean, decay, out=mean)
+    np.add(mean, scratch, out=mean)
 
 
 def _corrected(lr: float, beta1: float, beta2: float, count: int) -> float:
@@ -78,18 +87,10 @@ class Adam(Optimizer):
         return Equation("adam", (rate, wd, *_moments(self.beta1, self.beta2, self.epsilon)))
 
     def apply(
-        self,
-        weight: Array,
-        grad: Array,
-        out: Array,
-        state: tuple[Array, ...],
-        scratch: Array,
-        lr: float,
-        wd: float,
-        count: int,
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
     ) -> None:
         """Twelve passes."""
-        rate, wd, *moments = self.equation(lr, wd, count).numbers
+        rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
         add_decay(grad, weight, wd, scratch)
         _ratio(grad, state, scratch, moments)
         np.multiply(scratch, rate, out=scratch)
@@ -129,19 +130,164 @@ class AdamW(Optimizer):
         return Equation("adamw", (rate, wd, *_moments(self.beta1, self.beta2, self.epsilon)))
 
     def apply(
-        self,
-        weight: Array,
-        grad: Array,
-        out: Array,
-        state: tuple[Array, ...],
-        scratch: Array,
-        lr: float,
-        wd: float,
-        count: int,
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
     ) -> None:
         """Twelve passes, and two where wd is not 0."""
-        rate, wd, *moments = self.equation(lr, wd, count).numbers
+        rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
         _ratio(grad, state, scratch, moments)
         add_decay(scratch, weight, wd, grad)
         np.multiply(scratch, rate, out=scratch)
         np.subtract(weight, scratch, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class AdaBelief(Optimizer):
+    """Adam that divides by how far gradients stray from their mean.
+
+    ĝ = clip(g + wd·w);  m ← β1·m + (1 − β1)·ĝ;  s ← β2·s + (1 − β2)·(ĝ − m)² + ε;  w ← w − η·m/(√s + ε),
+    with η as of AdamW. It clips after the decay, unlike the others.
+
+    Source: Zhuang et al., AdaBelief Optimizer (2020).
+
+    Attributes:
+        beta1, beta2: decay of the moments, from 0 to below 1.
+        epsilon: ε, at least 0.
+        correct_bias: whether η undoes the moments' bias towards 0.
+    """
+
+    name: ClassVar[str] = "adabelief"
+    clips_itself: ClassVar[bool] = True
+
+    learning_rate: float = number(0.001, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    epsilon: float = number(1e-6, at_least=0)
+    correct_bias: bool = flag(True)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """m and s."""
+        return ("mean", "deviation")
+
+    def apply(
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
+    ) -> None:
+        """Fourteen passes, and one to clip."""
+        mean, deviation = state
+        add_decay(grad, weight, step.wd, scratch)
+        if self.clip_gradient is not None:
+            grad.clip(-self.clip_gradient, self.clip_gradient, out=grad)
+        toward(mean, self.beta1, grad, scratch)
+        np.subtract(grad, mean, out=grad)
+        np.multiply(grad, grad, out=grad)
+        toward(deviation, self.beta2, grad, grad)
+        np.add(deviation, self.epsilon, out=deviation)
+        np.sqrt(deviation, out=scratch)
+        np.add(scratch, self.epsilon, out=scratch)
+        np.divide(mean, scratch, out=scratch)
+        rate = _corrected(step.lr, self.beta1, self.beta2, step.count) if self.correct_bias else step.lr
+        np.multiply(scratch, rate, out=scratch)
+        np.subtract(weight, scratch, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class Adamax(Optimizer):
+    """Adam with the largest recent gradient in place of the root of the second moment.
+
+    ĝ = g + wd·w;  m ← β1·m + (1 − β1)·ĝ;  u ← max(β2·u, |ĝ|);  w ← w − lr/(1 − β1ᵗ)·m/(u + ε).
+
+    Source: Kingma and Ba, Adam: A Method for Stochastic Optimization (2014), section 7.
+
+    Attributes:
+        beta1, beta2: decay of m and u, from 0 to below 1.
+        epsilon: ε, at least 0.
+    """
+
+    name: ClassVar[str] = "adamax"
+
+    learning_rate: float = number(0.002, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    epsilon: float = number(1e-8, at_least=0)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """m and u."""
+        return ("mean", "largest")
+
+    def apply(
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
+    ) -> None:
+        """Ten passes."""
+        mean, largest = state
+        add_decay(grad, weight, step.wd, scratch)
+        toward(mean, self.beta1, grad, scratch)
+        np.abs(grad, out=grad)
+        np.multiply(largest, self.beta2, out=largest)
+        np.maximum(largest, grad, out=largest)
+        np.add(largest, self.epsilon, out=scratch)
+        np.divide(mean, scratch, out=scratch)
+        np.multiply(scratch, step.lr / (1.0 - self.beta1**step.count), out=scratch)
+        np.subtract(weight, scratch, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class Nadam(Optimizer):
+    """Adam with Nesterov's momentum.
+
+    ĝ = g + wd·w;  μᵗ = β1·(1 − ½·0.96^(t·schedule_decay));  P ← P·μᵗ, from 1;  m ← β1·m + (1 − β1)·ĝ;
+    v ← β2·v + (1 − β2)·ĝ²;  w ← w − lr·((1 − μᵗ)·ĝ/(1 − P) + μᵗ⁺¹·m/(1 − P·μᵗ⁺¹))/(√(v/(1 − β2ᵗ)) + ε).
+
+    P is each slice's own, as in torch; in MXNet all parameters share one, so there it depends on how many there are.
+
+    Source: Dozat, Incorporating Nesterov Momentum into Adam (2016).
+
+    Attributes:
+        beta1, beta2: decay of the moments, from 0 to below 1.
+        epsilon: ε, at least 0.
+        schedule_decay: how soon μ comes to β1, at least 0.
+    """
+
+    name: ClassVar[str] = "nadam"
+    initial_scalars: ClassVar[Mapping[str, float]] = MappingProxyType({"m_schedule": 1.0})
+
+    learning_rate: float = number(0.001, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    epsilon: float = number(1e-8, at_least=0)
+    schedule_decay: float = number(0.004, at_least=0)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """m and v."""
+        return ("mean", "variance")
+
+    def _momentum(self, count: int) -> float:
+        return self.beta1 * (1.0 - 0.5 * math.pow(0.96, count * self.schedule_decay))
+
+    def advance(self, scalars: tuple[float, ...], count: int) -> tuple[float, ...]:
+        """P ← P·μᵗ."""
+        return (scalars[0] * self._momentum(count),)
+
+    def apply(
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
+    ) -> None:
+        """Seventeen passes."""
+        mean, variance = state
+        now, following, schedule = self._momentum(step.count), self._momentum(step.count + 1), step.scalars[0]
+        add_decay(grad, weight, step.wd, scratch)
+        toward(mean, self.beta1, grad, scratch)
+        np.multiply(grad, grad, out=scratch)
+        toward(variance, self.beta2, scratch, scratch)
+        np.multiply(grad, (1.0 - now) / (1.0 - schedule), out=grad)
+        np.multiply(mean, following / (1.0 - schedule * following), out=scratch)
+        np.add(grad, scratch, out=grad)
+        np.multiply(variance, 1.0 / (1.0 - self.beta2**step.count), out=scratch)
+        np.sqrt(scratch, out=scratch)
+        np.add(scratch, self.epsilon, out=scratch)
+        np.divide(grad, scratch, out=grad)
+        np.multiply(grad, step.lr, out=grad)
+        np.subtract(weight, grad, out=out)

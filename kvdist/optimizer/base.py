@@ -4,7 +4,8 @@ An optimizer travels to the servers as its description, a small table of names a
 hyper-parameters are frozen: a later change here would never reach a server. What may change at any time are
 `learning_rate`, `wd`, `rescale_grad` and the multipliers, because they travel with every push.
 
-A rule is final: a class derives from `Optimizer` and from nothing below it.
+A rule is final: a class derives from `Optimizer` and from nothing below it. Most rules look at each element by itself.
+A rule that looks at more says so: `norm_count` lengths of the whole parameter, or `by_rows`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from kvdist import lr_scheduler as schedules
 from kvdist.kernels.interface import Array, Equation
-from kvdist.optimizer.schema import Value, finite_number, number, optional_number, schema_of
+from kvdist.lr_scheduler import LRScheduler
+from kvdist.optimizer.step import Extent, Step
+from kvdist.schema import Schema, Value, finite_number, flag, number, optional_number, schema_of
 
 LIVE = ("learning_rate", "wd", "rescale_grad", "lr_mult", "wd_mult")
 """What may change after creation."""
@@ -30,9 +34,22 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "betas": "beta1 and beta2",
         "eps": "epsilon",
         "clip_grad": "clip_gradient",
+        "scheduler": "lr_scheduler",
+        "alpha": "rho",
+        "gamma1": "rho",
+        "gamma2": "momentum",
+        "momentum_decay": "schedule_decay",
+        "lambda1": "lamda1",
+        "lambda_": "lamda",
+        "trust_coefficient": "eta",
     }
 )
-"""Other frameworks' words, and ours."""
+"""Other frameworks' words, earlier ones of the mirrored system, and ours."""
+
+
+def numbers_of(cls: type[Optimizer]) -> dict[str, Schema]:
+    """The schema of each hyper-parameter but for the schedule, in the order of the fields."""
+    return schema_of(cls, without=(schedules.ENTRY,))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,66 +57,111 @@ class Optimizer(ABC):
     """Base of every optimizer; fields are the keywords of the constructor.
 
     Attributes:
-        learning_rate: the step size, at least 0.
+        learning_rate: the step size, at least 0. With a schedule its base: a rate that is given beside a schedule
+            replaces the schedule's `base_lr`, and cannot change later.
         wd: weight decay, at least 0.
         rescale_grad: each contribution is multiplied by it before it is summed.
         clip_gradient: elements of the summed gradient are cut to ±clip_gradient; None or 0 turns it off.
+        multi_precision: keep a float32 copy of float16 and bfloat16 weights, the master, and update that; the weight
+            is the master, rounded. Where somebody else changed the weight, the master follows.
+        lr_scheduler: a schedule of `kvdist.lr_scheduler`, or None. It counts the updates where the weights live.
         lr_mult, wd_mult: factors of single keys, 1 where a key is absent.
     """
 
     name: ClassVar[str]
     """What users and descriptions call it: lower case."""
+    norm_count: ClassVar[int] = 0
+    """How many times `measure` is asked for lengths of the whole parameter before `apply`."""
+    by_rows: ClassVar[bool] = False
+    """Whether the rule needs whole rows of a matrix. Its states then have one element for each row."""
+    is_local: ClassVar[bool] = True
+    """Whether an element's new weight depends on nothing but its own numbers, so that short arrays can go as one."""
+    clips_itself: ClassVar[bool] = False
+    """Whether the rule cuts at `clip_gradient`, because it does something to the gradient before."""
+    states_from_weight: ClassVar[tuple[str, ...]] = ()
+    """Those of `state_names` that start as a copy of the weight. The others start as zeros."""
+    initial_scalars: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    """Numbers that the rule keeps for each slice beside its arrays, and what they start from."""
 
     learning_rate: float = number(0.01, at_least=0)
     wd: float = number(0.0, at_least=0)
     rescale_grad: float = number(1.0)
     clip_gradient: float | None = optional_number()
+    multi_precision: bool = flag(False)
+    lr_scheduler: LRScheduler | None = None
 
     def __post_init__(self) -> None:
         self.lr_mult: dict[Any, float] = {}
         self.wd_mult: dict[Any, float] = {}
+        if self.lr_scheduler is not None:
+            # Identity tells a rate that was given from the class's own, even if they are equal.
+            if self.learning_rate is default_of(type(self), "learning_rate"):
+                self.learning_rate = self.lr_scheduler.base_lr
+            else:
+                self.lr_scheduler = self.lr_scheduler.with_base(self.learning_rate)
         self._frozen = True
 
     @property
     @abstractmethod
     def state_names(self) -> tuple[str, ...]:
-        """The arrays that the rule keeps for each slice, in the order in which it gets them. They start as zeros."""
+        """The arrays that the rule keeps for each slice, in the order in which it gets them."""
 
     @abstractmethod
     def apply(
-        self,
-        weight: Array,
-        grad: Array,
-        out: Array,
-        state: tuple[Array, ...],
-        scratch: Array,
-        lr: float,
-        wd: float,
-        count: int,
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
     ) -> None:
-        """Write the new weight to `out` and the new state to `state`, element by element.
+        """Write the new weight to `out` and the new state to `state`.
 
-        All arrays are one-dimensional, of one length and one floating type, which the arithmetic must keep (Python
-        floats do; float64 scalars of NumPy do not).
+        All arrays are one-dimensional, of one length (states of a rule `by_rows` have one element a row) and of one
+        floating type, which the arithmetic must keep (Python floats do; float64 scalars of NumPy do not).
 
         Args:
             weight: the present weight; read only. It may be the same array as `out`.
-            grad: the gradient: summed, rescaled and clipped. The rule may overwrite it.
+            grad: the gradient: summed, rescaled and, but for a rule that clips itself, clipped. The rule may overwrite
+                it.
             out: receives the new weight.
             state: one array for each of `state_names`; updated in place.
             scratch: for the rule's use; its content means nothing.
-            lr: learning rate of this key in this update.
-            wd: weight decay of this key in this update.
-            count: how many updates this slice has had, this one included.
+            step: the numbers of this update.
+        """
+
+    def measure(
+        self, turn: int, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
+    ) -> tuple[float, ...]:
+        """Sums of squares over this piece, whose totals' roots `apply` finds in `step.norms`.
+
+        It is called for all pieces with turn 0, then for all with turn 1, up to `norm_count`; the norms of earlier
+        turns are in `step.norms`. A turn may update `state`; that of `apply` is then not repeated.
+
+        Args:
+            turn: which turn it is.
+            weight, grad, state, scratch, step: as of `apply`.
+        """
+        raise NotImplementedError(f"{self.name} has norm_count {self.norm_count}, so it must define measure()")
+
+    def advance(self, scalars: tuple[float, ...], count: int) -> tuple[float, ...]:
+        """The rule's numbers for the update with this count, from those of the update before."""
+        return scalars
+
+    def check_update(self, lr: float, wd: float, extent: Extent) -> None:  # noqa: B027  # most have no such limits
+        """Refuse numbers or a parameter that the rule cannot use.
+
+        Raises:
+            ValueError: it cannot; the message says why.
         """
 
     def equation(self, lr: float, wd: float, count: int) -> Equation | None:
         """What `apply` computes, for backends that have it in one piece; None: `apply` alone knows.
 
         Args:
-            lr, wd, count: as of `apply`.
+            lr, wd, count: as of `Step`.
         """
         return None
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether the rule needs lengths of the whole parameter, which must then live on one server."""
+        return self.norm_count > 0
 
     def __setattr__(self, attribute: str, value: object) -> None:
         if attribute.startswith("_"):
@@ -109,18 +171,25 @@ class Optimizer(ABC):
         else:
             object.__setattr__(self, attribute, self._checked(attribute, value))
 
-    def _checked(self, attribute: str, value: object) -> float | bool | None:
-        schemas = schema_of(type(self))
-        if attribute not in schemas:
+    def _checked(self, attribute: str, value: object) -> Value | LRScheduler:
+        schemas = numbers_of(type(self))
+        is_schedule = attribute == schedules.ENTRY
+        if attribute not in schemas and not is_schedule:
             hint = HINTS.get(attribute)
             advice = f"; here it is called {hint}" if hint else f"; it has {', '.join(schemas)}, {', '.join(LIVE[3:])}"
             raise AttributeError(f"{self.name} has no hyper-parameter {attribute}{advice}")
-        if attribute not in LIVE and "_frozen" in vars(self):
+        frozen = "_frozen" in vars(self)
+        if attribute == "learning_rate" and frozen and self.lr_scheduler is not None and value != self.learning_rate:
+            raise AttributeError(
+                f"the learning rate follows {self.lr_scheduler}; to set it yourself, create the optimizer without"
+                " lr_scheduler"
+            )
+        if attribute not in LIVE and frozen:
             raise AttributeError(
                 f"{attribute} cannot change after creation, because servers would never learn of it: create another "
                 f"optimizer. {', '.join(LIVE)} may change at any time, they travel with every push"
             )
-        return schemas[attribute].check(attribute, value)
+        return schedules.given(value) if is_schedule else schemas[attribute].check(attribute, value)
 
     def set_lr_mult(self, multipliers: Mapping[Any, float]) -> None:
         """Replace the table of factors {key: number} on the learning rate; keys not in it have 1."""
@@ -130,9 +199,14 @@ class Optimizer(ABC):
         """Replace the table of factors {key: number} on the weight decay; keys not in it have 1."""
         self.wd_mult = dict(multipliers)
 
-    def lr_for(self, key: Hashable) -> float:
-        """The learning rate of a key now."""
-        return self.learning_rate * self.lr_mult.get(key, 1.0)
+    def pushed_lr(self, key: Hashable) -> float:
+        """What a push says about the learning rate of a key: the rate; with a schedule the factor on it."""
+        factor = self.lr_mult.get(key, 1.0)
+        return factor if self.lr_scheduler is not None else self.learning_rate * factor
+
+    def lr_at(self, pushed: float, count: int) -> float:
+        """The learning rate of the update with this count, if the push said `pushed`."""
+        return pushed if self.lr_scheduler is None else self.lr_scheduler(count) * pushed
 
     def wd_for(self, key: Hashable) -> float:
         """The weight decay of a key now."""
@@ -152,8 +226,14 @@ class Optimizer(ABC):
         `learning_rate`, `wd` and `rescale_grad` stand in it with their present values; the multipliers do not.
         """
         values: dict[str, Value] = {"name": self.name}
-        values.update((field, vars(self)[field]) for field in schema_of(type(self)))
+        values.update((field, vars(self)[field]) for field in numbers_of(type(self)))
+        values.update({schedules.ENTRY: None} if self.lr_scheduler is None else self.lr_scheduler.describe())
         return values
+
+
+def default_of(cls: type[Optimizer], field: str) -> object:
+    """What the class gives a hyper-parameter that the user does not."""
+    return cls.__dataclass_fields__[field].default
 
 
 def _checked_multipliers(attribute: str, value: object) -> dict[Any, float]:

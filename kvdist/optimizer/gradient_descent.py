@@ -1,4 +1,4 @@
-"""Gradient descent: plain, with momentum, with Nesterov's momentum; and a rule for tests.
+"""Gradient descent: plain, with momentum, with Nesterov's momentum, by signs, for late gradients; and a rule for tests.
 
 Passes are counted after the gradient has been summed and clipped; weight decay adds two wherever it is not 0.
 """
@@ -13,7 +13,8 @@ import numpy as np
 from kvdist.kernels.interface import Array, Equation
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.schema import number
+from kvdist.optimizer.step import Step
+from kvdist.schema import number
 
 
 def add_decay(grad: Array, weight: Array, wd: float, scratch: Array) -> None:
@@ -51,19 +52,11 @@ class SGD(Optimizer):
         return Equation("sgd_momentum", (lr, wd, self.momentum)) if self.momentum else Equation("sgd", (lr, wd))
 
     def apply(
-        self,
-        weight: Array,
-        grad: Array,
-        out: Array,
-        state: tuple[Array, ...],
-        scratch: Array,
-        lr: float,
-        wd: float,
-        count: int,
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
     ) -> None:
         """Two passes; four with momentum."""
-        add_decay(grad, weight, wd, scratch)
-        np.multiply(grad, lr, out=grad)
+        add_decay(grad, weight, step.wd, scratch)
+        np.multiply(grad, step.lr, out=grad)
         if not self.momentum:
             np.subtract(weight, grad, out=out)
             return
@@ -99,25 +92,115 @@ class NAG(Optimizer):
         return Equation("nag", (lr, wd, self.momentum))
 
     def apply(
-        self,
-        weight: Array,
-        grad: Array,
-        out: Array,
-        state: tuple[Array, ...],
-        scratch: Array,
-        lr: float,
-        wd: float,
-        count: int,
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
     ) -> None:
         """Six passes."""
         (momentum,) = state
-        add_decay(grad, weight, wd, scratch)
-        np.multiply(grad, lr, out=grad)
+        add_decay(grad, weight, step.wd, scratch)
+        np.multiply(grad, step.lr, out=grad)
         np.multiply(momentum, self.momentum, out=momentum)
         np.subtract(momentum, grad, out=momentum)
         np.multiply(momentum, self.momentum, out=scratch)
         np.subtract(scratch, grad, out=scratch)
         np.add(weight, scratch, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class Signum(Optimizer):
+    """Steps of one length in the direction of the momentum's sign; without momentum, of the gradient's.
+
+    ĝ = g + wd·w;  m ← μ·m − (1 − μ)·ĝ;  w ← (1 − lr·wd_lh)·w + lr·sign(m).
+    Without momentum: w ← (1 − lr·(wd + wd_lh))·w − lr·sign(g).
+
+    Source: Bernstein et al., signSGD: compressed optimisation for non-convex problems (2018).
+
+    Attributes:
+        momentum: μ, from 0 to below 1.
+        wd_lh: weight decay beside the sign, as in AdamW; at least 0.
+    """
+
+    name: ClassVar[str] = "signum"
+
+    learning_rate: float = number(0.01, at_least=0)
+    momentum: float = number(0.9, at_least=0, below=1)
+    wd_lh: float = number(0.0, at_least=0)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """m; nothing without momentum."""
+        return ("momentum",) if self.momentum else ()
+
+    def apply(
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
+    ) -> None:
+        """Seven passes; four without momentum."""
+        decay = self.wd_lh
+        if self.momentum:
+            (momentum,) = state
+            add_decay(grad, weight, step.wd, scratch)
+            np.multiply(momentum, self.momentum, out=momentum)
+            np.multiply(grad, 1.0 - self.momentum, out=grad)
+            np.subtract(momentum, grad, out=momentum)
+            np.sign(momentum, out=grad)
+            np.multiply(grad, step.lr, out=grad)
+        else:
+            decay += step.wd
+            np.sign(grad, out=grad)
+            np.multiply(grad, -step.lr, out=grad)
+        np.multiply(weight, 1.0 - step.lr * decay, out=out)
+        np.add(out, grad, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class DCASGD(Optimizer):
+    """Gradient descent that corrects gradients which come late, as in asynchronous stores.
+
+    ĝ = g + wd·w;  d = ĝ + λ·ĝ²·(w − p);  m ← μ·m − lr·d;  p ← w;  w ← w + m.  Without momentum m is −lr·d.
+
+    p is the weight before the slice's last update, whoever caused it: as in MXNet there is one for all workers, where
+    the paper has one for each.
+
+    Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (2017).
+
+    Attributes:
+        momentum: μ, from 0 to below 1.
+        lamda: λ, how strongly to correct; at least 0.
+    """
+
+    name: ClassVar[str] = "dcasgd"
+    states_from_weight: ClassVar[tuple[str, ...]] = ("previous_weight",)
+
+    learning_rate: float = number(0.1, at_least=0)
+    momentum: float = number(0.0, at_least=0, below=1)
+    lamda: float = number(0.04, at_least=0)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """p, which starts as the weight, and with momentum m."""
+        return ("previous_weight", "momentum") if self.momentum else ("previous_weight",)
+
+    def apply(
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
+    ) -> None:
+        """Eight passes; ten with momentum."""
+        previous = state[0]
+        add_decay(grad, weight, step.wd, scratch)
+        np.subtract(weight, previous, out=scratch)
+        np.copyto(previous, weight)
+        np.multiply(scratch, self.lamda, out=scratch)
+        np.multiply(scratch, grad, out=scratch)
+        np.multiply(scratch, grad, out=scratch)
+        np.add(grad, scratch, out=grad)
+        np.multiply(grad, step.lr, out=grad)
+        if not self.momentum:
+            np.subtract(weight, grad, out=out)
+            return
+        momentum = state[1]
+        np.multiply(momentum, self.momentum, out=momentum)
+        np.subtract(momentum, grad, out=momentum)
+        np.add(weight, momentum, out=out)
 
 
 @register
@@ -135,15 +218,7 @@ class Test(Optimizer):
         return ()
 
     def apply(
-        self,
-        weight: Array,
-        grad: Array,
-        out: Array,
-        state: tuple[Array, ...],
-        scratch: Array,
-        lr: float,
-        wd: float,
-        count: int,
+        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
     ) -> None:
         """One pass."""
         np.add(weight, grad, out=out)

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Mapping
 from typing import TypeVar
 
-from kvdist.optimizer.base import HINTS, Optimizer
-from kvdist.optimizer.schema import schema_of
+from kvdist import lr_scheduler as schedules
+from kvdist.optimizer.base import HINTS, Optimizer, numbers_of
 
 _OptimizerClass = TypeVar("_OptimizerClass", bound=type[Optimizer])
 
@@ -31,7 +31,7 @@ def register(cls: _OptimizerClass) -> _OptimizerClass:
         raise TypeError(f"{cls.__name__} must be decorated with @dataclass(kw_only=True, eq=False), below @register")
     if inspect.isabstract(cls):
         raise TypeError(f"{cls.__name__} has no rule: define apply()")
-    schema_of(cls)
+    numbers_of(cls)
     name = cls.name
     if not name or name != name.lower():
         raise ValueError(f"{cls.__name__}.name must be in lower case, not {name!r}")
@@ -71,7 +71,7 @@ def create(optimizer: str | Optimizer, /, **hyperparameters: object) -> Optimize
 
 
 def _refuse_unknown(cls: type[Optimizer], hyperparameters: Mapping[str, object]) -> None:
-    known = schema_of(cls)
+    known = (*numbers_of(cls), schedules.ENTRY)
     for name in hyperparameters:
         if name not in known:
             hint = f" (here it is called {HINTS[name]})" if name in HINTS else ""
@@ -95,14 +95,23 @@ def from_description(description: object) -> Optimizer:
         raise ValueError(
             f"unknown optimizer {name!r:.80} in a description: this process knows {', '.join(sorted(_BY_NAME))}"
         )
-    values = {key: value for key, value in description.items() if key != "name"}
-    expected = schema_of(cls)
-    if values.keys() != expected.keys():
-        raise ValueError(f"a description of {cls.name} has exactly name, {', '.join(expected)}")
-    for key, value in values.items():
-        if type(value) not in (float, int, bool, type(None)):
+    values = {key: value for key, value in description.items() if key != "name" and not _of_schedule(key)}
+    expected = numbers_of(cls)
+    if values.keys() != expected.keys() or schedules.ENTRY not in description:
+        raise ValueError(f"a description of {cls.name} has exactly name, {', '.join(expected)}, {schedules.ENTRY}")
+    entries = {key: value for key, value in description.items() if _of_schedule(key)}
+    for key, value in {**values, **entries}.items():
+        text_fits = _of_schedule(key) or expected[key].kind is str
+        if type(value) not in (float, int, bool, type(None)) and not (type(value) is str and text_fits):
             raise ValueError(f"{key} in a description of {cls.name} cannot be of type {type(value).__name__}")
+    schedule = None
+    if len(entries) > 1 or entries[schedules.ENTRY] is not None:
+        schedule = schedules.from_description(entries)
     try:
-        return cls(**values)
+        return cls(**values, lr_scheduler=schedule)
     except TypeError as error:
         raise ValueError(f"in a description of {cls.name}: {error}") from None
+
+
+def _of_schedule(entry: object) -> bool:
+    return type(entry) is str and (entry == schedules.ENTRY or entry.startswith(f"{schedules.ENTRY}."))

@@ -4,19 +4,24 @@ The rule is run chunk by chunk: a chunk's gradient, weight and states stay in th
 the rule, so that memory is read once and written once however many passes there are. From memory a float32 update
 thus reads n contributions, the weight and the states, and writes the weight and the states; over the cache it makes
 max(n - 1, 1) passes for the sum (one more for a scale), one for clipping, and those counted at each rule. Halves add
-one to widen the weight and one (seven for bfloat16) to round it. A backend that has the rule in one piece does all of
-it in one pass, with the same bits.
+one to widen the weight and one (seven for bfloat16) to round it; with a float32 master as many again, and two to
+compare, because the master follows a weight that somebody else has changed. A backend that has the rule in one piece
+does all of it in one pass, with the same bits.
+
+A rule with norms reads everything once more for each of its turns: first all pieces of the parameter are measured,
+then all are updated. Squares are summed in float64, so how a parameter is cut shows in the last bits at most.
 
 An `Updater` belongs to one thread: it owns scratch memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,28 +29,39 @@ from kvdist.dtypes import DType, from_name
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.states import Part, SliceState, joined, state_size
+from kvdist.optimizer.step import Extent, Step
 
 
-@dataclass(slots=True)
-class SliceState:
-    """What an optimizer remembers of one slice.
-
-    Attributes:
-        count: how many updates it has had.
-        arrays: one for each of `Optimizer.state_names`, of `DType.accumulate`.
-    """
-
-    count: int
-    arrays: tuple[Array, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of a longer array: the `count` elements from `start` are what `index` names alone."""
+@dataclass(slots=True, eq=False)
+class Piece:
+    """One array of an update; see `Updater.update` for what each is."""
 
     index: Hashable
-    start: int
-    count: int
+    weight: Array
+    contributions: Sequence[Array]
+    scales: Sequence[float]
+    out: Array
+    extent: Extent
+
+
+class _Run(NamedTuple):
+    """A piece with its state and the numbers of this update."""
+
+    piece: Piece
+    state: SliceState
+    step: Step
+
+
+class _Chunk(NamedTuple):
+    """What a rule gets at a time. `weight` is as wide as the gradient; `out` is of `DType.storage`."""
+
+    weight: Array
+    grad: Array
+    out: Array
+    arrays: tuple[Array, ...]
+    scratch: Array
+    step: Step
 
 
 class Updater:
@@ -77,6 +93,7 @@ class Updater:
         out: Array,
         lr: float | None = None,
         wd: float | None = None,
+        extent: Extent | None = None,
     ) -> None:
         """Sum the contributions, apply the rule, write the new weight to `out`. On an error nothing has changed.
 
@@ -87,33 +104,55 @@ class Updater:
             scales: a finite factor for each contribution.
             dtype: the element type.
             out: another array like `weight`, or `weight` itself; it overlaps nothing else.
-            lr: learning rate, None for the optimizer's own for a key called `index`.
+            lr: what `Optimizer.pushed_lr` said where the gradient comes from; None for this optimizer's word on a key
+                called `index`.
             wd: weight decay, likewise.
+            extent: where the array lies in its parameter; None for a whole one-dimensional parameter called `index`.
 
         Raises:
             TypeError: the dtype is not a floating type, or an array has another type.
-            ValueError: lengths differ, or a number is not finite.
+            ValueError: lengths differ, a number is not finite, or the rule needs more than this array.
         """
-        lr = self.optimizer.lr_for(index) if lr is None else lr
-        wd = self.optimizer.wd_for(index) if wd is None else wd
-        self._check(index, weight, contributions, scales, dtype, out)
+        if extent is None:
+            extent = Extent(index, (weight.size,))
+        self.update_together([Piece(index, weight, contributions, scales, out, extent)], dtype, lr, wd)
+
+    def update_together(
+        self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None
+    ) -> None:
+        """Update all pieces of one parameter. A rule that needs norms can have them only so, or of one whole piece.
+
+        Args:
+            pieces: in the order of their elements.
+            dtype, lr, wd: as of `update`.
+
+        Raises:
+            TypeError, ValueError: as of `update`; nothing has changed.
+        """
+        key = pieces[0].index
+        lr = self.optimizer.pushed_lr(key) if lr is None else lr
+        wd = self.optimizer.wd_for(key) if wd is None else wd
         if not (isfinite(lr) and isfinite(wd)):
-            raise ValueError(f"{index!r} cannot be updated with learning rate {lr} and weight decay {wd}: not finite")
-        state = self._state_for(index, weight.size, dtype)
-        if not self._run_fused(weight, contributions, scales, out, state, lr, wd):
-            scratch = self._scratch_for(dtype)
-            with np.errstate(all="ignore"):  # a model that diverges shows inf and NaN, not warnings of its server
-                if weight.size <= CHUNK_ELEMENTS:
-                    self._run(weight, contributions, scales, dtype, out, state.arrays, scratch, lr, wd, state.count + 1)
-                else:
-                    self._run_in_chunks(weight, contributions, scales, dtype, out, state, scratch, lr, wd)
-        state.count += 1
-        self._states[index] = state
+            raise ValueError(f"{key!r} cannot be updated with learning rate {lr} and weight decay {wd}: not finite")
+        for piece in pieces:
+            self._check(piece.index, piece.weight, piece.contributions, piece.scales, dtype, piece.out)
+        self._check_extents(pieces)
+        runs = [self._begun(piece, dtype, lr, wd) for piece in pieces]
+        if self.optimizer.needs_norms:
+            norms = self._norms(runs, dtype)
+            runs = [run._replace(step=replace(run.step, norms=norms)) for run in runs]
+        for run in runs:
+            if not self._run_fused(run):
+                self._run(run, dtype)
+        for piece, state, step in runs:
+            state.count, state.scalars = step.count, step.scalars
+            self._states[piece.index] = state
 
     def joinable(self, indices: Iterable[Hashable]) -> bool:
-        """Whether these have had the same number of updates, so that they can go on as one."""
+        """Whether these have had the same history, so that they can go on as one."""
         states = [self._states.get(index) for index in indices]
-        return len({0 if state is None else state.count for state in states}) == 1
+        histories = {(0, None) if state is None else state.history for state in states}
+        return self.optimizer.is_local and len(histories) == 1
 
     def join(self, index: Hashable, parts: Sequence[Part], size: int, dtype: DType) -> None:
         """Make one state, called `index`, of those of its parts; one copy. Elements of no part start as zeros.
@@ -125,25 +164,15 @@ class Updater:
             dtype: its element type.
         """
         states = [(part, self._states.pop(part.index, None)) for part in parts]
-        arrays = tuple(np.zeros(size, dtype.accumulate) for _ in self.optimizer.state_names)
-        count = 0
-        for part, state in states:
-            if state is None:
-                continue
-            count = state.count
-            for array, own in zip(arrays, state.arrays, strict=True):
-                array[part.start : part.start + part.count] = own
-        if count:
-            self._states[index] = SliceState(count, arrays)
+        whole = joined([(part, state) for part, state in states if state is not None], size, dtype)
+        if whole is not None:
+            self._states[index] = whole
 
     def split(self, index: Hashable, parts: Sequence[Part]) -> None:
         """Give each part its stretch of the state called `index`: the opposite of `join`, without a copy."""
         state = self._states.pop(index, None)
-        if state is None:
-            return
-        for part in parts:
-            stretches = tuple(array[part.start : part.start + part.count] for array in state.arrays)
-            self._states[part.index] = SliceState(state.count, stretches)
+        if state is not None:
+            self._states.update((part.index, state.part(part.start, part.count)) for part in parts)
 
     def __call__(self, index: Hashable, grad: Array, weight: Array) -> None:
         """Update a local weight in place, as MXNet's updaters do.
@@ -164,7 +193,8 @@ class Updater:
             raise TypeError(f"key {index!r}: the gradient is {grad.dtype}, the weight {weight.dtype}: cast one of them")
         flat = np.ascontiguousarray(weight).reshape(-1)
         flat_grad = np.ascontiguousarray(grad).reshape(-1)
-        self.update(index, flat, [flat_grad], [self.optimizer.rescale_grad], dtype, flat)
+        extent = Extent(index, weight.shape)
+        self.update(index, flat, [flat_grad], [self.optimizer.rescale_grad], dtype, flat, extent=extent)
         if not weight.flags.c_contiguous:  # then `flat` is a copy
             np.copyto(weight, flat.reshape(weight.shape))
 
@@ -195,85 +225,138 @@ class Updater:
             if contribution.size != size:
                 raise ValueError(f"{index!r}: a gradient has {contribution.size} elements, the weight {size}")
 
-    def _state_for(self, index: Hashable, size: int, dtype: DType) -> SliceState:
-        state = self._states.get(index)
-        if state is None:
-            names = self.optimizer.state_names
-            return SliceState(0, tuple(np.zeros(size, dtype.accumulate) for _ in names))
-        for array in state.arrays:
-            if array.size != size or array.dtype != dtype.accumulate:
+    def _check_extents(self, pieces: Sequence[Piece]) -> None:
+        """Whether the rule sees as much of the parameter as it needs."""
+        optimizer, extent = self.optimizer, pieces[0].extent
+        if optimizer.needs_norms:
+            ends = [piece.extent.start + piece.weight.size for piece in pieces]
+            if [piece.extent.start for piece in pieces] + [extent.size] != [0, *ends]:
                 raise ValueError(
-                    f"{index!r} had {array.size} elements of {array.dtype} at its last update, "
-                    f"now {size} of {dtype.accumulate}: give another array another index"
+                    f"{optimizer.name} needs the norm of the whole parameter {extent.key!r}, which lies on several"
+                    " servers: call set_optimizer before init, so that its parameters are not cut"
                 )
-        return state
+        if optimizer.by_rows:
+            row = max(1, extent.row_length)
+            if any(piece.extent.start % row or piece.weight.size % row for piece in pieces):
+                raise ValueError(
+                    f"{optimizer.name} needs whole rows of the parameter {extent.key!r}, which is cut elsewhere:"
+                    " call set_optimizer before init, so that it is cut between rows"
+                )
 
-    def _scratch_for(self, dtype: DType) -> tuple[Array, ...]:
+    def _begun(self, piece: Piece, dtype: DType, lr: float, wd: float) -> _Run:
+        """A piece with its state, which is not kept yet, and the numbers of this update."""
+        optimizer = self.optimizer
+        state = self._states.get(piece.index)
+        if state is None:
+            state = SliceState.fresh(optimizer, piece.weight, dtype, piece.extent, self._kernels)
+        else:
+            self._check_state(piece, state, dtype)
+        count = state.count + 1
+        rate = optimizer.lr_at(lr, count)
+        optimizer.check_update(rate, wd, piece.extent)
+        scalars = optimizer.advance(state.scalars, count) if state.scalars else ()
+        return _Run(piece, state, Step(rate, wd, count, piece.extent, piece.extent.start, scalars))
+
+    def _check_state(self, piece: Piece, state: SliceState, dtype: DType) -> None:
+        expected = state_size(self.optimizer, piece.weight.size, piece.extent)
+        for array in state.arrays:
+            if array.size != expected or array.dtype != dtype.accumulate:
+                raise ValueError(
+                    f"{piece.index!r} had {array.size} elements of {array.dtype} at its last update, "
+                    f"now {expected} of {dtype.accumulate}: give another array another index"
+                )
+
+    def _scratch_for(self, dtype: DType, length: int) -> tuple[Array, ...]:
         """Three arrays of a chunk: the gradient, the rule's own, and for halves the weight."""
         accumulate = dtype.accumulate
         scratch = self._scratch.get(accumulate)
-        if scratch is None:
-            scratch = tuple(np.empty(CHUNK_ELEMENTS, accumulate) for _ in range(3))
+        if scratch is None or scratch[0].size < length:
+            scratch = tuple(np.empty(max(length, CHUNK_ELEMENTS), accumulate) for _ in range(3))
             self._scratch[accumulate] = scratch
         return scratch
 
-    def _run_fused(
-        self,
-        weight: Array,
-        contributions: Sequence[Array],
-        scales: Sequence[float],
-        out: Array,
-        state: SliceState,
-        lr: float,
-        wd: float,
-    ) -> bool:
+    def _run_fused(self, run: _Run) -> bool:
         """Let the backend do all in one pass, if it can."""
-        optimizer = self.optimizer
-        equation = optimizer.equation(lr, wd, state.count + 1)
+        piece, state, step = run
+        equation = None if state.master is not None else self.optimizer.equation(step.lr, step.wd, step.count)
         return equation is not None and self._kernels.fused_update(
-            equation, weight, contributions, scales, optimizer.clip_gradient, out, state.arrays
+            equation,
+            piece.weight,
+            piece.contributions,
+            piece.scales,
+            self.optimizer.clip_gradient,
+            piece.out,
+            state.arrays,
         )
 
-    def _run_in_chunks(
-        self,
-        weight: Array,
-        contributions: Sequence[Array],
-        scales: Sequence[float],
-        dtype: DType,
-        out: Array,
-        state: SliceState,
-        scratch: tuple[Array, ...],
-        lr: float,
-        wd: float,
-    ) -> None:
-        for start in range(0, weight.size, CHUNK_ELEMENTS):
-            part = slice(start, start + CHUNK_ELEMENTS)
-            parts = [contribution[part] for contribution in contributions]
-            arrays = tuple(array[part] for array in state.arrays)
-            self._run(weight[part], parts, scales, dtype, out[part], arrays, scratch, lr, wd, state.count + 1)
+    def _norms(self, runs: Sequence[_Run], dtype: DType) -> tuple[float, ...]:
+        """What `measure` asks for, over all pieces of the parameter."""
+        measure = self.optimizer.measure
+        norms: tuple[float, ...] = ()
+        for turn in range(self.optimizer.norm_count):
+            runs = [run._replace(step=replace(run.step, norms=norms)) for run in runs]
+            sums: list[tuple[float, ...]] = []
+            with np.errstate(all="ignore"):
+                for run in runs:
+                    for weight, grad, _, arrays, scratch, step in self._chunks(run, dtype):
+                        sums.append(measure(turn, weight, grad, arrays, scratch, step))
+            norms += tuple(math.sqrt(sum(column)) for column in zip(*sums, strict=True))
+        return norms
 
-    def _run(
-        self,
-        weight: Array,
-        contributions: Sequence[Array],
-        scales: Sequence[float],
-        dtype: DType,
-        out: Array,
-        arrays: tuple[Array, ...],
-        scratch: tuple[Array, ...],
-        lr: float,
-        wd: float,
-        count: int,
-    ) -> None:
-        """Update one chunk."""
-        kernels, optimizer, size = self._kernels, self.optimizer, weight.size
-        grad, temporary = scratch[0][:size], scratch[1][:size]
-        kernels.weighted_sum(contributions, scales, dtype, grad)
-        if optimizer.clip_gradient is not None:
-            grad.clip(-optimizer.clip_gradient, optimizer.clip_gradient, out=grad)
-        if grad.dtype == out.dtype:
-            optimizer.apply(weight, grad, out, arrays, temporary, lr, wd, count)
-            return
-        wide = kernels.to_float32(weight, dtype, scratch[2][:size])
-        optimizer.apply(wide, grad, wide, arrays, temporary, lr, wd, count)
-        kernels.from_float32(wide, dtype, out)
+    def _run(self, run: _Run, dtype: DType) -> None:
+        """Update a piece chunk by chunk."""
+        apply = self.optimizer.apply
+        with np.errstate(all="ignore"):  # a model that diverges shows inf and NaN, not warnings of its server
+            for weight, grad, out, arrays, scratch, step in self._chunks(run, dtype):
+                if weight.dtype == out.dtype:
+                    apply(weight, grad, out, arrays, scratch, step)
+                else:
+                    apply(weight, grad, weight, arrays, scratch, step)
+                    self._kernels.from_float32(weight, dtype, out)
+
+    def _chunks(self, run: _Run, dtype: DType) -> Iterator[_Chunk]:
+        """The piece in parts that fit into the cache, each with its gradient, summed and clipped."""
+        piece, state, step = run
+        weight, contributions, scales, out, extent = (
+            piece.weight, piece.contributions, piece.scales, piece.out, piece.extent
+        )  # fmt: skip
+        row = max(1, extent.row_length) if self.optimizer.by_rows else 1
+        length = max(1, CHUNK_ELEMENTS // row) * row
+        size = weight.size
+        scratch = self._scratch_for(dtype, min(length, size))
+        for start in range(0, size, length):
+            count = min(length, size - start)
+            part = slice(start, start + count)
+            grad = self._gradient([each[part] for each in contributions], scales, dtype, scratch[0][:count])
+            rows = slice(start // row, (start + count) // row)
+            yield _Chunk(
+                self._wide(weight[part], state.master, part, dtype, scratch),
+                grad,
+                out[part],
+                tuple(array[rows] for array in state.arrays),
+                scratch[1][:count],
+                replace(step, start=step.start + start) if start else step,
+            )
+
+    def _gradient(self, contributions: Sequence[Array], scales: Sequence[float], dtype: DType, grad: Array) -> Array:
+        self._kernels.weighted_sum(contributions, scales, dtype, grad)
+        clip = self.optimizer.clip_gradient
+        if clip is not None and not self.optimizer.clips_itself:
+            grad.clip(-clip, clip, out=grad)
+        return grad
+
+    def _wide(
+        self, weight: Array, master: Array | None, part: slice, dtype: DType, scratch: tuple[Array, ...]
+    ) -> Array:
+        """The weight in the type of sums: itself, or its master, or a widened copy."""
+        if dtype.storage == dtype.accumulate:
+            return weight
+        wide = self._kernels.to_float32(weight, dtype, scratch[2][: weight.size])
+        if master is None:
+            return wide
+        own = master[part]
+        # Loaded or broadcast weights, say: where the stored bits are not the master's, they are newer.
+        changed = self._kernels.from_float32(own, dtype).view(np.uint16) != weight.view(np.uint16)
+        if changed.any():
+            np.copyto(own, wide, where=changed)
+        return own

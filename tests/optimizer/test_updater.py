@@ -11,7 +11,7 @@ import pytest
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.optimizer import Optimizer, Updater, create
-from kvdist.optimizer.updater import Part
+from kvdist.optimizer.states import Part
 
 F32 = DType.FLOAT32
 
@@ -158,8 +158,9 @@ class Recorder(Optimizer):
         super().__post_init__()
         self._calls = []
 
-    def apply(self, weight, grad, out, state, scratch, lr, wd, count):
-        self._calls.append((weight.size, grad.size, out.size, [s.size for s in state], scratch.size, lr, wd, count))
+    def apply(self, weight, grad, out, state, scratch, step):
+        sizes = (weight.size, grad.size, out.size, [s.size for s in state], scratch.size)
+        self._calls.append((*sizes, step.lr, step.wd, step.count, step.start))
 
 
 def test_a_rule_gets_pieces_of_equal_length_and_one_count_for_all_of_them():
@@ -169,11 +170,11 @@ def test_a_rule_gets_pieces_of_equal_length_and_one_count_for_all_of_them():
     updater.update("w", ones(size), [ones(size)], [1.0], F32, ones(size), lr=0.5, wd=0.25)
     chunk = CHUNK_ELEMENTS
     assert rule._calls == [
-        (chunk, chunk, chunk, [chunk, chunk], chunk, 0.5, 0.25, 1),
-        (3, 3, 3, [3, 3], 3, 0.5, 0.25, 1),
+        (chunk, chunk, chunk, [chunk, chunk], chunk, 0.5, 0.25, 1, 0),
+        (3, 3, 3, [3, 3], 3, 0.5, 0.25, 1, chunk),
     ]
     updater.update("w", ones(size), [], [], F32, ones(size), lr=0.5, wd=0.25)
-    assert rule._calls[-1][-1] == 2
+    assert rule._calls[-1][-2] == 2
 
 
 # Several arrays that go on as one.

@@ -1,0 +1,95 @@
+"""What an optimizer remembers of each slice, and how states of neighbours become one and several again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvdist.dtypes import DType
+from kvdist.kernels.interface import Array, Kernels
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.step import Extent
+
+
+@dataclass(slots=True)
+class SliceState:
+    """What an optimizer remembers of one slice. All of it is to be saved with the weights.
+
+    Attributes:
+        count: how many updates it has had.
+        arrays: one for each of `Optimizer.state_names`, of `DType.accumulate`.
+        scalars: one for each of `Optimizer.initial_scalars`.
+        master: the float32 weight behind a half one, with `multi_precision`; else None.
+    """
+
+    count: int
+    arrays: tuple[Array, ...]
+    scalars: tuple[float, ...] = ()
+    master: Array | None = None
+
+    @classmethod
+    def fresh(cls, optimizer: Optimizer, weight: Array, dtype: DType, extent: Extent, kernels: Kernels) -> SliceState:
+        """The state before the first update."""
+        size = state_size(optimizer, weight.size, extent)
+        arrays = tuple(
+            _widened(weight, dtype, kernels)
+            if name in optimizer.states_from_weight
+            else np.zeros(size, dtype.accumulate)
+            for name in optimizer.state_names
+        )
+        master = _widened(weight, dtype, kernels) if has_master(optimizer, dtype) else None
+        return cls(0, arrays, tuple(optimizer.initial_scalars.values()), master)
+
+    @property
+    def history(self) -> tuple[object, ...]:
+        """What must be equal in neighbours that are to go on as one."""
+        return self.count, self.scalars
+
+    def part(self, start: int, count: int) -> SliceState:
+        """The state of the `count` elements from `start`; it shows this one's memory. Not for rules by rows."""
+        stretch = slice(start, start + count)
+        master = None if self.master is None else self.master[stretch]
+        return SliceState(self.count, tuple(array[stretch] for array in self.arrays), self.scalars, master)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a longer array: the `count` elements from `start` are what `index` names alone."""
+
+    index: Hashable
+    start: int
+    count: int
+
+
+def state_size(optimizer: Optimizer, size: int, extent: Extent) -> int:
+    """Elements of each state array of a slice of `size` elements."""
+    return size // max(1, extent.row_length) if optimizer.by_rows else size
+
+
+def has_master(optimizer: Optimizer, dtype: DType) -> bool:
+    """Whether a float32 weight is kept beside the stored one."""
+    return optimizer.multi_precision and dtype.storage != dtype.accumulate
+
+
+def joined(states: Sequence[tuple[Part, SliceState]], size: int, dtype: DType) -> SliceState | None:
+    """One state of `size` elements out of those of its parts, all of one history; one copy. The rest is zeros."""
+    if not states:
+        return None
+    first = states[0][1]
+    arrays = tuple(np.zeros(size, dtype.accumulate) for _ in first.arrays)
+    master = None if first.master is None else np.zeros(size, dtype.accumulate)
+    whole = SliceState(first.count, arrays, first.scalars, master)
+    for part, state in states:
+        target = whole.part(part.start, part.count)
+        for array, own in zip(target.arrays, state.arrays, strict=True):
+            array[...] = own
+        if target.master is not None and state.master is not None:
+            target.master[...] = state.master
+    return whole
+
+
+def _widened(weight: Array, dtype: DType, kernels: Kernels) -> Array:
+    """A copy of the weight in the type of sums."""
+    return weight.copy() if dtype.storage == dtype.accumulate else kernels.to_float32(weight, dtype)

@@ -1,0 +1,55 @@
+"""What a rule is told beside its arrays: the numbers of one update, and where the arrays lie in their parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Which stretch of which parameter an array holds.
+
+    Attributes:
+        key: the parameter.
+        shape: of the whole parameter.
+        start: how many of its elements come before the array's first, in row-major order.
+    """
+
+    key: Hashable
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def row_length(self) -> int:
+        """Elements of one row: of all that shares the first index."""
+        return math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One update of one piece of a parameter.
+
+    Attributes:
+        lr: learning rate of this key in this update.
+        wd: weight decay of this key in this update.
+        count: how many updates the slice has had, this one included.
+        extent: the slice's.
+        start: elements of the parameter before the piece.
+        scalars: the rule's own numbers, one for each of `Optimizer.initial_scalars`, moved on for this update.
+        norms: lengths of the whole parameter that `Optimizer.measure` has asked for, in its order.
+    """
+
+    lr: float
+    wd: float
+    count: int
+    extent: Extent
+    start: int = 0
+    scalars: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()

@@ -1,0 +1,153 @@
+"""Hyper-parameters as data: what kind of value each field of a rule takes, and the check of one value.
+
+Optimizers and learning-rate schedules are dataclasses whose fields are made by `number`, `optional_number`, `whole`,
+`word` and `flag`. The same schema checks what a user types and what arrives from the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+Value = str | float | int | bool | None
+"""What a description may hold."""
+
+WHOLE_MAX = (1 << 53) - 1
+"""The largest whole number of a description: up to it whole numbers and floats agree."""
+
+_SCHEMA = "kvdist"
+_Number = TypeVar("_Number", float, int)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """What one hyper-parameter may be. Bounds are inclusive but for `below`; `words` are all that a text may be."""
+
+    kind: type[float] | type[int] | type[bool] | type[str]
+    optional: bool = False
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    words: tuple[str, ...] = ()
+
+    def check(self, name: str, value: object) -> Value:
+        """Return `value` as the type that the schema names.
+
+        Raises:
+            TypeError: it is of another type.
+            ValueError: it is out of range, infinite or NaN, or another word.
+        """
+        if self.optional and value is None:
+            return None
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, not {value!r}")
+            return value
+        if self.kind is str:
+            if value not in self.words:
+                raise ValueError(f"{name} must be one of {', '.join(self.words)}, not {value!r:.80}")
+            return str(value)
+        if self.kind is int:
+            return self._in_range(name, whole_number(name, value))
+        number = self._in_range(name, finite_number(name, value))
+        # MXNet writes 0 for "off" where Python writes None; one spelling keeps equal descriptions equal.
+        return None if self.optional and number == 0 else number
+
+    def _in_range(self, name: str, number: _Number) -> _Number:
+        if self.at_least is not None and number < self.at_least:
+            raise ValueError(f"{name} must be at least {self.at_least:g}, not {number:g}")
+        if self.below is not None and number >= self.below:
+            raise ValueError(f"{name} must be below {self.below:g}, not {number:g}")
+        if self.at_most is not None and number > self.at_most:
+            raise ValueError(f"{name} must be at most {self.at_most:g}, not {number:g}")
+        return number
+
+
+def number(
+    default: Any = dataclasses.MISSING,
+    *,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """A field that holds a finite float, optionally bounded: at_least ≤ value < below, value ≤ at_most."""
+    return _field(default, Schema(float, at_least=at_least, below=below, at_most=at_most))
+
+
+def optional_number(*, at_least: float = 0.0) -> Any:
+    """A field that holds a finite float, or None for "off"; 0 means None."""
+    return _field(None, Schema(float, optional=True, at_least=at_least))
+
+
+def whole(default: Any = dataclasses.MISSING, *, at_least: int) -> Any:
+    """A field that holds a whole number of at most `WHOLE_MAX`."""
+    return _field(default, Schema(int, at_least=at_least, at_most=WHOLE_MAX))
+
+
+def word(default: str, *others: str) -> Any:
+    """A field that holds one of a few words."""
+    return _field(default, Schema(str, words=(default, *others)))
+
+
+def flag(default: bool) -> Any:
+    """A field that is True or False."""
+    return _field(default, Schema(bool))
+
+
+def _field(default: Any, schema: Schema) -> Any:
+    return dataclasses.field(default=default, metadata={_SCHEMA: schema})
+
+
+def schema_of(cls: type[Any], *, without: Collection[str] = ()) -> dict[str, Schema]:
+    """The schema of each hyper-parameter of the dataclass, in the order of its fields.
+
+    Args:
+        cls: the dataclass.
+        without: fields that are checked elsewhere.
+
+    Raises:
+        TypeError: a field was made without one of the functions above.
+    """
+    schemas: dict[str, Schema] = {}
+    for field in dataclasses.fields(cls):
+        if field.name in without:
+            continue
+        if _SCHEMA not in field.metadata:
+            raise TypeError(
+                f"{cls.__name__}.{field.name} has no schema: make it with number(), optional_number(), whole(), word()"
+                " or flag()"
+            )
+        schemas[field.name] = field.metadata[_SCHEMA]
+    return schemas
+
+
+def finite_number(name: str, value: object) -> float:
+    """Return `value` as a float.
+
+    Raises:
+        TypeError: it is no real number (bool is none here).
+        ValueError: it is infinite, NaN or too large.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {value!r} of type {type(value).__name__}")
+    try:
+        result = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for a float") from None
+    if not math.isfinite(result):
+        raise ValueError(f"{name} must be finite, not {result}")
+    return result
+
+
+def whole_number(name: str, value: object) -> int:
+    """Return `value` as an int.
+
+    Raises:
+        TypeError: it is no whole number (bool is none here, nor is a float).
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, not {value!r} of type {type(value).__name__}")
+    return int(value)
