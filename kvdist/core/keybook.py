@@ -6,9 +6,11 @@ A key goes through three states: *declared* by some workers, *agreed* when every
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass, field
 
+from kvdist.core.sharding import Keep, cut, row_length
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch
 from kvdist.nodes import Member
@@ -50,10 +52,18 @@ class Entry:
     @property
     def size(self) -> int:
         """Elements."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
+
+    def is_torn(self, keep: Keep, num_servers: int, slice_bytes: int) -> bool:
+        """Whether it has been placed otherwise than an optimizer needs that must have so much together."""
+        if keep is Keep.NOTHING or self.first_slice < 0:
+            return False
+        row = row_length(self.shape)
+        where = (self.home, num_servers, self.first_slice, slice_bytes, row)
+        slices = cut(self.size, DType(self.dtype).itemsize, *where)
+        if keep is Keep.WHOLE:
+            return len({piece.server for piece in slices}) > 1
+        return any(piece.start % row for piece in slices)
 
 
 @dataclass(slots=True)
@@ -145,6 +155,10 @@ class KeyBook:
         return Placement(
             tuple(entry.first_slice for entry in entries), tuple(entry.home for entry in entries), self.slice_bytes
         )
+
+    def torn(self, keep: Keep, num_servers: int) -> list[int | str]:
+        """The keys that have been placed otherwise than an optimizer needs that must have so much together."""
+        return [key for key, one in self.entries.items() if one.is_torn(keep, num_servers, self.slice_bytes)]
 
     def oldest_wait(self, members: Set[int]) -> tuple[KeyRequest, int | str, tuple[int, ...]] | None:
         """The request that has waited longest, one key it waits for, and who has not declared that."""

@@ -29,10 +29,11 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.keybook import Entry, KeyBook
 from kvdist.core.policy import POLICIES
 from kvdist.core.seats import Seats
-from kvdist.core.sharding import Placer
+from kvdist.core.sharding import Keep, Placer, keep_for, row_length
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, InitMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, Role
+from kvdist.optimizer.registry import from_description
 from kvdist.protocol.messages import (
     Abort,
     Assign,
@@ -65,6 +66,8 @@ class Optimizer:
 
     description: Description
     chosen_by: Member
+    keep: Keep
+    """What of a key it wants to see together."""
     installed: bool = False
     failure: str = ""
     waiters: list[tuple[Member, int]] = field(default_factory=list)
@@ -281,9 +284,12 @@ class Scheduler(Machine):
 
     def _place(self, book: KeyBook, entries: list[Entry]) -> list[Effect]:
         keys = [entry.key for entry in entries]
-        sizes = [entry.size for entry in entries]
+        sizes, shapes = [entry.size for entry in entries], [entry.shape for entry in entries]
         dtypes = [DType(entry.dtype) for entry in entries]
-        placement = self.placer.place(keys, sizes, [dtype.itemsize for dtype in dtypes])
+        optimizer = self.optimizers.get(book.store)
+        keep = Keep.NOTHING if optimizer is None else optimizer.keep
+        rows = [row_length(shape) for shape in shapes]
+        placement = self.placer.place(keys, sizes, [dtype.itemsize for dtype in dtypes], keep, rows)
         for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
             entry.first_slice, entry.home = first, home
             # Rank 0, or who comes after it if that has left.
@@ -295,7 +301,7 @@ class Scheduler(Machine):
 
         return self._ask_servers(
             lambda request: Assign(
-                request, book.store, book.mode, tuple(keys), tuple(sizes), tuple(int(d) for d in dtypes), placement
+                request, book.store, book.mode, tuple(keys), tuple(shapes), tuple(int(d) for d in dtypes), placement
             ),
             placed,
         )
@@ -303,7 +309,11 @@ class Scheduler(Machine):
     def _configure(self, sender: Member, message: Configure) -> list[Effect]:
         present = self.optimizers.get(message.store)
         if present is None or present.failure:
-            optimizer = Optimizer(message.description, sender, waiters=[(sender, message.request)])
+            try:
+                keep = self._keep_for(message)
+            except ValueError as error:
+                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, str(error)))]
+            optimizer = Optimizer(message.description, sender, keep, waiters=[(sender, message.request)])
             self.optimizers[message.store] = optimizer
             return self._ask_servers(
                 lambda request: SetOptimizer(request, message.store, message.description),
@@ -319,6 +329,19 @@ class Scheduler(Machine):
             return [Send(sender, Done(message.request))]
         present.waiters.append((sender, message.request))
         return []
+
+    def _keep_for(self, message: Configure) -> Keep:
+        """What of a key the described optimizer must have together; ValueError if a key is torn already."""
+        keep = keep_for(from_description(message.description))
+        book = self.books.get(message.store)
+        torn = [] if book is None else book.torn(keep, self.placer.num_servers)
+        if torn:
+            whole = "live whole on one server" if keep is Keep.WHOLE else "be cut between rows"
+            raise ValueError(
+                f"the parameters of {message.description['name']} must {whole}, and key {torn[0]!r} was initialised"
+                " before: call set_optimizer before init"
+            )
+        return keep
 
     def _configured(self, optimizer: Optimizer, failure: str) -> list[Effect]:
         optimizer.installed = not failure

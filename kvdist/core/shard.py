@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, worker
+from kvdist.optimizer.step import Extent
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag, padded
 
@@ -134,6 +135,13 @@ class Shard:
     """Worker → the version that it reads where it lies. Each is leased once for that; for good, when the worker leaves,
     because its process may go on reading."""
     open_since: float = 0.0
+    extent: Extent = field(init=False)
+    """Where it lies in its parameter."""
+    shape: InitVar[tuple[int, ...] | None] = None
+    start: InitVar[int] = 0
+
+    def __post_init__(self, shape: tuple[int, ...] | None, start: int) -> None:
+        self.extent = Extent(self.key, (self.count,) if shape is None else shape, start)
 
     def initialise(self, values: Bits) -> None:
         """Take the first value; one copy. One that is there already stays."""
@@ -142,9 +150,9 @@ class Shard:
 
     def replace(self, values: Bits) -> None:
         """Take another value in place of the present one; one copy. The version stays: no round made it."""
-        target = self._target()
+        target = self.target()
         target.array[...] = values
-        self._publish(target)
+        self.publish(target)
 
     def offer(self, contribution: Contribution, now: float) -> Verdict:
         """Put a contribution into its slot.
@@ -182,14 +190,18 @@ class Shard:
             OptimizerMismatch, PushRefused: the round cannot be applied. It is closed all the same, with the value as it
                 was, so that the workers' counters go on; the caller tells them.
         """
-        ranks = sorted(self.slots)[: self.policy.close]
+        contributions = self.take(sorted(self.slots)[: self.policy.close])
+        present = [contribution for contribution in contributions if not contribution.is_empty]
+        if present:
+            self._apply(present, len(contributions), updater, kernels)
+        return contributions
+
+    def take(self, ranks: Sequence[int]) -> list[Contribution]:
+        """Count these workers' contributions to the open round, which makes a version, and return them."""
         contributions = [self.slots.pop(rank) for rank in ranks]
         self.version += 1
         for contribution in contributions:
             self.counted[contribution.member.node.rank] = contribution.step + 1
-        present = [contribution for contribution in contributions if not contribution.is_empty]
-        if present:
-            self._apply(present, len(contributions), updater, kernels)
         return contributions
 
     def hold(self, member: Member) -> Buffer | None:
@@ -212,10 +224,10 @@ class Shard:
             self.pulls = [pull for pull in self.pulls if not self._satisfies(pull)]
         return ready
 
-    def validate(self, members: Set[int]) -> None:
-        """Check every invariant."""
+    def validate(self, members: Set[int], alone: bool = True) -> None:
+        """Check every invariant. Unless `alone`, the round also waits for other slices."""
         assert self.published is None or self.published not in self.spare, "the published buffer is not spare"
-        assert not self.is_ready(members), "a full round is closed at once"
+        assert not (alone and self.is_ready(members)), "a full round is closed at once"
         assert not any(self._satisfies(pull) for pull in self.pulls), "a pull that can be answered is answered"
         for rank, contribution in self.slots.items():
             assert contribution.member.node == worker(rank), "a slot holds its own worker's contribution"
@@ -235,26 +247,28 @@ class Shard:
                 f"key {self.key!r}: a dist_async store has no rounds to sum, so it needs an optimizer:"
                 " call set_optimizer before the first push"
             )
-        lr, wd = _agreed_settings(self.key, present)
-        target = self._target()
+        lr, wd = agreed_settings(self.key, present)
+        target = self.target()
         scales = [scale_of(c.setting, c.flags, total, updater) for c in present]
         values = [contribution.values for contribution in present]
         try:
             if updater is None:
                 kernels.weighted_sum(values, scales, self.dtype, target.array)
             else:
-                updater.update(self.number, self.published.array, values, scales, self.dtype, target.array, lr, wd)
+                before, extent = self.published.array, self.extent
+                updater.update(self.number, before, values, scales, self.dtype, target.array, lr, wd, extent)
         except (TypeError, ValueError) as error:
             self.spare.append(target)
             raise PushRefused(f"key {self.key!r}: {error}") from error
-        self._publish(target)
+        self.publish(target)
 
-    def _publish(self, buffer: Buffer) -> None:
+    def publish(self, buffer: Buffer) -> None:
+        """Show this version from now on."""
         if self.published is not None and self.published.pooled:
             self.spare.append(self.published)
         self.published = buffer
 
-    def _target(self) -> Buffer:
+    def target(self) -> Buffer:
         """A buffer that nobody reads. There are at most two more than there are readers that lag behind."""
         for i, buffer in enumerate(self.spare):
             if buffer.leases == 0:
@@ -270,7 +284,7 @@ def scale_of(setting: Setting, flags: int, total: int, updater: Updater | None) 
     return rescale / total if flags & _AVERAGE else rescale
 
 
-def _agreed_settings(key: int | str, present: Sequence[Contribution]) -> tuple[float | None, float | None]:
+def agreed_settings(key: int | str, present: Sequence[Contribution]) -> tuple[float | None, float | None]:
     """The learning rate and weight decay of a round; None where the server's optimizer decides."""
     first = present[0].setting
     for other in present[1:]:

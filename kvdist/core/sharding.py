@@ -4,14 +4,20 @@ A key with fewer than `bigarray_bound` elements lives whole on one server (its *
 contiguous range per server. Either way it is handled in slices of at most `slice_bytes`, so that sending, summing
 and updating overlap. Slices have numbers that are unique in the cluster and consecutive within a key, in the order of
 the elements.
+
+What an optimizer must see together stays together: for one that needs lengths of the whole a key lives whole on one
+server, however large; for one that needs rows it is cut between them, and slices hold whole rows.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.messages import Placement
 
 PAGE_ELEMENTS = 4096
@@ -49,16 +55,42 @@ def ranges(size: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise([*bounds, size]))
 
 
-def cut(size: int, itemsize: int, home: int, num_servers: int, first_slice: int, slice_bytes: int) -> list[Slice]:
+class Keep(enum.Enum):
+    """What of a key must stay together, because its optimizer needs it so."""
+
+    NOTHING = enum.auto()
+    ROWS = enum.auto()
+    WHOLE = enum.auto()
+
+
+def keep_for(optimizer: Optimizer | None) -> Keep:
+    """What this optimizer needs."""
+    if optimizer is None:
+        return Keep.NOTHING
+    return Keep.WHOLE if optimizer.needs_norms else Keep.ROWS if optimizer.by_rows else Keep.NOTHING
+
+
+def row_length(shape: Sequence[int]) -> int:
+    """Elements of a row of a key, at least 1."""
+    return max(1, math.prod(shape[1:]))
+
+
+def cut(
+    size: int, itemsize: int, home: int, num_servers: int, first_slice: int, slice_bytes: int, row: int = 1
+) -> list[Slice]:
     """The slices of a key, in the order of its elements.
 
     Args:
         size: elements of the key; 0 gives one empty slice, so that every key takes part in rounds.
         itemsize: bytes per element.
-        home: the rank of the server that keeps the whole key, or `Placement.CUT`.
+        home: the rank of the server that keeps the whole key, or `Placement.CUT`, or `Placement.CUT_AT_ROWS`.
         first_slice: the number of the first slice.
-        slice_bytes: the most bytes a slice may have.
+        slice_bytes: the most bytes a slice may have, but for one row.
+        row: elements of a row, where it is cut between those.
     """
+    if home == Placement.CUT_AT_ROWS:
+        rows = cut(size // row, itemsize * row, Placement.CUT, num_servers, first_slice, slice_bytes)
+        return [Slice(one.number, one.server, one.start * row, one.stop * row) for one in rows]
     if home == Placement.CUT:
         pieces = [(server, *bounds) for server, bounds in enumerate(ranges(size, num_servers))]
     else:
@@ -94,16 +126,30 @@ class Placer:
         self._next_slice = 0
         self._next_index = 0
 
-    def place(self, keys: Sequence[int | str], sizes: Sequence[int], itemsizes: Sequence[int]) -> Placement:
-        """Give each key a home and numbers. Larger keys choose first, so that the bytes balance well."""
+    def place(
+        self,
+        keys: Sequence[int | str],
+        sizes: Sequence[int],
+        itemsizes: Sequence[int],
+        keep: Keep = Keep.NOTHING,
+        rows: Sequence[int] = (),
+    ) -> Placement:
+        """Give each key a home and numbers. Larger keys choose first, so that the bytes balance well.
+
+        Args:
+            keys, sizes, itemsizes: of each key its name, elements, and bytes per element.
+            keep: what of each must stay together.
+            rows: the elements of each key's row; needed for `Keep.ROWS`.
+        """
         homes = [Placement.CUT] * len(keys)
+        rows = rows or [1] * len(keys)
         indices = [self._index(key) for key in keys]
         for i in sorted(range(len(keys)), key=lambda i: -sizes[i] * itemsizes[i]):
-            homes[i] = self._home(indices[i], sizes[i], itemsizes[i])
+            homes[i] = self._home(indices[i], sizes[i], itemsizes[i], rows[i], keep)
         first_slices = []
         for i, home in enumerate(homes):
             first_slices.append(self._next_slice)
-            slices = cut(sizes[i], itemsizes[i], home, self.num_servers, self._next_slice, self.slice_bytes)
+            slices = cut(sizes[i], itemsizes[i], home, self.num_servers, self._next_slice, self.slice_bytes, rows[i])
             self._next_slice += len(slices)
         return Placement(tuple(first_slices), tuple(homes), self.slice_bytes)
 
@@ -114,11 +160,13 @@ class Placer:
         self._next_index += 1
         return self._next_index - 1
 
-    def _home(self, index: int, size: int, itemsize: int) -> int:
-        if size >= self.bigarray_bound:
-            for server, (start, stop) in enumerate(ranges(size, self.num_servers)):
-                self.loads_bytes[server] += (stop - start) * itemsize
-            return Placement.CUT
+    def _home(self, index: int, size: int, itemsize: int, row: int, keep: Keep) -> int:
+        large = size >= self.bigarray_bound or (keep is Keep.ROWS and size * itemsize > self.slice_bytes)
+        if large and keep is not Keep.WHOLE:
+            home, unit = (Placement.CUT_AT_ROWS, row) if keep is Keep.ROWS else (Placement.CUT, 1)
+            for server, (start, stop) in enumerate(ranges(size // unit, self.num_servers)):
+                self.loads_bytes[server] += (stop - start) * unit * itemsize
+            return home
         if self.by_hash:
             home = index * HASH_MULTIPLIER % self.num_servers
         else:

@@ -20,8 +20,9 @@ from kvdist.core.group import Group, GroupPull, GroupPush
 from kvdist.core.groups import SLICES_MIN, Groups
 from kvdist.core.policy import POLICIES
 from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict
-from kvdist.core.sharding import Slice, cut
+from kvdist.core.sharding import Slice, cut, row_length
 from kvdist.core.traffic import Traffic
+from kvdist.core.whole import Wholes, close, next_round
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
@@ -72,6 +73,7 @@ class Table:
         self._dtypes: U8 = np.zeros(0, np.uint8)
         self._answers: dict[Member, Answers] = {}
         self._groups = Groups()
+        self._wholes = Wholes()
         self._open: set[int] = set()
         """Slices with an open round or waiting pulls."""
 
@@ -82,15 +84,21 @@ class Table:
         self._name = str(server(rank))
         policy = POLICIES[message.mode]
         placement = message.placement
-        for key, size, code, first, home in zip(
-            message.keys, message.sizes, message.dtypes, placement.first_slices, placement.homes, strict=True
-        ):
+        columns = (message.keys, message.shapes, message.dtypes, placement.first_slices, placement.homes)
+        for key, shape, code, first, home in zip(*columns, strict=True):
             dtype = DType(code)
-            for piece in cut(size, dtype.itemsize, home, num_servers, first, placement.slice_bytes):
+            mine = []
+            where = (home, num_servers, first, placement.slice_bytes, row_length(shape))
+            for piece in cut(math.prod(shape), dtype.itemsize, *where):
                 if piece.server == rank and piece.number not in self.shards:
-                    self.shards[piece.number] = Shard(key, piece.number, dtype, piece.count, policy, self._allocate)
+                    shard = Shard(
+                        key, piece.number, dtype, piece.count, policy, self._allocate, shape=shape, start=piece.start
+                    )
+                    self.shards[piece.number] = shard
                     self._store_of[piece.number] = message.store
                     self._enter(piece, dtype)
+                    mine.append(shard)
+            self._wholes.add(mine)
 
     def _enter(self, piece: Slice, dtype: DType) -> None:
         """Note what a slice must look like. The table at least doubles when it grows, or each init would copy it."""
@@ -143,7 +151,9 @@ class Table:
         for number, shard in self.shards.items():
             if number in self._groups:
                 continue
-            shard.validate(self.workers.keys())
+            alone = self._norms_for(shard) is None
+            shard.validate(self.workers.keys(), alone)
+            assert alone or not next_round(self._wholes.of(shard), self.workers.keys()), "a full round is closed"
             waits = bool(shard.slots or shard.pulls)
             assert not waits or number in self._open, "who waits is known"
 
@@ -308,19 +318,50 @@ class Table:
         return positions
 
     def _close_if_ready(self, shard: Shard, now: float) -> None:
+        updater = self._norms_for(shard)
+        if updater is not None:
+            self._close_whole_if_ready(self._wholes.of(shard), updater)
+            return
         while shard.is_ready(self.workers.keys()):
             contributions = list(shard.slots.values())
             try:
                 contributions = shard.close(self._updaters.get(self._store_of[shard.number]), self.kernels)
             except (OptimizerMismatch, PushRefused) as error:
-                mismatch = isinstance(error, OptimizerMismatch)
-                code = ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED
-                for contribution in contributions:
-                    self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
+                self._refuse(shard, contributions, error)
             else:
-                for contribution in contributions:
-                    self.traffic.summed += 0 if contribution.is_empty else contribution.values.nbytes
-                    self._answer_contribution(shard, contribution)
+                self._answer_round(shard, contributions)
+        self._answer_open(shard)
+
+    def _norms_for(self, shard: Shard) -> Updater | None:
+        """What updates the shard, if that needs to see all slices of the parameter."""
+        updater = self._updaters.get(self._store_of[shard.number])
+        return updater if updater is not None and updater.optimizer.needs_norms else None
+
+    def _close_whole_if_ready(self, shards: Sequence[Shard], updater: Updater) -> None:
+        while rounds := next_round(shards, self.workers.keys()):
+            try:
+                close(shards, rounds, updater)
+            except (OptimizerMismatch, PushRefused) as error:
+                for shard, contributions in zip(shards, rounds, strict=True):
+                    self._refuse(shard, contributions, error)
+            else:
+                for shard, contributions in zip(shards, rounds, strict=True):
+                    self._answer_round(shard, contributions)
+        for shard in shards:
+            self._answer_open(shard)
+
+    def _refuse(self, shard: Shard, contributions: Sequence[Contribution], error: Exception) -> None:
+        mismatch = isinstance(error, OptimizerMismatch)
+        code = ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED
+        for contribution in contributions:
+            self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
+
+    def _answer_round(self, shard: Shard, contributions: Sequence[Contribution]) -> None:
+        for contribution in contributions:
+            self.traffic.summed += 0 if contribution.is_empty else contribution.values.nbytes
+            self._answer_contribution(shard, contribution)
+
+    def _answer_open(self, shard: Shard) -> None:
         self._answer_pulls(shard)
         if not shard.slots and not shard.pulls:
             self._open.discard(shard.number)

@@ -6,9 +6,8 @@ Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from kvdist.config import Limits
 from kvdist.core.effects import (
@@ -37,7 +36,7 @@ from kvdist.core.requests import (
     SetStoreOptimizer,
     Transfer,
 )
-from kvdist.core.sharding import cut
+from kvdist.core.sharding import cut, row_length
 from kvdist.core.traffic import Traffic
 from kvdist.core.transfers import Transfers
 from kvdist.core.verdict import lost, scheduler_lost
@@ -366,8 +365,8 @@ class Worker(Machine):
         infos = []
         columns = (declared.keys, declared.shapes, declared.dtypes, placement.first_slices, placement.homes)
         for key, shape, dtype, first, home, giver in zip(*columns, message.givers, strict=True):
-            size = int(np.prod(shape, dtype=object)) if shape else 1
-            slices = cut(size, dtype.itemsize, home, len(self.servers), first, placement.slice_bytes)
+            where = (home, len(self.servers), first, placement.slice_bytes, row_length(shape))
+            slices = cut(math.prod(shape), dtype.itemsize, *where)
             self.transfers.slices.grow(slices[-1].number + 1)
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver))
         return [self._close(self._pending[message.request], tuple(infos))]

@@ -77,18 +77,6 @@ def integer(low: int, high: int) -> Field:
     return Field(_same, read)
 
 
-def length(limit: str) -> Field:
-    """A whole number from 0 to the limit of that name."""
-
-    def read(source: Source) -> int:
-        value = source.reader.unpack()
-        if type(value) is not int or not 0 <= value <= getattr(source.limits, limit):
-            raise ProtocolError(f"expected an integer from 0 to {getattr(source.limits, limit)}, found {_found(value)}")
-        return value
-
-    return Field(_same, read)
-
-
 def _read_flag(source: Source) -> bool:
     value = source.reader.unpack()
     if type(value) is not bool:

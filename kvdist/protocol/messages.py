@@ -183,9 +183,13 @@ class Declare:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the slices of a list of keys live. `homes[i]` is a server's rank, or `CUT` for a key cut over all."""
+    """Where the slices of a list of keys live.
+
+    `homes[i]` is a server's rank, or `CUT` for a key cut over all, or `CUT_AT_ROWS` for one cut between its rows.
+    """
 
     CUT: ClassVar[int] = 0xFFFFFFFF
+    CUT_AT_ROWS: ClassVar[int] = 0xFFFFFFFE
     first_slices: tuple[int, ...]
     homes: tuple[int, ...]
     slice_bytes: int
@@ -213,8 +217,7 @@ class Assign:
     store: int
     mode: str
     keys: tuple[int | str, ...]
-    sizes: tuple[int, ...]
-    """Elements per key."""
+    shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[int, ...]
     placement: Placement
 

@@ -256,7 +256,7 @@ def _check_placed(message: messages.Placed, limits: WireLimits) -> None:  # noqa
 
 def _check_assign(message: messages.Assign, limits: WireLimits) -> None:  # noqa: ARG001
     placement = message.placement
-    _same_length((message.keys, message.sizes, message.dtypes, placement.first_slices, placement.homes))
+    _same_length((message.keys, message.shapes, message.dtypes, placement.first_slices, placement.homes))
 
 
 def _check_init_values(message: messages.InitValues | messages.ReplaceValues, limits: WireLimits) -> None:
@@ -345,7 +345,7 @@ _kind(messages.Declare, _check_declare, request=_U64, store=_U32, mode=_NAME, ke
       shapes=fields.many(fields.SHAPE, "keys_max"), dtypes=_DTYPES)  # fmt: skip
 _kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=fields.many(_U32, "keys_max"))
 _kind(messages.Assign, _check_assign, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
-      sizes=fields.many(fields.length("elements_max"), "keys_max"), dtypes=_DTYPES, placement=_PLACEMENT)  # fmt: skip
+      shapes=fields.many(fields.SHAPE, "keys_max"), dtypes=_DTYPES, placement=_PLACEMENT)  # fmt: skip
 _kind(messages.Configure, request=_U64, store=_U32, description=fields.DESCRIPTION)
 _kind(messages.SetOptimizer, request=_U64, store=_U32, description=fields.DESCRIPTION)
 _kind(messages.Done, request=_U64)

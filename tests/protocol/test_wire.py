@@ -31,7 +31,6 @@ SCALARS = st.none() | st.booleans() | I64 | FINITE | NAMES
 DESCRIPTIONS = st.dictionaries(NAMES, SCALARS, max_size=5)
 KEYS = I64 | NAMES
 SHAPES = st.lists(st.integers(0, 9), max_size=6).map(tuple)
-SIZES = st.integers(0, DEFAULT.elements_max)
 RANKED = st.builds(NodeId, st.sampled_from([Role.SERVER, Role.WORKER]), U32 | st.just(UNRANKED))
 MEMBERS = st.builds(Member, RANKED | st.just(SCHEDULER), U64)
 PEERS = st.lists(st.builds(m.Peer, MEMBERS, NAMES, U32, NAMES), max_size=4).map(tuple)
@@ -93,7 +92,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Declare: by_length(lambda n: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES, DTYPES))),
     m.Placed: by_length(lambda n: st.builds(m.Placed, U64, placements(n), *equal_lists(n, U32))),
     m.Assign: by_length(
-        lambda n: st.builds(m.Assign, U64, U32, NAMES, *equal_lists(n, KEYS, SIZES, DTYPES), placements(n))
+        lambda n: st.builds(m.Assign, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES, DTYPES), placements(n))
     ),
     m.Configure: st.builds(m.Configure, U64, U32, DESCRIPTIONS),
     m.SetOptimizer: st.builds(m.SetOptimizer, U64, U32, DESCRIPTIONS),
@@ -214,7 +213,7 @@ REFUSED_CHANGES = [
     ("Placed", {"givers": (0,)}, "lengths"),
     ("Push", {"settings": ((math.inf, 0.0, 1.0),)}, "infinite"),
     ("Placed", {"placement": m.Placement((0,), (0,), 7)}, "from 8"),
-    ("Assign", {"sizes": (1, (1 << 38) + 1)}, "sizes: expected an integer"),
+    ("Assign", {"shapes": ((1,), ((1 << 38) + 1,))}, "shapes"),
     ("Failed", {"code": 5}, "code of an error"),
     ("Waiting", {"since_s": math.inf}, "finite"),
     ("Ack", {"wanted": 1}, "true or false"),
