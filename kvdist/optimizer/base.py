@@ -217,8 +217,12 @@ class Optimizer(ABC):
         return {name: number for name, number in self.describe().items() if name not in LIVE}
 
     def __str__(self) -> str:
-        numbers = ", ".join(f"{name}={number!r}" for name, number in self.rule().items() if name != "name")
-        return f"{self.name}({numbers})"
+        """The name, and what of the rule is not the default."""
+        defaults = {field: default_of(type(self), field) for field in numbers_of(type(self))}
+        rule = {name: value for name, value in self.rule().items() if name in defaults and value != defaults[name]}
+        if self.lr_scheduler is not None:
+            rule[schedules.ENTRY] = str(self.lr_scheduler)
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in rule.items())})"
 
     def describe(self) -> dict[str, Value]:
         """The name and all hyper-parameters: what travels to the servers. Equal descriptions, equal optimizers.

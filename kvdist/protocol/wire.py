@@ -315,6 +315,7 @@ _NAME = fields.text("name_bytes_max")
 _SENTENCE = fields.sentence(DEFAULT.sentence_bytes_max)
 _KEYS = fields.many(fields.KEY, "keys_max")
 _DTYPES = fields.many(fields.DTYPE, "keys_max")
+_SHAPES = fields.many(fields.SHAPE, "keys_max")
 _NUMBERS, _OCTETS, _ARRAYS = fields.NUMBERS, fields.OCTETS, fields.ARRAYS
 
 _PLACEMENT = fields.record(
@@ -342,10 +343,10 @@ _kind(messages.Welcome, rank=_U32, incarnation=_U64)
 _kind(messages.Rejected, reason=_SENTENCE)
 _kind(messages.Roster, peers=fields.many(_PEER, "members_max"))
 _kind(messages.Declare, _check_declare, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
-      shapes=fields.many(fields.SHAPE, "keys_max"), dtypes=_DTYPES)  # fmt: skip
+      shapes=_SHAPES, dtypes=_DTYPES)  # fmt: skip
 _kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=fields.many(_U32, "keys_max"))
 _kind(messages.Assign, _check_assign, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
-      shapes=fields.many(fields.SHAPE, "keys_max"), dtypes=_DTYPES, placement=_PLACEMENT)  # fmt: skip
+      shapes=_SHAPES, dtypes=_DTYPES, placement=_PLACEMENT)  # fmt: skip
 _kind(messages.Configure, request=_U64, store=_U32, description=fields.DESCRIPTION)
 _kind(messages.SetOptimizer, request=_U64, store=_U32, description=fields.DESCRIPTION)
 _kind(messages.Done, request=_U64)

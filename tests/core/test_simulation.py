@@ -181,7 +181,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "gaps are accepted": ("storm", [(Reliable, "_sequence", accepts_gaps)]),
     "what is not there yet is acknowledged": ("storm", [(Reliable, "_acknowledge", acknowledges_too_much)]),
     "nothing is repeated": ("storm", [(Reliable, "_repeat", never_repeats)]),
-    "leased buffers are written": ("async storm", [(Shard, "_target", writes_into_leased_buffers)]),
+    "leased buffers are written": ("async storm", [(Shard, "target", writes_into_leased_buffers)]),
     "leased buffers of groups are written": ("long async", [(Group, "_target", writes_into_leased_groups)]),
     "a group's pull does not wait for its own pushes": ("calm", [(Group, "satisfies", forgets_the_step_of_a_group)]),
     "a group that is dissolved loses its open round": ("calm", [(Group, "_spread", loses_what_is_open)]),
