@@ -1,19 +1,33 @@
 """``python -m kvdist``: be the scheduler or the server that the environment describes.
 
+``--optimizer-module my_rules``, or ``KVDIST_OPTIMIZER_MODULE=my_rules``, names modules that register optimizers. It is
+the one way to run code of one's own here, and whoever starts the process chooses it, never a peer.
+
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
 environment, 1 for anything else.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import random
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
 
-from kvdist.config import ClusterConfig, kernels_from_env, local_address_towards, tcp_endpoint
+from kvdist.config import (
+    ClusterConfig,
+    kernels_from_env,
+    local_address_towards,
+    module_names,
+    optimizer_modules_from_env,
+    tcp_endpoint,
+)
 from kvdist.core.effects import ChildEnded, LauncherGone
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
@@ -22,6 +36,7 @@ from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import introduction
 from kvdist.node import Node
 from kvdist.nodes import NodeId, Role
+from kvdist.optimizer.registry import registered
 from kvdist.transport.opening import open_transport
 from kvdist.transport.zeromq import ZeroMQTransport
 
@@ -31,10 +46,16 @@ EXIT_PEER_LOST = 75
 EXIT_CONFIG = 2
 
 
-def main() -> int:
-    """Run until the job is over. Returns the exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until the job is over. Returns the exit code.
+
+    Args:
+        argv: the words after the program's name; None takes those this process was started with.
+    """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    options = _parser().parse_args(argv)
     try:
+        import_optimizers(optimizer_modules_from_env() + module_names(",".join(options.optimizer_module)))
         config = ClusterConfig.from_env()
         if config is None or config.role is Role.WORKER:
             raise ConfigError(
@@ -52,6 +73,44 @@ def main() -> int:
         return 0
     lost = isinstance(node.failure, PeerLostError)
     return _told(node.failure, EXIT_PEER_LOST if lost else EXIT_CONFIG if isinstance(node.failure, ConfigError) else 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvdist",
+        description="Be the scheduler or the server that the environment describes. kvdist-launch starts these.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--optimizer-module",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a module that registers optimizers (kvdist.optimizer.register)",
+    )
+    return parser
+
+
+def import_optimizers(names: Sequence[str]) -> None:
+    """Import the modules in which the operator's own optimizers are registered.
+
+    Raises:
+        ConfigError: one cannot be imported, or registers no optimizer.
+    """
+    for name in dict.fromkeys(names):
+        before = registered()
+        try:
+            import_module(name)
+        except Exception as error:  # whatever went wrong in the module, its name belongs to the message
+            raise ConfigError(
+                f"the optimizer module {name} cannot be imported ({type(error).__name__}: {error}). It must be"
+                f" installed on this machine, or lie in {Path.cwd()} or on PYTHONPATH"
+            ) from error
+        if registered() == before:
+            raise ConfigError(
+                f"the optimizer module {name} registers no optimizer: decorate its classes with"
+                " @kvdist.optimizer.register"
+            )
 
 
 def _scheduler(config: ClusterConfig) -> Node:

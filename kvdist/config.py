@@ -227,6 +227,31 @@ def kernels_from_env(environ: Mapping[str, str] | None = None) -> str:
     return setting
 
 
+def optimizer_modules_from_env(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The modules with optimizers of the operator's own (``KVDIST_OPTIMIZER_MODULE``, names with commas between).
+
+    Raises:
+        ConfigError: one cannot be the name of a module.
+    """
+    return module_names((os.environ if environ is None else environ).get("KVDIST_OPTIMIZER_MODULE") or "")
+
+
+def module_names(text: str) -> tuple[str, ...]:
+    """The names of modules in a text like ``my_rules,team.rules``.
+
+    Raises:
+        ConfigError: one cannot be the name of a module.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigError(
+                f"{name!r} is not the name of a module: --optimizer-module and KVDIST_OPTIMIZER_MODULE take what Python"
+                " imports, such as my_rules for the file my_rules.py"
+            )
+    return names
+
+
 def tcp_endpoint(host: str, port: int) -> str:
     """``tcp://host:port`` with the brackets that an IPv6 address needs."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -27,6 +27,7 @@ from kvdist.kvstore import values
 from kvdist.kvstore.base import KVStore
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create as create_optimizer
+from kvdist.optimizer.step import Extent
 from kvdist.optimizer.updater import Updater
 from kvdist.overlap import Overlap
 from kvdist.parameters import Parameter, collect
@@ -257,7 +258,7 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The present learning rate, before the multipliers of groups."""
+        """The present learning rate, before the multipliers of groups; with a schedule its base."""
         return self._optimizer.learning_rate
 
     def set_learning_rate(self, lr: float) -> None:
@@ -401,7 +402,8 @@ def _update(updater: Updater, key: int, weight: torch.Tensor, grad: torch.Tensor
     values.require(key, grad, shape, dtype)
     bits = values.writable_bits(weight)
     target = values.read_bits(weight).copy() if bits is None else bits
-    updater.update(key, target, [values.read_bits(grad)], [updater.optimizer.rescale_grad], dtype, target)
+    scales, extent = [updater.optimizer.rescale_grad], Extent(key, shape)
+    updater.update(key, target, [values.read_bits(grad)], scales, dtype, target, extent=extent)
     if bits is None:
         values.write_bits(weight, target)
 

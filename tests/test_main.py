@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
+import sys
 
 import pytest
 
 from kvdist import __main__ as command
+from kvdist.config import optimizer_modules_from_env
 from kvdist.core.effects import ChildEnded
+from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, server, worker
+from kvdist.optimizer import create
 
 CLUSTER = {
     "DMLC_ROLE": "scheduler",
@@ -69,7 +74,7 @@ def test_a_line_of_another_form_tells_nothing(line):
 def test_a_mistake_in_the_environment_is_one_sentence_and_exit_code_2(monkeypatch, capsys, variables, sentence):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert command.main() == command.EXIT_CONFIG == 2
+    assert command.main([]) == command.EXIT_CONFIG == 2
     told = capsys.readouterr()
     assert told.err.startswith("kvdist: ") and told.err.count("\n") == 1 and sentence in told.err
     assert told.out == ""
@@ -80,4 +85,72 @@ def test_an_interruption_ends_with_the_code_of_a_shell(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command.ClusterConfig, "from_env", interrupt)
-    assert command.main() == 128 + signal.SIGINT
+    assert command.main([]) == 128 + signal.SIGINT
+
+
+# Modules with optimizers of the operator's own.
+
+RULE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from kvdist.optimizer import Optimizer, register
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class Halving(Optimizer):
+    name: ClassVar[str] = "halving_of_test_main"
+
+    @property
+    def state_names(self):
+        return ()
+
+    def apply(self, weight, grad, out, state, scratch, step):
+        np.multiply(weight, 0.5, out=out)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_module_that_the_operator_names_makes_its_optimizers_known(folder):
+    (folder / "rules_of_test_main.py").write_text(RULE)
+    command.import_optimizers(["rules_of_test_main"])
+    assert create("halving_of_test_main").name == "halving_of_test_main"
+    assert "rules_of_test_main" in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, r"cannot be imported \(ModuleNotFoundError: No module named 'broken_of_test'\).*or on PYTHONPATH"),
+        ("1 / 0", r"cannot be imported \(ZeroDivisionError: division by zero\)"),
+        ("x = 1", r"registers no optimizer: decorate its classes with @kvdist\.optimizer\.register"),
+    ],
+)
+def test_a_module_that_is_of_no_use_is_named_with_the_reason(folder, monkeypatch, text, words):
+    monkeypatch.delitem(sys.modules, "broken_of_test", raising=False)
+    if text is not None:
+        (folder / "broken_of_test.py").write_text(text)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=f"the optimizer module broken_of_test {words}"):
+        command.import_optimizers(["broken_of_test"])
+    monkeypatch.delitem(sys.modules, "broken_of_test", raising=False)
+
+
+@pytest.mark.parametrize("name", ["a/b", "my-rules", "../rules", "rules.", "a b", "3rules"])
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_what_is_no_name_of_a_module_is_never_imported(name, by, monkeypatch, capsys):
+    monkeypatch.setenv("KVDIST_OPTIMIZER_MODULE", name if by == "variable" else "")
+    assert command.main(["--optimizer-module", name] if by == "option" else []) == command.EXIT_CONFIG
+    assert f"{name!r} is not the name of a module" in capsys.readouterr().err
+
+
+def test_several_modules_stand_with_commas_between():
+    assert optimizer_modules_from_env({"KVDIST_OPTIMIZER_MODULE": " a, b.c ,"}) == ("a", "b.c")
+    assert optimizer_modules_from_env({}) == ()

@@ -24,6 +24,7 @@ from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
+from kvdist.optimizer.step import Extent
 from kvdist.optimizer.updater import Updater
 
 
@@ -255,7 +256,8 @@ class LocalStore(KVStore):
     def _update(updater: Updater, entry: _Entry, arrays: list[Any]) -> None:
         contributions = [values.read_bits(array) for array in arrays]
         scales = [updater.optimizer.rescale_grad] * len(contributions)
-        updater.update(entry.key, entry.bits, contributions, scales, entry.dtype, entry.bits)
+        extent = Extent(entry.key, entry.shape)
+        updater.update(entry.key, entry.bits, contributions, scales, entry.dtype, entry.bits, extent=extent)
 
     def _call(self, function: UpdaterFunction, entry: _Entry, arrays: list[Any]) -> None:
         # A sum of its own, even of one array: the function may write into what it received.

@@ -43,6 +43,11 @@ def register(cls: _OptimizerClass) -> _OptimizerClass:
     return cls
 
 
+def registered() -> tuple[str, ...]:
+    """The names of all optimizers that this process knows."""
+    return tuple(sorted(_BY_NAME))
+
+
 def create(optimizer: str | Optimizer, /, **hyperparameters: object) -> Optimizer:
     """An optimizer by name and numbers; an instance is returned as it is.
 
@@ -65,7 +70,7 @@ def create(optimizer: str | Optimizer, /, **hyperparameters: object) -> Optimize
         raise TypeError(f"an optimizer is a name or an Optimizer, not {type(optimizer).__name__}")
     cls = _BY_NAME.get(optimizer.lower())
     if cls is None:
-        raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(sorted(_BY_NAME))}")
+        raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(registered())}")
     _refuse_unknown(cls, hyperparameters)
     return cls(**hyperparameters)  # type: ignore[arg-type]  # the class checks every value against its schema
 
@@ -93,7 +98,9 @@ def from_description(description: object) -> Optimizer:
     cls = _BY_NAME.get(name) if type(name) is str else None
     if cls is None:
         raise ValueError(
-            f"unknown optimizer {name!r:.80} in a description: this process knows {', '.join(sorted(_BY_NAME))}"
+            f"unknown optimizer {name!r:.80} in a description: this process knows {', '.join(registered())}. One of"
+            " your own must be registered in a module that scheduler and servers import: kvdist-launch"
+            " --optimizer-module"
         )
     values = {key: value for key, value in description.items() if key != "name" and not _of_schedule(key)}
     expected = numbers_of(cls)

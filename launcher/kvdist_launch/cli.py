@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvdist.config import module_names
 from kvdist.errors import ConfigError
 from kvdist_launch.command import CommandError, parse_command
 from kvdist_launch.course import Patience
@@ -55,6 +56,11 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--env",), {"action": "append", "metavar": "NAME=VALUE", "help": "set a variable for every process"}),
     (("--env-server",), {"action": "append", "metavar": "NAME=VALUE", "help": "set a variable for the servers"}),
     (("--env-worker",), {"action": "append", "metavar": "NAME=VALUE", "help": "set a variable for the workers"}),
+    (
+        ("--optimizer-module",),
+        {"action": "append", "metavar": "MODULE", "help": "a module with optimizers of your own, which scheduler and"
+         " servers import"},
+    ),
     (
         ("--grace",),
         {"type": float, "default": 5.0, "metavar": "SECONDS", "help": "how long the others may take to end after a"
@@ -154,7 +160,7 @@ def _job(
         num_workers=options.num_workers,
         num_servers=num_servers,
         command=parse_command(words, {**environ, **env, **env_worker}.get("PATH")),
-        role_command=role_command,
+        role_command=role_command + _module_words(options.optimizer_module or ()),
         port=free_port(HOST),
         name=os.urandom(8).hex(),
         host=HOST,
@@ -163,6 +169,12 @@ def _job(
         env_server=parse_assignments(options.env_server or ()),
         env_worker=env_worker,
     )
+
+
+def _module_words(texts: Sequence[str]) -> tuple[str, ...]:
+    """The words with which schedulers and servers are told of modules; misspelt names end the job before it starts."""
+    names = [name for text in texts for name in module_names(text)]
+    return tuple(word for name in names for word in ("--optimizer-module", name))
 
 
 def _patience(grace_s: float) -> Patience:

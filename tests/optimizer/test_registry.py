@@ -157,7 +157,7 @@ GOOD = create("adamw").describe()
         ({}, "unknown optimizer None"),
         ({**GOOD, "name": "AdamW"}, "unknown optimizer 'AdamW'"),
         ({**GOOD, "name": ["adamw"]}, "unknown optimizer"),
-        ({**GOOD, "name": "x" * 10000}, "^.{0,400}$"),
+        ({**GOOD, "name": "x" * 10000}, "^.{0,500}$"),
         ({**GOOD, "beta3": 1.0}, "a description of adamw has exactly name, learning_rate"),
         ({key: value for key, value in GOOD.items() if key != "beta1"}, "has exactly"),
         ({**{k: v for k, v in GOOD.items() if k != "wd"}, b"wd": 0.0}, "has exactly"),

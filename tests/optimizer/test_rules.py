@@ -59,9 +59,7 @@ def run(updater, formula, dtype, size, steps, scales, wd, clip, numbers, in_plac
         total = sum(as_float64(grad, dtype) * scale for grad, scale in zip(grads, scales, strict=True))
         if restart:
             expected = as_float64(weight, dtype).reshape(extent.shape)
-        expected = formula(
-            expected, total.reshape(extent.shape), memory, step + 1, lr_at(step), wd, numbers, clip
-        )
+        expected = formula(expected, total.reshape(extent.shape), memory, step + 1, lr_at(step), wd, numbers, clip)
         target = weight if in_place else other
         before = weight.copy()
         updater.update("w", weight, grads, scales, dtype, target, lr_at(step), wd, extent)
