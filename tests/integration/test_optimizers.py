@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
 
 
-def run(job, workers, scenario, servers=2):
+def run(job, workers, scenario, servers=2, **variables):
     """Launch a scenario of `programs/optimizers.py`; the lines that the workers printed, without their prefixes."""
-    job.launch(workers, servers, "optimizers.py", scenario)
+    job.launch(workers, servers, "optimizers.py", scenario, **variables)
     job.succeed()
     lines = [line.split("] ", 1)[1] for line in job.processes["launcher"].lines_with("[worker-")]
     assert sorted(line for line in lines if line.startswith("checked on")) == [
@@ -20,10 +21,52 @@ def run(job, workers, scenario, servers=2):
 
 @pytest.mark.parametrize(
     "scenario",
-    ["gluon_step", "learning_rate", "trainer_learning_rate", "same_from_all", "different"],
+    ["gluon_step", "learning_rate", "trainer_learning_rate", "same_from_all", "different", "schedule", "masters"],
 )
 def test_two_workers_and_two_servers_see(job, scenario):
     run(job, 2, scenario)
+
+
+@pytest.mark.parametrize("scenario", ["lars", "lamb", "lans", "rows", "noise", "nadam"])
+def test_servers_compute_what_an_updater_does_that_has_whole_keys(job, scenario):
+    assert len({line for line in run(job, 2, scenario) if line.startswith("digest")}) == 1
+
+
+RULE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvdist.optimizer import Optimizer, register
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class Quartering(Optimizer):
+    name: ClassVar[str] = "quartering"
+
+    @property
+    def state_names(self):
+        return ()
+
+    def apply(self, weight, grad, out, state, scratch, step):
+        out[...] = weight * 0.25 + grad * step.lr
+"""
+
+
+@pytest.fixture
+def rule(tmp_path):
+    (tmp_path / "rules_of_the_operator.py").write_text(RULE)
+    return os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def test_an_optimizer_of_the_operators_own_runs_on_the_servers(job, rule):
+    run(job, 2, "own_rule", PYTHONPATH=rule, KVDIST_OPTIMIZER_MODULE="rules_of_the_operator")
+
+
+def test_an_optimizer_that_only_workers_know_is_refused_with_advice(job, rule):
+    refused = [line for line in run(job, 2, "own_rule_unknown", PYTHONPATH=rule) if line.startswith("refused")]
+    assert len(refused) == 2
+    assert all("unknown optimizer 'quartering'" in line and "--optimizer-module" in line for line in refused)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from kvdist import OptimizerMismatch, kv, optimizer
+from kvdist import ConfigError, OptimizerMismatch, kv, lr_scheduler, optimizer
 
 SHAPES = {"small": (2, 3), "big": (1200, 1200)}
 
@@ -290,6 +290,109 @@ def bfloat16():
                 assert weight.dtype == torch.bfloat16 and torch.equal(weight, right), (on_store, weight.shape)
         assert (weights[-1] == 1 - 5) == (not on_store), weights[-1]
         print_digest_of(weights, on_store)
+    return store
+
+
+def schedule():
+    """A schedule in the optimizer counts at the servers; factors of keys act on it."""
+    store = started()
+    n = store.num_workers
+    chosen = optimizer.create("sgd", lr_scheduler=lr_scheduler.FactorScheduler(1, 0.5, base_lr=1.0))
+    chosen.lr_mult = {"small": 2.0}
+    store.set_optimizer(chosen)
+    for _ in range(4):
+        store.push(list(SHAPES), ones())
+    small, big = store.pull(list(SHAPES))
+    assert (small == 1 - 2 * 1.875 * n).all() and (big == 1 - 1.875 * n).all(), (small.flat[0], big.flat[0])
+    return store
+
+
+WHOLE = {"small": (2, 3), "big": (1200, 1200), "bias": (7,)}
+
+
+def whole(name, **numbers):
+    """Servers compute what one updater computes that has whole keys."""
+    store = kv.create("dist")
+    store.set_optimizer(name, **numbers)
+    random = np.random.default_rng(5)  # the same on all workers
+    keys = [key for key in WHOLE if name != "groupadagrad" or key != "bias"]
+    weights = [random.standard_normal(WHOLE[key]).astype(np.float32) for key in keys]
+    store.init(keys, weights)
+    updater = optimizer.Updater(optimizer.create(name, **numbers))
+    for _ in range(3):
+        grads = random.standard_normal((store.num_workers, sum(weight.size for weight in weights))).astype(np.float32)
+        ends = np.cumsum([weight.size for weight in weights])[:-1]
+        parts = [[one.reshape(w.shape) for one, w in zip(np.split(g, ends), weights, strict=True)] for g in grads]
+        store.push(keys, parts[store.rank])
+        for key, weight, *own in zip(keys, weights, *parts, strict=True):
+            updater(key, np.sum(own, axis=0, dtype=np.float32), weight)
+        for found, weight in zip(store.pull(keys), weights, strict=True):
+            np.testing.assert_allclose(found, weight, rtol=2e-5, atol=2e-5)
+    print_digest(store.pull(keys))
+    return store
+
+
+def lars():
+    return whole("lars", momentum=0.9, eta=0.1)
+
+
+def lamb():
+    return whole("lamb", wd=0.1)
+
+
+def lans():
+    return whole("lans", wd=0.1)
+
+
+def rows():
+    return whole("groupadagrad", learning_rate=0.1)
+
+
+def noise():
+    return whole("sgld", learning_rate=0.01, seed=11)
+
+
+def nadam():
+    return whole("nadam")
+
+
+def masters():
+    """Halves with masters take steps that are too small for halves."""
+    store = kv.create("dist")
+    store.set_optimizer("sgd", learning_rate=2.0**-14, multi_precision=True)
+    keys = list(SHAPES)
+    store.init(keys, [np.ones(shape, np.float16) for shape in SHAPES.values()])
+    for _ in range(64):
+        store.push(keys, [np.ones(shape, np.float16) for shape in SHAPES.values()])
+    all_are(store, np.float16(1 - 64 * store.num_workers * 2.0**-14))
+    # What is broadcast counts, not the masters.
+    store.broadcast(keys, [np.full(shape, 4, np.float16) for shape in SHAPES.values()],
+                    [np.empty(shape, np.float16) for shape in SHAPES.values()])  # fmt: skip
+    store.push(keys, [np.ones(shape, np.float16) for shape in SHAPES.values()])
+    all_are(store, np.float16(4))
+    return store
+
+
+def own_rule():
+    """An optimizer of the operator's own, which scheduler and servers know by a module."""
+    import rules_of_the_operator  # noqa: F401
+
+    store = started()
+    store.set_optimizer("Quartering", learning_rate=0.5)
+    store.push(list(SHAPES), ones())
+    all_are(store, 0.25 + 0.5 * store.num_workers)
+    return store
+
+
+def own_rule_unknown():
+    """A rule that only the workers know is refused, and the error says what to do."""
+    import rules_of_the_operator  # noqa: F401
+
+    store = started()
+    try:
+        store.set_optimizer("quartering")
+    except ConfigError as error:
+        print(f"refused: {error}", flush=True)
     return store
 
 
