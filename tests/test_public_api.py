@@ -44,7 +44,11 @@ TRAINER = [
     "step",
     "update",
 ]
-OPTIMIZERS = ["adam", "adamw", "nag", "sgd", "test"]
+OPTIMIZERS = [
+    "adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "dcasgd", "ftml", "ftrl", "groupadagrad", "lamb",
+    "lans", "lars", "nadam", "nag", "rmsprop", "sgd", "sgld", "signum", "test",
+]  # fmt: skip
+SCHEDULERS = ["CosineScheduler", "FactorScheduler", "MultiFactorScheduler", "PolyScheduler"]
 
 
 def public(owner):
@@ -134,6 +138,30 @@ def test_arguments_of_the_mirrored_systems_calls_keep_names_order_and_defaults()
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_promised_optimizers_are_created_by_name(name):
     assert kvdist.optimizer.create(name).name == name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_says_its_formula(name):
+    documented = inspect.getdoc(type(kvdist.optimizer.create(name)))
+    assert "w ←" in documented and documented.split("\n")[0]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_promised_schedules_are_documented(name):
+    assert inspect.getdoc(getattr(kvdist.lr_scheduler, name))
+    assert name in kvdist.lr_scheduler.__all__
+
+
+def test_arguments_of_schedules_keep_the_mirrored_systems_names_and_order():
+    warm_up = ["base_lr", "warmup_steps", "warmup_begin_lr", "warmup_mode"]
+    expected = {
+        "FactorScheduler": ["step", "factor", "stop_factor_lr", *warm_up],
+        "MultiFactorScheduler": ["step", "factor", *warm_up],
+        "PolyScheduler": ["max_update", "base_lr", "pwr", "final_lr", *warm_up[1:]],
+        "CosineScheduler": ["max_update", "base_lr", "final_lr", *warm_up[1:]],
+    }
+    for name, wanted in expected.items():
+        assert list(inspect.signature(getattr(kvdist.lr_scheduler, name)).parameters) == wanted
 
 
 def test_kv_offers_create_and_register():

@@ -10,9 +10,42 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from kvdist.lr_scheduler import CosineScheduler
 from kvdist.optimizer import NAG, SGD, Adam, AdamW, Optimizer, Test, create, from_description, register
+from kvdist.optimizer.registry import registered
 
-NAMES = ["sgd", "nag", "adam", "adamw", "test"]
+DEFAULTS = {
+    "sgd": {"learning_rate": 0.1, "momentum": 0.0},
+    "nag": {"learning_rate": 0.1, "momentum": 0.9},
+    "sgld": {"learning_rate": 0.1, "seed": 0},
+    "signum": {"learning_rate": 0.01, "momentum": 0.9, "wd_lh": 0.0},
+    "dcasgd": {"learning_rate": 0.1, "momentum": 0.0, "lamda": 0.04},
+    "adagrad": {"learning_rate": 0.01, "epsilon": 1e-6},
+    "adadelta": {"learning_rate": 1.0, "rho": 0.9, "epsilon": 1e-6},
+    "adam": {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8},
+    "adamw": {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "correct_bias": True},
+    "adabelief": {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "correct_bias": True},
+    "adamax": {"learning_rate": 0.002, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8},
+    "nadam": {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "schedule_decay": 0.004},
+    "rmsprop": {
+        "learning_rate": 0.001, "rho": 0.9, "momentum": 0.9, "epsilon": 1e-8, "centered": False, "clip_weights": None,
+    },
+    "ftrl": {"learning_rate": 0.1, "lamda1": 0.01, "beta": 1.0},
+    "ftml": {"learning_rate": 0.0025, "beta1": 0.6, "beta2": 0.999, "epsilon": 1e-8},
+    "lars": {"learning_rate": 0.1, "momentum": 0.0, "eta": 0.001, "epsilon": 1e-8},
+    "lamb": {
+        "learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "lower_bound": None,
+        "upper_bound": None, "bias_correction": True,
+    },
+    "lans": {
+        "learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "lower_bound": None,
+        "upper_bound": None,
+    },
+    "groupadagrad": {"learning_rate": 0.01, "epsilon": 1e-6},
+    "test": {"learning_rate": 0.01},
+}  # fmt: skip
+"""Of the mirrored system's main branch; a seed is our own."""
+NAMES = list(DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +77,14 @@ def test_an_unknown_name_lists_the_known_ones():
         ("adam", {"weight_decay": 0.1}, "called wd"),
         ("adam", {"betas": (0.9, 0.99)}, "called beta1 and beta2"),
         ("adam", {"eps": 1e-3}, "called epsilon"),
+        ("rmsprop", {"alpha": 0.9}, "called rho"),
+        ("rmsprop", {"gamma1": 0.9}, "called rho"),
+        ("nadam", {"momentum_decay": 0.9}, "called schedule_decay"),
+        ("lars", {"trust_coefficient": 0.9}, "called eta"),
+        ("ftrl", {"lambda1": 0.9}, "called lamda1"),
+        ("sgd", {"scheduler": None}, "called lr_scheduler"),
+        ("sgld", {"seed": 1.0}, "seed must be a whole number, not 1.0 of type float"),
+        ("sgd", {"multi_precision": 1}, "multi_precision must be True or False"),
         ("sgd", {"momentum": "0.9"}, "momentum must be a number, not '0.9' of type str"),
         ("sgd", {"learning_rate": True}, "learning_rate must be a number"),
         ("sgd", {"learning_rate": None}, "learning_rate must be a number"),
@@ -67,6 +108,8 @@ def test_an_unknown_or_mistyped_hyper_parameter_is_named(name, numbers, words):
         ("sgd", {"rescale_grad": float("inf")}, "rescale_grad must be finite"),
         ("sgd", {"clip_gradient": -1.0}, "clip_gradient must be at least 0"),
         ("sgd", {"wd": 10**400}, "wd is too large"),
+        ("sgld", {"seed": -1}, "seed must be at least 0"),
+        ("sgld", {"seed": 1 << 53}, "seed must be at most 9.0072e"),
     ],
 )
 def test_a_number_out_of_range_is_named(name, numbers, words):
@@ -74,16 +117,21 @@ def test_a_number_out_of_range_is_named(name, numbers, words):
         create(name, **numbers)
 
 
-def test_defaults_are_those_of_the_mirrored_system():
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults_are_those_of_the_mirrored_system(name):
     common = {"wd": 0.0, "rescale_grad": 1.0, "clip_gradient": None, "multi_precision": False, "lr_scheduler": None}
-    adam = {"beta1": 0.9, "beta2": 0.999}
-    assert create("sgd").describe() == {"name": "sgd", "learning_rate": 0.1, "momentum": 0.0, **common}
-    assert create("nag").describe() == {"name": "nag", "learning_rate": 0.1, "momentum": 0.9, **common}
-    assert create("adam").describe() == {"name": "adam", "learning_rate": 0.001, "epsilon": 1e-8, **adam, **common}
-    assert create("adamw").describe() == {
-        "name": "adamw", "learning_rate": 0.001, "epsilon": 1e-6, "correct_bias": True, **adam, **common
-    }  # fmt: skip
-    assert create("test").describe() == {"name": "test", "learning_rate": 0.01, **common}
+    assert create(name).describe() == {"name": name, **common, **DEFAULTS[name]}
+
+
+def test_no_optimizer_is_left_out():
+    ours = [name for name in registered() if type(create(name)).__module__.startswith("kvdist.")]
+    assert ours == sorted(DEFAULTS)
+
+
+def test_an_optimizer_prints_what_of_its_rule_is_not_the_default():
+    assert str(create("rmsprop", learning_rate=3, centered=True, rho=0.5)) == "rmsprop(rho=0.5, centered=True)"
+    schedule = CosineScheduler(9)
+    assert str(create("sgd", lr_scheduler=schedule)) == f"sgd(lr_scheduler={schedule})"
 
 
 def test_numbers_of_numpy_become_floats_and_zero_clipping_is_none():
