@@ -70,7 +70,6 @@ class GroupAdaGrad(Optimizer):
 
     name: ClassVar[str] = "groupadagrad"
     by_rows: ClassVar[bool] = True
-    is_local: ClassVar[bool] = False
 
     learning_rate: float = number(0.01, at_least=0)
     epsilon: float = number(1e-6, at_least=0)

@@ -74,8 +74,8 @@ class Optimizer(ABC):
     """How many times `measure` is asked for lengths of the whole parameter before `apply`."""
     by_rows: ClassVar[bool] = False
     """Whether the rule needs whole rows of a matrix. Its states then have one element for each row."""
-    is_local: ClassVar[bool] = True
-    """Whether an element's new weight depends on nothing but its own numbers, so that short arrays can go as one."""
+    by_place: ClassVar[bool] = False
+    """Whether it matters where an element lies in its parameter."""
     clips_itself: ClassVar[bool] = False
     """Whether the rule cuts at `clip_gradient`, because it does something to the gradient before."""
     states_from_weight: ClassVar[tuple[str, ...]] = ()
@@ -157,6 +157,11 @@ class Optimizer(ABC):
             lr, wd, count: as of `Step`.
         """
         return None
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether nothing but an element's own numbers decide, so that short arrays can go as one."""
+        return not (self.norm_count or self.by_rows or self.by_place)
 
     @property
     def needs_norms(self) -> bool:

@@ -67,7 +67,7 @@ class SGLD(Optimizer):
     """
 
     name: ClassVar[str] = "sgld"
-    is_local: ClassVar[bool] = False
+    by_place: ClassVar[bool] = True
 
     learning_rate: float = number(0.1, at_least=0)
     seed: int = whole(0, at_least=0)

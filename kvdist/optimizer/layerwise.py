@@ -63,7 +63,6 @@ class LARS(Optimizer):
 
     name: ClassVar[str] = "lars"
     norm_count: ClassVar[int] = 1
-    is_local: ClassVar[bool] = False
     clips_itself: ClassVar[bool] = True
 
     learning_rate: float = number(0.1, at_least=0)
@@ -129,7 +128,6 @@ class LAMB(Optimizer):
 
     name: ClassVar[str] = "lamb"
     norm_count: ClassVar[int] = 1
-    is_local: ClassVar[bool] = False
 
     learning_rate: float = number(0.001, at_least=0)
     beta1: float = number(0.9, at_least=0, below=1)
@@ -190,7 +188,6 @@ class LANS(Optimizer):
 
     name: ClassVar[str] = "lans"
     norm_count: ClassVar[int] = 2
-    is_local: ClassVar[bool] = False
     clips_itself: ClassVar[bool] = True
 
     learning_rate: float = number(0.001, at_least=0)

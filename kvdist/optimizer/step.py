@@ -32,9 +32,9 @@ class Extent:
         return math.prod(self.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
-    """One update of one piece of a parameter.
+    """One update of one piece of a parameter. Only to be read; it is not frozen because that would cost a microsecond.
 
     Attributes:
         lr: learning rate of this key in this update.
@@ -53,3 +53,12 @@ class Step:
     start: int = 0
     scalars: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
+
+    def moved(self, elements: int) -> Step:
+        """The same update of a piece that begins so much later."""
+        start = self.start + elements
+        return Step(self.lr, self.wd, self.count, self.extent, start, self.scalars, self.norms)
+
+    def knowing(self, norms: tuple[float, ...]) -> Step:
+        """The same update with these norms."""
+        return Step(self.lr, self.wd, self.count, self.extent, self.start, self.scalars, norms)

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,8 @@ class Piece:
     extent: Extent
 
 
-class _Run(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Run:
     """A piece with its state and the numbers of this update."""
 
     piece: Piece
@@ -53,15 +54,9 @@ class _Run(NamedTuple):
     step: Step
 
 
-class _Chunk(NamedTuple):
-    """What a rule gets at a time. `weight` is as wide as the gradient; `out` is of `DType.storage`."""
-
-    weight: Array
-    grad: Array
-    out: Array
-    arrays: tuple[Array, ...]
-    scratch: Array
-    step: Step
+_Chunk = tuple[Array, Array, Array, tuple[Array, ...], Array, Step]
+"""Weight, gradient, out, states, scratch, step: what a rule gets at a time. `out` is of `DType.storage`, the weight as
+wide as the gradient."""
 
 
 class Updater:
@@ -115,7 +110,11 @@ class Updater:
         """
         if extent is None:
             extent = Extent(index, (weight.size,))
-        self.update_together([Piece(index, weight, contributions, scales, out, extent)], dtype, lr, wd)
+        piece = Piece(index, weight, contributions, scales, out, extent)
+        if self.optimizer.is_elementwise:
+            self._apply(self._begun(piece, dtype, *self._rates(index, lr, wd)), dtype)
+        else:
+            self.update_together([piece], dtype, lr, wd)
 
     def update_together(
         self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None
@@ -129,30 +128,20 @@ class Updater:
         Raises:
             TypeError, ValueError: as of `update`; nothing has changed.
         """
-        key = pieces[0].index
-        lr = self.optimizer.pushed_lr(key) if lr is None else lr
-        wd = self.optimizer.wd_for(key) if wd is None else wd
-        if not (isfinite(lr) and isfinite(wd)):
-            raise ValueError(f"{key!r} cannot be updated with learning rate {lr} and weight decay {wd}: not finite")
-        for piece in pieces:
-            self._check(piece.index, piece.weight, piece.contributions, piece.scales, dtype, piece.out)
+        lr, wd = self._rates(pieces[0].index, lr, wd)
         self._check_extents(pieces)
         runs = [self._begun(piece, dtype, lr, wd) for piece in pieces]
-        if self.optimizer.needs_norms:
+        if self.optimizer.norm_count:
             norms = self._norms(runs, dtype)
-            runs = [run._replace(step=replace(run.step, norms=norms)) for run in runs]
+            runs = [_Run(run.piece, run.state, run.step.knowing(norms)) for run in runs]
         for run in runs:
-            if not self._run_fused(run):
-                self._run(run, dtype)
-        for piece, state, step in runs:
-            state.count, state.scalars = step.count, step.scalars
-            self._states[piece.index] = state
+            self._apply(run, dtype)
 
     def joinable(self, indices: Iterable[Hashable]) -> bool:
         """Whether these have had the same history, so that they can go on as one."""
         states = [self._states.get(index) for index in indices]
         histories = {(0, None) if state is None else state.history for state in states}
-        return self.optimizer.is_local and len(histories) == 1
+        return self.optimizer.is_elementwise and len(histories) == 1
 
     def join(self, index: Hashable, parts: Sequence[Part], size: int, dtype: DType) -> None:
         """Make one state, called `index`, of those of its parts; one copy. Elements of no part start as zeros.
@@ -225,6 +214,16 @@ class Updater:
             if contribution.size != size:
                 raise ValueError(f"{index!r}: a gradient has {contribution.size} elements, the weight {size}")
 
+    def _rates(self, index: Hashable, lr: float | None, wd: float | None) -> tuple[float, float]:
+        """What the push said, or what the optimizer says."""
+        if lr is None:
+            lr = self.optimizer.pushed_lr(index)
+        if wd is None:
+            wd = self.optimizer.wd_for(index)
+        if not (isfinite(lr) and isfinite(wd)):
+            raise ValueError(f"{index!r} cannot be updated with learning rate {lr} and weight decay {wd}: not finite")
+        return lr, wd
+
     def _check_extents(self, pieces: Sequence[Piece]) -> None:
         """Whether the rule sees as much of the parameter as it needs."""
         optimizer, extent = self.optimizer, pieces[0].extent
@@ -244,7 +243,8 @@ class Updater:
                 )
 
     def _begun(self, piece: Piece, dtype: DType, lr: float, wd: float) -> _Run:
-        """A piece with its state, which is not kept yet, and the numbers of this update."""
+        """A piece with its state, which is not kept yet, and the numbers of this update; refused if it cannot be."""
+        self._check(piece.index, piece.weight, piece.contributions, piece.scales, dtype, piece.out)
         optimizer = self.optimizer
         state = self._states.get(piece.index)
         if state is None:
@@ -258,6 +258,8 @@ class Updater:
         return _Run(piece, state, Step(rate, wd, count, piece.extent, piece.extent.start, scalars))
 
     def _check_state(self, piece: Piece, state: SliceState, dtype: DType) -> None:
+        if not state.arrays:
+            return
         expected = state_size(self.optimizer, piece.weight.size, piece.extent)
         for array in state.arrays:
             if array.size != expected or array.dtype != dtype.accumulate:
@@ -275,9 +277,17 @@ class Updater:
             self._scratch[accumulate] = scratch
         return scratch
 
+    def _apply(self, run: _Run, dtype: DType) -> None:
+        """Update a piece; its state counts from now on."""
+        if not self._run_fused(run):
+            self._run(run, dtype)
+        state, step = run.state, run.step
+        state.count, state.scalars = step.count, step.scalars
+        self._states[run.piece.index] = state
+
     def _run_fused(self, run: _Run) -> bool:
         """Let the backend do all in one pass, if it can."""
-        piece, state, step = run
+        piece, state, step = run.piece, run.state, run.step
         equation = None if state.master is not None else self.optimizer.equation(step.lr, step.wd, step.count)
         return equation is not None and self._kernels.fused_update(
             equation,
@@ -294,7 +304,7 @@ class Updater:
         measure = self.optimizer.measure
         norms: tuple[float, ...] = ()
         for turn in range(self.optimizer.norm_count):
-            runs = [run._replace(step=replace(run.step, norms=norms)) for run in runs]
+            runs = [_Run(run.piece, run.state, run.step.knowing(norms)) for run in runs]
             sums: list[tuple[float, ...]] = []
             with np.errstate(all="ignore"):
                 for run in runs:
@@ -316,26 +326,28 @@ class Updater:
 
     def _chunks(self, run: _Run, dtype: DType) -> Iterator[_Chunk]:
         """The piece in parts that fit into the cache, each with its gradient, summed and clipped."""
-        piece, state, step = run
-        weight, contributions, scales, out, extent = (
-            piece.weight, piece.contributions, piece.scales, piece.out, piece.extent
-        )  # fmt: skip
-        row = max(1, extent.row_length) if self.optimizer.by_rows else 1
+        piece, state, step = run.piece, run.state, run.step
+        weight, contributions, scales, out = piece.weight, piece.contributions, piece.scales, piece.out
+        row = max(1, piece.extent.row_length) if self.optimizer.by_rows else 1
         length = max(1, CHUNK_ELEMENTS // row) * row
         size = weight.size
         scratch = self._scratch_for(dtype, min(length, size))
+        if 0 < size <= length and weight.dtype == dtype.accumulate:  # the usual case of short ones
+            grad = self._gradient(contributions, scales, dtype, scratch[0][:size])
+            yield weight, grad, out, state.arrays, scratch[1][:size], step
+            return
         for start in range(0, size, length):
             count = min(length, size - start)
             part = slice(start, start + count)
             grad = self._gradient([each[part] for each in contributions], scales, dtype, scratch[0][:count])
             rows = slice(start // row, (start + count) // row)
-            yield _Chunk(
+            yield (
                 self._wide(weight[part], state.master, part, dtype, scratch),
                 grad,
                 out[part],
-                tuple(array[rows] for array in state.arrays),
+                tuple([array[rows] for array in state.arrays]),
                 scratch[1][:count],
-                replace(step, start=step.start + start) if start else step,
+                step.moved(start) if start else step,
             )
 
     def _gradient(self, contributions: Sequence[Array], scales: Sequence[float], dtype: DType, grad: Array) -> Array:
