@@ -8,7 +8,7 @@ small slices comes from every worker, else `Shard.offer` â†’ when full `close` â
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from kvdist.core.policy import POLICIES
 from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict
 from kvdist.core.sharding import Slice, cut, row_length
 from kvdist.core.traffic import Traffic
-from kvdist.core.whole import Wholes, close, next_round
+from kvdist.core.whole import Wholes, close, contributors, next_round
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
@@ -128,7 +128,7 @@ class Table:
     def explain(self, now: float) -> str | None:
         """The oldest open round, and who is missing in it."""
         rounds = [
-            (shard.open_since, shard.number, shard.version, shard.slots.keys())
+            (shard.open_since, shard.number, shard.version, self._present(shard))
             for shard in (self.shards[number] for number in self._open)
             if shard.slots
         ] + [
@@ -337,6 +337,10 @@ class Table:
         updater = self._updaters.get(self._store_of[shard.number])
         return updater if updater is not None and updater.optimizer.needs_norms else None
 
+    def _present(self, shard: Shard) -> Set[int]:
+        """The ranks that an open round need not wait for."""
+        return shard.slots.keys() if self._norms_for(shard) is None else contributors(self._wholes.of(shard))
+
     def _close_whole_if_ready(self, shards: Sequence[Shard], updater: Updater) -> None:
         while rounds := next_round(shards, self.workers.keys()):
             try:
@@ -440,7 +444,7 @@ class Table:
             shard = self.shards[number]
             if now - shard.open_since < self.limits.explain_after_s:
                 continue
-            missing = shard.policy.missing(shard.slots.keys(), self.workers.keys()) if shard.slots else ()
+            missing = shard.policy.missing(self._present(shard), self.workers.keys()) if shard.slots else ()
             subject = f"round {shard.version} of key {shard.key!r}"
             if shard.published is None:
                 subject, missing = f"the first value of key {shard.key!r}", (0,)

@@ -32,9 +32,14 @@ class Wholes:
         return self._shards_of.get(shard.number) or (shard,)
 
 
+def contributors(shards: Sequence[Shard]) -> set[int]:
+    """The ranks whose contributions to the open round all of these slices have."""
+    return set.intersection(*(set(shard.slots) for shard in shards))
+
+
 def next_round(shards: Sequence[Shard], members: Set[int]) -> list[list[Contribution]]:
     """Per slice the contributions to the next version, in rank order, if it can be made while `members` are alive."""
-    present = shards[0].slots.keys() & set.intersection(*(set(shard.slots) for shard in shards))
+    present = contributors(shards)
     has_values = all(shard.published is not None for shard in shards)
     if not (present and has_values and shards[0].policy.is_full(present, members)):
         return []

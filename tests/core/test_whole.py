@@ -98,6 +98,16 @@ def test_workers_that_disagree_are_all_told_and_the_next_round_goes_on() -> None
     assert wired.value(reads[0], "w") == wired.value(reads[1], "w") != vector(0).tolist()
 
 
+def test_a_wait_is_explained_with_who_is_missing() -> None:
+    wired = made()
+    wired.pushpull(0, {"w": vector(1)})
+    wired.settle()
+    home = wired.servers[wired.infos["w"].slices[0].server]
+    assert home.explain(wired.now) == "round 0 of key 'w' has waited 0.0 s for worker-1"
+    wired.advance(11)
+    assert "worker-1" in str(wired.workers[0].explain(wired.now))
+
+
 def test_a_worker_that_leaves_lets_the_others_rounds_be_closed() -> None:
     wired = made()
     read = wired.pushpull(0, {"w": vector(1)})
