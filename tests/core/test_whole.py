@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
 import numpy as np
 import pytest
 
@@ -11,9 +14,10 @@ from kvdist.core.sharding import Keep, Placer, cut
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, OptimizerMismatch, PushRefused
 from kvdist.nodes import Member, worker
-from kvdist.optimizer import Extent, Updater, create
+from kvdist.optimizer import Extent, Optimizer, Step, Updater, create, register
 from kvdist.protocol.messages import Placement
 from tests.core.wired import Wired
+from tests.simulation import SCENARIOS, run
 
 SIZE = 10
 SMALL = Limits(slice_bytes=16)  # four elements of float32
@@ -215,3 +219,32 @@ def test_what_must_stay_whole_goes_to_the_emptiest_server_however_large() -> Non
 def test_a_key_knows_whether_it_has_been_torn(home: int, shape: tuple[int, ...], keep: Keep, torn: bool) -> None:
     entry = Entry("w", shape, DType.FLOAT32, Member(worker(0), 1), home=home, first_slice=0)
     assert entry.is_torn(keep, 2, 4096) is torn
+
+
+# Under faults.
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class Measured(Optimizer):
+    """w ← w − lr·g, after lengths were asked for that nothing uses: what it makes is as exact as sums are."""
+
+    name: ClassVar[str] = "measured_of_test_whole"
+    norm_count: ClassVar[int] = 1
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ()
+
+    def measure(self, turn: int, weight: Any, grad: Any, state: Any, scratch: Any, step: Step) -> tuple[float, ...]:
+        return (float(np.square(weight, dtype=np.float64).sum()),)
+
+    def apply(self, weight: Any, grad: Any, out: Any, state: Any, scratch: Any, step: Step) -> None:
+        assert len(step.norms) == 1
+        np.subtract(weight, step.lr * grad, out=out)
+
+
+@pytest.mark.parametrize("name", ["updated", "async", "storm", "async storm", "leaver in a storm", "killed worker"])
+def test_every_weight_is_exact_in_all_weathers(name: str) -> None:
+    scenario = replace(SCENARIOS[name], num_servers=1, optimizer=Measured.name)
+    assert sum(run(seed, scenario).reads for seed in range(3)) > 0
