@@ -30,9 +30,11 @@ DataMessage = Push | Pull | InitValues | ReplaceValues
 
 PARTS_PER_MESSAGE_MAX = 4096
 _EMPTY = int(Flag.EMPTY)
-STAYING_BYTES_MAX = 16 << 20
-"""Parts that the server reads where they lie travel together up to this size: enough to make messages rare, little
-enough for the server to begin while the next ones are made."""
+NEAR_BYTES_MAX = 16 << 20
+"""Large parts that stay on this host travel together up to this size, whether the server reads them where they lie or a
+socket takes them there at the speed of memory: enough to make messages rare, little enough for the server to begin
+while the next ones are made. Between hosts a large part travels alone, because the server cannot sum what has not
+arrived: a message of 16 MiB is a seventh of a second of a line of 1 Gbit/s."""
 FRAMES_MAX = 64
 """Payload frames of a message."""
 SETTINGS_PER_MESSAGE_MAX = 256
@@ -144,6 +146,8 @@ class Outbox:
     server: int
     window_bytes: int
     join_bytes_max: int
+    is_near: bool = False
+    """Whether all that is sent there stays on this host."""
     flying_bytes: int = 0
     _heaps: dict[Kind, list[tuple[int, int, Part]]] = field(default_factory=dict)
     _arrivals: int = 0
@@ -182,16 +186,17 @@ class Outbox:
         first = heapq.heappop(heap)[2]
         parts = [first]
         stays = first.run.data.stays
-        if first.nbytes >= ALONE_BYTES_MIN and not stays:
+        near = stays or self.is_near
+        if first.nbytes >= ALONE_BYTES_MIN and not near:
             return parts
         total, frames = first.nbytes, 1
-        room = min(STAYING_BYTES_MAX if stays else self.join_bytes_max, self.window_bytes - self.flying_bytes)
+        room = min(NEAR_BYTES_MAX if near else self.join_bytes_max, self.window_bytes - self.flying_bytes)
         settings = len(first.run.data.settings)
         while heap and len(parts) < PARTS_PER_MESSAGE_MAX:
             part = heap[0][2]
             settings += len(part.run.data.settings)
             frames += part.nbytes >= ALONE_BYTES_MIN
-            if part.run.data.stays is not stays or (part.nbytes >= ALONE_BYTES_MIN and not stays):
+            if part.run.data.stays is not stays or (part.nbytes >= ALONE_BYTES_MIN and not near):
                 break
             if total + part.nbytes > room or settings > SETTINGS_PER_MESSAGE_MAX or 2 * frames > FRAMES_MAX:
                 break

@@ -35,9 +35,9 @@ class Transfers:
         self._next_run = 0
         self._flying_messages = 0
 
-    def add_server(self, rank: int) -> None:
-        """There is a server to send to."""
-        self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes)
+    def add_server(self, rank: int, is_near: bool) -> None:
+        """There is a server to send to; `is_near` if the way there is memory, though a socket's."""
+        self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes, is_near)
 
     def start(self, request: Transfer) -> None:
         """Queue the runs of a transfer that has some."""

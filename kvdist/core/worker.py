@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvdist.config import Limits
+from kvdist.config import Limits, stays_on_host
 from kvdist.core.effects import (
     NEVER,
     Complete,
@@ -350,7 +350,7 @@ class Worker(Machine):
             rank = peer.member.node.rank
             if peer.member.node.role is Role.SERVER and rank not in self.servers:
                 self.servers[rank] = peer.member
-                self.transfers.add_server(rank)
+                self.transfers.add_server(rank, stays_on_host(peer.endpoint))
                 effects.append(Connect(peer.member, peer.endpoint))
         return effects + self._registered()
 

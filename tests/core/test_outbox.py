@@ -44,8 +44,8 @@ def run(
     return Run(number, 1, kind, data, steps, steps + 1, 1, priority=priority)
 
 
-def filled(*runs: Run, window: int = 1 << 20, join: int = 1 << 16) -> Outbox:
-    outbox = Outbox(3, window, join)
+def filled(*runs: Run, window: int = 1 << 20, join: int = 1 << 16, near: bool = False) -> Outbox:
+    outbox = Outbox(3, window, join, near)
     for one in runs:
         outbox.add(Part(one))
     return outbox
@@ -206,6 +206,22 @@ def test_large_runs_that_stay_where_they_are_leave_together_each_as_its_own_fram
     assert [array[0] for array in views(message.arrays)] == [0, 1, 2]
 
 
+def test_large_runs_to_a_near_server_leave_together_without_a_copy() -> None:
+    runs = [run(1), *(run(i, Kind.PUSHPULL, size=LARGE + i) for i in range(2, 5)), run(5, Kind.PUSHPULL)]
+    outbox = filled(*runs, near=True)
+    assert taken(outbox) == [[1], [2, 3, 4, 5]]
+    message = one_message(filled(*runs[1:], near=True))
+    assert all(frame is one.data.payload for frame, one in zip(message.arrays.frames, runs[1:4], strict=False))
+    assert [array[0] for array in views(message.arrays)] == [2, 3, 4, 5]
+
+
+def test_large_runs_to_a_near_server_leave_together_up_to_a_size_and_within_the_window() -> None:
+    each = module.NEAR_BYTES_MAX // 4
+    runs = [run(i, size=each // 4) for i in range(6)]
+    assert taken(filled(*runs, window=1 << 30, near=True)) == [[0, 1, 2, 3], [4, 5]]
+    assert taken(filled(*runs, window=3 * each, near=True)) == [[0, 1, 2]]
+
+
 def test_small_neighbours_share_a_frame_between_large_ones() -> None:
     sizes = [3, 5, LARGE, 1, LARGE + 1, LARGE, 7, 2]
     message = one_message(filled(*(run(i, size=size, stays=True) for i, size in enumerate(sizes))))
@@ -252,7 +268,7 @@ def test_a_message_has_no_more_frames_than_a_receiver_takes(first_is_small: bool
 
 
 def test_runs_that_stay_leave_together_up_to_a_size() -> None:
-    each = module.STAYING_BYTES_MAX // 4
+    each = module.NEAR_BYTES_MAX // 4
     runs = [run(i, size=each // 4, stays=True) for i in range(6)]
     assert taken(filled(*runs, window=1 << 30)) == [[0, 1, 2, 3], [4, 5]]
 

@@ -8,7 +8,7 @@ import pytest
 from kvdist.config import Limits
 from kvdist.core.effects import Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.requests import Kind, Register, RunData, Transfer, make_plan
+from kvdist.core.requests import ALONE_BYTES_MIN, Kind, Register, RunData, Transfer, make_plan
 from kvdist.errors import DeadlineExceeded, PeerLostError, StoreClosed
 from tests.core.wired import Wired
 
@@ -87,6 +87,18 @@ def test_pulls_that_were_asked_for_together_leave_in_one_message(wired: Wired) -
     wired.settle()
     assert {900, 901} <= wired.completed.keys()
     assert said_by(wired, "worker-0", "Pull") == said_by(wired, "server-0", "Values") == 1
+
+
+@pytest.mark.parametrize(("host", "messages"), [("127.0.0.1", 1), ("10.0.0.1", 3)])
+def test_large_slices_leave_together_only_to_a_server_on_the_loopback(host: str, messages: int) -> None:
+    wired = Wired(1, 1, server_host=host)
+    large = {key: [float(key)] * (ALONE_BYTES_MIN // 4 + key) for key in (1, 2, 3)}
+    wired.initialise(large)
+    wired.log.clear()
+    pushed = wired.pushpull(0, large)
+    wired.settle()
+    assert said_by(wired, "worker-0", "Push") == said_by(wired, "server-0", "Values") == messages
+    assert all(wired.value(pushed, key) == value for key, value in large.items())
 
 
 def test_a_pull_sees_the_workers_own_pushes(wired: Wired) -> None:

@@ -71,8 +71,10 @@ class Wired:
         limits: Limits | None = None,
         form: bool = True,
         bigarray_bound: int = 1_000_000,
+        server_host: str = "host-{rank}",
     ) -> None:
         self.now = 0.0
+        self.server_host = server_host
         self.limits = limits or Limits()
         self.log: list[str] = []
         self.completed: dict[int, Any] = {}
@@ -261,7 +263,7 @@ class Wired:
     def _introduction(self, role: Role, rank: int, num_workers: int, num_servers: int) -> Introduction:
         token = (1000 if role is Role.SERVER else 2000) + rank
         self._addresses[role, token] = f"{role}-{rank}"
-        endpoint = f"tcp://host-{rank}:9000" if role is Role.SERVER else ""
+        endpoint = f"tcp://{self.server_host.format(rank=rank)}:9000" if role is Role.SERVER else ""
         scheduler = "tcp://host-s:1"
         return Introduction(
             role, token, rank, f"host-{rank}", 100 + rank, endpoint, num_workers, num_servers, __version__, scheduler
