@@ -29,7 +29,7 @@ GATHERED_MAX = 4096
 """Calls that one request takes in."""
 QUIET_S = 0.0005
 """A gathering waits until nothing has been added to it for so long,"""
-PATIENCE_S = 0.01
+PATIENCE_S = 0.03
 """or so long, if it took in more the last time: a loop whose thread is interrupted should not be cut there."""
 GATHER_S = 0.05
 """And no longer than this in all: a loop that takes longer does something else besides, or is a very long one."""
