@@ -54,6 +54,7 @@ class Run:
     left: int
     """Slices without an answer."""
     priority: int = 0
+    key_by_key: bool = False
 
 
 class Part:

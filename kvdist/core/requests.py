@@ -70,6 +70,12 @@ class RunPlan:
     whole_keys: tuple[int, ...] | None = None
     """The indices of the keys, if every slice is the whole of its key: the usual case of small ones."""
 
+    def places(self, ids: U32) -> Sequence[int]:
+        """The places in the arrays of some of the slices, given by their numbers."""
+        if len(ids) == len(self.ids) and (ids == self.ids).all():
+            return range(len(ids))  # an answer to the whole run: the usual case
+        return [self.positions[number] for number in ids.tolist()]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
@@ -195,6 +201,8 @@ class Transfer:
     """What is moved, for people, such as ``push of key 'fc1'``."""
     runs: Sequence[RunData]
     priority: int = 0
+    key_by_key: bool = False
+    """Each key is `Answered` as soon as it can be, before the whole is complete; then every key is one slice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -268,10 +268,10 @@ class Table:
         for begin, end in stretches(message.runs):
             stretch = slice(begin, end)
             group = self._groups.find(message.ids[stretch])
-            if group is not None:
-                run = int(message.runs[begin])
+            pull = GroupPull(sender, int(message.runs[begin]), message.steps[stretch], message.versions[stretch])
+            if group is not None and group.is_even(pull):
                 group.open_since = group.open_since if group.slots or group.pulls else now
-                group.pulls.append(GroupPull(sender, run, message.steps[stretch], message.versions[stretch]))
+                group.pulls.append(pull)
                 self._answer_group_pulls(group)
             else:
                 self._take_apart(message.ids[stretch], now)
@@ -402,10 +402,7 @@ class Table:
         return effects
 
     def hints(self, now: float) -> list[Effect]:
-        """Tell those who have waited long in which round, and for whom.
-
-        Groups among them are taken apart, and some of their slices may then be answered.
-        """
+        """Tell those who have waited long in which round, and for whom. Groups among them are taken apart for that."""
         hints: dict[Member, Waiting] = {}
         for group in self._groups:
             if (group.slots or group.pulls) and now - group.open_since >= self.limits.explain_after_s:
@@ -421,7 +418,7 @@ class Table:
             waiters = [c.member for c in shard.slots.values()] + [pull.member for pull in shard.pulls]
             for member in waiters:
                 hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
-        return [*self.take_answers(), *(Send(member, hint) for member, hint in hints.items())]
+        return [Send(member, hint) for member, hint in hints.items()]
 
 
 def _joined_stretches(runs: U32) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ A transfer is finished when every slice of every run has its answer: counted, va
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvdist.config import Limits
 from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Run
@@ -14,6 +15,19 @@ from kvdist.core.slices import SliceTable
 from kvdist.core.traffic import Traffic
 from kvdist.protocol.layout import stretches, views
 from kvdist.protocol.messages import U32, Counted, Refused, Values
+
+
+@dataclass(slots=True)
+class Finished:
+    """What an answer of a server has brought to an end.
+
+    Attributes:
+        requests: complete now.
+        keys: (request, indices of keys) of requests that are answered key by key.
+    """
+
+    requests: list[int] = field(default_factory=list)
+    keys: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class Transfers:
@@ -53,7 +67,8 @@ class Transfers:
                 self.slices.pushed[ids],
                 self.slices.versions[ids],
                 len(ids),
-                priority=request.priority,
+                request.priority,
+                request.key_by_key,
             )
             self._runs[run.number] = run
             part = self.slices.enter(run) if request.kind.pushes else Part(run)
@@ -72,41 +87,44 @@ class Transfers:
         self._flying_messages -= 1
         self._outboxes[credit.server].release(credit)
 
-    def values(self, message: Values) -> list[int]:
-        """Copy values to where they are wanted; returns the requests that are finished."""
+    def values(self, message: Values) -> Finished:
+        """Copy values to where they are wanted; returns what is finished."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
-            sinks, positions = run.data.sinks, run.data.plan.positions
+            positions = run.data.plan.places(message.ids[begin:end])
             if run.data.kept is not None:
-                numbers = message.ids[begin:end].tolist()
-                run.data.kept.update(zip([positions[n] for n in numbers], arrays[begin:end], strict=True))
+                run.data.kept.update(zip(positions, arrays[begin:end], strict=True))
                 continue
-            for number, array in zip(message.ids[begin:end].tolist(), arrays[begin:end], strict=True):
+            sinks = run.data.sinks
+            for position, array in zip(positions, arrays[begin:end], strict=True):
                 # The one copy of a pulled value on this side: from the transport's memory into the user's.
-                sinks[positions[number]][...] = array
-                self._traffic.copied_out += array.nbytes
+                sinks[position][...] = array
+            self._traffic.copied_out += sum([array.nbytes for array in arrays[begin:end]])
         return self.answered(message)
 
     def refused(self, message: Refused) -> set[int]:
-        """The requests in which slices were refused."""
-        return {run.request for run, _, _ in self._segments(message.runs)}
+        """The requests in which slices were refused, but for those that are answered key by key."""
+        return {run.request for run, _, _ in self._segments(message.runs) if not run.key_by_key}
 
-    def answered(self, message: Values | Counted | Refused) -> list[int]:
-        """These slices of these runs have their answer; returns the requests that are finished."""
+    def answered(self, message: Values | Counted | Refused) -> Finished:
+        """These slices of these runs have their answer; returns what is finished."""
         if not isinstance(message, Refused):
             self.slices.saw(message.ids, message.versions)
-        finished = []
+        finished = Finished()
         for run, begin, end in self._segments(message.runs):
             if run.kind.pushes:
                 for freed in self.slices.counted(message.ids[begin:end]):
                     self._outboxes[freed.run.data.plan.server].add(freed)
+            if run.key_by_key:
+                plan = run.data.plan
+                finished.keys.append((run.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
             run.left -= end - begin
             if run.left == 0:
                 del self._runs[run.number]
                 self._runs_left[run.request] -= 1
                 if not self._runs_left[run.request]:
                     del self._runs_left[run.request]
-                    finished.append(run.request)
+                    finished.requests.append(run.request)
         return finished
 
     def awaited_servers(self, request: int) -> Sequence[int]:
