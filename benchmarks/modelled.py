@@ -3,7 +3,8 @@
 What is real: the machines, the messages they exchange, their order, and the processor time that this Python takes for
 each turn of a node, which is measured while the simulation runs. What is modelled: bytes. Arrays are `shrink` times
 smaller than those they stand for, and their bytes count `shrink` times: on the card, and as processor time per byte, as
-measured on this machine. Hosts have cores, which all their processes share, and one card of a bandwidth each way.
+`costs.py` measures it. A host has cores, for which all threads of its processes queue: the node's, and the one with which
+its transport carries bytes. It has one card of a bandwidth each way.
 """
 
 from __future__ import annotations
@@ -15,19 +16,33 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import cluster  # noqa: F401  # puts the checkout on the path
+import numpy as np
 
 from kvdist.node import Node
 from kvdist.transport.base import Arrived, Buffer, Connected, Event, Route, Transport
+
+COLD_BYTES = 4 << 20
+"""More than the caches of one core hold."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of processor time, as `measure_costs` finds them."""
 
+    give_message_s: float
+    """A node's thread, until the transport has a message."""
+    give_byte_s: float
     send_message_s: float
+    """The transport's thread at the sender, with what the kernel does for it."""
     send_byte_s: float
     receive_message_s: float
+    """The transport's thread at the receiver."""
     receive_byte_s: float
+    take_message_s: float
+    """A node's thread, to have a message from the transport."""
+    take_byte_s: float
+    wake_s: float
+    """A node's thread that waited, each time it goes on; and whoever wakes it."""
     sum_byte_s: float
     """A server, for each byte of a contribution."""
     update_byte_s: float
@@ -66,17 +81,49 @@ class Clock:
         return True
 
 
+Job = Callable[[], float]
+"""Begins some work; gives the seconds that it takes."""
+
+
+class Cores:
+    """What serves so many jobs at once, first come, first served."""
+
+    def __init__(self, clock: Clock, count: int) -> None:
+        self._clock = clock
+        self._free = count
+        self._waiting: deque[tuple[Job, Callable[[], None]]] = deque()
+
+    def run(self, job: Job, then: Callable[[], None]) -> None:
+        """Begin a job as soon as a core is free; `then` is called when it is done."""
+        if self._free:
+            self._free -= 1
+            self._begin(job, then)
+        else:
+            self._waiting.append((job, then))
+
+    def _begin(self, job: Job, then: Callable[[], None]) -> None:
+        def done() -> None:
+            if self._waiting:
+                self._begin(*self._waiting.popleft())
+            else:
+                self._free += 1
+            then()
+
+        self._clock.at(self._clock.now + job(), done)
+
+
 class Rotation:
-    """Something that serves one job at a time, and those who wait in turns: as a card serves its connections.
+    """A thread or a card: it does one job at a time, and the lanes of those who wait take turns.
 
     Args:
-        clock: the time.
-        start: begins a job of some amount; gives the time at which it will be done.
+        server: does the jobs.
+        seconds: how long a job of some amount takes.
     """
 
-    def __init__(self, clock: Clock, start: Callable[[float], float]) -> None:
-        self._clock = clock
-        self._start = start
+    def __init__(self, server: Cores, seconds: Callable[[float], float]) -> None:
+        self.busy_s = 0.0
+        self._server = server
+        self._seconds = seconds
         self._lanes: dict[Hashable, deque[tuple[float, Callable[[], None]]]] = {}
         self._busy = False
 
@@ -96,6 +143,8 @@ class Rotation:
         amount, then = jobs.popleft()
         if jobs:
             self._lanes[lane] = jobs
+        took = self._seconds(amount)
+        self.busy_s += took
 
         def done() -> None:
             then()
@@ -103,27 +152,21 @@ class Rotation:
                 self._lanes[lane] = self._lanes.pop(lane)  # behind all that came meanwhile
             self._next()
 
-        self._clock.at(self._start(amount), done)
+        self._server.run(lambda: took, done)
 
 
 class Host:
-    """A machine: cores that take work in the order in which it comes, and a card."""
+    """A machine: cores, and a card."""
 
     def __init__(self, clock: Clock, cores: int, card: Card) -> None:
         self.clock = clock
+        self.cores = Cores(clock, cores)
         self.card = card
-        self._sending = Rotation(clock, lambda size: clock.now + size / card.bytes_per_s)
+        self._sending = Rotation(Cores(clock, 1), lambda size: size / card.bytes_per_s)
         self._received_at = 0.0
         """When the card is free again to receive."""
-        self._cores = [0.0] * cores
 
-    def work(self, seconds: float) -> float:
-        """Occupy the first core that is free; when the work is done."""
-        done = max(self.clock.now, self._cores[0]) + seconds
-        heapq.heapreplace(self._cores, done)
-        return done
-
-    def cross(self, there: Host, lane: Hashable, size: int, arrived: Callable[[], None]) -> None:
+    def cross(self, there: Host, lane: Hashable, size: float, arrived: Callable[[], None]) -> None:
         """Carry bytes of a connection from this host's card to another's, which takes them as they come."""
         if there is self:
             arrived()
@@ -157,7 +200,6 @@ class Network:
     costs: Costs
     shrink: int
     listening: dict[str, ModelledTransport] = field(default_factory=dict)
-    counted: dict[str, float] = field(default_factory=lambda: {"messages": 0, "bytes": 0})
 
 
 class ModelledTransport(Transport):
@@ -169,9 +211,15 @@ class ModelledTransport(Transport):
         self.network = network
         self.host = host
         self.on_event: Callable[[], None] = lambda: None
-        self.outgoing: list[tuple[Link, list[Buffer]]] = []
+        self.outgoing: list[tuple[Link, Arrived, float]] = []
         self.inbox: deque[Event] = deque()
-        self._carrying = Rotation(network.clock, host.work)
+        self.arrived_bytes = 0.0
+        """Of arrays, in the inbox."""
+        self.messages = 0
+        """Sent and received."""
+        self.node_s = 0.0
+        """What its messages have cost the node's thread since it was last asked."""
+        self.carrying = Rotation(host.cores, lambda seconds: seconds)
         """The thread that carries its bytes."""
 
     def bind(self, endpoint: str) -> str:
@@ -182,7 +230,8 @@ class ModelledTransport(Transport):
         peer = self.network.listening[endpoint]
         link = Link(self, peer)
         link.other = Link(peer, self, link)
-        self._deliver(Connected(link))
+        self.inbox.append(Connected(link))
+        self.on_event()
         return link
 
     def shares(self, route: Route) -> bool:
@@ -193,39 +242,44 @@ class ModelledTransport(Transport):
             self.send(to, frames)
 
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:
-        assert isinstance(to, Link)
-        self.outgoing.append((to, list(frames)))
+        assert isinstance(to, Link) and to.other is not None
+        network, costs = self.network, self.network.costs
+        payload = network.shrink * payload_bytes(frames)
+        size = len(frames[0]) + len(frames[1]) + payload
+        self.messages += 1
+        self.node_s += costs.give_message_s + size * costs.give_byte_s
+        event = Arrived(to.other, [memoryview(frame).toreadonly() for frame in frames])
+        self.outgoing.append((to, event, size))
 
     def depart(self) -> None:
         """Carry what was sent during a turn, now that the turn is over."""
         outgoing, self.outgoing = self.outgoing, []
-        for link, frames in outgoing:
-            self._carry(link, frames)
+        for link, event, size in outgoing:
+            self._carry(link, event, size)
 
-    def _carry(self, link: Link, frames: list[Buffer]) -> None:
+    def _carry(self, link: Link, event: Arrived, size: float) -> None:
         """The sender's thread of bytes, the cards, the receiver's thread: each takes one message after another."""
-        network, peer, route = self.network, link.peer, link.other
-        assert route is not None
-        costs = network.costs
-        size = sum(len(frame) for frame in frames[:2]) + network.shrink * payload_bytes(frames)
-        network.counted["messages"] += 1
-        network.counted["bytes"] += size
-        event = Arrived(route, [memoryview(frame).toreadonly() for frame in frames])
+        costs, peer = self.network.costs, link.peer
         taking_s = costs.receive_message_s + size * costs.receive_byte_s
         sending_s = costs.send_message_s + size * costs.send_byte_s
 
         def arrived() -> None:
-            peer._carrying.add(route, taking_s, lambda: peer._deliver(event))
+            peer.carrying.add(event.route, taking_s, lambda: peer._deliver(event, size))
 
-        self._carrying.add(link, sending_s, lambda: self.host.cross(peer.host, link, size, arrived))
+        self.carrying.add(link, sending_s, lambda: self.host.cross(peer.host, link, size, arrived))
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, event: Event, size: float) -> None:
+        costs = self.network.costs
         self.inbox.append(event)
+        self.messages += 1
+        self.node_s += costs.take_message_s + size * costs.take_byte_s
+        self.arrived_bytes += size
         self.on_event()
 
     def recv(self, timeout_s: float) -> list[Event]:
         events = list(self.inbox)
         self.inbox.clear()
+        self.arrived_bytes = 0.0
         return events
 
     def wake(self) -> None:
@@ -240,6 +294,20 @@ def payload_bytes(frames: Sequence[Buffer]) -> int:
     return sum(memoryview(frame).nbytes for frame in frames[2:])
 
 
+class Caches:
+    """What this processor has at hand. A real process finds it full of the arrays that it has just moved."""
+
+    def __init__(self) -> None:
+        self._memory = np.ones(COLD_BYTES, np.uint8)
+
+    def fill(self, nbytes: float) -> None:
+        """Have something else there."""
+        self._memory[: int(min(nbytes, COLD_BYTES))] += 1
+
+
+CACHES = Caches()
+
+
 class Process:
     """One node, which turns when something has happened and takes its host's time for it."""
 
@@ -250,48 +318,53 @@ class Process:
         """What the present turn owes for bytes that it has touched; its kernels add to it."""
         self.busy_s = 0.0
         """Processor time of all turns."""
+        self.turns = 0
         self._copies = copies
         """It writes the arrays that arrive somewhere else, as a worker does."""
         self.after_turn: Callable[[], None] = lambda: None
-        self._free_at = 0.0
-        self._awake = False
+        self._turning = self._again = False
         self._timer_at = float("inf")
         self.node = make(self.transport)
         self.transport.on_event = self.wake
         self.wake()
 
     def wake(self) -> None:
-        """Turn as soon as the process is free."""
-        if not self._awake:
-            self._awake = True
-            self.network.clock.at(self._free_at, self._turn)
+        """Turn as soon as the process has a core."""
+        if self._turning:
+            self._again = True
+        else:
+            self._turning = True
+            self.transport.node_s += self.network.costs.wake_s
+            self.transport.host.cores.run(self._turn, self._turned)
 
-    def _turn(self) -> None:
-        self._awake = False
+    def _turn(self) -> float:
+        self._again = False
         if self.node.stopped:
-            return
-        clock = self.network.clock
-        self.byte_work_s = self._copying_s() if self._copies else 0.0
+            return 0.0
+        transport = self.transport
+        CACHES.fill(transport.arrived_bytes)
+        self.byte_work_s = transport.arrived_bytes * self.network.costs.copy_byte_s if self._copies else 0.0
         started = time.thread_time()
         self.node.turn(0.0)
-        took = time.thread_time() - started + self.byte_work_s
+        took = time.thread_time() - started + self.byte_work_s + transport.node_s
+        transport.node_s = 0.0
         if self.node.failure is not None:
             raise self.node.failure
         self.busy_s += took
-        self._free_at = self.transport.host.work(took)
-        clock.at(self._free_at, self._turned)
-        due = max(self.node.reliable.deadline, clock.now)
-        if due < self._timer_at:
-            self._timer_at = due
-            clock.at(due, self._timer)
+        self.turns += 1
+        return took
 
     def _turned(self) -> None:
+        self._turning = False
         self.transport.depart()
         self.after_turn()
-
-    def _copying_s(self) -> float:
-        arrived = [event.frames for event in self.transport.inbox if isinstance(event, Arrived)]
-        return self.network.shrink * self.network.costs.copy_byte_s * sum(payload_bytes(frames) for frames in arrived)
+        clock = self.network.clock
+        due = max(self.node.reliable.deadline, clock.now)
+        if self._again:
+            self.wake()
+        elif due < self._timer_at:
+            self._timer_at = due
+            clock.at(due, self._timer)
 
     def _timer(self) -> None:
         if self.network.clock.now >= self._timer_at:
