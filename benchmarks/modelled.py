@@ -3,13 +3,17 @@
 What is real: the machines, the messages they exchange, their order, and the processor time that this Python takes for
 each turn of a node, which is measured while the simulation runs. What is modelled: bytes. Arrays are `shrink` times
 smaller than those they stand for, and their bytes count `shrink` times: on the card, and as processor time per byte, as
-`costs.py` measures it. A host has cores, for which all threads of its processes queue: the node's, and the one with which
-its transport carries bytes. It has one card of a bandwidth each way.
+`costs.py` measures it. A host has cores, for which all threads of its processes queue: the node's, and the one with
+which its transport carries bytes. It has one card of a bandwidth each way.
+
+One worker may stand for several that do the same: what it says and hears then costs whoever is at the other end so many
+times as much, in processor time as on the card, and costs the worker what it costs one.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -21,8 +25,10 @@ import numpy as np
 from kvdist.node import Node
 from kvdist.transport.base import Arrived, Buffer, Connected, Event, Route, Transport
 
-COLD_BYTES = 4 << 20
-"""More than the caches of one core hold."""
+COLD_BYTES = 32 << 20
+"""What the caches hold, nearly enough."""
+SLEEPERS_BONUS_S = 0.003
+"""Linux's default."""
 
 
 @dataclass(frozen=True)
@@ -85,31 +91,48 @@ Job = Callable[[], float]
 """Begins some work; gives the seconds that it takes."""
 
 
+@dataclass(eq=False)
+class Thread:
+    """What a kernel knows of a thread: how much of the processors it has had."""
+
+    had_s: float = 0.0
+
+
 class Cores:
-    """What serves so many jobs at once, first come, first served."""
+    """What serves so many jobs at once: of those who wait, first who has had least, as kernels do.
+
+    Who has slept long comes first, but not for as long as it has slept.
+    """
 
     def __init__(self, clock: Clock, count: int) -> None:
         self._clock = clock
         self._free = count
-        self._waiting: deque[tuple[Job, Callable[[], None]]] = deque()
+        self._waiting: list[tuple[float, int, Thread, Job, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._least_s = 0.0
+        """What those who were served last have had."""
 
-    def run(self, job: Job, then: Callable[[], None]) -> None:
-        """Begin a job as soon as a core is free; `then` is called when it is done."""
+    def run(self, thread: Thread, job: Job, then: Callable[[], None]) -> None:
+        """Begin a job as soon as a core is free for it; `then` is called when it is done."""
+        thread.had_s = max(thread.had_s, self._least_s - SLEEPERS_BONUS_S)
         if self._free:
             self._free -= 1
-            self._begin(job, then)
+            self._begin(thread, job, then)
         else:
-            self._waiting.append((job, then))
+            heapq.heappush(self._waiting, (thread.had_s, next(self._order), thread, job, then))
 
-    def _begin(self, job: Job, then: Callable[[], None]) -> None:
+    def _begin(self, thread: Thread, job: Job, then: Callable[[], None]) -> None:
         def done() -> None:
             if self._waiting:
-                self._begin(*self._waiting.popleft())
+                self._begin(*heapq.heappop(self._waiting)[2:])
             else:
                 self._free += 1
             then()
 
-        self._clock.at(self._clock.now + job(), done)
+        self._least_s = max(self._least_s, thread.had_s)
+        took = job()
+        thread.had_s += took
+        self._clock.at(self._clock.now + took, done)
 
 
 class Rotation:
@@ -123,6 +146,7 @@ class Rotation:
     def __init__(self, server: Cores, seconds: Callable[[float], float]) -> None:
         self.busy_s = 0.0
         self._server = server
+        self._thread = Thread()
         self._seconds = seconds
         self._lanes: dict[Hashable, deque[tuple[float, Callable[[], None]]]] = {}
         self._busy = False
@@ -152,7 +176,7 @@ class Rotation:
                 self._lanes[lane] = self._lanes.pop(lane)  # behind all that came meanwhile
             self._next()
 
-        self._server.run(lambda: took, done)
+        self._server.run(self._thread, lambda: took, done)
 
 
 class Host:
@@ -165,21 +189,31 @@ class Host:
         self._sending = Rotation(Cores(clock, 1), lambda size: size / card.bytes_per_s)
         self._received_at = 0.0
         """When the card is free again to receive."""
+        self.moved_bytes = 0.0
+        """By all its processes so far."""
 
-    def cross(self, there: Host, lane: Hashable, size: float, arrived: Callable[[], None]) -> None:
-        """Carry bytes of a connection from this host's card to another's, which takes them as they come."""
+    def cross(
+        self, there: Host, lane: Hashable, leaving: float, coming: float, arrived: Callable[[], None]
+    ) -> None:
+        """Carry bytes of a connection from this host's card to another's, which takes them as they come.
+
+        Args:
+            leaving: bytes that this card sends.
+            coming: bytes that the other one receives.
+        """
         if there is self:
             arrived()
             return
 
         def sent() -> None:
             # The first byte arrived when it was sent: on an idle way both cards are busy at once, not one by one.
-            took = size / there.card.bytes_per_s
-            first_byte = self.clock.now + self.card.latency_s - size / self.card.bytes_per_s
+            took = coming / there.card.bytes_per_s
+            last_byte = self.clock.now + self.card.latency_s
+            first_byte = last_byte - leaving / self.card.bytes_per_s
             there._received_at = max(first_byte, there._received_at) + took
-            self.clock.at(there._received_at, arrived)
+            self.clock.at(max(last_byte, there._received_at), arrived)
 
-        self._sending.add(lane, size, sent)
+        self._sending.add(lane, leaving, sent)
 
 
 @dataclass(eq=False)
@@ -207,9 +241,10 @@ class ModelledTransport(Transport):
 
     strangers_refused = 0
 
-    def __init__(self, network: Network, host: Host) -> None:
+    def __init__(self, network: Network, host: Host, stands_for: int = 1) -> None:
         self.network = network
         self.host = host
+        self.stands_for = stands_for
         self.on_event: Callable[[], None] = lambda: None
         self.outgoing: list[tuple[Link, Arrived, float]] = []
         self.inbox: deque[Event] = deque()
@@ -244,10 +279,11 @@ class ModelledTransport(Transport):
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:
         assert isinstance(to, Link) and to.other is not None
         network, costs = self.network, self.network.costs
-        payload = network.shrink * payload_bytes(frames)
-        size = len(frames[0]) + len(frames[1]) + payload
-        self.messages += 1
-        self.node_s += costs.give_message_s + size * costs.give_byte_s
+        size = len(frames[0]) + len(frames[1]) + network.shrink * payload_bytes(frames)
+        times = to.peer.stands_for
+        self.messages += times
+        self.host.moved_bytes += times * size
+        self.node_s += times * (costs.give_message_s + size * costs.give_byte_s)
         event = Arrived(to.other, [memoryview(frame).toreadonly() for frame in frames])
         self.outgoing.append((to, event, size))
 
@@ -260,20 +296,25 @@ class ModelledTransport(Transport):
     def _carry(self, link: Link, event: Arrived, size: float) -> None:
         """The sender's thread of bytes, the cards, the receiver's thread: each takes one message after another."""
         costs, peer = self.network.costs, link.peer
-        taking_s = costs.receive_message_s + size * costs.receive_byte_s
-        sending_s = costs.send_message_s + size * costs.send_byte_s
+        here, there = peer.stands_for, self.stands_for
+        sending_s = here * (costs.send_message_s + size * costs.send_byte_s)
+        taking_s = there * (costs.receive_message_s + size * costs.receive_byte_s)
 
         def arrived() -> None:
-            peer.carrying.add(event.route, taking_s, lambda: peer._deliver(event, size))
+            peer.carrying.add(event.route, taking_s, lambda: peer._deliver(event, size, there))
 
-        self.carrying.add(link, sending_s, lambda: self.host.cross(peer.host, link, size, arrived))
+        def cross() -> None:
+            self.host.cross(peer.host, link, here * size, there * size, arrived)
 
-    def _deliver(self, event: Event, size: float) -> None:
+        self.carrying.add(link, sending_s, cross)
+
+    def _deliver(self, event: Event, size: float, times: int) -> None:
         costs = self.network.costs
         self.inbox.append(event)
-        self.messages += 1
-        self.node_s += costs.take_message_s + size * costs.take_byte_s
-        self.arrived_bytes += size
+        self.messages += times
+        self.host.moved_bytes += times * size
+        self.node_s += times * (costs.take_message_s + size * costs.take_byte_s)
+        self.arrived_bytes += times * size
         self.on_event()
 
     def recv(self, timeout_s: float) -> list[Event]:
@@ -309,20 +350,37 @@ CACHES = Caches()
 
 
 class Process:
-    """One node, which turns when something has happened and takes its host's time for it."""
+    """One node, which turns when something has happened and takes its host's time for it.
 
-    def __init__(self, network: Network, host: Host, make: Callable[[ModelledTransport], Node], copies: bool) -> None:
+    Args:
+        stands_for: as many of its kind that do the same.
+        hears: as many of each that it hears.
+        copies: it writes the arrays that arrive somewhere else, as a worker does.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        host: Host,
+        make: Callable[[ModelledTransport], Node],
+        stands_for: int = 1,
+        hears: int = 1,
+        copies: bool = False,
+    ) -> None:
         self.network = network
-        self.transport = ModelledTransport(network, host)
+        self.transport = ModelledTransport(network, host, stands_for)
         self.byte_work_s = 0.0
         """What the present turn owes for bytes that it has touched; its kernels add to it."""
         self.busy_s = 0.0
         """Processor time of all turns."""
         self.turns = 0
         self._copies = copies
-        """It writes the arrays that arrive somewhere else, as a worker does."""
+        self._hears = hears
         self.after_turn: Callable[[], None] = lambda: None
+        self._thread = Thread()
         self._turning = self._again = False
+        self._moved_before = 0.0
+        """What its host had moved at its last turn."""
         self._timer_at = float("inf")
         self.node = make(self.transport)
         self.transport.on_event = self.wake
@@ -335,18 +393,20 @@ class Process:
         else:
             self._turning = True
             self.transport.node_s += self.network.costs.wake_s
-            self.transport.host.cores.run(self._turn, self._turned)
+            self.transport.host.cores.run(self._thread, self._turn, self._turned)
 
     def _turn(self) -> float:
         self._again = False
         if self.node.stopped:
             return 0.0
         transport = self.transport
-        CACHES.fill(transport.arrived_bytes)
+        CACHES.fill(transport.host.moved_bytes - self._moved_before)
+        self._moved_before = transport.host.moved_bytes
         self.byte_work_s = transport.arrived_bytes * self.network.costs.copy_byte_s if self._copies else 0.0
         started = time.thread_time()
         self.node.turn(0.0)
-        took = time.thread_time() - started + self.byte_work_s + transport.node_s
+        python_s = time.thread_time() - started
+        took = self._hears * python_s + self.byte_work_s + transport.node_s
         transport.node_s = 0.0
         if self.node.failure is not None:
             raise self.node.failure

@@ -80,10 +80,10 @@ class Prediction:
     """What came of a shape."""
 
     step_s: float
-    messages: float
-    """A step, in the whole cluster."""
     server_messages: float
     """A step, sent and received by one server."""
+    worker_messages: float
+    """The same of a worker."""
     server_busy: float
     """The share of a step in which the busiest server's loop works."""
     scheduler_busy: float
@@ -92,7 +92,7 @@ class Prediction:
     formed_scheduler_s: float
     """The scheduler's processor time until then."""
     processor_s: dict[str, float]
-    """A step, of all processes of a role: ``server turning`` its nodes' threads, ``server carrying`` its transports'."""
+    """A step, of all processes of a role: ``server turning`` of their nodes, ``server carrying`` of their transports."""
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,38 @@ class Mark:
 
 
 def predict(
-    shape: Shape, spec: Spec, machines: Machines, costs: Costs, steps: int = 2, together: bool = False
+    shape: Shape,
+    spec: Spec,
+    machines: Machines,
+    costs: Costs,
+    steps: int = 2,
+    together: bool = False,
+    stands_for: int = 1,
 ) -> Prediction:
     """Run a cluster of this shape for some steps, of which the first is not counted.
 
     Args:
         together: workers wait for each other before each step, and its time is the mean of theirs.
+        stands_for: each worker stands for so many; they must have hosts of their own.
     """
+    if shape.workers % stands_for or (stands_for > 1 and shape.layout != "separate"):
+        raise ValueError(f"{shape}: {stands_for} workers cannot be taken as one")
     shrink = SHRINK if min(spec.sizes) >= SMALL_SIZE else 1
     network = Network(Clock(), costs, shrink)
+    fewer = replace(shape, workers=shape.workers // stands_for)
     with shrunk_thresholds(shrink), no_garbage():
-        simulated = Simulated(shape, spec, network, machines, steps + 1, together)
+        simulated = Simulated(fewer, spec, network, machines, steps + 1, together, stands_for)
         marks = [simulated.run_until(step) for step in range(steps + 2)]
     return summary(marks, [user.seconds for user in simulated.users], together)
+
+
+def predict_forming(shape: Shape, spec: Spec, machines: Machines, costs: Costs) -> tuple[float, float]:
+    """Seconds until all workers of a cluster have agreed on the keys, and those in which its scheduler worked."""
+    shrink = SHRINK if min(spec.sizes) >= SMALL_SIZE else 1
+    with shrunk_thresholds(shrink), no_garbage():
+        simulated = Simulated(shape, spec, Network(Clock(), costs, shrink), machines, 0, False, 1)
+        formed = simulated.run_until(0)
+    return formed.at, formed.turning_s["scheduler"]
 
 
 def summary(marks: Sequence[Mark], seconds: Sequence[Sequence[float]], together: bool) -> Prediction:
@@ -137,8 +156,8 @@ def summary(marks: Sequence[Mark], seconds: Sequence[Sequence[float]], together:
     }
     return Prediction(
         step_s=fmean(one for own in seconds for one in own[1:]) if together else took / steps,
-        messages=sum(counts.values()) / 2,
         server_messages=max(counts[name] for name in servers),
+        worker_messages=max(count for name, count in counts.items() if name.startswith("worker")),
         server_busy=max(turned[name] for name in servers) / took,
         scheduler_busy=turned["scheduler"] / took,
         formed_s=formed.at,
@@ -150,7 +169,8 @@ def summary(marks: Sequence[Mark], seconds: Sequence[Sequence[float]], together:
 @contextmanager
 def shrunk_thresholds(shrink: int) -> Iterator[None]:
     """Sizes at which messages are joined or sent alone, for arrays that are smaller than what they stand for."""
-    thresholds = [(requests, "ALONE_BYTES_MIN"), (outbox, "ALONE_BYTES_MIN"), (answers, "JOIN_BYTES_MAX")]
+    thresholds = [(requests, "ALONE_BYTES_MIN"), (outbox, "ALONE_BYTES_MIN"), (outbox, "TOGETHER_BYTES_MAX")]
+    thresholds += [(answers, "JOIN_BYTES_MAX"), (answers, "TOGETHER_BYTES_MAX")]
     before = [getattr(module, name) for module, name in thresholds]
     try:
         for (module, name), value in zip(thresholds, before, strict=True):
@@ -176,7 +196,14 @@ class Simulated:
     """A cluster of a shape, all its processes, and users that do one `pushpull` of all keys after the other."""
 
     def __init__(
-        self, shape: Shape, spec: Spec, network: Network, machines: Machines, steps: int, together: bool
+        self,
+        shape: Shape,
+        spec: Spec,
+        network: Network,
+        machines: Machines,
+        steps: int,
+        together: bool,
+        stands_for: int,
     ) -> None:
         self.network = network
         self.processes: dict[str, Process] = {}
@@ -187,9 +214,10 @@ class Simulated:
         for name, host in hosts.items():
             role, _, rank = name.partition("-")
             summing_s = network.costs.sum_byte_s if shape.mode == "sync" else network.costs.update_byte_s
-            charge = partial(self._charge, name, summing_s * network.shrink)
+            charge = partial(self._charge, name, stands_for * summing_s * network.shrink)
             make = partial(make_node, config, Role(role), int(rank or 0), charge)
-            process = self.processes[name] = Process(network, host, make, copies=role == "worker")
+            many = {"stands_for": stands_for, "copies": True} if role == "worker" else {"hears": stands_for}
+            process = self.processes[name] = Process(network, host, make, **many)
             if role == "worker":
                 user = User(int(rank), process.node, work)
                 self.users.append(user)

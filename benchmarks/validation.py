@@ -1,8 +1,8 @@
-"""Real clusters on this machine beside their predictions: by the time of a step, and by the processor time that it takes.
+"""Real clusters on this machine beside their predictions: the time of a step, and the processor time that it takes.
 
-On one host everything shares the cores, so a step takes as long as the processors' work for it, and that is what is
-compared first: other work on the machine can make a step longer, but adds little to the processor time of ours. How much
-of the processors others had during the real steps is said too.
+On one host everything shares the cores, so a step takes as long as the processors' work for it. Other work on the
+machine makes a step longer, but adds little to the processor time of ours. What others had of the processors during the
+real steps is measured, and a step without that part of it is what a prediction is compared with.
 """
 
 from __future__ import annotations
@@ -43,10 +43,14 @@ class Real:
 
     @property
     def step_s(self) -> float:
-        """Median of the steps in the quieter half."""
-        quiet = statistics.median(self.others)
+        """Median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def own_step_s(self) -> float:
+        """Median without the part in which the cores did other work: what a step takes where there is none."""
         return statistics.median(
-            step for step, others in zip(self.seconds, self.others, strict=True) if others <= quiet
+            step * (1.0 - others) for step, others in zip(self.seconds, self.others, strict=True)
         )
 
     def processor_of(self, kind: str) -> float:
@@ -69,9 +73,9 @@ class Validation:
             "workers": self.workers,
             "predicted_ms": round(self.predicted.step_s * 1e3, 1),
             "measured_ms": round(self.real.step_s * 1e3, 1),
-            "measured_least_ms": round(min(self.real.seconds) * 1e3, 1),
-            "ratio": round(self.predicted.step_s / self.real.step_s, 2),
             "others": round(statistics.median(self.real.others), 2),
+            "measured_without_others_ms": round(self.real.own_step_s * 1e3, 1),
+            "ratio": round(self.predicted.step_s / self.real.own_step_s, 2),
             "processor_predicted_ms": round(modelled_s * 1e3, 1),
             "processor_measured_ms": round(real_s * 1e3, 1),
             "processor_ratio": round(modelled_s / real_s, 2),
@@ -138,9 +142,10 @@ def by_kind(spent: dict[str, float]) -> dict[str, float]:
 def print_validation(found: Validation) -> None:
     row = found.row()
     print(
-        f"{row['workers']} workers: step {row['predicted_ms']} ms predicted, {row['measured_ms']} ms measured (least "
-        f"{row['measured_least_ms']}), ratio {row['ratio']}; processor time {row['processor_predicted_ms']} ms predicted, "
-        f"{row['processor_measured_ms']} ms measured, ratio {row['processor_ratio']}; others had {row['others']:.0%}",
+        f"{row['workers']} workers: step {row['predicted_ms']} ms predicted, {row['measured_ms']} ms measured, others "
+        f"had {row['others']:.0%}, without them {row['measured_without_others_ms']} ms, ratio {row['ratio']}; processor "
+        f"time {row['processor_predicted_ms']} ms predicted, {row['processor_measured_ms']} ms measured, "
+        f"ratio {row['processor_ratio']}",
         flush=True,
     )
     for kind, (predicted, measured) in found.row()["processors"].items():  # type: ignore[attr-defined]

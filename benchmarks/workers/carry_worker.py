@@ -15,11 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import cluster  # noqa: E402, F401  # puts the checkout on the path
+import cluster  # noqa: F401  # puts the checkout on the path
 
-from kvdist.config import Limits  # noqa: E402
-from kvdist.transport.base import Arrived, Route  # noqa: E402
-from kvdist.transport.zeromq import ZeroMQTransport  # noqa: E402
+from kvdist.config import Limits
+from kvdist.transport.base import Arrived, Route
+from kvdist.transport.zeromq import ZeroMQTransport
 
 KEPT = 25
 """What has arrived is kept so long, as a server keeps contributions and a worker values."""

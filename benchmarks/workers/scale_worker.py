@@ -18,9 +18,9 @@ from workload import parse_arguments
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cluster import cluster_of  # noqa: E402
+from cluster import cluster_of
 
-from kvdist import kv  # noqa: E402
+from kvdist import kv
 
 ALL_OTHERS = "others"
 FIRST_JIFFIES, IDLE_JIFFIES = slice(0, 8), slice(3, 5)
