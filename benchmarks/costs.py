@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -47,13 +47,17 @@ while not stop:
 """A program that moves bytes on the other core."""
 
 
-def measure_costs() -> Costs:
-    """The costs of this machine, each the least of some repeats: what else disturbs it is not part of it."""
-    small, large = carrying(SMALL_BYTES, 200), carrying(SLICE_BYTES, SLICES)
+Statistic = Callable[[Sequence[float]], float]
+"""What is taken of repeats: the median for a machine as busy as it is, the least for one without other work."""
+
+
+def measure_costs(of: Statistic = median) -> Costs:
+    """The costs of this machine."""
+    small, large = carrying(SMALL_BYTES, 200, of), carrying(SLICE_BYTES, SLICES, of)
     byte = (large - small) / (SLICE_BYTES - SMALL_BYTES)
     message = small - SMALL_BYTES * byte
-    copying, summing, updating = memory_costs()
-    wake_s = waking_s(200)
+    copying, summing, updating = memory_costs(of)
+    wake_s = waking_s(200, of)
     return Costs(
         give_message_s=max(0.0, message.give_s),
         give_byte_s=max(0.0, byte.give_s),
@@ -70,7 +74,7 @@ def measure_costs() -> Costs:
     )
 
 
-def memory_costs() -> tuple[float, float, float]:
+def memory_costs(of: Statistic) -> tuple[float, float, float]:
     """Seconds of a byte that is copied, summed with one of another worker, and made into a weight."""
     grads, others, outs = ([np.ones(SLICE_BYTES // 4, np.float32) for _ in range(SLICES)] for _ in range(3))
     kernels = choose(kernels_here())
@@ -83,8 +87,8 @@ def memory_costs() -> tuple[float, float, float]:
         updater.update(i, outs[i], [grads[i]], [1.0], DType.FLOAT32, others[i])
 
     with hammering():
-        copying = least(lambda i: np.copyto(outs[i], grads[i])) / SLICE_BYTES
-        return copying, least(add) / (2 * SLICE_BYTES), least(update) / SLICE_BYTES
+        copying = repeated(lambda i: np.copyto(outs[i], grads[i]), of) / SLICE_BYTES
+        return copying, repeated(add, of) / (2 * SLICE_BYTES), repeated(update, of) / SLICE_BYTES
 
 
 def kernels_here() -> str:
@@ -127,15 +131,15 @@ class Carrying:
         return Carrying(*(amount * value for value in vars(self).values()))
 
 
-def carrying(size: int, count: int) -> Carrying:
-    """What a message of three frames, the last of `size` bytes, costs both ends: the least of some averages."""
+def carrying(size: int, count: int, of: Statistic) -> Carrying:
+    """What a message of three frames, the last of `size` bytes, costs both ends."""
     payloads = [memoryview(bytes([i % 256]) * size) for i in range(count)]
     with connected() as (transport, route):
         rounds = [one_round(transport, route, payloads) for _ in range(REPEATS + 1)][1:]
-    return Carrying(*(median(one) for one in zip(*(vars(found).values() for found in rounds), strict=True)))
+    return Carrying(*(of(one) for one in zip(*(vars(found).values() for found in rounds), strict=True)))
 
 
-def waking_s(count: int) -> float:
+def waking_s(count: int, of: Statistic) -> float:
     """Processor time of one end, all its threads, that says little and waits for the answer, with cold caches."""
     spent = []
     with connected() as (transport, route):
@@ -144,7 +148,7 @@ def waking_s(count: int) -> float:
             start = time.process_time()
             there(transport, route)
             spent.append(time.process_time() - start)
-    return median(spent)
+    return of(spent)
 
 
 @contextlib.contextmanager
@@ -187,15 +191,15 @@ def arrived(transport: ZeroMQTransport) -> Arrived:
                 return event
 
 
-def least(action: Callable[[int], object]) -> float:
-    """Processor seconds of one call: the least of the averages over calls with 0 to `SLICES` - 1."""
+def repeated(action: Callable[[int], object], of: Statistic) -> float:
+    """Processor seconds of one call, of the averages over calls with 0 to `SLICES` - 1."""
     averages = []
     for _ in range(REPEATS + 1):
         start = time.thread_time()
         for i in range(SLICES):
             action(i)
         averages.append((time.thread_time() - start) / SLICES)
-    return median(averages[1:])
+    return of(averages[1:])
 
 
 if __name__ == "__main__":

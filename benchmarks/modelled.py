@@ -192,9 +192,7 @@ class Host:
         self.moved_bytes = 0.0
         """By all its processes so far."""
 
-    def cross(
-        self, there: Host, lane: Hashable, leaving: float, coming: float, arrived: Callable[[], None]
-    ) -> None:
+    def cross(self, there: Host, lane: Hashable, leaving: float, coming: float, arrived: Callable[[], None]) -> None:
         """Carry bytes of a connection from this host's card to another's, which takes them as they come.
 
         Args:

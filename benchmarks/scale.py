@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -78,8 +79,8 @@ class Result:
     prediction: Prediction
     bound_s: float
     ring_s: float
-    formed: tuple[float, float]
-    """Seconds until the cluster is ready, and those of them in which the scheduler works."""
+    formed: tuple[float, float] | tuple[()]
+    """Seconds until the cluster is ready, and those of them in which the scheduler works; asked of ``sync`` only."""
     stands_for: int
     """How many workers were taken as one."""
     took_s: float
@@ -93,14 +94,14 @@ class Result:
         values: list[Any] = [shape.workers, shape.servers, shape.layout, shape.mode]
         values += [found.step_s * 1e3, self.bound_s * 1e3, self.bound_s / found.step_s, self.ring_s * 1e3]
         values += [found.server_messages, found.worker_messages, found.server_busy, found.scheduler_busy]
-        values += [*self.formed, self.stands_for, self.took_s, self.peak_bytes / 1e6]
+        values += [*(self.formed or (math.nan, math.nan)), self.stands_for, self.took_s, self.peak_bytes / 1e6]
         return [form.format(value) for form, value in zip(COLUMNS.values(), values, strict=True)]
 
 
 def main() -> None:
     options = parse_arguments()
     end_on_terminate()
-    costs = least_of([measure_costs() for _ in range(COSTS_REPEATS)])
+    costs = least_of([measure_costs(min) for _ in range(COSTS_REPEATS)])
     print(f"as measured here: {', '.join(f'{name} {value:.3g}' for name, value in vars(costs).items())}")
     validations = validate(options.spec, options.turns) if options.validate else []
     machines = Machines(options.cores, Card(options.gbit * 1e9 / 8, options.latency_us * 1e-6))
@@ -139,9 +140,10 @@ def predict_alone(shape: Shape, spec: Spec, machines: Machines, costs: Costs, to
     started = time.process_time()
     steps, stands_for = 1 if shape.workers >= LARGE else 2, representatives(shape, together_max)
     found = predict(shape, spec, machines, costs, steps, stands_for=stands_for)
-    formed = found.formed_s, found.formed_scheduler_s
-    if stands_for > 1:
-        formed = predict_forming(shape, spec, machines, costs)
+    formed: tuple[float, float] | tuple[()] = ()
+    if shape.mode == "sync":
+        every = stands_for == 1
+        formed = (found.formed_s, found.formed_scheduler_s) if every else predict_forming(shape, spec, machines, costs)
     took_s = time.process_time() - started
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     size, card = spec.payload_bytes, machines.card
@@ -194,10 +196,10 @@ def markdown(options: argparse.Namespace, validations: list[Validation], results
     lines = [
         "# Beyond one machine: predictions",
         "",
-        f"{options.spec} float32 ({options.spec.payload_bytes / 1e6:.1f} MB), hosts of {options.cores} cores with cards",
-        f"of {options.gbit:g} Gbit/s and {options.latency_us:g} us between them. Made by",
-        "`python benchmarks/scale.py --validate --write`. Ring is the cost model of a ring all-reduce among the workers,",
-        "with nothing but the line. Processor s and MB are what the prediction itself took.",
+        f"{options.spec} float32 ({options.spec.payload_bytes / 1e6:.1f} MB), hosts of {options.cores} cores with",
+        f"cards of {options.gbit:g} Gbit/s and {options.latency_us:g} us between them. Made by",
+        "`python benchmarks/scale.py --validate --write`. Ring is the cost model of a ring all-reduce among the",
+        "workers, with nothing but the line. Processor s and MB are what the prediction itself took.",
         "",
         *table(list(COLUMNS), [result.cells() for result in results]),
         "",

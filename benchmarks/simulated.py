@@ -92,7 +92,7 @@ class Prediction:
     formed_scheduler_s: float
     """The scheduler's processor time until then."""
     processor_s: dict[str, float]
-    """A step, of all processes of a role: ``server turning`` of their nodes, ``server carrying`` of their transports."""
+    """A step, of all processes of a role: ``server turning`` of their nodes, ``server carrying`` of transports."""
 
 
 @dataclass(frozen=True)
@@ -305,9 +305,7 @@ def make_node(config: ClusterConfig, role: Role, rank: int, charge: Charge, tran
 class Exercise:
     """What every user does, and what of it they share: none looks at the values, so one memory does for all."""
 
-    def __init__(
-        self, spec: Spec, network: Network, mode: str, run_bytes_max: int, steps: int, together: bool
-    ) -> None:
+    def __init__(self, spec: Spec, network: Network, mode: str, run_bytes_max: int, steps: int, together: bool) -> None:
         self.clock = network.clock
         self.sizes = [max(1, size // network.shrink) for size in spec.sizes]
         self.mode = mode

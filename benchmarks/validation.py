@@ -49,9 +49,7 @@ class Real:
     @property
     def own_step_s(self) -> float:
         """Median without the part in which the cores did other work: what a step takes where there is none."""
-        return statistics.median(
-            step * (1.0 - others) for step, others in zip(self.seconds, self.others, strict=True)
-        )
+        return statistics.median(step * (1.0 - others) for step, others in zip(self.seconds, self.others, strict=True))
 
     def processor_of(self, kind: str) -> float:
         """Median."""
@@ -142,9 +140,9 @@ def by_kind(spent: dict[str, float]) -> dict[str, float]:
 def print_validation(found: Validation) -> None:
     row = found.row()
     print(
-        f"{row['workers']} workers: step {row['predicted_ms']} ms predicted, {row['measured_ms']} ms measured, others "
-        f"had {row['others']:.0%}, without them {row['measured_without_others_ms']} ms, ratio {row['ratio']}; processor "
-        f"time {row['processor_predicted_ms']} ms predicted, {row['processor_measured_ms']} ms measured, "
+        f"{row['workers']} workers: step {row['predicted_ms']} ms predicted, {row['measured_ms']} ms measured, "
+        f"others had {row['others']:.0%}, without them {row['measured_without_others_ms']} ms, ratio {row['ratio']}; "
+        f"processor time {row['processor_predicted_ms']} ms predicted, {row['processor_measured_ms']} ms measured, "
         f"ratio {row['processor_ratio']}",
         flush=True,
     )
