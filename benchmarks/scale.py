@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import resource
@@ -31,7 +30,7 @@ from costs import measure_costs
 from modelled import Card, Costs
 from models import parse_spec
 from simulated import Machines, Prediction, Shape, predict, predict_forming
-from validation import Validation, validate
+from validation import validate
 from workers.workload import Spec
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -88,14 +87,19 @@ class Result:
     peak_bytes: int
     """Of this machine's memory."""
 
-    def cells(self) -> list[str]:
-        """One for each column."""
+    def row(self) -> dict[str, Any]:
+        """A value for each column."""
         shape, found = self.shape, self.prediction
         values: list[Any] = [shape.workers, shape.servers, shape.layout, shape.mode]
         values += [found.step_s * 1e3, self.bound_s * 1e3, self.bound_s / found.step_s, self.ring_s * 1e3]
         values += [found.server_messages, found.worker_messages, found.server_busy, found.scheduler_busy]
-        values += [*(self.formed or (math.nan, math.nan)), self.stands_for, self.took_s, self.peak_bytes / 1e6]
-        return [form.format(value) for form, value in zip(COLUMNS.values(), values, strict=True)]
+        values += [*(self.formed or (None, None)), self.stands_for, self.took_s, self.peak_bytes / 1e6]
+        return dict(zip(COLUMNS, values, strict=True))
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as it is printed."""
+    return ["" if row[name] is None else form.format(row[name]) for name, form in COLUMNS.items()]
 
 
 def main() -> None:
@@ -109,15 +113,15 @@ def main() -> None:
         f"\n{options.spec} ({options.spec.payload_bytes / 1e6:.1f} MB), {options.gbit:g} Gbit/s, "
         f"{options.latency_us:g} us, {machines.cores} cores a host: predictions\n{' | '.join(COLUMNS)}"
     )
-    results = []
+    rows = []
     one = partial(predict_alone, spec=options.spec, machines=machines, costs=costs, together_max=options.together)
     # Each in a process of its own, which begins with clean memory and tells how much it took.
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         for result in pool.imap(one, options.shape or SHAPES, chunksize=1):
-            results.append(result)
-            print(" | ".join(result.cells()), flush=True)
-    if options.write:
-        write(options, costs, validations, results)
+            rows.append(result.row())
+            print(" | ".join(cells(rows[-1])), flush=True)
+            if options.write:  # each time, so that a run that is ended keeps what it has
+                write(options, costs, [validation.row() for validation in validations], rows)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -176,7 +180,9 @@ def ring_s(workers: int, payload_bytes: int, card: Card) -> float:
     return rounds * (payload_bytes / workers / card.bytes_per_s + card.latency_s)
 
 
-def write(options: argparse.Namespace, costs: Costs, validations: list[Validation], results: list[Result]) -> None:
+def write(
+    options: argparse.Namespace, costs: Costs, validations: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> None:
     """Keep a run for others to read."""
     told = {
         "machine": machine(),
@@ -185,14 +191,20 @@ def write(options: argparse.Namespace, costs: Costs, validations: list[Validatio
         "latency_us": options.latency_us,
         "cores": options.cores,
         "costs": asdict(costs),
-        "validations": [validation.row() for validation in validations],
-        "results": [asdict(result) for result in results],
+        "validations": validations,
+        "results": rows,
     }
     (RESULTS / "scale.json").write_text(json.dumps(told, indent=1) + "\n")
-    (RESULTS / "scale.md").write_text(markdown(options, validations, results))
+    (RESULTS / "scale.md").write_text(markdown(options, validations, rows))
+    try:
+        from plot import draw_scale
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+    else:
+        draw_scale(told, RESULTS / "scale.png")
 
 
-def markdown(options: argparse.Namespace, validations: list[Validation], results: list[Result]) -> str:
+def markdown(options: argparse.Namespace, validations: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Beyond one machine: predictions",
         "",
@@ -201,12 +213,11 @@ def markdown(options: argparse.Namespace, validations: list[Validation], results
         "`python benchmarks/scale.py --validate --write`. Ring is the cost model of a ring all-reduce among the",
         "workers, with nothing but the line. Processor s and MB are what the prediction itself took.",
         "",
-        *table(list(COLUMNS), [result.cells() for result in results]),
+        *table(list(COLUMNS), [cells(row) for row in rows]),
         "",
     ]
     if validations:
-        rows = [validation.row() for validation in validations]
-        names = [name for name in rows[0] if name != "processors"]
+        names = [name for name in validations[0] if name != "processors"]
         lines += [
             "## Validation",
             "",
@@ -214,14 +225,14 @@ def markdown(options: argparse.Namespace, validations: list[Validation], results
             "processor time is that of all threads of all processes. `others`: the share of the processors that other",
             "work on the machine had; a ratio is that of the prediction to the time without that share.",
             "",
-            *table(names, [[str(row[name]) for name in names] for row in rows]),
+            *table(names, [[str(row[name]) for name in names] for row in validations]),
             "",
         ]
     return "\n".join(lines)
 
 
 def table(names: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows)]
+    return [f"| {' | '.join(one)} |" for one in (names, ["---"] * len(names), *rows)]
 
 
 if __name__ == "__main__":
