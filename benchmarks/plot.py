@@ -61,7 +61,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def draw_scale(record: dict[str, Any], path: Path) -> None:
-    """Write a picture of what `scale.py` predicts: a line for each layout and mode."""
+    """Write a picture of what `scale.py` predicts: a colour for each layout and mode."""
     figure, axis = plt.subplots(figsize=(9, 6))
     lines: dict[str, list[tuple[int, float, int]]] = {}
     for row in record["results"]:
@@ -69,7 +69,7 @@ def draw_scale(record: dict[str, Any], path: Path) -> None:
         lines.setdefault(f"{row['layout']}, {row['mode']}", []).append(point)
     for label, points in lines.items():
         workers, efficiencies, _ = zip(*sorted(points), strict=True)
-        axis.plot(workers, efficiencies, marker="o", label=label)
+        axis.plot(workers, efficiencies, marker="o", linestyle="", label=label)
         for count, efficiency, servers in points:
             axis.annotate(f"{servers}", (count, efficiency), textcoords="offset points", xytext=(5, 5), fontsize=8)
     axis.set_xscale("log")
