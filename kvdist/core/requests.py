@@ -22,7 +22,7 @@ Bits = npt.NDArray[np.generic]
 SLICES_PER_RUN_MAX = 256
 """Enough to make messages rare, few enough that a server sums one run while the next is on its way."""
 ALONE_BYTES_MIN = 64 << 10
-"""A slice of at least this size travels in a message of its own, without being copied together with others."""
+"""A slice of at least this size is a run of its own, and is never copied together with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Plan:
 def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     """The plan for a list of keys, in their order.
 
-    Small slices of one server are put into runs of at most `run_bytes_max` bytes; large ones travel alone.
+    Small slices of one server are put into runs of at most `run_bytes_max` bytes; large ones are runs of their own.
     """
     runs: list[RunPlan] = []
     open_runs: dict[int, list[tuple[int, Slice, DType, int]]] = {}

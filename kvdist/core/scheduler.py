@@ -56,6 +56,10 @@ from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
 
+ROSTER_GAP_S = 0.001
+"""Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers
+leave at nearly the same time."""
+
 Description = dict[str, str | int | float | bool | None]
 
 
@@ -116,6 +120,9 @@ class Scheduler(Machine):
         self._started_at = now
         self._form_by = now + config.limits.form_timeout_s
         self._next_look = now + config.limits.explain_after_s
+        self._announced_at = -NEVER
+        self._announce_at = NEVER
+        """When a change that has not been told yet must be."""
         self._stop_by = NEVER
         self._stopped = False
 
@@ -123,7 +130,8 @@ class Scheduler(Machine):
     def deadline(self) -> float:
         """When `tick` should run next."""
         suspects = min((due for due, _ in self._suspects.values()), default=NEVER)
-        return min(suspects, NEVER if self.complete else self._form_by, self._next_look, self._stop_by)
+        form_by = NEVER if self.complete else self._form_by
+        return min(suspects, form_by, self._next_look, self._announce_at, self._stop_by)
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to those who have a seat, and to the hello of those who want one."""
@@ -187,6 +195,8 @@ class Scheduler(Machine):
                 None,
                 f"the cluster is incomplete after {self.limits.form_timeout_s:g} s: {missing} did not register",
             )
+        if now >= self._announce_at:
+            return self._announce_late(now)
         if now >= self._next_look:
             self._next_look = now + self.limits.explain_after_s / 2
             return self._hints(now)
@@ -241,6 +251,15 @@ class Scheduler(Machine):
         elif self._never_joined:
             effects += self._incomplete_for_ever()
         return effects
+
+    def _announce_soon(self, now: float) -> list[Effect]:
+        """Tell everybody who has left: now, or with the next who leave if all were told of another just before."""
+        self._announce_at = self._announced_at + ROSTER_GAP_S * len(self.seats.peers)
+        return self._announce_late(now) if now >= self._announce_at else []
+
+    def _announce_late(self, now: float) -> list[Effect]:
+        self._announced_at, self._announce_at = now, NEVER
+        return self._announce()
 
     def _announce(self) -> list[Effect]:
         """Tell everybody who is in the cluster."""
@@ -357,7 +376,7 @@ class Scheduler(Machine):
             return effects
         self.seats.left.add(sender.node)
         self._suspects.pop(sender, None)
-        effects += self._announce()
+        effects += self._announce_soon(now)
         effects += self.barriers.release(self.seats.workers.keys())
         for book in self.books.values():
             effects += self._advance(book)
@@ -374,6 +393,7 @@ class Scheduler(Machine):
         if len(gone) < self.config.num_workers or self._is_over:
             return []
         self._stop_by = now + self.limits.farewell_s
+        self._announce_at = NEVER
         if len(self._never_joined) == self.config.num_workers:
             return [
                 Report("no worker joined the cluster: does the script call kv.create('dist')?"),

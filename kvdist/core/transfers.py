@@ -43,6 +43,9 @@ class Transfers:
         self._traffic = traffic
         self.slices = SliceTable()
         self._outboxes: dict[int, Outbox] = {}
+        self._ready: set[int] = set()
+        """Servers to whom something may have become free to leave. Looking at all of them at each answer would cost a
+        worker with a hundred servers more than the answer."""
         self._runs: dict[int, Run] = {}
         self._runs_left: dict[int, int] = {}
         """Request → its runs without all their answers."""
@@ -73,19 +76,22 @@ class Transfers:
             self._runs[run.number] = run
             part = self.slices.enter(run) if request.kind.pushes else Part(run)
             if part is not None:
-                self._outboxes[data.plan.server].add(part)
+                self._add(part)
 
     def take(self) -> Iterator[tuple[int, DataMessage, Credit]]:
         """Everything that may leave now: (server, message, credit)."""
-        for rank, outbox in self._outboxes.items():
+        for rank in sorted(self._ready):
+            outbox = self._outboxes[rank]
             while (taken := outbox.take()) is not None:
                 self._flying_messages += 1
                 yield rank, *taken
+            self._ready.discard(rank)
 
     def release(self, credit: Credit) -> None:
         """A message has arrived; its bytes are back in the window."""
         self._flying_messages -= 1
         self._outboxes[credit.server].release(credit)
+        self._ready.add(credit.server)
 
     def values(self, message: Values) -> Finished:
         """Copy values to where they are wanted; returns what is finished."""
@@ -114,7 +120,7 @@ class Transfers:
         for run, begin, end in self._segments(message.runs):
             if run.kind.pushes:
                 for freed in self.slices.counted(message.ids[begin:end]):
-                    self._outboxes[freed.run.data.plan.server].add(freed)
+                    self._add(freed)
             if run.key_by_key:
                 plan = run.data.plan
                 finished.keys.append((run.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
@@ -142,6 +148,7 @@ class Transfers:
         self._runs.clear()
         self._runs_left.clear()
         self._outboxes.clear()
+        self._ready.clear()
 
     def validate(self) -> None:
         """Check every invariant."""
@@ -149,8 +156,14 @@ class Transfers:
         for run in self._runs.values():
             assert run.request in self._runs_left, "a run belongs to a transfer that is not finished"
             assert 0 < run.left <= len(run.data.plan.ids)
-        for outbox in self._outboxes.values():
+        for rank, outbox in self._outboxes.items():
             assert outbox.flying_bytes >= 0
+            assert rank in self._ready or outbox.take() is None, "what may leave has left"
+
+    def _add(self, part: Part) -> None:
+        rank = part.run.data.plan.server
+        self._outboxes[rank].add(part)
+        self._ready.add(rank)
 
     def _segments(self, runs: U32) -> Iterator[tuple[Run, int, int]]:
         """The stretches of an answer that belong to one run that still waits: (run, begin, end)."""

@@ -89,8 +89,9 @@ def test_each_kind_becomes_its_own_message() -> None:
 
 
 def test_higher_priority_leaves_first_then_who_came_first() -> None:
-    large = ALONE_BYTES_MIN // 4
-    outbox = filled(run(1, size=large), run(2, size=large, priority=5), run(3, size=large, priority=5))
+    large = module.FAR_BYTES_MAX // 4
+    runs = run(1, size=large), run(2, size=large, priority=5), run(3, size=large, priority=5)
+    outbox = filled(*runs, window=1 << 24)
     assert taken(outbox) == [[2], [3], [1]]
 
 
@@ -98,7 +99,18 @@ def test_priority_decides_between_kinds_too() -> None:
     assert taken(filled(run(1), run(2, Kind.PULL, priority=1))) == [[2], [1]]
 
 
-def test_a_large_slice_travels_alone_and_without_a_copy() -> None:
+def test_large_slices_travel_together_up_to_a_limit_each_where_it_lies() -> None:
+    size = module.FAR_BYTES_MAX // 3 // 8 * 8
+    runs = [run(i, size=size // 4) for i in range(5)]
+    outbox = filled(*runs, window=1 << 24)
+    pair = outbox.take()
+    assert pair is not None and isinstance(pair[0], Push)
+    assert list(pair[0].arrays.payload) == [one.data.payload for one in runs[:3]]
+    assert all(frame is one.data.payload for frame, one in zip(pair[0].arrays.payload, runs, strict=False))
+    assert taken(outbox) == [[3, 4]]
+
+
+def test_a_large_slice_travels_without_small_ones_and_without_a_copy() -> None:
     large = run(1, size=ALONE_BYTES_MIN // 4)
     outbox = filled(large, run(2))
     pair = outbox.take()

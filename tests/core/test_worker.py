@@ -8,7 +8,8 @@ import pytest
 from kvdist.config import Limits
 from kvdist.core.effects import Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.requests import ALONE_BYTES_MIN, Kind, Register, RunData, Transfer, make_plan
+from kvdist.core.outbox import FAR_BYTES_MAX
+from kvdist.core.requests import Kind, Register, RunData, Transfer, make_plan
 from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
 from tests.core.wired import Wired
 
@@ -90,9 +91,9 @@ def test_pulls_that_were_asked_for_together_leave_in_one_message(wired: Wired) -
 
 
 @pytest.mark.parametrize(("host", "messages"), [("127.0.0.1", 1), ("10.0.0.1", 3)])
-def test_large_slices_leave_together_only_to_a_server_on_the_loopback(host: str, messages: int) -> None:
+def test_slices_that_are_large_for_a_line_leave_together_only_on_the_loopback(host: str, messages: int) -> None:
     wired = Wired(1, 1, server_host=host)
-    large = {key: [float(key)] * (ALONE_BYTES_MIN // 4 + key) for key in (1, 2, 3)}
+    large = {key: [float(key)] * (FAR_BYTES_MAX // 8 + key) for key in (1, 2, 3)}
     wired.initialise(large)
     wired.log.clear()
     pushed = wired.pushpull(0, large)
