@@ -170,8 +170,8 @@ def summary(marks: Sequence[Mark], seconds: Sequence[Sequence[float]], together:
 @contextmanager
 def shrunk_thresholds(shrink: int) -> Iterator[None]:
     """Sizes at which messages are joined or sent alone, for arrays that are smaller than what they stand for."""
-    thresholds = [(requests, "ALONE_BYTES_MIN"), (outbox, "ALONE_BYTES_MIN"), (outbox, "FAR_BYTES_MAX"), (outbox, "NEAR_BYTES_MAX")]
-    thresholds += [(answers, "JOIN_BYTES_MAX"), (answers, "TOGETHER_BYTES_MAX")]
+    thresholds = [(requests, "ALONE_BYTES_MIN"), (answers, "JOIN_BYTES_MAX"), (answers, "TOGETHER_BYTES_MAX")]
+    thresholds += [(outbox, name) for name in ("ALONE_BYTES_MIN", "FAR_BYTES_MAX", "NEAR_BYTES_MAX")]
     before = [getattr(module, name) for module, name in thresholds]
     try:
         for (module, name), value in zip(thresholds, before, strict=True):
