@@ -60,6 +60,30 @@ def draw(record: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_scale(record: dict[str, Any], path: Path) -> None:
+    """Write a picture of what `scale.py` predicts: a colour for each layout and mode."""
+    figure, axis = plt.subplots(figsize=(9, 6))
+    lines: dict[str, list[tuple[int, float, int]]] = {}
+    for row in record["results"]:
+        point = row["workers"], 100 * row["efficiency"], row["servers"]
+        lines.setdefault(f"{row['layout']}, {row['mode']}", []).append(point)
+    for label, points in lines.items():
+        workers, efficiencies, _ = zip(*sorted(points), strict=True)
+        axis.plot(workers, efficiencies, marker="o", linestyle="", label=label)
+        for count, efficiency, servers in points:
+            axis.annotate(f"{servers}", (count, efficiency), textcoords="offset points", xytext=(5, 5), fontsize=8)
+    axis.set_xscale("log")
+    axis.set_ylim(0, 105)
+    axis.set_xlabel("workers (beside each point: servers)")
+    axis.set_ylabel("efficiency: the cost model's least time over the predicted one, %")
+    axis.set_title(f"{record['spec']} float32, {record['gbit']:g} Gbit/s, {record['cores']} cores a host")
+    axis.grid(True, alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def measured(contests: Contests, prefix: str) -> Contests:
     """The timed systems of the contests whose names begin so."""
     found = [one for one in contests if one["contest"].startswith(prefix) and "median_ms" in one]

@@ -1,8 +1,9 @@
 """How far the design carries, beyond this machine: kvdist's own machines under a modelled network, up to 1,000 workers.
 
-    python benchmarks/scale.py                        # predictions; those of 100 workers and more take minutes each
+    python benchmarks/scale.py                        # predictions; some minutes on an idle machine
     python benchmarks/scale.py --validate             # and beside them real runs on this machine, at 2, 4 and 8 workers
     python benchmarks/scale.py --shape 1000,100,separate,sync
+    python benchmarks/scale.py --validate --write     # all of it, to results/scale.json, scale.md and scale.png
 
 Efficiency is the cost model's least time over the predicted one. With M bytes of gradients a worker, n workers, k
 servers and cards of B bytes per second each way, the least time is max(M/B, nM/(kB)) with servers on machines of their
@@ -14,291 +15,155 @@ all-reduce.
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
 import os
+import resource
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
-from cluster import end_on_terminate
+from cluster import end_on_terminate, machine
 from costs import measure_costs
-from modelled import Card, Clock, Costs, Host, ModelledTransport, Network, Process
+from modelled import Card, Costs
 from models import parse_spec
-from systems import Work, measure
+from simulated import Machines, Prediction, Shape, predict, predict_forming
+from validation import validate
 from workers.workload import Spec
 
-from kvdist.config import ClusterConfig, Limits
-from kvdist.core import answers, outbox, requests
-from kvdist.core.joining import Introduction
-from kvdist.core.requests import (
-    DeclareKeys,
-    EnterBarrier,
-    KeyInfo,
-    Kind,
-    Plan,
-    Register,
-    RunData,
-    SetStoreOptimizer,
-    Transfer,
-    make_plan,
-)
-from kvdist.core.scheduler import Scheduler
-from kvdist.core.server import Server
-from kvdist.core.worker import Worker
-from kvdist.dtypes import DType
-from kvdist.kernels.interface import Array
-from kvdist.kernels.reference import REFERENCE
-from kvdist.node import Node
-from kvdist.nodes import Role
-from kvdist.optimizer.registry import create
-from kvdist.version import __version__
-
-ENDPOINT = "memory://scheduler"
-STORE = 0
-NEVER_S = 1e9
-SHRINK = 1024
-"""Of large arrays: 4 MiB become 4 KiB."""
-LARGE = 100
-"""Workers from which one step is counted, since each takes minutes."""
-SMALL_SIZE = 16384
-"""Arrays of fewer elements are not shrunk."""
-
-
+RESULTS = Path(__file__).resolve().parent / "results"
 LAYOUTS = ("colocated", "separate")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A cluster to be predicted."""
-
-    workers: int
-    servers: int
-    layout: str = "separate"
-    """``separate``, ``colocated`` (a server beside each of the first workers), or ``one-host`` for all processes."""
-    mode: str = "sync"
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        workers, servers, layout, mode = text.split(",")
-        return cls(int(workers), int(servers), layout, mode)
-
+LARGE = 100
+"""Workers from which one step is counted."""
+MANY = 50
+"""So many workers stand for all of a cluster of more, where they have hosts of their own."""
+COSTS_REPEATS = 3
 
 SHAPES = [
-    *(Shape(n, n, layout, mode) for mode in ("sync", "async") for layout in LAYOUTS for n in (2, 8, 32)),
+    *(Shape(n, n, layout, mode) for mode in ("sync", "async") for layout in LAYOUTS for n in (8, 32)),
     *(Shape(100, 100, layout) for layout in LAYOUTS),
-    Shape(100, 10),
-    Shape(1000, 100),
-    Shape(1000, 100, mode="async"),
+    *(Shape(100, 10, mode=mode) for mode in ("sync", "async")),
+    *(Shape(1000, 100, mode=mode) for mode in ("sync", "async")),
 ]
 
-
-@dataclass(frozen=True)
-class Machines:
-    """What each host has."""
-
-    cores: int
-    card: Card
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What came of a shape."""
-
-    step_s: float
-    messages: float
-    """A step, in the whole cluster."""
-    server_busy: float
-    """The share of a step in which the busiest server's loop works."""
-    scheduler_busy: float
-    formed_s: float
-    """Until all workers have agreed on the keys."""
-
-
-def predict(shape: Shape, spec: Spec, machines: Machines, costs: Costs, steps: int = 2) -> Prediction:
-    """Run a cluster of this shape for some steps, of which the first is not counted."""
-    shrink = SHRINK if min(spec.sizes) >= SMALL_SIZE else 1
-    network = Network(Clock(), costs, shrink)
-    with shrunk_thresholds(shrink):
-        simulated = Simulated(shape, spec, network, machines, steps + 1)
-        marks = [simulated.run_until(step) for step in range(steps + 2)]
-    first, last = marks[1], marks[-1]
-    took = last.at - first.at
-    names = [name for name in first.busy_s if name.startswith("server")]
-    shares = {name: (last.busy_s[name] - first.busy_s[name]) / took for name in [*names, "scheduler"]}
-    messages = (last.messages - first.messages) / steps
-    return Prediction(took / steps, messages, max(shares[name] for name in names), shares["scheduler"], marks[0].at)
-
-
-@contextmanager
-def shrunk_thresholds(shrink: int) -> Iterator[None]:
-    """Sizes at which messages are joined or sent alone, for arrays that are smaller than what they stand for."""
-    with (
-        mock.patch.object(requests, "ALONE_BYTES_MIN", requests.ALONE_BYTES_MIN // shrink),
-        mock.patch.object(outbox, "ALONE_BYTES_MIN", outbox.ALONE_BYTES_MIN // shrink),
-        mock.patch.object(answers, "JOIN_BYTES_MAX", answers.JOIN_BYTES_MAX // shrink),
-    ):
-        yield
+COLUMNS = {
+    "workers": "{:d}",
+    "servers": "{:d}",
+    "layout": "{}",
+    "mode": "{}",
+    "step ms": "{:.0f}",
+    "bound ms": "{:.0f}",
+    "efficiency": "{:.0%}",
+    "ring ms": "{:.0f}",
+    "messages a server": "{:.0f}",
+    "messages a worker": "{:.0f}",
+    "server busy": "{:.0%}",
+    "scheduler busy": "{:.1%}",
+    "formed s": "{:.1f}",
+    "of that scheduler s": "{:.1f}",
+    "one stands for": "{:d}",
+    "processor s": "{:.0f}",
+    "MB": "{:.0f}",
+}
+"""Of the table, and how their values are written."""
 
 
 @dataclass(frozen=True)
-class Mark:
-    """The state of things when all workers have done a number of steps."""
+class Result:
+    """A shape and what came of it."""
 
-    at: float
-    messages: float
-    busy_s: dict[str, float]
+    shape: Shape
+    prediction: Prediction
+    bound_s: float
+    ring_s: float
+    formed: tuple[float, float] | tuple[()]
+    """Seconds until the cluster is ready, and those of them in which the scheduler works; asked of ``sync`` only."""
+    stands_for: int
+    """How many workers were taken as one."""
+    took_s: float
+    """Of this machine's processor."""
+    peak_bytes: int
+    """Of this machine's memory."""
 
-
-class Simulated:
-    """A cluster of a shape, all its processes, and users that do one `pushpull` of all keys after the other."""
-
-    def __init__(self, shape: Shape, spec: Spec, network: Network, machines: Machines, steps: int) -> None:
-        self.network = network
-        self.processes: dict[str, Process] = {}
-        default = Limits()
-        limits = replace(
-            default,
-            slice_bytes=default.slice_bytes // network.shrink,
-            window_bytes=default.window_bytes // network.shrink,
-            connect_timeout_s=NEVER_S,
-            form_timeout_s=NEVER_S,
-        )
-        bound = max(1, ClusterConfig.bigarray_bound // network.shrink)
-        config = ClusterConfig(
-            Role.SCHEDULER, "scheduler", 1, shape.workers, shape.servers, bigarray_bound=bound, limits=limits
-        )
-        hosts = place(shape, network.clock, machines)
-        self.users: list[User] = []
-        sizes = [max(1, size // network.shrink) for size in spec.sizes]
-        for name, host in hosts.items():
-            role, _, rank = name.partition("-")
-            summing_s = network.costs.sum_byte_s if shape.mode == "sync" else network.costs.update_byte_s
-            charge = partial(self._charge, name, summing_s * network.shrink)
-            make = partial(make_node, config, Role(role), int(rank or 0), charge)
-            process = self.processes[name] = Process(network, host, make, copies=role == "worker")
-            if role == "worker":
-                user = User(int(rank), process.node, sizes, shape.mode, limits.slice_bytes, steps)
-                self.users.append(user)
-                process.after_turn = user.advance
-                user.advance()
-
-    def _charge(self, name: str, byte_s: float, nbytes: int) -> None:
-        self.processes[name].byte_work_s += nbytes * byte_s
-
-    def run_until(self, step: int) -> Mark:
-        """Let time pass until every worker has done so many steps."""
-        while any(user.steps_done < step for user in self.users):
-            if not self.network.clock.step():
-                raise RuntimeError("nothing will ever happen again")
-        busy = {name: process.busy_s for name, process in self.processes.items()}
-        return Mark(self.network.clock.now, self.network.counted["messages"], busy)
+    def row(self) -> dict[str, Any]:
+        """A value for each column."""
+        shape, found = self.shape, self.prediction
+        values: list[Any] = [shape.workers, shape.servers, shape.layout, shape.mode]
+        values += [found.step_s * 1e3, self.bound_s * 1e3, self.bound_s / found.step_s, self.ring_s * 1e3]
+        values += [found.server_messages, found.worker_messages, found.server_busy, found.scheduler_busy]
+        values += [*(self.formed or (None, None)), self.stands_for, self.took_s, self.peak_bytes / 1e6]
+        return dict(zip(COLUMNS, values, strict=True))
 
 
-def place(shape: Shape, clock: Clock, machines: Machines) -> dict[str, Host]:
-    """Every process's host, the scheduler first and the workers last."""
-    servers, workers = ([f"{role}-{i}" for i in range(count)] for role, count in roles(shape))
-    fresh = partial(Host, clock, machines.cores, machines.card)
-    if shape.layout == "one-host":
-        host = fresh()
-        return dict.fromkeys(["scheduler", *servers, *workers], host)
-    homes = [fresh() for _ in workers]
-    theirs = homes[: len(servers)] if shape.layout == "colocated" else [fresh() for _ in servers]
-    return {"scheduler": fresh(), **dict(zip(servers, theirs, strict=True)), **dict(zip(workers, homes, strict=True))}
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as it is printed."""
+    return ["" if row[name] is None else form.format(row[name]) for name, form in COLUMNS.items()]
 
 
-def roles(shape: Shape) -> tuple[tuple[str, int], tuple[str, int]]:
-    return ("server", shape.servers), ("worker", shape.workers)
+def main() -> None:
+    options = parse_arguments()
+    end_on_terminate()
+    costs = least_of([measure_costs(min) for _ in range(COSTS_REPEATS)])
+    print(f"as measured here: {', '.join(f'{name} {value:.3g}' for name, value in vars(costs).items())}")
+    validations = validate(options.spec, options.turns) if options.validate else []
+    machines = Machines(options.cores, Card(options.gbit * 1e9 / 8, options.latency_us * 1e-6))
+    print(
+        f"\n{options.spec} ({options.spec.payload_bytes / 1e6:.1f} MB), {options.gbit:g} Gbit/s, "
+        f"{options.latency_us:g} us, {machines.cores} cores a host: predictions\n{' | '.join(COLUMNS)}"
+    )
+    rows = []
+    one = partial(predict_alone, spec=options.spec, machines=machines, costs=costs, together_max=options.together)
+    # Each in a process of its own, which begins with clean memory and tells how much it took.
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
+        for result in pool.imap(one, options.shape or SHAPES, chunksize=1):
+            rows.append(result.row())
+            print(" | ".join(cells(rows[-1])), flush=True)
+            if options.write:  # each time, so that a run that is ended keeps what it has
+                write(options, costs, [validation.row() for validation in validations], rows)
 
 
-Charge = Callable[[int], None]
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Predicts clusters beyond this machine.")
+    parser.add_argument("--spec", type=parse_spec, default=parse_spec("25x1048576"), help="as for push_pull.py")
+    parser.add_argument("--shape", type=Shape.parse, action="append", help="WORKERS,SERVERS,LAYOUT,MODE")
+    parser.add_argument("--gbit", type=float, default=10.0, help="of each card, each way (default: 10)")
+    parser.add_argument("--latency-us", type=float, default=50.0, help="from card to card (default: 50)")
+    parser.add_argument("--cores", type=int, default=8, help="of each host (default: 8)")
+    parser.add_argument("--validate", action="store_true", help="real runs on this machine beside predictions of them")
+    parser.add_argument("--turns", type=int, default=3, help="fresh real clusters for each validation")
+    parser.add_argument("--together", type=int, default=MANY, help=f"workers that may stand for more (default: {MANY})")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="predictions at once (default: the cores)")
+    parser.add_argument("--write", action="store_true", help="keep what comes out in results/")
+    return parser.parse_args()
 
 
-def make_node(config: ClusterConfig, role: Role, rank: int, charge: Charge, transport: ModelledTransport) -> Node:
-    """The node of one process; a server's kernels charge it for the bytes they read."""
-    network, limits = transport.network, config.limits
-    endpoint = transport.bind(ENDPOINT if role is Role.SCHEDULER else f"memory://{role}-{rank}")
-    token = (1 if role is Role.SERVER else 2) * 1_000_000 + rank
-    seats = (config.num_workers, config.num_servers)
-    said = Introduction(role, token, rank, f"host-{rank}", 100 + rank, endpoint, *seats, __version__, ENDPOINT)
-    now = network.clock.now
-
-    def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
-        charge(sum(array.nbytes for array in contributions))
-        REFERENCE.weighted_sum(contributions, scales, dtype, out)
-
-    machine: Scheduler | Server | Worker
-    if role is Role.SCHEDULER:
-        machine = Scheduler(config, now)
-    elif role is Role.SERVER:
-        machine = Server(said, limits, replace(REFERENCE, weighted_sum=weighted_sum), now)
-    else:
-        machine = Worker(said, limits, now)
-    return Node(machine, transport, job=1, explain_after_s=NEVER_S, clock=lambda: network.clock.now)
+def predict_alone(shape: Shape, spec: Spec, machines: Machines, costs: Costs, together_max: int) -> Result:
+    """One prediction; that of the cluster's forming is always of all its processes."""
+    started = time.process_time()
+    steps, stands_for = 1 if shape.workers >= LARGE else 2, representatives(shape, together_max)
+    found = predict(shape, spec, machines, costs, steps, stands_for=stands_for)
+    formed: tuple[float, float] | tuple[()] = ()
+    if shape.mode == "sync":
+        every = stands_for == 1
+        formed = (found.formed_s, found.formed_scheduler_s) if every else predict_forming(shape, spec, machines, costs)
+    took_s = time.process_time() - started
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    size, card = spec.payload_bytes, machines.card
+    least, ring = bound_s(shape, size, card), ring_s(shape.workers, size, card)
+    return Result(shape, found, least, ring, formed, stands_for, took_s, peak_bytes)
 
 
-Program = Generator["Future[Any]", None, None]
+def least_of(costs: list[Costs]) -> Costs:
+    """Each cost by itself: what else disturbs this machine is not part of others."""
+    return Costs(**{name: min(vars(one)[name] for one in costs) for name in vars(costs[0])})
 
 
-class User:
-    """The user's thread of one worker."""
-
-    def __init__(self, rank: int, node: Node, sizes: list[int], mode: str, run_bytes_max: int, steps: int) -> None:
-        self.steps_done = -1
-        """-1 until all workers have the keys."""
-        self._rank = rank
-        self._node = node
-        self._sizes = sizes
-        self._mode = mode
-        self._run_bytes_max = run_bytes_max
-        self._steps = steps
-        self._program = self._work()
-        self._awaited: Future[Any] = next(self._program)
-
-    def advance(self) -> None:
-        """Go on as far as the answers allow."""
-        while self._awaited.done():
-            self._awaited.result()
-            try:
-                self._awaited = next(self._program)
-            except StopIteration:
-                self._awaited = Future()  # it has nothing more to wait for
-
-    def _work(self) -> Program:
-        submit = self._node.submit
-        yield submit(Register)
-        keys = tuple(range(len(self._sizes)))
-        shapes, dtypes = tuple((size,) for size in self._sizes), (DType.FLOAT32,) * len(keys)
-        declared = submit(lambda number: DeclareKeys(number, STORE, self._mode, keys, shapes, dtypes))
-        yield declared
-        infos: list[KeyInfo] = list(declared.result())
-        plan = make_plan(infos, self._run_bytes_max)
-        results = [np.zeros(info.size, np.float32) for info in infos]
-        if self._mode == "async":
-            yield submit(lambda number: SetStoreOptimizer(number, STORE, create("sgd").describe()))
-        if self._rank == 0:
-            yield submit(lambda number: Transfer(number, Kind.INITIALISE, "init", carried(plan, None)))
-        yield submit(lambda number: EnterBarrier(number, STORE))
-        self.steps_done = 0
-        for step in range(self._steps):
-            runs = carried(plan, results)
-            yield submit(lambda number, runs=runs: Transfer(number, Kind.PUSHPULL, "pushpull", runs))
-            self.steps_done = step + 1
-
-
-def carried(plan: Plan, results: list[Array] | None) -> list[RunData]:
-    """What the runs of a plan carry: zeros, and where the answers go."""
-    found = []
-    for run in plan.runs:
-        sinks = () if results is None else [results[piece.index][piece.start : piece.stop] for piece in run.pieces]
-        flags, settings = np.zeros(len(run.ids), np.uint8), ((np.nan,) * 3,)
-        extra = (flags, settings) if results is not None else ()
-        found.append(RunData(run, memoryview(bytes(run.nbytes)), sinks, *extra))
-    return found
+def representatives(shape: Shape, together_max: int) -> int:
+    """How many workers one stands for."""
+    many = shape.layout == "separate" and shape.workers > together_max and shape.workers % together_max == 0
+    return shape.workers // together_max if many else 1
 
 
 def bound_s(shape: Shape, payload_bytes: int, card: Card) -> float:
@@ -315,67 +180,59 @@ def ring_s(workers: int, payload_bytes: int, card: Card) -> float:
     return rounds * (payload_bytes / workers / card.bytes_per_s + card.latency_s)
 
 
-def main() -> None:
-    options = parse_arguments()
-    end_on_terminate()
-    card = Card(options.gbit * 1e9 / 8, options.latency_us * 1e-6)
-    costs = measure_costs()
-    print(f"as measured here: {', '.join(f'{name} {value:.3g}' for name, value in vars(costs).items())}")
-    if options.validate:
-        validate(options, costs)
-    print_predictions(options, Machines(options.cores, card), costs)
+def write(
+    options: argparse.Namespace, costs: Costs, validations: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> None:
+    """Keep a run for others to read."""
+    told = {
+        "machine": machine(),
+        "spec": options.spec.text,
+        "gbit": options.gbit,
+        "latency_us": options.latency_us,
+        "cores": options.cores,
+        "costs": asdict(costs),
+        "validations": validations,
+        "results": rows,
+    }
+    (RESULTS / "scale.json").write_text(json.dumps(told, indent=1) + "\n")
+    (RESULTS / "scale.md").write_text(markdown(options, validations, rows))
+    try:
+        from plot import draw_scale
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+    else:
+        draw_scale(told, RESULTS / "scale.png")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Predicts clusters beyond this machine.")
-    parser.add_argument("--spec", type=parse_spec, default=parse_spec("25x1048576"), help="as for push_pull.py")
-    parser.add_argument("--shape", type=Shape.parse, action="append", help="WORKERS,SERVERS,LAYOUT,MODE")
-    parser.add_argument("--gbit", type=float, default=10.0, help="of each card, each way (default: 10)")
-    parser.add_argument("--latency-us", type=float, default=50.0, help="from card to card (default: 50)")
-    parser.add_argument("--cores", type=int, default=8, help="of each host (default: 8)")
-    parser.add_argument("--validate", action="store_true", help="real runs on this machine beside predictions of them")
-    parser.add_argument("--turns", type=int, default=3, help="fresh real clusters for each validation")
-    return parser.parse_args()
+def markdown(options: argparse.Namespace, validations: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "# Beyond one machine: predictions",
+        "",
+        f"{options.spec} float32 ({options.spec.payload_bytes / 1e6:.1f} MB), hosts of {options.cores} cores with",
+        f"cards of {options.gbit:g} Gbit/s and {options.latency_us:g} us between them. Made by",
+        "`python benchmarks/scale.py --validate --write`. Ring is the cost model of a ring all-reduce among the",
+        "workers, with nothing but the line. Processor s and MB are what the prediction itself took.",
+        "",
+        *table(list(COLUMNS), [cells(row) for row in rows]),
+        "",
+    ]
+    if validations:
+        names = [name for name in validations[0] if name != "processors"]
+        lines += [
+            "## Validation",
+            "",
+            "Real clusters with 2 servers on the machine in `scale.json`, by TCP, beside predictions of them. The",
+            "processor time is that of all threads of all processes. `others`: the share of the processors that other",
+            "work on the machine had; a ratio is that of the prediction to the time without that share.",
+            "",
+            *table(names, [[str(row[name]) for name in names] for row in validations]),
+            "",
+        ]
+    return "\n".join(lines)
 
 
-def validate(options: argparse.Namespace, costs: Costs) -> None:
-    """Predict clusters on this machine alone, over TCP, and run them."""
-    here = Machines(len(os.sched_getaffinity(0)), Card(float("inf"), 0.0))
-    print(f"\n{options.spec}: one host of {here.cores} cores, TCP on the loopback, 2 servers")
-    print(f"{'workers':>8} {'predicted ms':>13} {'measured ms':>12} {'predicted/measured':>19}")
-    for workers in (2, 4, 8):
-        predicted = predict(Shape(workers, 2, "one-host"), options.spec, here, costs).step_s
-        work = Work(options.spec, workers=workers, steps=8, warmup=2)
-        measured = measure(work, ["kvdist-tcp"], options.turns)["kvdist-tcp"]
-        if not measured.seconds:
-            print(f"{workers:8} {predicted * 1e3:13.1f} {'failed':>12}")
-            continue
-        real = measured.median_s
-        print(f"{workers:8} {predicted * 1e3:13.1f} {real * 1e3:12.1f} {predicted / real:19.2f}", flush=True)
-
-
-def print_predictions(options: argparse.Namespace, machines: Machines, costs: Costs) -> None:
-    """One line a shape."""
-    size, card = options.spec.payload_bytes, machines.card
-    print(
-        f"\n{options.spec} ({size / 1e6:.1f} MB), {options.gbit:g} Gbit/s, {options.latency_us:g} us, "
-        f"{machines.cores} cores a host: predictions"
-    )
-    print(
-        f"{'workers':>8} {'servers':>8} {'layout':>10} {'mode':>6} {'step ms':>9} {'bound ms':>9} {'efficiency':>11} "
-        f"{'ring ms':>8} {'messages':>9} {'server busy':>12} {'scheduler':>10} {'formed s':>9} {'took s':>7}"
-    )
-    for shape in options.shape or SHAPES:
-        started = time.monotonic()
-        found = predict(shape, options.spec, machines, costs, steps=1 if shape.workers >= LARGE else 2)
-        least, ring = bound_s(shape, size, card), ring_s(shape.workers, size, card)
-        print(
-            f"{shape.workers:8} {shape.servers:8} {shape.layout:>10} {shape.mode:>6} {found.step_s * 1e3:9.1f} "
-            f"{least * 1e3:9.1f} {least / found.step_s:11.0%} {ring * 1e3:8.1f} {found.messages:9.0f} "
-            f"{found.server_busy:12.0%} {found.scheduler_busy:10.1%} {found.formed_s:9.2f} "
-            f"{time.monotonic() - started:7.1f}",
-            flush=True,
-        )
+def table(names: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(one)} |" for one in (names, ["---"] * len(names), *rows)]
 
 
 if __name__ == "__main__":

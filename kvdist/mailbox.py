@@ -6,17 +6,17 @@ that hand work over at every call spend their time waiting for each other.
 
 from __future__ import annotations
 
+import abc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvdist.core.effects import NEVER, Event
 from kvdist.core.requests import Request
 
-QUIET_S, GATHER_S = 0.0005, 0.01
-"""What is not urgent waits until nothing has been added to it for the one time, and no longer than the other."""
+URGENT = -NEVER
 
 Finish = Callable[[], Any]
 """Called on the node's thread when a request is fulfilled, before its future resolves; gives the future's result."""
@@ -32,13 +32,38 @@ class Answer(Protocol):
         """It is not, and why."""
 
 
+class AnswerByKey(abc.ABC):
+    """Takes the outcome of a request that is answered key by key."""
+
+    @abc.abstractmethod
+    def set_keys(self, keys: Sequence[int], error: Exception | None) -> None:
+        """The keys with these indices have arrived, or failed."""
+
+    @abc.abstractmethod
+    def set_result(self, result: Any) -> None:
+        """All keys have been answered."""
+
+    @abc.abstractmethod
+    def set_exception(self, exception: BaseException) -> None:
+        """Those keys that have not been answered will not be, and why."""
+
+
+class Growing(Protocol):
+    """A request that may take in more until it is made."""
+
+    def due(self, now: float) -> float:
+        """When it should be made at the latest, as far as is known now. Asked again then."""
+
+
 @dataclass(slots=True)
 class Errand:
     """A request that is still to be made: `make` gets its number, on the node's thread."""
 
     make: Callable[[int], Request]
-    answer: Answer
+    answer: Answer | AnswerByKey
     finish: Finish | None
+    growing: Growing | None = None
+    """It is not urgent: it waits for as long as this says, or until anything urgent comes."""
 
 
 class Mailbox:
@@ -57,48 +82,55 @@ class Mailbox:
         self._lock = threading.RLock()
         self._closed = False
         self._due = NEVER
-        self._latest = NEVER
-        """When it is due at the latest."""
 
     @property
     def due(self) -> float:
         """When the node's thread should look; `NEVER` when there is nothing."""
         return self._due
 
-    def put(self, item: Errand | Event, urgent: bool = True) -> bool:
+    def put(self, item: Errand | Event) -> bool:
         """Leave something; False when nobody will look any more."""
+        growing = item.growing if isinstance(item, Errand) else None
         with self._lock:
             if self._closed:
                 return False
             self._items.append(item)
-            wakes = self._due == NEVER or (urgent and self._due > 0)
-            if urgent:
-                self._due = -NEVER
-            elif self._due > 0:
-                now = self._clock()
-                self._latest = min(self._latest, now + GATHER_S)
-                self._due = min(self._latest, now + QUIET_S)
-            if wakes:
-                self._wake()
+            if growing is None:
+                self._look_by(URGENT)
+            else:
+                self._look_by(growing.due(self._clock()))
             return True
 
-    def touch(self) -> None:
-        """Something was added to what waits."""
+    def hurry(self) -> None:
+        """Somebody waits for what was left here."""
         with self._lock:
-            if self._due > 0:
-                self._due = min(self._latest, self._clock() + QUIET_S)
+            if self._items:
+                self._look_by(URGENT)
 
     def take(self, now: float) -> list[Errand | Event]:
         """All of it, if it is due."""
         if now < self._due:
             return []
         with self._lock:
-            items, self._items, self._due, self._latest = self._items, [], NEVER, NEVER
+            if self._due != URGENT and self._items:
+                # In order, so what still grows keeps back what stands before it; it does not grow for long.
+                due = max(item.growing.due(now) for item in self._items if isinstance(item, Errand) and item.growing)
+                if now < due:
+                    self._due = due
+                    return []
+            items, self._items, self._due = self._items, [], NEVER
             return items
+
+    def _look_by(self, due: float) -> None:
+        """Have the node's thread look no later than this; under the lock."""
+        wakes = self._due == NEVER or (due == URGENT and self._due != URGENT)
+        self._due = min(self._due, due)
+        if wakes:
+            self._wake()
 
     def close(self) -> list[Errand | Event]:
         """Take no more; what is left."""
         with self._lock:
             self._closed = True
-            items, self._items, self._due, self._latest = self._items, [], NEVER, NEVER
+            items, self._items, self._due = self._items, [], NEVER
             return items

@@ -19,6 +19,7 @@ from typing import Any
 from kvdist.core.effects import (
     NEVER,
     Adopt,
+    Answered,
     Complete,
     Connect,
     Connected,
@@ -38,7 +39,7 @@ from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.requests import Request
 from kvdist.core.worker import Worker
 from kvdist.errors import ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
-from kvdist.mailbox import Answer, Errand, Finish, Mailbox
+from kvdist.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Packet
 from kvdist.protocol.wire import VersionMismatch, decode, encode
@@ -99,7 +100,7 @@ class Node:
         self._closed = False
         self._refused_routes: set[Route] = set()
         """Peers of another version, told so once."""
-        self._answers: dict[int, tuple[Answer, Finish | None]] = {}
+        self._answers: dict[int, tuple[Answer | AnswerByKey, Finish | None]] = {}
         self._numbers = count(1)
         _living.add(self)
 
@@ -115,7 +116,11 @@ class Node:
         return future
 
     def submit_for(
-        self, answer: Answer, make: Callable[[int], Request], finish: Finish | None = None, *, urgent: bool = True
+        self,
+        answer: Answer | AnswerByKey,
+        make: Callable[[int], Request],
+        finish: Finish | None = None,
+        growing: Growing | None = None,
     ) -> None:
         """`submit` for whoever takes the outcome without a future.
 
@@ -123,15 +128,15 @@ class Node:
             answer: gets it, on the node's thread.
             make: makes the request out of its number, on the node's thread.
             finish: as in `submit`.
-            urgent: False lets it wait a little, so that `make` may take in what is submitted meanwhile; see `touch`.
+            growing: lets it wait a little, so that `make` may take in what is submitted meanwhile; see `hurry`.
         """
         self.check_fork()
-        if not self._mailbox.put(Errand(make, answer, finish), urgent):
+        if not self._mailbox.put(Errand(make, answer, finish, growing)):
             answer.set_exception(self._reason())
 
-    def touch(self) -> None:
-        """What was submitted and is not urgent has taken in more, and may wait a little longer."""
-        self._mailbox.touch()
+    def hurry(self) -> None:
+        """What was submitted and may wait a little is wanted now."""
+        self._mailbox.hurry()
 
     def post(self, event: Event) -> None:
         """Hand the machine an event."""
@@ -295,6 +300,8 @@ class Node:
                     self._transmit(to, packet)
                 case Complete(request, result):
                     self._complete(request, result)
+                case Answered(request, keys, refusal):
+                    self._keys_answered(request, keys, refusal)
                 case Fail(request, error):
                     answer, _ = self._answers.pop(request, (None, None))
                     if answer is not None:
@@ -346,6 +353,11 @@ class Node:
             answer.set_result(result if finish is None else finish())
         except Exception as error:  # noqa: BLE001  # whatever the finishing raised belongs to its caller
             answer.set_exception(error)
+
+    def _keys_answered(self, request: int, keys: Sequence[int], error: Exception | None) -> None:
+        answer, _ = self._answers.get(request, (None, None))
+        if isinstance(answer, AnswerByKey):
+            answer.set_keys(keys, error)
 
     def _explain(self, now: float) -> None:
         since = self.machine.waiting_since

@@ -13,6 +13,7 @@ import importlib.util
 import multiprocessing.resource_tracker
 import os
 import select
+import signal
 import sys
 import tempfile
 import threading
@@ -43,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if name.startswith(("DMLC_", "KVDIST_", "MXNET_KVSTORE_")):
             del os.environ[name]
     os.environ.setdefault(RUN_MARK, str(os.getpid()))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell without job control starts what runs in the background so, and children would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     paths = [str(ROOT), str(ROOT / "launcher"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     config.stash[FILES_BEFORE] = machine_files()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -194,24 +197,93 @@ def test_the_bounds_are_those_of_the_cost_model(workers: int, servers: int, layo
         assert scale.ring_s(workers, 10**9, card) == pytest.approx(passes)
 
 
+def run_out(clock: Any) -> None:
+    while clock.step():
+        pass
+
+
 def test_a_card_serves_its_connections_in_turns() -> None:
     modelled = load("modelled")
     clock, done = modelled.Clock(), []
-    rotation = modelled.Rotation(clock, lambda amount: clock.now + amount)
+    rotation = modelled.Rotation(modelled.Cores(clock, 1), lambda amount: amount)
     for name in ("a1", "a2", "b1"):
         rotation.add(name[0], 1.0, lambda name=name: done.append((name, clock.now)))
-    while clock.step():
-        pass
+    run_out(clock)
     assert done == [("a1", 1.0), ("b1", 2.0), ("a2", 3.0)]
 
 
+def test_threads_share_cores_and_who_has_had_least_comes_first() -> None:
+    modelled = load("modelled")
+    clock, done = modelled.Clock(), []
+    cores, greedy, modest = modelled.Cores(clock, 2), modelled.Thread(), modelled.Thread()
+    for name, thread in (("g1", greedy), ("g2", greedy), ("g3", greedy), ("m1", modest)):
+        cores.run(thread, lambda: 1.0, lambda name=name: done.append((name, clock.now)))
+    run_out(clock)
+    assert done == [("g1", 1.0), ("g2", 1.0), ("m1", 2.0), ("g3", 2.0)]
+
+
+@pytest.mark.parametrize(("leaving", "coming", "took"), [(100, 100, 1.5), (300, 100, 3.5), (100, 300, 3.5)])
+def test_a_crossing_takes_as_long_as_the_slower_of_both_cards(leaving: float, coming: float, took: float) -> None:
+    modelled = load("modelled")
+    clock, done = modelled.Clock(), []
+    here, there = (modelled.Host(clock, 1, modelled.Card(100.0, 0.5)) for _ in range(2))
+    here.cross(there, "lane", leaving, coming, lambda: done.append(clock.now))
+    run_out(clock)
+    assert done == [pytest.approx(took)]
+
+
+def slow_machines() -> Any:
+    """Cards so slow that this machine's speed plays no part."""
+    return load("simulated").Machines(4, load("modelled").Card(bytes_per_s=1e7, latency_s=0.001))
+
+
+def small_costs() -> Any:
+    return load("modelled").Costs(*[1e-6, 1e-12] * 4, 1e-6, 1e-12, 1e-12, 1e-12)
+
+
+@pytest.fixture
+def even_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn of a node takes 0.1 ms, so that this machine's speed plays no part either."""
+    monkeypatch.setattr(time, "thread_time", itertools.count(0.0, 1e-4).__next__)
+
+
+@pytest.mark.usefixtures("even_turns")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_predicted_step_takes_at_least_what_the_cards_need(mode: str) -> None:
-    scale, modelled = load("scale"), load("modelled")
-    card = modelled.Card(bytes_per_s=1e7, latency_s=0.001)  # so slow that this machine's speed plays no part
-    costs = modelled.Costs(1e-6, 1e-12, 1e-6, 1e-12, 1e-12, 1e-12, 1e-12)
+    scale, simulated, machines = load("scale"), load("simulated"), slow_machines()
     spec = load("models").parse_spec("3x1048576")
-    shape = scale.Shape(3, 2, "separate", mode)
-    found = scale.predict(shape, spec, scale.Machines(4, card), costs)
-    bound_s = scale.bound_s(shape, spec.payload_bytes, card)
+    shape = simulated.Shape(3, 2, "separate", mode)
+    found = simulated.predict(shape, spec, machines, small_costs())
+    bound_s = scale.bound_s(shape, spec.payload_bytes, machines.card)
     assert bound_s <= found.step_s < 2 * bound_s
+
+
+@pytest.mark.usefixtures("even_turns")
+def test_workers_that_one_stands_for_cost_a_server_as_much_as_themselves() -> None:
+    simulated, machines = load("simulated"), slow_machines()
+    spec = load("models").parse_spec("3x1048576")
+    shape = simulated.Shape(8, 2)
+    each, lumped = (simulated.predict(shape, spec, machines, small_costs(), stands_for=times) for times in (1, 2))
+    assert lumped.step_s == pytest.approx(each.step_s, rel=0.25)
+    assert lumped.server_messages == pytest.approx(each.server_messages, rel=0.25)
+    assert lumped.processor_s["server carrying"] == pytest.approx(each.processor_s["server carrying"], rel=0.25)
+    assert lumped.processor_s["worker carrying"] == pytest.approx(each.processor_s["worker carrying"] / 2, rel=0.25)
+
+
+def test_workers_on_hosts_with_servers_are_not_taken_as_one() -> None:
+    simulated = load("simulated")
+    spec = load("models").parse_spec("3x1048576")
+    with pytest.raises(ValueError, match="cannot be taken as one"):
+        simulated.predict(simulated.Shape(4, 4, "colocated"), spec, slow_machines(), small_costs(), stands_for=2)
+
+
+def test_a_real_step_is_compared_without_the_part_that_others_had(tmp_path: Path, monkeypatch: Any) -> None:
+    validation = load("validation")
+    monkeypatch.setattr(validation.os, "sched_getaffinity", lambda _: {0, 1})
+    for rank, seconds in enumerate(([1.0, 2.0], [3.0, 2.0])):
+        Path(tmp_path, f"{rank}.json").write_text(json.dumps(seconds))
+    spent = {"server-0 carrying": 0.25, "server-1 carrying": 0.5, "worker-0 turning": 1.0, "others": 1.0}
+    Path(tmp_path, "processors.json").write_text(json.dumps([spent, spent]))
+    real = validation.read(tmp_path, workers=2)
+    assert (real.step_s, real.own_step_s) == (2.0, 1.5)
+    assert (real.processor_of("server carrying"), real.processor_of("worker turning")) == (0.75, 1.0)

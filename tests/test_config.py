@@ -17,6 +17,7 @@ from kvdist.config import (
     is_loopback,
     kernels_from_env,
     local_address_towards,
+    stays_on_host,
     tcp_endpoint,
 )
 from kvdist.errors import ConfigError
@@ -190,6 +191,15 @@ def test_jobs_of_different_names_have_different_tags_of_32_bits():
 )  # fmt: skip
 def test_only_loopback_addresses_are_private(host, answer):
     assert is_loopback(host) is answer
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "answer"),
+    [("tcp://127.0.0.1:5", True), ("tcp://127.0.0.1:5;shm=a:b", True), ("tcp://[::1]:5", True),
+     ("tcp://10.0.0.1:5", False), ("tcp://[fe80::1]:5", False), ("memory://scheduler", False), ("127.0.0.1:5", False)],
+)  # fmt: skip
+def test_what_goes_to_a_loopback_endpoint_stays_on_the_host(endpoint, answer):
+    assert stays_on_host(endpoint) is answer
 
 
 def test_an_open_address_needs_an_explicit_word():

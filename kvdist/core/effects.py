@@ -63,6 +63,16 @@ class Complete:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """Some keys of a request that is answered key by key have their answer; an error if they were refused."""
+
+    request: int
+    keys: Sequence[int]
+    """Their indices in the request's plan."""
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """The user's request cannot be fulfilled."""
 
@@ -84,7 +94,7 @@ class Stop:
     error: Exception | None = None
 
 
-Effect = Send | Transmit | Connect | Adopt | Forget | Complete | Fail | Report | Stop
+Effect = Send | Transmit | Connect | Adopt | Forget | Complete | Answered | Fail | Report | Stop
 
 
 @dataclass(frozen=True, slots=True)

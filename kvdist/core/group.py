@@ -161,6 +161,15 @@ class Group:
         self.pulls = [pull for pull in self.pulls if pull not in ready] if ready else self.pulls
         return ready
 
+    def is_even(self, pull: GroupPull) -> bool:
+        """Whether one and the same round answers a pull for all slices. Or some of them would wait for the others."""
+        lags = ((pull.steps, self.counted_of(pull.member.node.rank)), (pull.versions, self.versions))
+        for wanted, present in lags:
+            lag = np.maximum(wanted.astype(np.int64) - present, 0)
+            if (lag != lag[0]).any():
+                return False
+        return True
+
     def satisfies(self, pull: GroupPull) -> bool:
         """Whether the present state answers a pull."""
         counted = self.counted_of(pull.member.node.rank)

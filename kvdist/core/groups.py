@@ -13,6 +13,8 @@ SLICES_MIN = 2
 ROUNDS_WORTH_IT = 16
 STRIKES_MAX = 8
 """After so many groups of the same slices in a row, each dissolved sooner than that, the slices stay apart."""
+APART_MAX = 256
+"""Pushes of them until they are tried again: what took them apart may have been a machine that was busy for a while."""
 RECORDS_MAX = 4096
 """Runs of slices that are remembered."""
 
@@ -23,6 +25,8 @@ class _Record:
 
     group: Group | None = None
     strikes: int = 0
+    apart: int = 0
+    """Pushes that found the slices apart for good."""
 
 
 @dataclass(slots=True)
@@ -46,11 +50,18 @@ class Groups:
         return None if record is None else record.group
 
     def is_worth_it(self, ids: U32) -> bool:
-        """Whether to make a group of these slices."""
+        """Whether to make a group of these slices, which are pushed together; asked at each such push."""
         if len(ids) < SLICES_MIN:
             return False
         record = self._records.get(ids.tobytes())
-        return len(self._records) < RECORDS_MAX if record is None else record.strikes < STRIKES_MAX
+        if record is None:
+            return len(self._records) < RECORDS_MAX
+        if record.strikes >= STRIKES_MAX:
+            record.apart += 1
+            if record.apart < APART_MAX:
+                return False
+            record.strikes, record.apart = STRIKES_MAX - 1, 0  # one more try
+        return True
 
     def add(self, group: Group) -> None:
         """Its slices are in no other group."""

@@ -5,7 +5,8 @@ Rules that hold here:
 * Higher priority first, then first come, first served. Order never decides correctness: a pull says which pushes it
   must see, and a slice has at most one push under way.
 * Small runs of one kind leave in one message, up to `join_bytes_max`, so that a thousand small pushes are a handful
-  of messages.
+  of messages. Larger ones leave together up to `FAR_BYTES_MAX`, without being copied: where many servers cut each
+  key into many slices, messages would otherwise cost more than bytes.
 * Bytes that the server has not acknowledged never exceed the window, unless a single message does.
 """
 
@@ -30,9 +31,13 @@ DataMessage = Push | Pull | InitValues | ReplaceValues
 
 PARTS_PER_MESSAGE_MAX = 4096
 _EMPTY = int(Flag.EMPTY)
-STAYING_BYTES_MAX = 16 << 20
-"""Parts that the server reads where they lie travel together up to this size: enough to make messages rare, little
-enough for the server to begin while the next ones are made."""
+NEAR_BYTES_MAX = 16 << 20
+"""Large parts that stay on this host travel together up to this size, whether the server reads them where they lie or a
+socket takes them there at the speed of memory: enough to make messages rare, little enough for the server to begin
+while the next ones are made."""
+FAR_BYTES_MAX = 1 << 20
+"""Large parts that cross a network travel together only up to this size, because the server cannot sum what has not
+arrived: a message of 16 MiB is a seventh of a second of a line of 1 Gbit/s."""
 FRAMES_MAX = 64
 """Payload frames of a message."""
 SETTINGS_PER_MESSAGE_MAX = 256
@@ -52,6 +57,7 @@ class Run:
     left: int
     """Slices without an answer."""
     priority: int = 0
+    key_by_key: bool = False
 
 
 class Part:
@@ -144,6 +150,8 @@ class Outbox:
     server: int
     window_bytes: int
     join_bytes_max: int
+    is_near: bool = False
+    """Whether all that is sent there stays on this host."""
     flying_bytes: int = 0
     _heaps: dict[Kind, list[tuple[int, int, Part]]] = field(default_factory=dict)
     _arrivals: int = 0
@@ -181,17 +189,17 @@ class Outbox:
     def _joinable(self, heap: list[tuple[int, int, Part]]) -> list[Part]:
         first = heapq.heappop(heap)[2]
         parts = [first]
-        stays = first.run.data.stays
-        if first.nbytes >= ALONE_BYTES_MIN and not stays:
-            return parts
+        stays, large = first.run.data.stays, first.nbytes >= ALONE_BYTES_MIN
+        near = stays or self.is_near
         total, frames = first.nbytes, 1
-        room = min(STAYING_BYTES_MAX if stays else self.join_bytes_max, self.window_bytes - self.flying_bytes)
+        together_max = NEAR_BYTES_MAX if near else FAR_BYTES_MAX if large else self.join_bytes_max
+        room = min(together_max, self.window_bytes - self.flying_bytes)
         settings = len(first.run.data.settings)
         while heap and len(parts) < PARTS_PER_MESSAGE_MAX:
             part = heap[0][2]
             settings += len(part.run.data.settings)
             frames += part.nbytes >= ALONE_BYTES_MIN
-            if part.run.data.stays is not stays or (part.nbytes >= ALONE_BYTES_MIN and not stays):
+            if part.run.data.stays is not stays or ((part.nbytes >= ALONE_BYTES_MIN) is not large and not near):
                 break
             if total + part.nbytes > room or settings > SETTINGS_PER_MESSAGE_MAX or 2 * frames > FRAMES_MAX:
                 break

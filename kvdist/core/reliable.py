@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvdist.core.dues import Dues
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -60,9 +61,16 @@ class Link:
     ack_due: float = NEVER
     retry_s: float = RETRY_S
     retry_due: float = NEVER
+    listed: float = NEVER
+    """Its place among those that will be due."""
     broken: bool = False
     asked_at: int = -1
     """The value of `received` at which a repetition was asked for, so that one gap asks once."""
+
+    @property
+    def due(self) -> float:
+        """When something has to be said, whatever happens."""
+        return min(self.ack_due, self.retry_due)
 
     def expect_answer(self, now: float) -> None:
         """From now on the peer has a while to acknowledge what is under way."""
@@ -82,14 +90,14 @@ class Reliable:
         self.machine = machine
         self.job = job
         self.links: dict[Member, Link] = {}
+        self._dues: Dues[Link] = Dues()
         self.duplicates_dropped = 0
         self.strangers_refused = 0
 
     @property
     def deadline(self) -> float:
         """When `tick` should run next."""
-        due = min((min(link.ack_due, link.retry_due) for link in self.links.values()), default=NEVER)
-        return min(due, self.machine.deadline)
+        return min(self._dues.first, self.machine.deadline)
 
     def receive(self, packet: Packet, now: float) -> list[Effect]:
         """React to a packet from the transport."""
@@ -132,7 +140,7 @@ class Reliable:
     def tick(self, now: float) -> list[Effect]:
         """Send the acknowledgements and repetitions that are due, then let the machine tick."""
         effects: list[Effect] = []
-        for link in self.links.values():
+        for link in self._dues.take(now):
             if link.retry_due <= now:
                 link.retry_s = min(2 * link.retry_s, RETRY_MAX_S)
                 effects += self._repeat(link, now, 1)
@@ -158,6 +166,7 @@ class Reliable:
             assert flying == link.flying_bytes, "bytes are counted once out and once back"
             assert numbers == list(range(link.next_seq - len(numbers), link.next_seq)), "unacknowledged is contiguous"
             assert bool(numbers) == (link.retry_due < NEVER), "what is unacknowledged will be repeated"
+            assert self._dues.first <= link.due, "no link waits longer than it should"
         self.machine.validate()
 
     def _ends_joining(self, packet: Packet) -> bool:
@@ -204,7 +213,7 @@ class Reliable:
             if token is not None:
                 tokens.append(token)
         link.retry_s = RETRY_S
-        link.expect_answer(now)
+        self._expect_answer(link, now)
         return self._stamped(self.machine.acknowledged(link.peer, tokens, now), now) if tokens else []
 
     def _sequence(self, link: Link, seq: int, message: Message, now: float) -> list[Effect] | None:
@@ -213,10 +222,12 @@ class Reliable:
             link.received = seq
             link.owed_bytes += _payload_bytes(message)
             link.ack_due = now if link.owed_bytes >= ACK_BYTES_MAX else min(link.ack_due, now + ACK_DELAY_S)
+            self._dues.enter(link)
             return None
         if seq <= link.received:
             self.duplicates_dropped += 1
             link.ack_due = min(link.ack_due, now + ACK_DELAY_S)
+            self._dues.enter(link)
             return []
         if link.asked_at == link.received:
             return []
@@ -224,7 +235,7 @@ class Reliable:
         return [self._unsequenced(link.peer, Ack(wanted=True))]
 
     def _repeat(self, link: Link, now: float, messages_max: int | None = None) -> list[Effect]:
-        link.expect_answer(now)
+        self._expect_answer(link, now)
         again = list(link.unacknowledged)[:messages_max]
         return [Transmit(link.peer, Packet(self._stamp(link.peer, seq), message)) for seq, message, _ in again]
 
@@ -258,10 +269,14 @@ class Reliable:
         nbytes = _payload_bytes(send.message)
         link.flying_bytes += nbytes
         if link.retry_due == NEVER:
-            link.expect_answer(now)
+            self._expect_answer(link, now)
         else:
             link.retry_due += nbytes / SLOWEST_BYTES_PER_S
         return Transmit(send.to, Packet(self._stamp(send.to, seq), send.message))
+
+    def _expect_answer(self, link: Link, now: float) -> None:
+        link.expect_answer(now)
+        self._dues.enter(link)
 
     def _unsequenced(self, to: Member, message: Message) -> Transmit:
         return Transmit(to, Packet(self._stamp(to, 0), message))

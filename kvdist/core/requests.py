@@ -22,7 +22,7 @@ Bits = npt.NDArray[np.generic]
 SLICES_PER_RUN_MAX = 256
 """Enough to make messages rare, few enough that a server sums one run while the next is on its way."""
 ALONE_BYTES_MIN = 64 << 10
-"""A slice of at least this size travels in a message of its own, without being copied together with others."""
+"""A slice of at least this size is a run of its own, and is never copied together with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,12 @@ class RunPlan:
     whole_keys: tuple[int, ...] | None = None
     """The indices of the keys, if every slice is the whole of its key: the usual case of small ones."""
 
+    def places(self, ids: U32) -> Sequence[int]:
+        """The places in the arrays of some of the slices, given by their numbers."""
+        if len(ids) == len(self.ids) and (ids == self.ids).all():
+            return range(len(ids))  # an answer to the whole run: the usual case
+        return [self.positions[number] for number in ids.tolist()]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
@@ -82,7 +88,7 @@ class Plan:
 def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     """The plan for a list of keys, in their order.
 
-    Small slices of one server are put into runs of at most `run_bytes_max` bytes; large ones travel alone.
+    Small slices of one server are put into runs of at most `run_bytes_max` bytes; large ones are runs of their own.
     """
     runs: list[RunPlan] = []
     open_runs: dict[int, list[tuple[int, Slice, DType, int]]] = {}
@@ -195,6 +201,8 @@ class Transfer:
     """What is moved, for people, such as ``push of key 'fc1'``."""
     runs: Sequence[RunData]
     priority: int = 0
+    key_by_key: bool = False
+    """Each key is `Answered` as soon as it can be, before the whole is complete; then every key is one slice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

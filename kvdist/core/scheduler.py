@@ -7,10 +7,11 @@ never from counts of messages, so a repeated request changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvdist.config import ClusterConfig
 from kvdist.core.barriers import Barriers
+from kvdist.core.chosen import Description, Optimizer, choose
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -29,11 +30,10 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.keybook import Entry, KeyBook
 from kvdist.core.policy import POLICIES
 from kvdist.core.seats import Seats
-from kvdist.core.sharding import Keep, Placer, keep_for, row_length
+from kvdist.core.sharding import Keep, Placer, row_length
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, InitMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, Role
-from kvdist.optimizer.registry import from_description
 from kvdist.protocol.messages import (
     Abort,
     Assign,
@@ -57,20 +57,9 @@ from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
 
-Description = dict[str, str | int | float | bool | None]
-
-
-@dataclass(slots=True)
-class Optimizer:
-    """The optimizer of a store, and who waits until every server has it."""
-
-    description: Description
-    chosen_by: Member
-    keep: Keep
-    """What of a key it wants to see together."""
-    installed: bool = False
-    failure: str = ""
-    waiters: list[tuple[Member, int]] = field(default_factory=list)
+ROSTER_GAP_S = 0.001
+"""Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers
+leave at nearly the same time."""
 
 
 @dataclass(slots=True)
@@ -119,6 +108,9 @@ class Scheduler(Machine):
         self._started_at = now
         self._form_by = now + config.limits.form_timeout_s
         self._next_look = now + config.limits.explain_after_s
+        self._announced_at = -NEVER
+        self._announce_at = NEVER
+        """When a change that has not been told yet must be."""
         self._stop_by = NEVER
         self._stopped = False
 
@@ -126,7 +118,8 @@ class Scheduler(Machine):
     def deadline(self) -> float:
         """When `tick` should run next."""
         suspects = min((due for due, _ in self._suspects.values()), default=NEVER)
-        return min(suspects, NEVER if self.complete else self._form_by, self._next_look, self._stop_by)
+        form_by = NEVER if self.complete else self._form_by
+        return min(suspects, form_by, self._next_look, self._announce_at, self._stop_by)
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to those who have a seat, and to the hello of those who want one."""
@@ -190,6 +183,8 @@ class Scheduler(Machine):
                 None,
                 f"the cluster is incomplete after {self.limits.form_timeout_s:g} s: {missing} did not register",
             )
+        if now >= self._announce_at:
+            return self._announce_late(now)
         if now >= self._next_look:
             self._next_look = now + self.limits.explain_after_s / 2
             return self._hints(now)
@@ -244,6 +239,15 @@ class Scheduler(Machine):
         elif self._never_joined:
             effects += self._incomplete_for_ever()
         return effects
+
+    def _announce_soon(self, now: float) -> list[Effect]:
+        """Tell everybody who has left: now, or with the next who leave if all were told of another just before."""
+        self._announce_at = self._announced_at + ROSTER_GAP_S * len(self.seats.peers)
+        return self._announce_late(now) if now >= self._announce_at else []
+
+    def _announce_late(self, now: float) -> list[Effect]:
+        self._announced_at, self._announce_at = now, NEVER
+        return self._announce()
 
     def _announce(self) -> list[Effect]:
         """Tell everybody who is in the cluster."""
@@ -310,10 +314,10 @@ class Scheduler(Machine):
         present = self.optimizers.get(message.store)
         if present is None or present.failure:
             try:
-                keep = self._keep_for(message)
+                book = self.books.get(message.store)
+                optimizer = choose(message, sender, book, self.placer.num_servers)
             except ValueError as error:
                 return [Send(sender, Failed(message.request, ErrorCode.CONFIG, str(error)))]
-            optimizer = Optimizer(message.description, sender, keep, waiters=[(sender, message.request)])
             self.optimizers[message.store] = optimizer
             return self._ask_servers(
                 lambda request: SetOptimizer(request, message.store, message.description),
@@ -329,19 +333,6 @@ class Scheduler(Machine):
             return [Send(sender, Done(message.request))]
         present.waiters.append((sender, message.request))
         return []
-
-    def _keep_for(self, message: Configure) -> Keep:
-        """What of a key the described optimizer must have together; ValueError if a key is torn already."""
-        keep = keep_for(from_description(message.description))
-        book = self.books.get(message.store)
-        torn = [] if book is None else book.torn(keep, self.placer.num_servers)
-        if torn:
-            whole = "live whole on one server" if keep is Keep.WHOLE else "be cut between rows"
-            raise ValueError(
-                f"the parameters of {message.description['name']} must {whole}, and key {torn[0]!r} was initialised"
-                " before: call set_optimizer before init"
-            )
-        return keep
 
     def _configured(self, optimizer: Optimizer, failure: str) -> list[Effect]:
         optimizer.installed = not failure
@@ -380,7 +371,7 @@ class Scheduler(Machine):
             return effects
         self.seats.left.add(sender.node)
         self._suspects.pop(sender, None)
-        effects += self._announce()
+        effects += self._announce_soon(now)
         effects += self.barriers.release(self.seats.workers.keys())
         for book in self.books.values():
             effects += self._advance(book)
@@ -397,6 +388,7 @@ class Scheduler(Machine):
         if len(gone) < self.config.num_workers or self._is_over:
             return []
         self._stop_by = now + self.limits.farewell_s
+        self._announce_at = NEVER
         if len(self._never_joined) == self.config.num_workers:
             return [
                 Report("no worker joined the cluster: does the script call kv.create('dist')?"),

@@ -45,6 +45,9 @@ from kvdist.protocol.messages import (
     Waiting,
 )
 
+# Plain numbers: operators of enums are written in Python.
+_EMPTY, _HOLD = int(Flag.EMPTY), int(Flag.HOLD)
+
 
 class Table:
     """The slices that live on one server.
@@ -174,7 +177,7 @@ class Table:
         payload = PayloadView(message.arrays)
         settings = [_setting(numbers) for numbers in message.settings]
         good = self._checked(sender, message.runs, message.ids, message.arrays, message.flags)
-        for begin, end in stretches(message.runs):
+        for begin, end in _joined_stretches(message.runs):
             stretch = slice(begin, end)
             push = (
                 self._group_push(sender, message, stretch, payload, settings) if len(good) == len(message.ids) else None
@@ -193,13 +196,14 @@ class Table:
         """These slices of a message as one contribution; None where they count or look differently."""
         flags, setting_of = message.flags[stretch], message.setting_of[stretch]
         codes = message.arrays.dtypes[stretch]
-        if len(codes) < SLICES_MIN or flags[0] & (Flag.EMPTY | Flag.HOLD):
+        runs = message.runs[stretch]
+        if len(codes) < SLICES_MIN or flags[0] & (_EMPTY | _HOLD) or (runs != runs[0]).any():
             return None  # what is held is kept back slice by slice
         if (flags != flags[0]).any() or (setting_of != setting_of[0]).any() or (codes != codes[0]).any():
             return None
         return GroupPush(
             sender,
-            int(message.runs[stretch.start]),
+            int(runs[0]),
             message.steps[stretch],
             message.versions[stretch],
             message.samples[stretch],
@@ -274,10 +278,10 @@ class Table:
         for begin, end in stretches(message.runs):
             stretch = slice(begin, end)
             group = self._groups.find(message.ids[stretch])
-            if group is not None:
-                run = int(message.runs[begin])
+            pull = GroupPull(sender, int(message.runs[begin]), message.steps[stretch], message.versions[stretch])
+            if group is not None and group.is_even(pull):
                 group.open_since = group.open_since if group.slots or group.pulls else now
-                group.pulls.append(GroupPull(sender, run, message.steps[stretch], message.versions[stretch]))
+                group.pulls.append(pull)
                 self._answer_group_pulls(group)
             else:
                 self._take_apart(message.ids[stretch], now)
@@ -298,6 +302,8 @@ class Table:
         self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
     ) -> Sequence[int]:
         """The positions whose slice is kept here and whose array has its shape; the others are refused."""
+        if self._fit(ids, arrays):
+            return range(len(ids))
         inside = ids < len(self._counts)
         expected = np.where(inside, self._counts[np.where(inside, ids, 0)], -1) if len(self._counts) else inside - 1
         good = expected >= 0
@@ -306,7 +312,7 @@ class Table:
                 arrays.dtypes == self._dtypes[np.where(inside, ids, 0)] if good.any() else good
             )
             if flags is not None:
-                fits |= (flags & Flag.EMPTY).astype(bool)
+                fits |= (flags & _EMPTY).astype(bool)
             good &= fits
         if good.all():
             return range(len(ids))
@@ -316,6 +322,15 @@ class Table:
             self._to(sender).refuse(int(runs[i]), int(ids[i]), ErrorCode.REFUSED, f"slice {int(ids[i])} {what}")
         positions: list[int] = np.flatnonzero(good).tolist()
         return positions
+
+    def _fit(self, ids: U32, arrays: Arrays | None) -> bool:
+        """Whether all of these are plainly right: the usual case, in few calls."""
+        if int(ids.max()) >= len(self._counts):
+            return False
+        expected = self._counts[ids]
+        if arrays is None:
+            return bool((expected >= 0).all())
+        return bool((expected == arrays.counts).all() and (self._dtypes[ids] == arrays.dtypes).all())
 
     def _close_if_ready(self, shard: Shard, now: float) -> None:
         updater = self._norms_for(shard)
@@ -432,10 +447,7 @@ class Table:
         return effects
 
     def hints(self, now: float) -> list[Effect]:
-        """Tell those who have waited long in which round, and for whom.
-
-        Groups among them are taken apart, and some of their slices may then be answered.
-        """
+        """Tell those who have waited long in which round, and for whom. Groups among them are taken apart for that."""
         hints: dict[Member, Waiting] = {}
         for group in self._groups:
             if (group.slots or group.pulls) and now - group.open_since >= self.limits.explain_after_s:
@@ -451,7 +463,20 @@ class Table:
             waiters = [c.member for c in shard.slots.values()] + [pull.member for pull in shard.pulls]
             for member in waiters:
                 hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
-        return [*self.take_answers(), *(Send(member, hint) for member, hint in hints.items())]
+        return [Send(member, hint) for member, hint in hints.items()]
+
+
+def _joined_stretches(runs: U32) -> list[tuple[int, int]]:
+    """The stretches of equal runs; neighbours that are too short for a group as one, to be looked at slice by slice."""
+    joined: list[tuple[int, int]] = []
+    short = False
+    for begin, end in stretches(runs):
+        was_short, short = short, end - begin < SLICES_MIN
+        if short and was_short:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def _setting(numbers: tuple[float, float, float]) -> Setting:

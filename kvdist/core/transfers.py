@@ -6,6 +6,7 @@ A transfer is finished when every slice of every run has its answer: counted, va
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvdist.config import Limits
 from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Run
@@ -14,6 +15,19 @@ from kvdist.core.slices import SliceTable
 from kvdist.core.traffic import Traffic
 from kvdist.protocol.layout import stretches, views
 from kvdist.protocol.messages import U32, Counted, Refused, Values
+
+
+@dataclass(slots=True)
+class Finished:
+    """What an answer of a server has brought to an end.
+
+    Attributes:
+        requests: complete now.
+        keys: (request, indices of keys) of requests that are answered key by key.
+    """
+
+    requests: list[int] = field(default_factory=list)
+    keys: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class Transfers:
@@ -29,15 +43,18 @@ class Transfers:
         self._traffic = traffic
         self.slices = SliceTable()
         self._outboxes: dict[int, Outbox] = {}
+        self._ready: set[int] = set()
+        """Servers to whom something may have become free to leave. Looking at all of them at each answer would cost a
+        worker with a hundred servers more than the answer."""
         self._runs: dict[int, Run] = {}
         self._runs_left: dict[int, int] = {}
         """Request → its runs without all their answers."""
         self._next_run = 0
         self._flying_messages = 0
 
-    def add_server(self, rank: int) -> None:
-        """There is a server to send to."""
-        self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes)
+    def add_server(self, rank: int, is_near: bool) -> None:
+        """There is a server to send to; `is_near` if the way there is memory, though a socket's."""
+        self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes, is_near)
 
     def start(self, request: Transfer) -> None:
         """Queue the runs of a transfer that has some."""
@@ -53,60 +70,67 @@ class Transfers:
                 self.slices.pushed[ids],
                 self.slices.versions[ids],
                 len(ids),
-                priority=request.priority,
+                request.priority,
+                request.key_by_key,
             )
             self._runs[run.number] = run
             part = self.slices.enter(run) if request.kind.pushes else Part(run)
             if part is not None:
-                self._outboxes[data.plan.server].add(part)
+                self._add(part)
 
     def take(self) -> Iterator[tuple[int, DataMessage, Credit]]:
         """Everything that may leave now: (server, message, credit)."""
-        for rank, outbox in self._outboxes.items():
+        for rank in sorted(self._ready):
+            outbox = self._outboxes[rank]
             while (taken := outbox.take()) is not None:
                 self._flying_messages += 1
                 yield rank, *taken
+            self._ready.discard(rank)
 
     def release(self, credit: Credit) -> None:
         """A message has arrived; its bytes are back in the window."""
         self._flying_messages -= 1
         self._outboxes[credit.server].release(credit)
+        self._ready.add(credit.server)
 
-    def values(self, message: Values) -> list[int]:
-        """Copy values to where they are wanted; returns the requests that are finished."""
+    def values(self, message: Values) -> Finished:
+        """Copy values to where they are wanted; returns what is finished."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
-            sinks, positions = run.data.sinks, run.data.plan.positions
+            positions = run.data.plan.places(message.ids[begin:end])
             if run.data.kept is not None:
-                numbers = message.ids[begin:end].tolist()
-                run.data.kept.update(zip([positions[n] for n in numbers], arrays[begin:end], strict=True))
+                run.data.kept.update(zip(positions, arrays[begin:end], strict=True))
                 continue
-            for number, array in zip(message.ids[begin:end].tolist(), arrays[begin:end], strict=True):
+            sinks = run.data.sinks
+            for position, array in zip(positions, arrays[begin:end], strict=True):
                 # The one copy of a pulled value on this side: from the transport's memory into the user's.
-                sinks[positions[number]][...] = array
-                self._traffic.copied_out += array.nbytes
+                sinks[position][...] = array
+            self._traffic.copied_out += sum([array.nbytes for array in arrays[begin:end]])
         return self.answered(message)
 
     def refused(self, message: Refused) -> set[int]:
-        """The requests in which slices were refused."""
-        return {run.request for run, _, _ in self._segments(message.runs)}
+        """The requests in which slices were refused, but for those that are answered key by key."""
+        return {run.request for run, _, _ in self._segments(message.runs) if not run.key_by_key}
 
-    def answered(self, message: Values | Counted | Refused) -> list[int]:
-        """These slices of these runs have their answer; returns the requests that are finished."""
+    def answered(self, message: Values | Counted | Refused) -> Finished:
+        """These slices of these runs have their answer; returns what is finished."""
         if not isinstance(message, Refused):
             self.slices.saw(message.ids, message.versions)
-        finished = []
+        finished = Finished()
         for run, begin, end in self._segments(message.runs):
             if run.kind.pushes:
                 for freed in self.slices.counted(message.ids[begin:end]):
-                    self._outboxes[freed.run.data.plan.server].add(freed)
+                    self._add(freed)
+            if run.key_by_key:
+                plan = run.data.plan
+                finished.keys.append((run.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
             run.left -= end - begin
             if run.left == 0:
                 del self._runs[run.number]
                 self._runs_left[run.request] -= 1
                 if not self._runs_left[run.request]:
                     del self._runs_left[run.request]
-                    finished.append(run.request)
+                    finished.requests.append(run.request)
         return finished
 
     def awaited_servers(self, request: int) -> Sequence[int]:
@@ -124,6 +148,7 @@ class Transfers:
         self._runs.clear()
         self._runs_left.clear()
         self._outboxes.clear()
+        self._ready.clear()
 
     def validate(self) -> None:
         """Check every invariant."""
@@ -131,8 +156,14 @@ class Transfers:
         for run in self._runs.values():
             assert run.request in self._runs_left, "a run belongs to a transfer that is not finished"
             assert 0 < run.left <= len(run.data.plan.ids)
-        for outbox in self._outboxes.values():
+        for rank, outbox in self._outboxes.items():
             assert outbox.flying_bytes >= 0
+            assert rank in self._ready or outbox.take() is None, "what may leave has left"
+
+    def _add(self, part: Part) -> None:
+        rank = part.run.data.plan.server
+        self._outboxes[rank].add(part)
+        self._ready.add(rank)
 
     def _segments(self, runs: U32) -> Iterator[tuple[Run, int, int]]:
         """The stretches of an answer that belong to one run that still waits: (run, begin, end)."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvdist.config import Limits
+from kvdist.config import Limits, stays_on_host
 from kvdist.core.effects import (
     NEVER,
+    Answered,
     Complete,
     Connect,
     Connected,
@@ -38,7 +39,7 @@ from kvdist.core.requests import (
 )
 from kvdist.core.sharding import cut, row_length
 from kvdist.core.traffic import Traffic
-from kvdist.core.transfers import Transfers
+from kvdist.core.transfers import Finished, Transfers
 from kvdist.core.verdict import lost, scheduler_lost
 from kvdist.errors import (
     BarrierTimeout,
@@ -162,9 +163,9 @@ class Worker(Machine):
         """React to a message of the scheduler or of a server."""
         match message:
             case Values():
-                effects = self._close_all(self.transfers.values(message))
+                effects = self._finished(self.transfers.values(message))
             case Counted():
-                effects = self._close_all(self.transfers.answered(message))
+                effects = self._finished(self.transfers.answered(message))
             case Refused():
                 effects = self._refused(message, sender)
             case Waiting():
@@ -349,7 +350,7 @@ class Worker(Machine):
             rank = peer.member.node.rank
             if peer.member.node.role is Role.SERVER and rank not in self.servers:
                 self.servers[rank] = peer.member
-                self.transfers.add_server(rank)
+                self.transfers.add_server(rank, stays_on_host(peer.endpoint))
                 effects.append(Connect(peer.member, peer.endpoint))
         return effects + self._registered()
 
@@ -393,10 +394,11 @@ class Worker(Machine):
         error = ERRORS.get(message.code, KvdistError)(f"{sender} refused: {message.reason}")
         for request in self.transfers.refused(message):
             self._pending[request].error = error
-        return self._close_all(self.transfers.answered(message))
+        return self._finished(self.transfers.answered(message), error)
 
-    def _close_all(self, requests: Sequence[int]) -> list[Effect]:
-        return [self._close(self._pending[request]) for request in requests]
+    def _finished(self, finished: Finished, error: Exception | None = None) -> list[Effect]:
+        answered = [Answered(request, keys, error) for request, keys in finished.keys]
+        return [*answered, *(self._close(self._pending[request]) for request in finished.requests)]
 
     # Ends.
 

@@ -41,8 +41,8 @@ from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.contribution import Contribution, Terms, contribute
-from kvdist.kvstore.gathering import SMALL_BYTES_MAX, Gatherings, is_small
-from kvdist.kvstore.handed import Given, Taken, cut, given, named, taken
+from kvdist.kvstore.gathering import PLAIN, SMALL_BYTES_MAX, Gatherings, is_small
+from kvdist.kvstore.handed import Given, Taken, cut, given, named, plain_one, taken
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.settings import Setting, gathered, setting_of, settings_of
 from kvdist.kvstore.staging import Lending, Staging, Stagings, lend, reaches_another
@@ -81,8 +81,9 @@ class DistStore(KVStore):
         node = cluster.node
         self._gatherings = Gatherings(
             self._lay_out,
-            lambda answer, make: node.submit_for(answer, make, urgent=False),
-            node.touch,
+            self._plan_pull,
+            lambda answer, make, growing: node.submit_for(answer, make, growing=growing),
+            node.hurry,
             self._remember,
         )
 
@@ -130,7 +131,12 @@ class DistStore(KVStore):
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Contribute; returns as soon as the values are copied. See `KVStore.push`."""
         self._require_usable()
-        handed, terms = given(self._keys, key, value), Terms(average, samples)
+        terms = PLAIN if not average and samples == 0 else Terms(average, samples)
+        plain = plain_one(self._keys, key, value)
+        if plain is not None and plain[1].nbytes <= SMALL_BYTES_MAX:
+            self._gatherings.push(*plain, setting_of(plain[0], self._optimizer), priority, terms)
+            return
+        handed = given(self._keys, key, value)
         if is_small(handed):
             info = handed.infos[0]
             setting = setting_of(info, self._optimizer)
@@ -189,24 +195,16 @@ class DistStore(KVStore):
     ) -> Future[Any]:
         """`pull`, with a future of its result."""
         self._require_usable()
-        if out is not None:
-            places = taken(self._keys, key, out)
-            if len(places.infos) == 1 and places.results[0].nbytes <= SMALL_BYTES_MAX:
-                return self._pull_quietly(places, priority)
-        return self._pull(key, out, priority)
-
-    def _pull_quietly(self, places: Taken, priority: int) -> Future[Any]:
-        """A small pull that nobody waits for yet: it may leave together with others, but is answered alone."""
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-        self._gatherings.pulled(places.infos[0].key)
-
-        def make(number: int) -> Transfer:
-            runs = self._plan_pull(places.infos, places.results)
-            return Transfer(number, Kind.PULL, f"pull of {named(places.infos)}", runs, priority)
-
-        self._cluster.node.submit_for(future, make, places.spread, urgent=False)
-        return future
+        if out is None:
+            return self._pull(key, out, priority)
+        plain = plain_one(self._keys, key, out, writable=True)
+        if plain is not None and _is_gathered(*plain):
+            return self._gatherings.pull(*plain, None, priority)
+        places = taken(self._keys, key, out)
+        if len(places.infos) == 1 and _is_gathered(places.infos[0], places.results[0]):
+            finish = places.spread if places.copies else None
+            return self._gatherings.pull(places.infos[0], places.results[0], finish, priority)
+        return self._pull_into(places, priority)
 
     def _pull(self, key: Keys, out: Value | None, priority: int) -> Future[Any]:
         if out is None:
@@ -226,10 +224,13 @@ class DistStore(KVStore):
                 # A key that is named twice gives two arrays.
                 return [made.pop(one) if one in made else copies(one) for one in names]
 
-        else:
-            places = taken(self._keys, key, out)
-            infos, results, finish = places.infos, places.results, places.spread
+            return self._pull_to(infos, results, finish, priority)
+        return self._pull_into(taken(self._keys, key, out), priority)
 
+    def _pull_into(self, places: Taken, priority: int) -> Future[Any]:
+        return self._pull_to(places.infos, places.results, places.spread, priority)
+
+    def _pull_to(self, infos: Sequence[KeyInfo], results: Sequence[Bits], finish: Finish, priority: int) -> Future[Any]:
         runs = self._plan_pull(infos, results)
         label = f"pull of {named(infos)}"
         return self._submit(lambda number: Transfer(number, Kind.PULL, label, runs, priority), finish)
@@ -441,3 +442,8 @@ class DistStore(KVStore):
         runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
         label = f"init of {named(staging.plan.keys)}"
         self._ask(lambda number: Transfer(number, kind, label, runs))
+
+
+def _is_gathered(info: KeyInfo, result: Bits) -> bool:
+    """Whether a pull of this key alone may travel with others: it is small, and one answer brings all of it."""
+    return result.nbytes <= SMALL_BYTES_MAX and len(info.slices) == 1

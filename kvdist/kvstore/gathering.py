@@ -1,11 +1,12 @@
-"""Pushes of one small key at a time, as in ``for k in keys: store.push(k, grad[k])``, joined to pushes of many.
+"""Calls for one small key at a time, as in ``for k in keys: store.push(k, grad[k])``, joined to calls for many.
 
 Rules that hold here:
 
-* What was said keeps its order: a gathering takes in a push only while no other request of the store stands behind it
-  in the mailbox, but for pulls of other keys.
-* A push is checked, and its value copied, before it returns. What it costs later is paid by the node's thread.
-* Pulls are not joined: each has somebody who waits for it, and must not wait for the rounds of other keys.
+* What was said keeps its order: a gathering takes in a call only while no other request of the store stands behind it
+  in the mailbox, but for the pulls that follow its pushes, of which none may be of the key that is pushed.
+* A call is checked, and its value copied, before it returns. What it costs later is paid by the node's thread.
+* Pulls travel together, but each is answered alone: whoever waits for one key must not wait for the rounds of others.
+* A loop is gathered as it was the last time, so that the servers see the same keys together at every step.
 """
 
 from __future__ import annotations
@@ -14,37 +15,78 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from kvdist.core.requests import Bits, KeyInfo, Kind, Transfer
+from kvdist.core.requests import Bits, KeyInfo, Kind, RunData, Transfer
 from kvdist.kvstore.contribution import Contribution, Terms
 from kvdist.kvstore.handed import Given, named
+from kvdist.kvstore.pulling import PullFuture, fail, fulfil
 from kvdist.kvstore.settings import Setting
 from kvdist.kvstore.values import Key
+from kvdist.mailbox import AnswerByKey, Finish, Growing
 
 SMALL_BYTES_MAX = 16 << 10
 """Larger values are worth a request of their own."""
 GATHERED_MAX = 4096
 """Calls that one request takes in."""
-
+QUIET_S = 0.0005
+"""A gathering waits until nothing has been added to it for so long,"""
+PATIENCE_S = 0.03
+"""or so long, if it took in more the last time: a loop whose thread is interrupted should not be cut there."""
+GATHER_S = 0.05
+"""And no longer than this in all: a loop that takes longer does something else besides, or is a very long one."""
 
 LayOut = Callable[[Given, Terms, Sequence[Setting]], Contribution]
 """Makes the runs of a push, given the setting of each key."""
+PlanPull = Callable[[Sequence[KeyInfo], Sequence[Bits]], Sequence[RunData]]
+"""Makes the runs of a pull into these arrays."""
+Failed = Callable[[BaseException], None]
+"""Gets the error of pushes."""
+Submit = Callable[["_Pushes | _Pulls", Callable[[int], Transfer], Growing], None]
+"""Leaves a request for the node's thread that may wait."""
+PLAIN = Terms(average=False, samples=0)
+"""The usual ones."""
 
 
 class _Gathering:
-    """One request that is still to be made."""
+    """One request that is still to be made.
 
-    def __init__(self, priority: int) -> None:
-        self.priority = priority
+    Args:
+        expected: how many calls there were the last time that it began with the same key.
+    """
+
+    def __init__(self, expected: int) -> None:
+        self.priority = 0
+        """The highest of its calls: what travels together travels with the most urgent."""
         self.infos: dict[Key, KeyInfo] = {}
         self.is_open = True
         """Under the lock of `Gatherings`."""
+        self._expected = expected
+        self._since: float | None = None
+        self._seen, self._seen_at = 0, 0.0
+        """How many calls there were when it was looked at, and when that was another number before."""
+
+    def due(self, now: float) -> float:
+        """When the node's thread should take it, if nothing is added to it any more; see `Growing`."""
+        if self._since is None:
+            self._since = now
+        count = len(self.infos)
+        if count != self._seen:
+            self._seen, self._seen_at = count, now
+        return min(self._seen_at + (PATIENCE_S if count < self._expected else QUIET_S), self._since + GATHER_S)
+
+    def takes(self, key: Key) -> bool:
+        """Whether a call for this key may be added."""
+        return self.is_open and key not in self.infos and len(self.infos) < GATHERED_MAX
+
+    def add(self, info: KeyInfo, priority: int) -> None:
+        """Note a call, the caller keeps the rest of it."""
+        if priority > self.priority or not self.infos:
+            self.priority = priority
+        self.infos[info.key] = info
 
 
 class _Pushes(_Gathering):
-    def __init__(self, lay_out: LayOut, priority: int, terms: Terms, failed: Callable[[BaseException], None]) -> None:
-        super().__init__(priority)
+    def __init__(self, expected: int, lay_out: LayOut, terms: Terms, failed: Failed) -> None:
+        super().__init__(expected)
         self._lay_out = lay_out
         self.terms = terms
         self.bits: list[list[Bits]] = []
@@ -55,6 +97,7 @@ class _Pushes(_Gathering):
     def make(self, number: int) -> Transfer:
         infos = list(self.infos.values())
         self._contribution = own = self._lay_out(Given(infos, self.bits), self.terms, self.settings)
+        self.bits = []  # they lie in the staging buffers now
         return Transfer(number, Kind.PUSH, f"push of {named(infos)}", own.runs, self.priority)
 
     def set_result(self, result: Any) -> None:  # nobody waits for it
@@ -65,65 +108,120 @@ class _Pushes(_Gathering):
         self._failed(exception)
 
 
+class _Pulls(_Gathering, AnswerByKey):
+    def __init__(self, expected: int, plan_pull: PlanPull) -> None:
+        super().__init__(expected)
+        self._plan_pull = plan_pull
+        self.results: list[Bits] = []
+        self.futures: list[PullFuture] = []
+        self.finishes: dict[PullFuture, Finish] = {}
+        """What is to be done before a future is done, where there is anything."""
+
+    def make(self, number: int) -> Transfer:
+        infos = list(self.infos.values())
+        runs = self._plan_pull(infos, self.results)
+        return Transfer(number, Kind.PULL, f"pull of {named(infos)}", runs, self.priority, key_by_key=True)
+
+    def set_keys(self, keys: Sequence[int], error: Exception | None) -> None:
+        futures = [self.futures[index] for index in keys]
+        if error is not None:
+            fail(futures, error)
+            return
+        for future in [future for future in futures if future in self.finishes] if self.finishes else ():
+            try:
+                self.finishes.pop(future)()
+            except Exception as raised:  # noqa: BLE001  # it belongs to the one who waits
+                fail([future], raised)
+                futures.remove(future)
+        fulfil(futures)
+
+    def set_result(self, result: Any) -> None:  # each has had its own
+        pass
+
+    def set_exception(self, exception: BaseException) -> None:
+        fail([future for future in self.futures if not future.done()], exception)
+
+
 class Gatherings:
-    """The gathering of one store that still takes in pushes, if there is one.
+    """The gatherings of one store that still take in calls: at most one of pushes, and one of pulls behind it.
 
     Args:
-        lay_out: makes a request out of what was gathered.
-        submit: leaves a request for the node's thread, not urgently.
-        touch: tells that thread that more was gathered.
+        lay_out, plan_pull: make requests out of what was gathered.
+        submit: leaves a request for the node's thread.
+        hurry: tells that thread that somebody waits.
         failed: gets the error of pushes.
     """
 
     def __init__(
-        self,
-        lay_out: LayOut,
-        submit: Callable[[Any, Callable[[int], Any]], None],
-        touch: Callable[[], None],
-        failed: Callable[[BaseException], None],
+        self, lay_out: LayOut, plan_pull: PlanPull, submit: Submit, hurry: Callable[[], None], failed: Failed
     ) -> None:
         self._lay_out = lay_out
+        self._plan_pull = plan_pull
         self._submit = submit
-        self._touch = touch
+        self._hurry = hurry
         self._failed = failed
+        # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
         self._lock = threading.RLock()
         self._pushes: _Pushes | None = None
-        self._pulled: set[Key] = set()
-        """Keys of which pulls stand behind the gathering."""
+        self._pulls: _Pulls | None = None
+        self._counts: dict[tuple[Kind, Key], int] = {}
+        """Kind and first key → how many calls the last gathering that began so had."""
 
     def close(self) -> None:
         """Another request is about to be left: what is gathered goes before it as it is."""
         with self._lock:
-            if self._pushes is not None:
-                self._pushes.is_open = False
-            self._pushes = None
+            for gathering in (self._pushes, self._pulls):
+                if gathering is not None:
+                    gathering.is_open = False
+            self._pushes = self._pulls = None
 
     def push(self, info: KeyInfo, bits: Bits, setting: Setting, priority: int, terms: Terms) -> None:
         """Take in a push; `bits` are copied."""
+        copy, key = [bits.copy()], info.key
         with self._lock:
-            into = self._pushes
-            pulled = info.key in self._pulled
-            if into is None or not _takes(into, info.key, priority) or into.terms != terms or pulled:
-                self.close()
-                self._pulled.clear()
-                into = self._pushes = _Pushes(self._lay_out, priority, terms, self._failed)
-                self._submit(into, self._closing(into))
-            into.infos[info.key] = info
-            into.bits.append([np.array(bits)])
+            into, pulls = self._pushes, self._pulls
+            if into is None or not into.takes(key) or into.terms != terms or (pulls and key in pulls.infos):
+                into = self._begin_pushes(key, terms)
+            into.add(info, priority)
+            into.bits.append(copy)
             into.settings.append(setting)
-            self._touch()
 
-    def pulled(self, key: Key) -> None:
-        """A pull of this key is about to be left, behind what is gathered: no later push of it may go before it."""
+    def pull(self, info: KeyInfo, result: Bits, finish: Finish | None, priority: int) -> PullFuture:
+        """Take in a pull of a key of one slice into `result`; `finish` brings it to where else it is wanted."""
+        future, key = PullFuture(self._hurry), info.key
         with self._lock:
-            self._pulled.add(key)
+            into = self._pulls
+            if into is None or not into.takes(key):
+                into = self._begin_pulls(key)
+            into.add(info, priority)
+            into.results.append(result)
+            into.futures.append(future)
+            if finish is not None:
+                into.finishes[future] = finish
+        return future
 
-    def _closing(self, gathering: _Pushes) -> Callable[[int], Transfer]:
+    def _begin_pushes(self, key: Key, terms: Terms) -> _Pushes:
+        self.close()
+        expected = self._counts.get((Kind.PUSH, key), 0)
+        self._pushes = begun = _Pushes(expected, self._lay_out, terms, self._failed)
+        self._submit(begun, self._closing(begun, (Kind.PUSH, key)), begun)
+        return begun
+
+    def _begin_pulls(self, key: Key) -> _Pulls:
+        if self._pulls is not None:
+            self.close()
+        expected = self._counts.get((Kind.PULL, key), 0)
+        self._pulls = begun = _Pulls(expected, self._plan_pull)
+        self._submit(begun, self._closing(begun, (Kind.PULL, key)), begun)
+        return begun
+
+    def _closing(self, gathering: _Pushes | _Pulls, name: tuple[Kind, Key]) -> Callable[[int], Transfer]:
         """The request is made when it is sent; from then on it takes in nothing more."""
 
         def make(number: int) -> Transfer:
             with self._lock:
                 gathering.is_open = False
+                self._counts[name] = len(gathering.infos)
             return gathering.make(number)
 
         return make
@@ -132,12 +230,3 @@ class Gatherings:
 def is_small(given: Given) -> bool:
     """Whether this is one small array of one key."""
     return len(given.infos) == 1 and len(given.bits[0]) == 1 and given.bits[0][0].nbytes <= SMALL_BYTES_MAX
-
-
-def _takes(gathering: _Gathering, key: Key, priority: int) -> bool:
-    return (
-        gathering.is_open
-        and gathering.priority == priority
-        and key not in gathering.infos
-        and len(gathering.infos) < GATHERED_MAX
-    )

@@ -88,6 +88,20 @@ def taken(keys: KeyTable, key: Keys, out: Value) -> Taken:
     return Taken([info for info, _ in matched], results, copies)
 
 
+def plain_one(keys: KeyTable, key: Keys, value: Value, writable: bool = False) -> tuple[KeyInfo, Bits] | None:
+    """One key and its NumPy array in order, looked at as little as can be, as a loop over keys asks; else None."""
+    if type(key) is not int and type(key) is not str:
+        return None
+    expected = keys.plain.get(key)
+    if expected is None or type(value) is not np.ndarray:
+        return None
+    info, shape, dtype = expected
+    flags = _WRITABLE if writable else _READABLE
+    if value.dtype is not dtype or value.shape != shape or value.flags.num & flags != flags:
+        return None
+    return info, value if value.ndim == 1 else value.reshape(-1)
+
+
 def named(infos: Sequence[KeyInfo]) -> str:
     """These keys for people, such as ``key 'fc1'`` or ``3 keys (0, 1, 2)``."""
     keys = ", ".join([repr(info.key) for info in infos[:3]])

@@ -52,8 +52,8 @@ class PayloadView:
 
     def __init__(self, arrays: Arrays) -> None:
         self._arrays = arrays
-        self._starts, self._total = offsets(arrays.dtypes, arrays.counts)
         self._bases = [_aligned(frame) for frame in arrays.frames]
+        self._starts, self._total = offsets(arrays.dtypes, arrays.counts)
         lengths = [len(base) for base in self._bases]
         if sum(lengths) != self._total:
             raise ValueError(f"the payload has {sum(lengths)} bytes where its dtypes and counts make {self._total}")
@@ -62,7 +62,10 @@ class PayloadView:
     def arrays(self, begin: int, end: int) -> list[npt.NDArray[Any]]:
         """The 1-D arrays of entries `begin` to `end`, each of its dtype's storage type."""
         dtypes, counts = self._arrays.dtypes[begin:end], self._arrays.counts[begin:end].tolist()
-        codes, frames = dtypes.tolist(), self._frames(begin, end)
+        codes = dtypes.tolist()
+        if len(self._starts) == 1:  # a large array that travels alone
+            return [self._bases[0].view(_STORAGE[code])[:count] for code, count in zip(codes, counts, strict=True)]
+        frames = self._frames(begin, end)
         # A frame is a multiple of 8 bytes, so all of it can be seen as each type, and an array is a slice of that.
         pairs = set(zip(frames, codes, strict=True))
         typed = {(frame, code): self._bases[frame].view(_STORAGE[code]) for frame, code in pairs}

@@ -237,7 +237,11 @@ def _check_frames(frames: Sequence[messages.Payload], sizes: np.ndarray[Any, Any
     if not 0 < len(frames) <= limits.payload_frames_max:
         raise ProtocolError(f"{len(frames)} payload frames, where 1 to {limits.payload_frames_max} are allowed")
     lengths = [memoryview(frame).nbytes for frame in frames]
-    if len(frames) > 1 and not (all(lengths) and np.isin(np.cumsum(lengths), np.cumsum(sizes)).all()):
+    if len(frames) == 1:
+        return
+    frame_ends, array_ends = np.cumsum(lengths), sizes.cumsum()
+    # The sums agree, so each frame ends at or before the end of the last array.
+    if not all(lengths) or (array_ends[array_ends.searchsorted(frame_ends)] != frame_ends).any():
         raise ProtocolError("a payload frame is empty, or ends within an array")
 
 

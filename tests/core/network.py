@@ -92,12 +92,14 @@ class Network:
         self.trace.append(f"{self.now:.6f} {text}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Freight:
     """One message under way: not a copy, so it shows whether its sender keeps its hands off."""
 
     frames: list[memoryview]
     checksum: int
+    was_told: bool = False
+    """The machine has had it once: its sender may have it back by now, though it arrives again."""
 
     @classmethod
     def of(cls, frames: list[memoryview]) -> Freight:
@@ -150,22 +152,23 @@ class Life:
         # The first word on a connection says whose it is. Only another break can lose it, not the network alone.
         if not first and network.chance(weather.loss, "lost"):
             return
-        self._depart(frames, upwards)
+        freight = Freight.of(frames)
+        self._depart(freight, upwards)
         if network.chance(weather.duplication, "duplicated"):
-            self._depart(frames, upwards)
+            self._depart(freight, upwards)
         if network.chance(weather.cut, "cut"):
             network.after(network.delay(), self.cut)
 
-    def _depart(self, frames: list[memoryview], upwards: bool) -> None:
+    def _depart(self, freight: Freight, upwards: bool) -> None:
         network = self.acceptor.network
         ends = (self.dialled.dialler.name, self.acceptor.name)
-        network.say(f"{ends[not upwards]} -> {ends[upwards]} {_kind(frames)}")
+        network.say(f"{ends[not upwards]} -> {ends[upwards]} {_kind(freight.frames)}")
         if upwards:
-            self.up.append(Freight.of(frames))
+            self.up.append(freight)
             self.up_at = max(self.up_at, network.now + network.delay())
             network.at(self.up_at, lambda: self._arrive(upwards))
         else:
-            self.down.append(Freight.of(frames))
+            self.down.append(freight)
             self.down_at = max(self.down_at, network.now + network.delay())
             network.at(self.down_at, lambda: self._arrive(upwards))
 
@@ -365,7 +368,9 @@ class Process:
         freight = self.transport.received
         if freight is not None and len(freight.frames) > 3:
             self.network.used[f"{type(message).__name__} in several frames"] += 1
-        assert freight is None or freight.is_intact, f"a {type(message).__name__} from {sender} changed under way"
+        if freight is not None:
+            assert freight.was_told or freight.is_intact, f"a {type(message).__name__} from {sender} changed under way"
+            freight.was_told = True
         return self._handle(sender, message, now)
 
     def _turn(self) -> None:

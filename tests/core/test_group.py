@@ -14,7 +14,7 @@ import pytest
 from kvdist.core import groups as groups_module
 from kvdist.core.effects import Send
 from kvdist.core.group import Group
-from kvdist.core.groups import ROUNDS_WORTH_IT, STRIKES_MAX
+from kvdist.core.groups import APART_MAX, ROUNDS_WORTH_IT, STRIKES_MAX
 from kvdist.core.table import Table
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.protocol.messages import Arrays, Flag, Packet, Pull, Push, Stamp, Values
@@ -381,17 +381,32 @@ def test_a_pull_that_waits_is_not_younger_because_another_one_comes() -> None:
     assert len(group(wired).pulls) == 2
 
 
-def test_slices_that_are_answered_because_their_group_waited_too_long_are_answered_at_once() -> None:
+@pytest.mark.parametrize(
+    ("steps", "versions", "answered"),
+    [([1, 2, 1], [0, 0, 0], [0, 2]), ([0, 1, 1], [1, 1, 2], [0, 1]), ([2, 3, 2], [0, 0, 0], [])],
+    ids=["own pushes", "versions", "rounds to come"],
+)
+def test_a_slice_that_can_be_answered_never_waits_for_others_of_its_run(
+    steps: list[int], versions: list[int], answered: list[int]
+) -> None:
     wired = made()
     ids, runs = group(wired).ids, np.full(3, 99, np.uint32)
-    steps = np.array([1, 2, 1], np.uint32)
-    table(wired).pull(wired.member("worker-0"), Pull(runs, ids, steps, runs * 0), 100.0)
-    assert not table(wired).take_answers()
-    effects = table(wired).hints(120.0)
+    pull = Pull(runs, ids, np.array(steps, np.uint32), np.array(versions, np.uint32))
+    table(wired).pull(wired.member("worker-0"), pull, 100.0)
+    messages = [one.message for one in table(wired).take_answers() if isinstance(one, Send)]
     assert not has_group(wired)
-    (said,) = [one for one in effects if isinstance(one, Send) and isinstance(one.message, Values)]
-    assert said.message.ids.tolist() == [ids[0], ids[2]]
+    said = [number for message in messages if isinstance(message, Values) for number in message.ids.tolist()]
+    assert said == ids[answered].tolist()
     table(wired).validate()
+
+
+@pytest.mark.parametrize("steps", [[0, 1, 0], [1, 1, 1], [2, 2, 2]], ids=["earlier", "present", "next"])
+def test_a_pull_that_one_round_answers_for_all_slices_stays_in_the_group(steps: list[int]) -> None:
+    wired = made()
+    ids, runs = group(wired).ids, np.full(3, 99, np.uint32)
+    table(wired).pull(wired.member("worker-0"), Pull(runs, ids, np.array(steps, np.uint32), runs * 0), 100.0)
+    assert has_group(wired)
+    assert len(table(wired).take_answers()) == (max(steps) < 2)
 
 
 def test_pulls_of_the_same_run_in_one_message_are_answered_each_by_itself() -> None:
@@ -499,6 +514,13 @@ def test_slices_that_are_taken_apart_again_and_again_stay_apart() -> None:
         dissolve(wired)
         one_round(wired)
         assert has_group(wired), strikes
+    dissolve(wired)
+    one_round(wired)
+    assert not has_group(wired)
+    for _ in range(APART_MAX // 2):
+        assert not has_group(wired)
+        one_round(wired)
+    assert has_group(wired), "tried again"
     dissolve(wired)
     one_round(wired)
     assert not has_group(wired)

@@ -44,8 +44,8 @@ def run(
     return Run(number, 1, kind, data, steps, steps + 1, 1, priority=priority)
 
 
-def filled(*runs: Run, window: int = 1 << 20, join: int = 1 << 16) -> Outbox:
-    outbox = Outbox(3, window, join)
+def filled(*runs: Run, window: int = 1 << 20, join: int = 1 << 16, near: bool = False) -> Outbox:
+    outbox = Outbox(3, window, join, near)
     for one in runs:
         outbox.add(Part(one))
     return outbox
@@ -89,8 +89,9 @@ def test_each_kind_becomes_its_own_message() -> None:
 
 
 def test_higher_priority_leaves_first_then_who_came_first() -> None:
-    large = ALONE_BYTES_MIN // 4
-    outbox = filled(run(1, size=large), run(2, size=large, priority=5), run(3, size=large, priority=5))
+    large = module.FAR_BYTES_MAX // 4
+    runs = run(1, size=large), run(2, size=large, priority=5), run(3, size=large, priority=5)
+    outbox = filled(*runs, window=1 << 24)
     assert taken(outbox) == [[2], [3], [1]]
 
 
@@ -98,7 +99,18 @@ def test_priority_decides_between_kinds_too() -> None:
     assert taken(filled(run(1), run(2, Kind.PULL, priority=1))) == [[2], [1]]
 
 
-def test_a_large_slice_travels_alone_and_without_a_copy() -> None:
+def test_large_slices_travel_together_up_to_a_limit_each_where_it_lies() -> None:
+    size = module.FAR_BYTES_MAX // 3 // 8 * 8
+    runs = [run(i, size=size // 4) for i in range(5)]
+    outbox = filled(*runs, window=1 << 24)
+    pair = outbox.take()
+    assert pair is not None and isinstance(pair[0], Push)
+    assert list(pair[0].arrays.payload) == [one.data.payload for one in runs[:3]]
+    assert all(frame is one.data.payload for frame, one in zip(pair[0].arrays.payload, runs, strict=False))
+    assert taken(outbox) == [[3, 4]]
+
+
+def test_a_large_slice_travels_without_small_ones_and_without_a_copy() -> None:
     large = run(1, size=ALONE_BYTES_MIN // 4)
     outbox = filled(large, run(2))
     pair = outbox.take()
@@ -206,6 +218,22 @@ def test_large_runs_that_stay_where_they_are_leave_together_each_as_its_own_fram
     assert [array[0] for array in views(message.arrays)] == [0, 1, 2]
 
 
+def test_large_runs_to_a_near_server_leave_together_without_a_copy() -> None:
+    runs = [run(1), *(run(i, Kind.PUSHPULL, size=LARGE + i) for i in range(2, 5)), run(5, Kind.PUSHPULL)]
+    outbox = filled(*runs, near=True)
+    assert taken(outbox) == [[1], [2, 3, 4, 5]]
+    message = one_message(filled(*runs[1:], near=True))
+    assert all(frame is one.data.payload for frame, one in zip(message.arrays.frames, runs[1:4], strict=False))
+    assert [array[0] for array in views(message.arrays)] == [2, 3, 4, 5]
+
+
+def test_large_runs_to_a_near_server_leave_together_up_to_a_size_and_within_the_window() -> None:
+    each = module.NEAR_BYTES_MAX // 4
+    runs = [run(i, size=each // 4) for i in range(6)]
+    assert taken(filled(*runs, window=1 << 30, near=True)) == [[0, 1, 2, 3], [4, 5]]
+    assert taken(filled(*runs, window=3 * each, near=True)) == [[0, 1, 2]]
+
+
 def test_small_neighbours_share_a_frame_between_large_ones() -> None:
     sizes = [3, 5, LARGE, 1, LARGE + 1, LARGE, 7, 2]
     message = one_message(filled(*(run(i, size=size, stays=True) for i, size in enumerate(sizes))))
@@ -252,7 +280,7 @@ def test_a_message_has_no_more_frames_than_a_receiver_takes(first_is_small: bool
 
 
 def test_runs_that_stay_leave_together_up_to_a_size() -> None:
-    each = module.STAYING_BYTES_MAX // 4
+    each = module.NEAR_BYTES_MAX // 4
     runs = [run(i, size=each // 4, stays=True) for i in range(6)]
     assert taken(filled(*runs, window=1 << 30)) == [[0, 1, 2, 3], [4, 5]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from kvdist.config import ClusterConfig, Limits
 from kvdist.core.effects import Adopt, ChildEnded, Connected, Disconnected, LauncherGone, Send, Stop
 from kvdist.core.requests import Register
-from kvdist.core.scheduler import Scheduler
+from kvdist.core.scheduler import ROSTER_GAP_S, Scheduler
 from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import Alive, Barrier, Goodbye, Hello, Rejected, Roster, Waiting, Welcome
@@ -408,3 +409,22 @@ def test_long_waits_are_hinted_at_with_who_is_missing() -> None:
         "worker-0: init of key 'w' has waited 10.5 s; the declaration of key 'w' lacks worker-1 (host-1)"
     )
     assert wired.scheduler.explain(10.5) == "worker-0 has waited 10.5 s for worker-1 to initialise key 'w'"
+
+
+def test_workers_that_leave_at_once_are_announced_together() -> None:
+    scheduler = Scheduler(ClusterConfig(Role.SCHEDULER, "host-s", 1, 4, 1), 0.0)
+    members = [Member(worker(rank), rank + 1) for rank in range(4)]
+    for member in members:
+        scheduler.handle(stranger(Role.WORKER, 10 + member.node.rank), hello(member.node.rank, workers=4), 0.0)
+    scheduler.handle(stranger(Role.SERVER, 20), hello(0, workers=4), 0.0)
+
+    def rosters(effects: Sequence[object]) -> list[Roster]:
+        return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Roster)]
+
+    assert len(rosters(scheduler.handle(members[0], Goodbye(1, ""), 1.0))) == 4
+    later = [scheduler.handle(member, Goodbye(1, ""), 1.0 + ROSTER_GAP_S) for member in members[1:3]]
+    assert [rosters(effects) for effects in later] == [[], []]
+    assert scheduler.deadline == 1.0 + ROSTER_GAP_S * 5
+    told = rosters(scheduler.tick(scheduler.deadline))
+    assert [[str(peer.member) for peer in roster.peers] for roster in told] == [["worker-3", "server-0"]] * 2
+    assert rosters(scheduler.tick(9.0)) == []

@@ -247,4 +247,5 @@ class Measured(Optimizer):
 @pytest.mark.parametrize("name", ["updated", "async", "storm", "async storm", "leaver in a storm", "killed worker"])
 def test_every_weight_is_exact_in_all_weathers(name: str) -> None:
     scenario = replace(SCENARIOS[name], num_servers=1, optimizer=Measured.name)
-    assert sum(run(seed, scenario).reads for seed in range(3)) > 0
+    results = [run(seed, scenario) for seed in range(3)]  # it raises where a weight is wrong
+    assert scenario.victim or sum(result.reads for result in results) > 0

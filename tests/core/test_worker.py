@@ -8,8 +8,9 @@ import pytest
 from kvdist.config import Limits
 from kvdist.core.effects import Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.outbox import FAR_BYTES_MAX
 from kvdist.core.requests import Kind, Register, RunData, Transfer, make_plan
-from kvdist.errors import DeadlineExceeded, PeerLostError, StoreClosed
+from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
 from tests.core.wired import Wired
 
 
@@ -89,6 +90,18 @@ def test_pulls_that_were_asked_for_together_leave_in_one_message(wired: Wired) -
     assert said_by(wired, "worker-0", "Pull") == said_by(wired, "server-0", "Values") == 1
 
 
+@pytest.mark.parametrize(("host", "messages"), [("127.0.0.1", 1), ("10.0.0.1", 3)])
+def test_slices_that_are_large_for_a_line_leave_together_only_on_the_loopback(host: str, messages: int) -> None:
+    wired = Wired(1, 1, server_host=host)
+    large = {key: [float(key)] * (FAR_BYTES_MAX // 8 + key) for key in (1, 2, 3)}
+    wired.initialise(large)
+    wired.log.clear()
+    pushed = wired.pushpull(0, large)
+    wired.settle()
+    assert said_by(wired, "worker-0", "Push") == said_by(wired, "server-0", "Values") == messages
+    assert all(wired.value(pushed, key) == value for key, value in large.items())
+
+
 def test_a_pull_sees_the_workers_own_pushes(wired: Wired) -> None:
     wired.push(0, {"w": [1, 1, 1]})
     read = wired.pull(0, "w")
@@ -109,6 +122,35 @@ def test_a_pull_of_several_keys_waits_for_the_last() -> None:
     wired.push(1, {"b": [1]})
     wired.settle()
     assert (wired.value(read, "cut"), wired.value(read, "b")) == ([1, 2, 3, 4, 5], [2])
+
+
+def test_a_pull_that_is_answered_key_by_key_does_not_wait_for_the_last() -> None:
+    wired = Wired(2, 2)
+    wired.initialise({"w": [1, 2, 3], "b": [5], "c": [6, 7]})
+    for rank in (0, 1):
+        wired.push(rank, {"w": [0, 0, 0], "b": [0], "c": [0, 0]})  # from now on they may be a group
+    wired.settle()
+    wired.push(0, {"b": [1]})
+    read = wired.pull(0, "w", "b", "c", key_by_key=True)
+    wired.settle()
+    assert wired.answered[read] == {0: None, 2: None}
+    assert read not in wired.completed
+    assert wired.results[read]["c"].tolist() == [0, 0]
+    wired.push(1, {"b": [1]})
+    wired.settle()
+    assert wired.answered[read] == dict.fromkeys(range(3))
+    assert wired.value(read, "b") == [2]
+
+
+def test_a_key_that_is_refused_fails_alone_where_each_is_answered_by_itself(wired: Wired) -> None:
+    del wired.servers[0].table.shards[wired.infos["b"].slices[0].number]
+    wired.servers[0].table._counts[wired.infos["b"].slices[0].number] = -1
+    alone, together = wired.pull(0, "w", "b", key_by_key=True), wired.pull(0, "w", "b")
+    wired.settle()
+    assert wired.answered[alone][0] is None
+    assert isinstance(wired.answered[alone][1], PushRefused)
+    assert alone in wired.completed and alone not in wired.failed
+    assert isinstance(wired.failed[together], PushRefused)
 
 
 def test_lists_of_keys_in_another_order_on_each_worker_do_not_wait_for_each_other(wired: Wired) -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvdist.config import ClusterConfig, Limits
 from kvdist.core.effects import (
     Adopt,
+    Answered,
     Complete,
     Connect,
     Effect,
@@ -71,13 +72,17 @@ class Wired:
         limits: Limits | None = None,
         form: bool = True,
         bigarray_bound: int = 1_000_000,
+        server_host: str = "host-{rank}",
     ) -> None:
         self.now = 0.0
+        self.server_host = server_host
         self.limits = limits or Limits()
         self.log: list[str] = []
         self.completed: dict[int, Any] = {}
         """Request → its result."""
         self.failed: dict[int, Exception] = {}
+        self.answered: dict[int, dict[int, Exception | None]] = {}
+        """Request → the indices of the keys that were answered alone, each with its error."""
         self.stopped: dict[str, Exception | None] = {}
         self.reports: list[str] = []
         self.results: dict[int, dict[int | str, Array]] = {}
@@ -166,6 +171,9 @@ class Wired:
                     assert request not in self.completed, "a request is answered once"
                     self.completed[request] = result
                     self._note_keys(result)
+                case Answered(request, keys, error):
+                    assert request not in self.completed, "keys are answered before the whole is complete"
+                    self.answered.setdefault(request, {}).update(dict.fromkeys(keys, error))
                 case Fail(request, error):
                     self.failed[request] = error
                 case Stop(error) if name not in self.stopped:
@@ -229,9 +237,9 @@ class Wired:
         """Contribute and read."""
         return self._transfer(rank, Kind.PUSHPULL, values, **options)
 
-    def pull(self, rank: int, *keys: int | str) -> int:
+    def pull(self, rank: int, *keys: int | str, key_by_key: bool = False) -> int:
         """Read."""
-        return self._transfer(rank, Kind.PULL, dict.fromkeys(keys))
+        return self._transfer(rank, Kind.PULL, dict.fromkeys(keys), key_by_key=key_by_key)
 
     def barrier(self, rank: int, timeout_s: float | None = None, statement: str = "") -> int:
         """Arrive at a barrier."""
@@ -261,7 +269,7 @@ class Wired:
     def _introduction(self, role: Role, rank: int, num_workers: int, num_servers: int) -> Introduction:
         token = (1000 if role is Role.SERVER else 2000) + rank
         self._addresses[role, token] = f"{role}-{rank}"
-        endpoint = f"tcp://host-{rank}:9000" if role is Role.SERVER else ""
+        endpoint = f"tcp://{self.server_host.format(rank=rank)}:9000" if role is Role.SERVER else ""
         scheduler = "tcp://host-s:1"
         return Introduction(
             role, token, rank, f"host-{rank}", 100 + rank, endpoint, num_workers, num_servers, __version__, scheduler
@@ -298,6 +306,7 @@ class Wired:
         priority: int = 0,
         setting: tuple[float, float, float] = SERVER_DECIDES,
         flag: int = 0,
+        key_by_key: bool = False,
     ) -> int:
         infos = [self.infos[key] for key in values]
         plan = make_plan(infos, self.limits.slice_bytes)
@@ -310,7 +319,7 @@ class Wired:
             payload = None if kind is Kind.PULL else memoryview(_payload(run, arrays))
             runs.append(RunData(run, payload, sinks, np.array(flags, np.uint8), (setting,)))
         label = f"{kind.value} of key {', '.join(map(repr, values))}"
-        request = self.ask(rank, lambda number: Transfer(number, kind, label, runs, priority))
+        request = self.ask(rank, lambda number: Transfer(number, kind, label, runs, priority, key_by_key))
         self.results[request] = results
         return request
 

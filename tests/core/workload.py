@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from kvdist.core.requests import (
 )
 from kvdist.dtypes import DType
 from kvdist.errors import KvdistError
+from kvdist.mailbox import AnswerByKey
 from kvdist.node import Node
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Flag
@@ -242,6 +243,11 @@ class User:
             outstanding.append(self._contribute(turn, group, pull=self.random.random() < 0.5))
             if self.random.random() < 0.4:
                 outstanding.append(self._pull(self._some_keys()))
+            if self.random.random() < 0.2:
+                reads = self._pull_key_by_key(list(TOGETHER))
+                outstanding += reads.values()
+                # What needs only pushes of earlier turns comes, whatever stands beside it in the message.
+                yield [future for name, future in reads.items() if self._pushed.get(name, 0) <= turn]
             if self._last_turn and self.random.random() < 0.3:
                 # Within a turn one may only wait for turns before it: others may wait for what is still to come.
                 yield self._last_turn
@@ -310,6 +316,16 @@ class User:
     def _pull(self, names: list[int | str]) -> Future[Any]:
         return self._read(names)[1]
 
+    def _pull_key_by_key(self, names: list[int | str]) -> dict[int | str, Future[Any]]:
+        infos = [self.infos[name] for name in names]
+        reading = self._reading(infos)
+        runs = [RunData(run, sinks=_sinks(run, reading.results)) for run in make_plan(infos, 64).runs]
+        futures: list[Future[Any]] = [Future() for _ in infos]
+        self.asked += futures
+        answer = KeyByKey(reading, futures, self._check)
+        self.node.submit_for(answer, lambda number: Transfer(number, Kind.PULL, "pull of each", runs, key_by_key=True))
+        return dict(zip(names, futures, strict=True))
+
     def _read(self, names: list[int | str], exact: bool = False) -> tuple[Reading, Future[Any]]:
         infos = [self.infos[name] for name in names]
         reading = self._reading(infos)
@@ -372,6 +388,33 @@ class User:
         most = sign * (self.oracle.final(key) - self.oracle.firsts[info.key])
         assert (change >= reading.sums[info.key]).all(), f"worker {self.rank} does not read its own pushes: {change}"
         assert (change <= most).all(), f"worker {self.rank} read more than was pushed: {change} > {most}"
+
+
+@dataclass(frozen=True)
+class KeyByKey(AnswerByKey):
+    """Takes the answers of a read key by key."""
+
+    reading: Reading
+    futures: list[Future[Any]]
+    check: Callable[[Reading], None]
+
+    def set_keys(self, keys: Sequence[int], error: Exception | None) -> None:
+        for index in keys:
+            assert not self.futures[index].done(), "a key is answered once"
+            if error is not None:
+                self.futures[index].set_exception(error)
+                continue
+            read = self.reading
+            self.check(replace(read, infos=[read.infos[index]], results=[read.results[index]]))
+            self.futures[index].set_result(None)
+
+    def set_result(self, result: Any) -> None:
+        assert all(future.done() for future in self.futures), "all keys are answered before the whole is"
+
+    def set_exception(self, exception: BaseException) -> None:
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(exception)
 
 
 class Kept(dict[int, Array]):
