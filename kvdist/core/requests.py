@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -228,17 +228,3 @@ class Leave:
 
 
 Request = Register | DeclareKeys | Transfer | SetStoreOptimizer | EnterBarrier | Leave
-
-
-@dataclass(slots=True, eq=False)
-class Pending:
-    """A request that is not fulfilled yet."""
-
-    request: int
-    label: str
-    since: float
-    error: Exception | None = None
-    due: float = field(default=float("inf"))
-    """When it fails for lateness."""
-    asked: bool = False
-    """It is late, and the scheduler was asked who is missing."""

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvdist.config import ClusterConfig, host_name, kernels_from_env
+from kvdist.config import ClusterConfig, host_name, kernels_from_env, tcp_endpoint
 from kvdist.core.joining import Introduction
 from kvdist.core.requests import Leave, Register, Request
 from kvdist.core.scheduler import Scheduler
@@ -119,6 +119,18 @@ class Cluster:
         member = self._worker.servers.get(server_rank)
         return member is not None and self.node.shares_memory_with(member)
 
+    def reads_pushes(self, server_rank: int) -> bool:
+        """Whether a push to this server is read where it lies in `memory`: by the server, or who sums for this host."""
+        neighbours = self._worker.neighbours
+        if server_rank not in neighbours.detoured:
+            return self.shares_memory(server_rank)
+        leader = neighbours.leader
+        return neighbours.follows and leader is not None and self.node.shares_memory_with(leader)
+
+    def shows_results(self, server_rank: int) -> bool:
+        """Whether this server answers a push itself, by values that can be read where they lie."""
+        return server_rank not in self._worker.neighbours.detoured and self.shares_memory(server_rank)
+
     @property
     def has_left(self) -> bool:
         """Whether this membership is over."""
@@ -201,8 +213,12 @@ def _joined(config: ClusterConfig) -> Cluster:
             f"DMLC_ROLE is {config.role}, but only workers create stores; start this process with"
             " `python -m kvdist` instead of your script"
         )
-    machine = Worker(introduction(config, "", config.scheduler_endpoint), config.limits, time.monotonic())
     transport, memory = open_transport(config)
+    # Where other workers of this host reach this one, if it is to sum for them.
+    may_sum = config.local_reduce != "off" and config.num_workers > 1 and not isinstance(memory, OrdinaryMemory)
+    endpoint = transport.bind(tcp_endpoint("127.0.0.1", 0)) if may_sum else ""
+    introduced = introduction(config, endpoint, config.scheduler_endpoint)
+    machine = Worker(introduced, config.limits, time.monotonic(), config.local_reduce, memory.allocate)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
     return Cluster(config, node, memory, node.run)
 

@@ -45,7 +45,7 @@ from kvdist.kvstore.gathering import SMALL_BYTES_MAX, Gatherings, is_small
 from kvdist.kvstore.handed import Given, Taken, cut, given, named, taken
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.settings import Setting, gathered, setting_of, settings_of
-from kvdist.kvstore.staging import Lending, Staging, Stagings, lend, reaches_another
+from kvdist.kvstore.staging import Lending, Shares, Staging, Stagings, lend, reaches_another
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.views import Views
 from kvdist.mailbox import Finish
@@ -73,6 +73,10 @@ class DistStore(KVStore):
         self._number = cluster.open_store()
         self._keys = KeyTable()
         self._stagings = Stagings(cluster.config.limits.slice_bytes, cluster.memory, cluster.traffic)
+        # Only what waits for everybody's pushes is summed on the way to a server.
+        is_summed = policy.close is None
+        self._reads_pushes: Shares = cluster.reads_pushes if is_summed else cluster.shares_memory
+        self._shows_results: Shares = cluster.shows_results if is_summed else cluster.shares_memory
         self._optimizer: Optimizer | None = None
         self._barrier_lock = threading.Lock()
         self._closed = False
@@ -263,7 +267,7 @@ class DistStore(KVStore):
         if out is not None and lending is not Lending.NOTHING and reaches_another(contribution.bits, places.results):
             lending = Lending.NOTHING
         own = self._contribute(contribution, terms, lending)
-        views = Views(own.staging.plan, self._cluster.shares_memory) if hold else None
+        views = Views(own.staging.plan, self._shows_results) if hold else None
         runs = [
             views.keeping(run)
             if views is not None and views.keeps(run.plan)
@@ -416,7 +420,7 @@ class DistStore(KVStore):
     def _lay_out(self, handed: Given, terms: Terms, settings: Sequence[Setting]) -> Contribution:
         staging = self._staging(handed.infos)
         lent: list[memoryview | None] = [None] * len(staging.plan.runs)
-        shares = self._cluster.shares_memory
+        shares = self._reads_pushes
         return contribute(staging, handed, gathered(settings), terms, self._kernels, lent, shares)
 
     def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
@@ -424,20 +428,22 @@ class DistStore(KVStore):
 
     def _contribute(self, contribution: Given, terms: Terms, lending: Lending) -> Contribution:
         staging = self._staging(contribution.infos)
-        lent = self._lent(staging.plan, contribution.bits, lending)
-        settings, shares = settings_of(staging.plan, self._optimizer), self._cluster.shares_memory
+        settings, shares = settings_of(staging.plan, self._optimizer), self._reads_pushes
+        lent = self._lent(staging.plan, contribution.bits, lending, shares)
         return contribute(staging, contribution, settings, terms, self._kernels, lent, shares)
 
-    def _lent(self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending) -> list[memoryview | None]:
-        cluster = self._cluster
-        return [lend(run, bits, lending, cluster.shares_memory, cluster.memory) for run in plan.runs]
+    def _lent(
+        self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending, shares: Shares
+    ) -> list[memoryview | None]:
+        return [lend(run, bits, lending, shares, self._cluster.memory) for run in plan.runs]
 
     def _give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
         staging = self._staging([self._keys[one] for one, _ in given])
         arrays = [[values.read_bits(array)] for _, array in given]
         # The caller waits, so its own memory is sent where it can be.
-        payloads, _ = staging.fill(arrays, self._kernels, self._lent(staging.plan, arrays, Lending.EVERYTHING))
+        lent = self._lent(staging.plan, arrays, Lending.EVERYTHING, self._cluster.shares_memory)
+        payloads, _ = staging.fill(arrays, self._kernels, lent)
         runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
         label = f"init of {named(staging.plan.keys)}"
         self._ask(lambda number: Transfer(number, kind, label, runs))

@@ -20,8 +20,10 @@ from kvdist.protocol import wire
 from kvdist.protocol.limits import DEFAULT
 
 DOCUMENT = Path(kvdist.protocol.__file__).with_name("WIRE.md").read_text(encoding="utf-8")
-SENDERS = {"process", "worker", "server", "scheduler", "any", "scheduler, server", "receiver of a request"}
-RECEIVERS = {"process", "worker", "server", "scheduler", "any", "its sender"}
+SENDERS = {
+    "process", "worker", "server", "scheduler", "any", "scheduler, server", "server, worker", "receiver of a request",
+}  # fmt: skip
+RECEIVERS = {"process", "worker", "server", "scheduler", "any", "its sender", "server, worker", "scheduler, worker"}
 
 
 def table(first_column: str) -> list[dict[str, str]]:
