@@ -98,8 +98,8 @@ class ClusterConfig:
     transport: str = "auto"
     """``auto`` leaves large values in shared memory between processes of one host; ``tcp`` sends every byte."""
     local_reduce: str = "auto"
-    """What the workers of a host sum before it crosses the network, in shared memory: ``auto`` what goes to servers of
-    other hosts, ``on`` whatever is pushed, ``off`` nothing."""
+    """What the workers of a host sum before it crosses the network, in shared memory: ``auto`` large slices that go to
+    servers of other hosts, ``on`` whatever is pushed, ``off`` nothing."""
     supervised: bool = False
     """A launcher reports ended children on the scheduler's standard input."""
     limits: Limits = Limits()

@@ -366,20 +366,27 @@ SCENARIOS: dict[str, Scenario] = {
     "one host": Scenario(num_workers=3, rounds=5, hosts=1, local_reduce="on", holds=False),
     "one host that holds": Scenario(num_workers=3, rounds=5, hosts=1, local_reduce="on", optimizer="sgd"),
     "two hosts": Scenario(num_workers=4, rounds=5, hosts=2, optimizer="test"),
-    "impatient hosts": Scenario(num_workers=5, rounds=5, hosts=2, limits=IMPATIENT, holds=False),
+    "impatient hosts": Scenario(num_workers=5, rounds=5, hosts=2, local_reduce="on", limits=IMPATIENT, holds=False),
     "async hosts": Scenario(num_workers=4, rounds=4, hosts=2, mode="async", optimizer="sgd", local_reduce="on"),
     "hosts in cuts": Scenario(num_workers=4, hosts=2, optimizer="sgd", forced_cuts=6, holds=False),
-    "hosts in a storm": Scenario(num_workers=4, hosts=2, weather=STORM, limits=STORM_LIMITS),
-    "follower leaves": Scenario(num_workers=4, rounds=4, leaver_rounds=2, hosts=2, optimizer="test"),
+    "hosts in a storm": Scenario(num_workers=4, hosts=2, local_reduce="on", weather=STORM, limits=STORM_LIMITS),
+    "follower leaves": Scenario(num_workers=4, rounds=4, leaver_rounds=2, hosts=2, local_reduce="on", optimizer="test"),
     "leader leaves": Scenario(num_workers=4, rounds=4, leaver_rounds=2, leaver=0, hosts=2, optimizer="test"),
     "leader leaves one host": Scenario(
         num_workers=3, rounds=4, leaver_rounds=2, leaver=0, hosts=1, local_reduce="on", holds=False
     ),
     "leader leaves in a storm": Scenario(
-        num_workers=4, leaver_rounds=1, leaver=1, hosts=2, weather=STORM, limits=STORM_LIMITS, holds=False
+        num_workers=4,
+        leaver_rounds=1,
+        leaver=1,
+        hosts=2,
+        local_reduce="on",
+        weather=STORM,
+        limits=STORM_LIMITS,
+        holds=False,
     ),
     "impatient leader leaves": Scenario(
-        num_workers=4, rounds=4, leaver_rounds=2, leaver=0, hosts=2, limits=IMPATIENT, holds=False
+        num_workers=4, rounds=4, leaver_rounds=2, leaver=0, hosts=2, local_reduce="on", limits=IMPATIENT, holds=False
     ),
     "killed leader": Scenario(num_workers=4, rounds=5, victim="worker-0", hosts=2),
     "killed follower": Scenario(num_workers=4, rounds=5, victim="worker-2", hosts=2, local_reduce="on"),

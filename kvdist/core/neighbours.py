@@ -22,6 +22,7 @@ from kvdist.config import Limits
 from kvdist.core.effects import NEVER, Connect, Effect, Forget, Send
 from kvdist.core.host_sum import HostSum, parts_of
 from kvdist.core.joined import Joiner
+from kvdist.core.requests import travels_alone
 from kvdist.core.shard import Allocate
 from kvdist.core.transfers import LEADER, Transfers
 from kvdist.kernels.interface import Kernels
@@ -56,7 +57,7 @@ class Neighbours:
     """What a worker has to do with the other workers of its host.
 
     Args:
-        setting: ``off``, ``auto`` (what goes to servers elsewhere is summed first) or ``on`` (whatever is pushed).
+        setting: ``off``, ``auto`` (large slices that go to servers elsewhere are summed first) or ``on`` (all slices).
         limits: sizes and times.
         transfers: the worker's own traffic.
         kernels: what sums.
@@ -101,6 +102,14 @@ class Neighbours:
     def follows(self) -> bool:
         """Whether another worker pushes for this one."""
         return self.leader is not None and self._sum is None
+
+    def sums(self, server: int, nbytes: int) -> bool:
+        """Whether pushes of a slice of this size to this server are summed on this host first.
+
+        Small ones are not, unless that was asked for: their bytes are few, and many of them that come from a worker
+        together are one round for the server.
+        """
+        return server in self.detoured and (self._setting == "on" or travels_alone(nbytes))
 
     def is_member(self, source: Member) -> bool:
         """Whether this live worker of the host is to be heard: by the leader everybody, by the others the leader."""

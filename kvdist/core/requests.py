@@ -79,6 +79,11 @@ class Plan:
     runs: tuple[RunPlan, ...]
 
 
+def travels_alone(nbytes: int) -> bool:
+    """Whether a slice of this size has a message of its own."""
+    return padded(nbytes) >= ALONE_BYTES_MIN
+
+
 def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     """The plan for a list of keys, in their order.
 
@@ -90,7 +95,7 @@ def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     for index, info in enumerate(keys):
         for piece in info.slices:
             nbytes = padded(piece.count * info.dtype.itemsize)
-            if nbytes >= ALONE_BYTES_MIN:
+            if travels_alone(nbytes):
                 runs.append(_run(piece.server, [(index, piece, info.dtype, info.size)]))
                 continue
             batch = open_runs.setdefault(piece.server, [])

@@ -390,7 +390,8 @@ class Worker(Machine):
             slices = cut(size, dtype.itemsize, home, len(self.servers), first, placement.slice_bytes)
             self.transfers.slices.grow(slices[-1].number + 1)
             if declared.mode == SYNC.name:  # what is applied one by one is not summed on the way
-                detours = [piece.number for piece in slices if piece.server in self.neighbours.detoured]
+                sums = self.neighbours.sums
+                detours = [piece.number for piece in slices if sums(piece.server, piece.count * dtype.itemsize)]
                 self.transfers.slices.detour[detours] = True
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver))
         return [self._close(self._pending[message.request], tuple(infos))]

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvdist.config import ClusterConfig, host_name, kernels_from_env, tcp_endpoint
 from kvdist.core.joining import Introduction
-from kvdist.core.requests import Leave, Register, Request
+from kvdist.core.requests import Leave, Register, Request, RunPlan
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.core.traffic import Traffic
@@ -119,11 +119,11 @@ class Cluster:
         member = self._worker.servers.get(server_rank)
         return member is not None and self.node.shares_memory_with(member)
 
-    def reads_pushes(self, server_rank: int) -> bool:
-        """Whether a push to this server is read where it lies in `memory`: by the server, or who sums for this host."""
+    def reads_pushes(self, run: RunPlan) -> bool:
+        """Whether a push of this run is read where it lies in `memory`: by its server, or by who sums for this host."""
         neighbours = self._worker.neighbours
-        if server_rank not in neighbours.detoured:
-            return self.shares_memory(server_rank)
+        if not neighbours.sums(run.server, run.nbytes if len(run.ids) == 1 else 0):
+            return self.shares_memory(run.server)
         leader = neighbours.leader
         return neighbours.follows and leader is not None and self.node.shares_memory_with(leader)
 

@@ -31,6 +31,7 @@ from kvdist.core.requests import (
     Plan,
     Request,
     RunData,
+    RunPlan,
     SetStoreOptimizer,
     Transfer,
 )
@@ -45,7 +46,7 @@ from kvdist.kvstore.gathering import SMALL_BYTES_MAX, Gatherings, is_small
 from kvdist.kvstore.handed import Given, Taken, cut, given, named, taken
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.settings import Setting, gathered, setting_of, settings_of
-from kvdist.kvstore.staging import Lending, Shares, Staging, Stagings, lend, reaches_another
+from kvdist.kvstore.staging import Lending, Reads, Shares, Staging, Stagings, lend, reaches_another
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.views import Views
 from kvdist.mailbox import Finish
@@ -75,7 +76,7 @@ class DistStore(KVStore):
         self._stagings = Stagings(cluster.config.limits.slice_bytes, cluster.memory, cluster.traffic)
         # Only what waits for everybody's pushes is summed on the way to a server.
         is_summed = policy.close is None
-        self._reads_pushes: Shares = cluster.reads_pushes if is_summed else cluster.shares_memory
+        self._reads_pushes: Reads = cluster.reads_pushes if is_summed else self._is_read_by_server
         self._shows_results: Shares = cluster.shows_results if is_summed else cluster.shares_memory
         self._optimizer: Optimizer | None = None
         self._barrier_lock = threading.Lock()
@@ -420,29 +421,31 @@ class DistStore(KVStore):
     def _lay_out(self, handed: Given, terms: Terms, settings: Sequence[Setting]) -> Contribution:
         staging = self._staging(handed.infos)
         lent: list[memoryview | None] = [None] * len(staging.plan.runs)
-        shares = self._reads_pushes
-        return contribute(staging, handed, gathered(settings), terms, self._kernels, lent, shares)
+        return contribute(staging, handed, gathered(settings), terms, self._kernels, lent, self._reads_pushes)
+
+    def _is_read_by_server(self, run: RunPlan) -> bool:
+        return self._cluster.shares_memory(run.server)
 
     def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
         return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
 
     def _contribute(self, contribution: Given, terms: Terms, lending: Lending) -> Contribution:
         staging = self._staging(contribution.infos)
-        settings, shares = settings_of(staging.plan, self._optimizer), self._reads_pushes
-        lent = self._lent(staging.plan, contribution.bits, lending, shares)
-        return contribute(staging, contribution, settings, terms, self._kernels, lent, shares)
+        settings, reads = settings_of(staging.plan, self._optimizer), self._reads_pushes
+        lent = self._lent(staging.plan, contribution.bits, lending, reads)
+        return contribute(staging, contribution, settings, terms, self._kernels, lent, reads)
 
     def _lent(
-        self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending, shares: Shares
+        self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending, reads: Reads
     ) -> list[memoryview | None]:
-        return [lend(run, bits, lending, shares, self._cluster.memory) for run in plan.runs]
+        return [lend(run, bits, lending, reads, self._cluster.memory) for run in plan.runs]
 
     def _give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
         staging = self._staging([self._keys[one] for one, _ in given])
         arrays = [[values.read_bits(array)] for _, array in given]
         # The caller waits, so its own memory is sent where it can be.
-        lent = self._lent(staging.plan, arrays, Lending.EVERYTHING, self._cluster.shares_memory)
+        lent = self._lent(staging.plan, arrays, Lending.EVERYTHING, self._is_read_by_server)
         payloads, _ = staging.fill(arrays, self._kernels, lent)
         runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
         label = f"init of {named(staging.plan.keys)}"

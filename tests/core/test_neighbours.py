@@ -20,7 +20,7 @@ WIDE = {"w": [1.0, 2.0, 3.0], "b": [5.0]}
 
 def cluster(hosts: str, **options: Any) -> Wired:
     """Two keys, and a worker on the host of each letter; the server is elsewhere."""
-    made = Wired(len(hosts), 1, hosts=list(hosts), **options)
+    made = Wired(len(hosts), 1, hosts=list(hosts), **{"local_reduce": "on", **options})
     made.initialise(WIDE)
     made.log.clear()
     return made
@@ -75,18 +75,34 @@ def test_a_worker_alone_on_its_host_pushes_to_the_server() -> None:
     assert not said(wired, "JoinedPush(") and closed(wired) == 1
 
 
-@pytest.mark.parametrize("setting", ["off", "on"])
-def test_the_setting_decides_for_servers_of_the_same_host(setting: str) -> None:
-    wired = cluster("xx", local_reduce=setting)
-    for rank in range(2):
-        wired.push(rank, {"b": [1]})
+@pytest.mark.parametrize(
+    ("setting", "summed"), [("off", []), ("auto", ["large"]), ("on", ["large", "small"])], ids=["off", "auto", "on"]
+)
+def test_the_setting_decides_which_slices_are_summed_first(setting: str, summed: list[str]) -> None:
+    wired = Wired(2, 1, hosts=["x", "x"], local_reduce=setting)
+    values = {"large": [1.0] * 16384, "small": [2.0] * 16381}
+    wired.initialise(values)
+    wired.log.clear()
+    asked = [wired.pushpull(rank, values) for rank in range(2)]
     wired.settle()
-    assert bool(said(wired, "JoinedPush(")) is (setting == "on")
-    assert closed(wired) == 1
+    numbers = [wired.infos[name].slices[0].number for name in summed]
+    assert all(any(f"ids=[{number}, {number}]" in line for line in said(wired, "JoinedPush(")) for number in numbers)
+    assert len(said(wired, "JoinedPush(")) == len(summed)
+    assert {wired.value(one, "large")[-1] for one in asked} == {2.0}
+
+
+def test_servers_of_the_same_host_get_the_pushes_of_each_worker() -> None:
+    wired = Wired(2, 1, hosts=["x", "x"], servers_on="x")
+    values = {"large": [1.0] * 16384}
+    wired.initialise(values)
+    for rank in range(2):
+        wired.push(rank, values)
+    wired.settle()
+    assert not said(wired, "JoinedPush(") and len(said(wired, "-> server-0: Push(")) == 2
 
 
 def test_an_asynchronous_push_goes_to_the_server_at_once() -> None:
-    wired = Wired(2, 1, hosts=["x", "x"])
+    wired = Wired(2, 1, hosts=["x", "x"], local_reduce="on")
     wired.initialise(WIDE, mode="async")
     wired.set_optimizer(0, "test")
     wired.settle()
@@ -126,7 +142,7 @@ def test_workers_that_disagree_on_the_learning_rate_are_named_and_not_summed() -
 
 
 def test_halves_travel_by_themselves_because_their_sum_would_be_rounded() -> None:
-    wired = Wired(2, 1, hosts=["x", "x"])
+    wired = Wired(2, 1, hosts=["x", "x"], local_reduce="on")
     for rank in range(2):
         wired.declare(rank, {"h": (1,)}, dtype="float16")
     wired.settle()
@@ -139,7 +155,7 @@ def test_halves_travel_by_themselves_because_their_sum_would_be_rounded() -> Non
 
 
 def test_a_slice_whose_rows_no_message_can_carry_is_handed_back() -> None:
-    wired = Wired(2, 1, hosts=["x", "x"], limits=Limits(slice_bytes=8, frame_bytes_max=8))
+    wired = Wired(2, 1, hosts=["x", "x"], local_reduce="on", limits=Limits(slice_bytes=8, frame_bytes_max=8))
     for rank in range(2):
         wired.declare(rank, {"h": (4,)}, dtype="float16")
     wired.settle()
@@ -332,7 +348,7 @@ def test_a_server_refuses_once_and_in_a_sentence(message: JoinedPush, sentence: 
 
 
 def test_a_server_takes_no_sum_for_an_asynchronous_key() -> None:
-    wired = Wired(2, 1, hosts=["x", "x"])
+    wired = Wired(2, 1, hosts=["x", "x"], local_reduce="on")
     wired.initialise(WIDE, mode="async")
     assert "asynchronous" in refusal(wired, joined([0, 0]))
 

@@ -73,9 +73,11 @@ class Wired:
         bigarray_bound: int = 1_000_000,
         hosts: Sequence[str] = (),
         local_reduce: str = "auto",
+        servers_on: str = "elsewhere",
     ) -> None:
         self.hosts = hosts
-        """Per worker the host that it can share memory with; servers are elsewhere."""
+        """Per worker the host whose processes can share its memory."""
+        self.servers_on = servers_on
         self.local_reduce = local_reduce
         self.now = 0.0
         self.limits = limits or Limits()
@@ -267,6 +269,8 @@ class Wired:
         token = (1000 if role is Role.SERVER else 2000) + rank
         self._addresses[role, token] = f"{role}-{rank}"
         endpoint = f"tcp://host-{rank}:9000" if role is Role.SERVER else ""
+        if role is Role.SERVER and self.hosts:
+            endpoint += f"{HOST_MARK}{self.servers_on}.{rank}"
         if role is Role.WORKER and self.hosts:
             endpoint = f"tcp://127.0.0.1:{9100 + rank}{HOST_MARK}{self.hosts[rank]}.{100 + rank}"
         scheduler = "tcp://host-s:1"
