@@ -13,10 +13,12 @@ from unittest import mock
 import pytest
 
 from kvdist.core.group import Group, GroupBuffer, GroupPull, GroupPush
+from kvdist.core.host_sum import HostRound, HostSum
 from kvdist.core.outbox import Part
 from kvdist.core.reliable import Link, Reliable
 from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
 from kvdist.core.slices import SliceTable
+from kvdist.core.transfers import LEADER, Transfers
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Push
 from tests.simulation import IMPATIENT, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
@@ -184,6 +186,18 @@ def forgets_the_line(self: SliceTable, run: Any) -> Part:
     return Part(run)
 
 
+def hands_back_what_it_forwards(self: HostSum, host_round: HostRound) -> None:
+    ORIGINAL_COMPLETE(self, host_round)
+    for share in host_round.shares.values():
+        self._return(host_round.number, share)
+
+
+def says_nothing_again(self: Transfers) -> None:
+    """The leader has left, and its followers wait for its answers."""
+    self._outboxes[LEADER].forget()
+
+
+ORIGINAL_COMPLETE = HostSum._complete
 ORIGINAL_SEQUENCE = Reliable._sequence
 ORIGINAL_ACKNOWLEDGE = Reliable._acknowledge
 ORIGINAL_ENTER = SliceTable.enter
@@ -206,6 +220,11 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "held buffers are written": ("async", [(Shard, "hold", holds_nothing)]),
     "held buffers are written before their successor is there": ("async storm", [(Shard, "hold", lets_go_too_early)]),
     "a pull does not wait for its own pushes": ("calm", [(Shard, "_satisfies", forgets_the_step)]),
+    "what was forwarded is handed back": ("one host", [(HostSum, "_complete", hands_back_what_it_forwards)]),
+    "followers do not push again when the leader has left": (
+        "leader leaves one host",
+        [(Transfers, "take_back", says_nothing_again)],
+    ),
     "two pushes of a slice are under way": ("calm", [(SliceTable, "enter", forgets_the_line)]),
 }
 
