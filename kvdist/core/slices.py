@@ -93,6 +93,11 @@ class SliceTable:
         self._lent[:] = False
         return found
 
+    @property
+    def has_lent(self) -> bool:
+        """Whether the leader has a push that it has not answered."""
+        return bool(self._lent.any())
+
     def saw(self, ids: U32, versions: U32) -> None:
         """These versions have been seen."""
         self.versions[ids] = np.maximum(self.versions[ids], versions)

@@ -165,21 +165,18 @@ class Worker(Machine):
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of the scheduler, of a server, or of a worker of this host."""
+        effects: list[Effect] = []
         match message:
             case Values() | Counted() | Refused():
                 effects = self._answered(message)
             case Push():
                 self.neighbours.pushed(sender, message, now)
-                effects = []
             case HandedBack():
                 self.transfers.handed_back(message)
-                effects = []
             case Goodbye():
                 self.neighbours.farewell(sender, message)
-                effects = []
             case Done() if sender.node.role is Role.WORKER:
                 self.neighbours.released()
-                effects = []
             case Waiting():
                 effects = self._hinted(message, now)
             case Rejected(reason):
@@ -187,8 +184,6 @@ class Worker(Machine):
                 effects = self._fail_all(refusal)
             case _ if sender.node.role is Role.SCHEDULER:
                 effects = self._control(message, now)
-            case _:
-                effects = []
         return effects + self._settle(now)
 
     def observe(self, event: Event, now: float) -> list[Effect]:
@@ -256,6 +251,9 @@ class Worker(Machine):
             return f"{text}; {self._hint.subject} lacks {names or 'an answer'}"
         servers = self.transfers.awaited_servers(oldest.request)
         awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
+        leader = self.neighbours.leader
+        if leader is not None and self.transfers.slices.has_lent:
+            awaited += f", through worker-{leader.node.rank} ({self._host(leader)}), which pushes for its host"
         return f"{text} for {awaited or 'the scheduler'}"
 
     def validate(self) -> None:

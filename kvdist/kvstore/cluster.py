@@ -32,6 +32,7 @@ from kvdist.kernels.choice import choose
 from kvdist.mailbox import Finish
 from kvdist.node import Node, run_together
 from kvdist.nodes import Role
+from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.memory import Memory, OrdinaryMemory
 from kvdist.transport.opening import open_transport
@@ -214,13 +215,24 @@ def _joined(config: ClusterConfig) -> Cluster:
             " `python -m kvdist` instead of your script"
         )
     transport, memory = open_transport(config)
-    # Where other workers of this host reach this one, if it is to sum for them.
-    may_sum = config.local_reduce != "off" and config.num_workers > 1 and not isinstance(memory, OrdinaryMemory)
-    endpoint = transport.bind(tcp_endpoint("127.0.0.1", 0)) if may_sum else ""
+    endpoint = "" if isinstance(memory, OrdinaryMemory) else _endpoint_for_neighbours(config, transport)
     introduced = introduction(config, endpoint, config.scheduler_endpoint)
     machine = Worker(introduced, config.limits, time.monotonic(), config.local_reduce, memory.allocate)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
     return Cluster(config, node, memory, node.run)
+
+
+def _endpoint_for_neighbours(config: ClusterConfig, transport: Transport) -> str:
+    """Where other workers of this host reach this one, if it is to sum for them; '' for nowhere."""
+    if config.local_reduce == "off" or config.num_workers == 1:
+        return ""
+    try:
+        return transport.bind(tcp_endpoint("127.0.0.1", 0))
+    except ConfigError as error:
+        if config.local_reduce == "on":
+            raise
+        LOG.info("this worker does not sum for others of its host: %s", error)
+        return ""
 
 
 def _embedded() -> Cluster:

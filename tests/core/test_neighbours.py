@@ -186,6 +186,18 @@ def test_a_slice_that_stays_incomplete_is_handed_back_and_the_server_names_the_l
     assert said(wired, "JoinedPush("), "the next push is summed again"
 
 
+def test_who_waits_is_told_that_its_push_goes_through_another_worker() -> None:
+    wired = cluster("xy" * 2)
+    for rank in (0, 2):
+        wired.push(rank, {"b": [1]})
+    wired.settle()
+    text = "push of key 'b' has waited 3.0 s for server-0 (host-0)"
+    wired.advance(3.0)
+    assert wired.workers[0].explain(wired.now) == f"worker-0: {text}"
+    through = "through worker-0 (host-0), which pushes for its host"
+    assert wired.workers[2].explain(wired.now) == f"worker-2: {text}, {through}"
+
+
 def test_a_leader_that_is_late_itself_is_named_too() -> None:
     wired = cluster("xx")
     read = wired.pushpull(1, {"b": [1]})
