@@ -8,7 +8,7 @@ would be rounded, or overflow, where that of all workers is not: each row has it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from kvdist.nodes import Member
 from kvdist.protocol.layout import PayloadView, offsets, stretches
 from kvdist.protocol.messages import Arrays, Flag, JoinedPush, padded
 
+ROWS_PER_MESSAGE_MAX = 1 << 16
+"""So that the columns of a message stay far below the longest header."""
 _EMPTY, _CARRIED = int(Flag.EMPTY), int(Flag.CARRIED)
 _NAN = float("nan")
 
@@ -42,6 +44,25 @@ class _Row:
     @property
     def count(self) -> int:
         return self.parts[0].size if self.parts else 0
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Rows of small slices that leave together."""
+
+    rows: list[_Row] = field(default_factory=list)
+    nbytes: int = 0
+    settings: set[Setting] = field(default_factory=set)
+
+    def has_room_for(self, rows: Sequence[_Row], nbytes_max: int) -> bool:
+        settings = self.settings.union(row.share.setting for row in rows)
+        fits = self.nbytes + _nbytes(rows) <= nbytes_max and len(self.rows) + len(rows) <= ROWS_PER_MESSAGE_MAX
+        return fits and len(settings) <= SETTINGS_PER_MESSAGE_MAX
+
+    def add(self, rows: Sequence[_Row]) -> None:
+        self.rows += rows
+        self.nbytes += _nbytes(rows)
+        self.settings.update(row.share.setting for row in rows)
 
 
 class Joiner:
@@ -80,7 +101,7 @@ class Joiner:
 
     def join(self, rounds: Iterable[HostRound]) -> Iterator[Ready]:
         """As few messages as there may be: small slices together, a large one alone, so that sums and sends overlap."""
-        batches: dict[tuple[int, bool, int], list[_Row]] = {}
+        batches: dict[tuple[int, bool, int], _Batch] = {}
         for host_round in rounds:
             own = host_round.shares[self._me.node.rank].own
             assert own is not None
@@ -90,14 +111,13 @@ class Joiner:
             if _nbytes(rows) >= ALONE_BYTES_MIN:
                 yield self._ready(key, rows)
                 continue
-            batch = batches.setdefault(key, [])
-            settings = {row.share.setting for row in [*batch, *rows]} if len(batch) > SETTINGS_PER_MESSAGE_MAX else ()
-            if _nbytes(batch) + _nbytes(rows) > self._join_bytes_max or len(settings) > SETTINGS_PER_MESSAGE_MAX:
-                yield self._ready(key, batch)
-                batch = batches[key] = []
-            batch += rows
+            batch = batches.setdefault(key, _Batch())
+            if batch.rows and not batch.has_room_for(rows, self._join_bytes_max):
+                yield self._ready(key, batch.rows)
+                batch = batches[key] = _Batch()
+            batch.add(rows)
         for key, batch in batches.items():
-            yield self._ready(key, batch)
+            yield self._ready(key, batch.rows)
 
     def _rows(self, host_round: HostRound) -> list[_Row]:
         run = host_round.shares[self._me.node.rank].run
