@@ -33,7 +33,11 @@ def own_run(server: int = 0, priority: int = 0) -> Run:
 
 
 def host_round(
-    number: int, values: dict[int, list[float] | None], pull: int | None = None, own: Run | None = None, **change: object
+    number: int,
+    values: dict[int, list[float] | None],
+    pull: int | None = None,
+    own: Run | None = None,
+    **change: object,
 ) -> HostRound:
     """A full round of worker 1's host; None is an empty contribution."""
     settings = change.get("settings", {})
