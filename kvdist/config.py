@@ -97,6 +97,9 @@ class ClusterConfig:
     """``bytes`` balances bytes over the servers; ``hash`` places as the mirrored system does."""
     transport: str = "auto"
     """``auto`` leaves large values in shared memory between processes of one host; ``tcp`` sends every byte."""
+    local_reduce: str = "auto"
+    """What the workers of a host sum before it crosses the network, in shared memory: ``auto`` large slices that go to
+    servers of other hosts, ``on`` whatever is pushed, ``off`` nothing."""
     supervised: bool = False
     """A launcher reports ended children on the scheduler's standard input."""
     limits: Limits = Limits()
@@ -116,6 +119,12 @@ class ClusterConfig:
         _one_of("KVDIST_SECURITY", self.security, (None, "none"))
         _one_of("KVDIST_PLACEMENT", self.placement, ("bytes", "hash"))
         _one_of("KVDIST_TRANSPORT", self.transport, ("auto", "tcp"))
+        _one_of("KVDIST_LOCAL_REDUCE", self.local_reduce, ("auto", "on", "off"))
+        if self.local_reduce == "on" and self.transport == "tcp":
+            raise ConfigError(
+                "KVDIST_LOCAL_REDUCE is 'on', but the workers of a host sum in shared memory, and KVDIST_TRANSPORT is"
+                " 'tcp'; change one of them"
+            )
         if self.bigarray_bound < 1:
             raise ConfigError(f"MXNET_KVSTORE_BIGARRAY_BOUND is {self.bigarray_bound}; it counts elements, at least 1")
 
@@ -180,6 +189,7 @@ class ClusterConfig:
             bigarray_bound=_integer(env, "KVDIST_BIGARRAY_BOUND", cls.bigarray_bound),
             placement=env.get("KVDIST_PLACEMENT") or "bytes",
             transport=(env.get("KVDIST_TRANSPORT") or "auto").lower(),
+            local_reduce=(env.get("KVDIST_LOCAL_REDUCE") or "auto").lower(),
             supervised=env.get("KVDIST_SUPERVISED") == "1",
             limits=_limits(env),
         )
@@ -202,6 +212,7 @@ class ClusterConfig:
             "KVDIST_JOB": self.job,
             "KVDIST_PLACEMENT": self.placement,
             "KVDIST_TRANSPORT": self.transport,
+            "KVDIST_LOCAL_REDUCE": self.local_reduce,
             "MXNET_KVSTORE_BIGARRAY_BOUND": str(self.bigarray_bound),
         }
         if self.rank is not None:

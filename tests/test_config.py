@@ -256,3 +256,18 @@ def test_kernels_that_do_not_exist_are_refused(monkeypatch):
     monkeypatch.setenv("KVDIST_KERNELS", "fortran")
     with pytest.raises(ConfigError, match="KVDIST_KERNELS is 'fortran'; it must be one of: auto, numpy, numba"):
         kernels_from_env()
+
+
+def test_what_a_host_sums_is_auto_unless_it_is_said_and_survives_a_round_trip():
+    assert read().local_reduce == "auto"
+    config = read(KVDIST_LOCAL_REDUCE="ON")
+    assert config.local_reduce == "on"
+    assert ClusterConfig.from_env(config.to_env()) == config
+
+
+def test_another_word_for_what_a_host_sums_is_refused_with_those_that_are_known():
+    assert refused(KVDIST_LOCAL_REDUCE="yes") == "KVDIST_LOCAL_REDUCE is 'yes'; it must be one of: auto, on, off"
+
+
+def test_a_host_cannot_sum_in_shared_memory_that_was_turned_off():
+    assert "KVDIST_TRANSPORT is 'tcp'; change one of them" in refused(KVDIST_LOCAL_REDUCE="on", KVDIST_TRANSPORT="tcp")

@@ -7,7 +7,6 @@ small slices comes from every worker, else `Shard.offer` → when full `close` �
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,8 +17,9 @@ from kvdist.core.answers import Answers
 from kvdist.core.effects import Effect, Send
 from kvdist.core.group import Group, GroupPull, GroupPush
 from kvdist.core.groups import SLICES_MIN, Groups
+from kvdist.core.joined import JoinedSlice, slices_of
 from kvdist.core.policy import POLICIES
-from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict
+from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
 from kvdist.core.sharding import Slice, cut
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
@@ -37,6 +37,7 @@ from kvdist.protocol.messages import (
     ErrorCode,
     Flag,
     InitValues,
+    JoinedPush,
     Outcome,
     Pull,
     Push,
@@ -165,7 +166,7 @@ class Table:
 
     def push(self, sender: Member, message: Push, now: float) -> None:
         payload = PayloadView(message.arrays)
-        settings = [_setting(numbers) for numbers in message.settings]
+        settings = [setting_of(numbers) for numbers in message.settings]
         good = self._checked(sender, message.runs, message.ids, message.arrays, message.flags)
         for begin, end in _joined_stretches(message.runs):
             stretch = slice(begin, end)
@@ -179,6 +180,36 @@ class Table:
             else:
                 self._take_apart(message.ids[stretch], now)
                 self._push_slices(sender, message, [i for i in good if begin <= i < end], payload, settings, now)
+
+    def push_joined(self, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float) -> None:
+        """The contributions of several workers of the sender's host; the sender is answered for all of them.
+
+        Args:
+            sender: who sums for its host.
+            message: one row per slice and worker.
+            neighbours: rank → worker of that host, also those that have left since.
+            now: the time.
+        """
+        self._take_apart(message.ids, now)
+        for joined in slices_of(sender, message, neighbours):
+            shard = self.shards.get(joined.number)
+            obstacle = f"slice {joined.number} is not kept by {self._name}"
+            if shard is not None:
+                obstacle = _obstacle(joined, shard)
+            if shard is None or obstacle:
+                self._to(sender).refuse(joined.run, joined.number, ErrorCode.REFUSED, obstacle)
+                continue
+            try:
+                verdict = shard.offer_joined(joined.contributions, now)
+            except PushRefused as error:
+                self._to(sender).refuse(joined.run, joined.number, ErrorCode.REFUSED, str(error))
+                continue
+            if verdict is Verdict.ACCEPTED:
+                self._open.add(joined.number)
+                self._close_if_ready(shard, now)
+            else:
+                for contribution in joined.contributions:
+                    self._answer_contribution(shard, contribution)
 
     def _group_push(
         self, sender: Member, message: Push, stretch: slice, payload: PayloadView, settings: Sequence[Setting]
@@ -331,7 +362,8 @@ class Table:
                 mismatch = isinstance(error, OptimizerMismatch)
                 code = ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED
                 for contribution in contributions:
-                    self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
+                    if not contribution.silent:
+                        self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
             else:
                 for contribution in contributions:
                     self.traffic.summed += 0 if contribution.is_empty else contribution.values.nbytes
@@ -376,6 +408,8 @@ class Table:
         return answers
 
     def _answer_contribution(self, shard: Shard, contribution: Contribution) -> None:
+        if contribution.silent:
+            return
         answers = self._to(contribution.member)
         if contribution.pull and contribution.holds:
             answers.held(contribution.run, shard)
@@ -434,7 +468,15 @@ def _joined_stretches(runs: U32) -> list[tuple[int, int]]:
     return joined
 
 
-def _setting(numbers: tuple[float, float, float]) -> Setting:
-    """From the wire, where not-a-number stands for what the server's optimizer decides."""
-    lr, wd, rescale = (None if math.isnan(number) else number for number in numbers)
-    return lr, wd, rescale
+def _obstacle(joined: JoinedSlice, shard: Shard) -> str:
+    """Why the contributions of a host cannot be taken; '' if they can."""
+    if joined.strangers or not any(not contribution.silent for contribution in joined.contributions):
+        names = ", ".join(f"worker-{rank}" for rank in joined.strangers) or "others only"
+        return f"the sender speaks for {names}, and may speak for itself and the workers of its host"
+    if len({contribution.member for contribution in joined.contributions}) < len(joined.contributions):
+        return f"slice {joined.number} has two contributions of one worker"
+    if shard.policy.close is not None:
+        return f"key {shard.key!r} is asynchronous: its contributions are applied one by one, not summed on the way"
+    if any(count != shard.count for count in joined.counts) or any(code != shard.dtype for code in joined.dtypes):
+        return f"slice {joined.number} has another size or dtype than was declared"
+    return ""

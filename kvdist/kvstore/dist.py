@@ -31,6 +31,7 @@ from kvdist.core.requests import (
     Plan,
     Request,
     RunData,
+    RunPlan,
     SetStoreOptimizer,
     Transfer,
 )
@@ -45,7 +46,7 @@ from kvdist.kvstore.gathering import PLAIN, SMALL_BYTES_MAX, Gatherings, is_smal
 from kvdist.kvstore.handed import Given, Taken, cut, given, named, plain_one, taken
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.settings import Setting, gathered, setting_of, settings_of
-from kvdist.kvstore.staging import Lending, Staging, Stagings, lend, reaches_another
+from kvdist.kvstore.staging import Lending, Reads, Shares, Staging, Stagings, lend, reaches_another
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.views import Views
 from kvdist.mailbox import Finish
@@ -73,6 +74,10 @@ class DistStore(KVStore):
         self._number = cluster.open_store()
         self._keys = KeyTable()
         self._stagings = Stagings(cluster.config.limits.slice_bytes, cluster.memory, cluster.traffic)
+        # Only what waits for everybody's pushes is summed on the way to a server.
+        is_summed = policy.close is None
+        self._reads_pushes: Reads = cluster.reads_pushes if is_summed else self._is_read_by_server
+        self._shows_results: Shares = cluster.shows_results if is_summed else cluster.shares_memory
         self._optimizer: Optimizer | None = None
         self._barrier_lock = threading.Lock()
         self._closed = False
@@ -264,7 +269,7 @@ class DistStore(KVStore):
         if out is not None and lending is not Lending.NOTHING and reaches_another(contribution.bits, places.results):
             lending = Lending.NOTHING
         own = self._contribute(contribution, terms, lending)
-        views = Views(own.staging.plan, self._cluster.shares_memory) if hold else None
+        views = Views(own.staging.plan, self._shows_results) if hold else None
         runs = [
             views.keeping(run)
             if views is not None and views.keeps(run.plan)
@@ -417,28 +422,32 @@ class DistStore(KVStore):
     def _lay_out(self, handed: Given, terms: Terms, settings: Sequence[Setting]) -> Contribution:
         staging = self._staging(handed.infos)
         lent: list[memoryview | None] = [None] * len(staging.plan.runs)
-        shares = self._cluster.shares_memory
-        return contribute(staging, handed, gathered(settings), terms, self._kernels, lent, shares)
+        return contribute(staging, handed, gathered(settings), terms, self._kernels, lent, self._reads_pushes)
+
+    def _is_read_by_server(self, run: RunPlan) -> bool:
+        return self._cluster.shares_memory(run.server)
 
     def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
         return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
 
     def _contribute(self, contribution: Given, terms: Terms, lending: Lending) -> Contribution:
         staging = self._staging(contribution.infos)
-        lent = self._lent(staging.plan, contribution.bits, lending)
-        settings, shares = settings_of(staging.plan, self._optimizer), self._cluster.shares_memory
-        return contribute(staging, contribution, settings, terms, self._kernels, lent, shares)
+        settings, reads = settings_of(staging.plan, self._optimizer), self._reads_pushes
+        lent = self._lent(staging.plan, contribution.bits, lending, reads)
+        return contribute(staging, contribution, settings, terms, self._kernels, lent, reads)
 
-    def _lent(self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending) -> list[memoryview | None]:
-        cluster = self._cluster
-        return [lend(run, bits, lending, cluster.shares_memory, cluster.memory) for run in plan.runs]
+    def _lent(
+        self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending, reads: Reads
+    ) -> list[memoryview | None]:
+        return [lend(run, bits, lending, reads, self._cluster.memory) for run in plan.runs]
 
     def _give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
         staging = self._staging([self._keys[one] for one, _ in given])
         arrays = [[values.read_bits(array)] for _, array in given]
         # The caller waits, so its own memory is sent where it can be.
-        payloads, _ = staging.fill(arrays, self._kernels, self._lent(staging.plan, arrays, Lending.EVERYTHING))
+        lent = self._lent(staging.plan, arrays, Lending.EVERYTHING, self._is_read_by_server)
+        payloads, _ = staging.fill(arrays, self._kernels, lent)
         runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
         label = f"init of {named(staging.plan.keys)}"
         self._ask(lambda number: Transfer(number, kind, label, runs))
