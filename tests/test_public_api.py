@@ -15,12 +15,15 @@ import kvdist
 from kvdist import KVStore, Trainer, kv
 
 STORE = [
+    "average",
     "barrier",
     "broadcast",
     "close",
     "empty",
+    "from_rank_0",
     "init",
     "is_capable",
+    "num_dead_nodes",
     "num_servers",
     "num_workers",
     "pull",
@@ -36,11 +39,14 @@ STORE = [
 ]
 TRAINER = [
     "allreduce_grads",
+    "as_torch_optimizer",
     "broadcast_parameters",
     "kvstore",
     "learning_rate",
+    "nonfinite_steps",
     "optimizer",
     "set_learning_rate",
+    "skip_step",
     "step",
     "update",
 ]
@@ -137,7 +143,7 @@ def test_the_promised_optimizers_are_created_by_name(name):
 
 
 def test_kv_offers_create_and_register():
-    assert {"create", "register"} <= set(kv.__all__)
+    assert {"create", "register", "KVStore", "KVStoreBase"} <= set(kv.__all__)
     assert kv.create.__doc__ and kv.register.__doc__
 
 

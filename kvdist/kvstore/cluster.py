@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvdist.config import ClusterConfig, host_name, kernels_from_env, tcp_endpoint
+from kvdist.config import ClusterConfig, host_name, kernels_from_env, tcp_endpoint, without_effect
 from kvdist.core.joining import Introduction
 from kvdist.core.requests import Leave, Register, Request, RunPlan
 from kvdist.core.scheduler import Scheduler
@@ -171,6 +171,8 @@ class Membership:
             cluster = _embedded() if config is None else _joined(config)
             cluster.start()
             self._present = cluster
+            for sentence in without_effect() if cluster.rank == 0 else ():
+                LOG.warning(sentence)
             return cluster
 
     def leave_at_exit(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.core.policy import Policy
+from kvdist.core.policy import SYNC, Policy
 from kvdist.core.requests import (
     Bits,
     DeclareKeys,
@@ -35,7 +35,7 @@ from kvdist.core.requests import (
     SetStoreOptimizer,
     Transfer,
 )
-from kvdist.errors import OptimizerMismatch, StoreClosed
+from kvdist.errors import OptimizerMismatch, PeerLostError, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -47,6 +47,7 @@ from kvdist.kvstore.handed import Given, Taken, cut, given, named, plain_one, ta
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.settings import Setting, gathered, setting_of, settings_of
 from kvdist.kvstore.staging import Lending, Reads, Shares, Staging, Stagings, lend, reaches_another
+from kvdist.kvstore.together import Together
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.views import Views
 from kvdist.mailbox import Finish
@@ -83,6 +84,7 @@ class DistStore(KVStore):
         self._closed = False
         self._errors: deque[BaseException] = deque()
         """Of pushes that nobody waited for."""
+        self._together = Together(lambda: DistStore("dist", SYNC, cluster, kernels))
         node = cluster.node
         self._gatherings = Gatherings(
             self._lay_out,
@@ -115,6 +117,10 @@ class DistStore(KVStore):
     def num_servers(self) -> int:
         """How many servers keep the values."""
         return self._cluster.config.num_servers
+
+    def num_dead_nodes(self) -> int:
+        """How many processes are known to be lost; the loss of one ends the job. See `KVStore.num_dead_nodes`."""
+        return int(isinstance(self._cluster.node.failure, PeerLostError))
 
     def init(self, key: Keys, value: Value) -> None:
         """Agree on keys with all workers; rank 0's values win. See `KVStore.init`."""
@@ -336,6 +342,16 @@ class DistStore(KVStore):
         with self._barrier_lock:
             self._ask(lambda number: EnterBarrier(number, self._number, None, statement))
 
+    def average(self, value: Any, *, counts: bool = True) -> Any:
+        """The mean over the workers. See `KVStore.average`."""
+        self._require_usable()
+        return self._together.average(value, counts)
+
+    def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
+        """What rank 0 has. See `KVStore.from_rank_0`."""
+        self._require_usable()
+        return self._together.from_rank_0(values)
+
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
         """Let the servers update the values. See `KVStore.set_optimizer`."""
         self._require_usable()
@@ -374,6 +390,7 @@ class DistStore(KVStore):
         if self._closed:
             return
         self._closed = True
+        self._together.close()
         self._cluster.stores_open -= 1
         if self._cluster.stores_open == 0:
             self._cluster.leave()
