@@ -1,6 +1,7 @@
-"""What is left of a slow line: two "hosts", each a network namespace with a server and a worker, and 1 Gbit/s between.
+"""What is left of a slow line: two "hosts", network namespaces with a server and workers each, and 1 Gbit/s between.
 
     sudo python benchmarks/namespaces.py --peer mxnet --peer gloo-flat
+    sudo python benchmarks/namespaces.py --workers 2    # on each host: with one push per host, and with one per worker
 
 The cost model for servers that share the workers' n machines: a step that sends M bytes of gradients a worker over
 cards of B bytes per second in each direction takes at least 2 (n - 1) M / (n B), as long as a ring all-reduce. The
@@ -38,6 +39,7 @@ LATENCY_MS = 50
 SYSTEMS = {
     "line": "plain TCP, both ways at once",
     "kvdist": "kvdist",
+    "kvdist-each": "kvdist, LOCAL_REDUCE=off",
     "mxnet": "MXNet 1.9.1",
     "gloo-flat": "torch gloo, one flat tensor",
 }
@@ -60,9 +62,10 @@ class Host:
 def main() -> None:
     options = parse_arguments()
     end_on_terminate()
-    work = Work(options.spec, servers=HOSTS, workers=HOSTS, steps=options.steps, warmup=2)
+    work = Work(options.spec, servers=HOSTS, workers=HOSTS * options.workers, steps=options.steps, warmup=2)
+    each = ["kvdist-each"] if options.workers > 1 else []
     try:
-        measured = measure(work, ["line", "kvdist", *options.peer], options.turns, options.mbit)
+        measured = measure(work, ["line", "kvdist", *each, *options.peer], options.turns, options.mbit)
     except Absent as error:
         raise SystemExit(f"SKIPPED: {error}") from error
     print_table(work, measured, options.mbit)
@@ -74,8 +77,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mbit", type=int, default=1000, help="of each card, in each direction (default: 1000)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps in each turn")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=1, help="on each host (default: 1); peers have one")
     parser.add_argument("--peer", choices=["mxnet", "gloo-flat"], action="append", default=[], help="may be repeated")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.peer and options.workers > 1:
+        parser.error("--peer is for one worker on each host")
+    return options
 
 
 def bound_s(spec: Spec, mbit: int, hosts: int = HOSTS) -> float:
@@ -96,8 +103,9 @@ def measure(work: Work, systems: list[str], turns: int, mbit: int = 1000) -> dic
 def starts(name: str, work: Work, hosts: list[Host], folder: str) -> list[Start]:
     """The processes of one turn, each in its namespace."""
     words = work.arguments(name, folder)
-    if name == "kvdist":
-        return kvdist_starts(worker_command("kvdist_worker.py", *words), hosts)
+    if name in ("kvdist", "kvdist-each"):
+        reduce = "auto" if name == "kvdist" else "off"
+        return kvdist_starts(worker_command("kvdist_worker.py", *words), hosts, work.workers // len(hosts), reduce)
     if name == "mxnet":
         return mxnet_starts_inside(words, hosts)
     if name == "gloo-flat":
@@ -109,15 +117,17 @@ def starts(name: str, work: Work, hosts: list[Host], folder: str) -> list[Start]
     return [host.inside(Start(worker_command("line_worker.py", side, *words), environment())) for host, side in sides]
 
 
-def kvdist_starts(command: list[str], hosts: list[Host]) -> list[Start]:
-    """A cluster started by hand: the scheduler on the first host, a server and a worker on each."""
+def kvdist_starts(command: list[str], hosts: list[Host], per_host: int = 1, local_reduce: str = "auto") -> list[Start]:
+    """A cluster started by hand: the scheduler on the first host, a server and some workers on each."""
     module = [sys.executable, "-m", "kvdist"]
-    shared = cluster_variables(hosts) | {"KVDIST_SECURITY": "none"}
+    shared = cluster_variables(hosts, per_host) | {"KVDIST_SECURITY": "none", "KVDIST_LOCAL_REDUCE": local_reduce}
     found = [hosts[0].inside(Start(module, environment(**shared, DMLC_ROLE="scheduler")))]
     for rank, host in enumerate(hosts):
-        here = shared | {"DMLC_NODE_HOST": host.address, "KVDIST_RANK": str(rank)}
-        found.append(host.inside(Start(module, environment(**here, DMLC_ROLE="server"))))
-        found.append(host.inside(Start(command, environment(**here, DMLC_ROLE="worker", OMP_NUM_THREADS="1"))))
+        here = shared | {"DMLC_NODE_HOST": host.address}
+        found.append(host.inside(Start(module, environment(**here, DMLC_ROLE="server", KVDIST_RANK=str(rank)))))
+        for own in range(rank * per_host, (rank + 1) * per_host):
+            worker = environment(**here, DMLC_ROLE="worker", KVDIST_RANK=str(own), OMP_NUM_THREADS="1")
+            found.append(host.inside(Start(command, worker)))
     return found
 
 
@@ -132,11 +142,11 @@ def mxnet_starts_inside(words: list[str], hosts: list[Host]) -> list[Start]:
     ]
 
 
-def cluster_variables(hosts: list[Host]) -> dict[str, str]:
+def cluster_variables(hosts: list[Host], per_host: int = 1) -> dict[str, str]:
     return {
         "DMLC_PS_ROOT_URI": hosts[0].address,
         "DMLC_PS_ROOT_PORT": str(PORT),
-        "DMLC_NUM_WORKER": str(len(hosts)),
+        "DMLC_NUM_WORKER": str(len(hosts) * per_host),
         "DMLC_NUM_SERVER": str(len(hosts)),
     }
 

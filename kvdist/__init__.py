@@ -29,6 +29,7 @@ from kvdist.version import __version__
 if TYPE_CHECKING:
     from kvdist import kvstore as kv
     from kvdist import lr_scheduler, optimizer
+    from kvdist.buffers import sync_buffers
     from kvdist.data import SplitSampler, split_and_load, split_data
     from kvdist.kvstore.base import KVStore
     from kvdist.trainer import Trainer
@@ -56,6 +57,7 @@ __all__ = [
     "optimizer",
     "split_and_load",
     "split_data",
+    "sync_buffers",
 ]
 
 _MODULES = {"kv": "kvdist.kvstore", "lr_scheduler": "kvdist.lr_scheduler", "optimizer": "kvdist.optimizer"}
@@ -65,6 +67,7 @@ _NAMES = {
     "Trainer": "kvdist.trainer",
     "split_and_load": "kvdist.data",
     "split_data": "kvdist.data",
+    "sync_buffers": "kvdist.buffers",
 }
 
 

@@ -27,8 +27,24 @@ TWINS = {
     "KVDIST_NODE_HOST": "DMLC_NODE_HOST",
     "KVDIST_INTERFACE": "DMLC_INTERFACE",
     "KVDIST_BIGARRAY_BOUND": "MXNET_KVSTORE_BIGARRAY_BOUND",
+    "KVDIST_UPDATE_ON_KVSTORE": "MXNET_UPDATE_ON_KVSTORE",
 }
 """Our name of a variable → the name in the mirrored system."""
+
+WITHOUT_EFFECT = {
+    "DMLC_PS_VAN_TYPE": "there is one transport, which honours priorities; KVDIST_TRANSPORT turns shared memory off",
+    "DMLC_PS_WATER_MARK": "KVDIST_WINDOW_BYTES bounds what is on its way",
+    "DMLC_LOCAL": "processes of one host share memory by themselves",
+    "DMLC_USE_KUBERNETES": "DMLC_NODE_HOST is the address that a server announces",
+    "PS_HEARTBEAT_INTERVAL": "heartbeats are always on; KVDIST_HEARTBEAT_S is their interval",
+    "PS_HEARTBEAT_TIMEOUT": "KVDIST_SILENCE_S is how long a process may be silent",
+    "PS_RESEND": "what is lost is always sent again",
+    "MXNET_KVSTORE_SLICE_THRESHOLD": "KVDIST_SLICE_BYTES is the size of a slice",
+    "MXNET_KVSTORE_USETREE": "sums over devices are made on the CPU",
+    "MXNET_KVSTORE_REDUCTION_NTHREADS": "sums over devices are made on the thread that pushes",
+    "MXNET_OPTIMIZER_AGGREGATION_SIZE": "all parameters of a step travel together",
+}
+"""Variables of the mirrored system that people set and that change nothing here → what there is instead."""
 
 CLUSTER_VARIABLES = ("KVDIST_ROLE", "KVDIST_ROOT_URI", "KVDIST_ROOT_PORT", "KVDIST_NUM_WORKER", "KVDIST_NUM_SERVER")
 """What a process must be told to take part in a cluster."""
@@ -97,6 +113,9 @@ class ClusterConfig:
     """``bytes`` balances bytes over the servers; ``hash`` places as the mirrored system does."""
     transport: str = "auto"
     """``auto`` leaves large values in shared memory between processes of one host; ``tcp`` sends every byte."""
+    local_reduce: str = "auto"
+    """What the workers of a host sum before it crosses the network, in shared memory: ``auto`` large slices that go to
+    servers of other hosts, ``on`` whatever is pushed, ``off`` nothing."""
     supervised: bool = False
     """A launcher reports ended children on the scheduler's standard input."""
     limits: Limits = Limits()
@@ -116,6 +135,12 @@ class ClusterConfig:
         _one_of("KVDIST_SECURITY", self.security, (None, "none"))
         _one_of("KVDIST_PLACEMENT", self.placement, ("bytes", "hash"))
         _one_of("KVDIST_TRANSPORT", self.transport, ("auto", "tcp"))
+        _one_of("KVDIST_LOCAL_REDUCE", self.local_reduce, ("auto", "on", "off"))
+        if self.local_reduce == "on" and self.transport == "tcp":
+            raise ConfigError(
+                "KVDIST_LOCAL_REDUCE is 'on', but the workers of a host sum in shared memory, and KVDIST_TRANSPORT is"
+                " 'tcp'; change one of them"
+            )
         if self.bigarray_bound < 1:
             raise ConfigError(f"MXNET_KVSTORE_BIGARRAY_BOUND is {self.bigarray_bound}; it counts elements, at least 1")
 
@@ -180,6 +205,7 @@ class ClusterConfig:
             bigarray_bound=_integer(env, "KVDIST_BIGARRAY_BOUND", cls.bigarray_bound),
             placement=env.get("KVDIST_PLACEMENT") or "bytes",
             transport=(env.get("KVDIST_TRANSPORT") or "auto").lower(),
+            local_reduce=(env.get("KVDIST_LOCAL_REDUCE") or "auto").lower(),
             supervised=env.get("KVDIST_SUPERVISED") == "1",
             limits=_limits(env),
         )
@@ -202,6 +228,7 @@ class ClusterConfig:
             "KVDIST_JOB": self.job,
             "KVDIST_PLACEMENT": self.placement,
             "KVDIST_TRANSPORT": self.transport,
+            "KVDIST_LOCAL_REDUCE": self.local_reduce,
             "MXNET_KVSTORE_BIGARRAY_BOUND": str(self.bigarray_bound),
         }
         if self.rank is not None:
@@ -214,6 +241,24 @@ class ClusterConfig:
             env["KVDIST_SUPERVISED"] = "1"
         env |= {f"KVDIST_{name.upper()}": repr(getattr(self.limits, name)) for name in _changed(self.limits)}
         return env
+
+
+def update_on_kvstore_from_env(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether stores update weights for whoever does not say (``MXNET_UPDATE_ON_KVSTORE``): True but for ``0``.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    env = _with_twins(os.environ if environ is None else environ)
+    setting = env.get("KVDIST_UPDATE_ON_KVSTORE") or "1"
+    _one_of("MXNET_UPDATE_ON_KVSTORE", setting, ("0", "1"))
+    return setting == "1"
+
+
+def without_effect(environ: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence for each variable of the mirrored system that is set and changes nothing."""
+    env = os.environ if environ is None else environ
+    return [f"{name} has no effect: {advice}" for name, advice in WITHOUT_EFFECT.items() if env.get(name)]
 
 
 def kernels_from_env(environ: Mapping[str, str] | None = None) -> str:

@@ -57,6 +57,16 @@ class Member:
         return str(self.node)
 
 
+HOST_MARK = ";shm="
+"""Behind an endpoint: what processes that can read each other's memory have in common, a dot, and the process."""
+
+
+def host_of(endpoint: str) -> str:
+    """What an endpoint says of its host; '' if nothing. Processes whose hosts are equal can share memory."""
+    _, mark, host = endpoint.rpartition(HOST_MARK)
+    return host.partition(".")[0] if mark else ""
+
+
 SCHEDULER = NodeId(Role.SCHEDULER, 0)
 
 

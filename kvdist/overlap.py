@@ -23,9 +23,12 @@ Rules that hold here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets
 from kvdist.errors import ForkError
@@ -45,6 +48,8 @@ class Overlap(GradientBuckets):
         trained: keys and parameters.
         live: the optimizer whose numbers the user may change.
         sent: the store's own copy of it; None when the workers update.
+        refresh: brings `live` up to date when a step begins.
+        ballot_key: where workers that update say which gradients they have; see `kvdist.exchange`.
         bucket_bytes: the size of a bucket.
     """
 
@@ -54,12 +59,20 @@ class Overlap(GradientBuckets):
         trained: Sequence[tuple[int, Parameter]],
         live: Optimizer,
         sent: Optimizer | None,
+        refresh: Callable[[], None] = lambda: None,
+        ballot_key: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._store = store
         self._trained = trained
         self._live = live
         self._sent = sent
+        self._refresh = refresh
+        self._ballot_key = ballot_key
+        self._had: set[int] = set()
+        """Keys for which this worker has sent gradients in this step."""
+        self._left_out: frozenset[int] = frozenset()
+        """Positions of parameters whose gradients are not to be used in the step that is being finished."""
         self._under_way: list[Future[Any]] = []
         self._watched: list[tuple[Parameter, int, torch.Tensor, int]] = []
         """Sent gradients: parameter, device, the gradient, and its version."""
@@ -68,6 +81,7 @@ class Overlap(GradientBuckets):
 
     def begin(self) -> None:
         """A step begins: its numbers are those of now."""
+        self._refresh()
         if self._sent is not None:
             for name in LIVE:
                 setattr(self._sent, name, getattr(self._live, name))
@@ -75,26 +89,37 @@ class Overlap(GradientBuckets):
     def start(self, bucket: Bucket) -> None:
         """Send a bucket's gradients; returns at once."""
         members = [self._trained[member] for member in bucket.members]
+        left_out = {self._trained[member][0] for member in bucket.members if member in self._left_out}
+        self._had.update(key for key, one in members if key not in left_out and one.grads() is not None)
         if self._sent is None:
-            members = self._with_somewhere_to_go(members)
+            members = self._with_somewhere_to_go(members, left_out)
+            left_out = set()
         if not members:
             return
         keys = [key for key, _ in members]
-        grads = [parameter.grads() for _, parameter in members]
+        grads = [None if key in left_out else parameter.grads() for key, parameter in members]
         send = self._store.pushpull_async if self._sent is None else self._store.push_async
         self._under_way.append(send(keys, grads, priority=bucket.priority, average=True))
         self._watch([parameter for _, parameter in members])
 
-    def finish(self) -> None:
+    def finish(self, left_out: frozenset[int] = frozenset()) -> list[bool]:
         """Send what is left, wait for everything, and have the new weights, or the sums, in place.
+
+        Args:
+            left_out: positions of parameters that no backward pass has reached, and whose gradients are old.
+
+        Returns:
+            For each trained parameter whether anybody is known to have had a gradient.
 
         Raises:
             KvdistError: the store could not do it.
             RuntimeError: a gradient was changed after it had been sent.
         """
+        self._left_out = left_out
         try:
             self.complete()
             changed = self._changed()
+            ballot = self._vote()
             if self._sent is not None:
                 self._under_way += [self._pull(bucket) for bucket in reversed(self.buckets)]
         except ForkError:
@@ -103,6 +128,7 @@ class Overlap(GradientBuckets):
         finally:
             # Whatever was wrong, nothing is under way afterwards: neither out of gradients nor into weights.
             under_way, self._under_way, self._watched = self._under_way, [], []
+            self._left_out, self._had = frozenset(), set()
             wait(under_way)
         for future in under_way:
             future.result()
@@ -113,13 +139,30 @@ class Overlap(GradientBuckets):
                 " overlap=False; or make the trainer with update_on_kvstore=False, and call"
                 " allreduce_grads(average=True), clip, and update() instead of step()"
             )
+        given = [bool(share > 0) for share in ballot]
+        for (_, parameter), is_given in zip(self._trained, given, strict=True):
+            if not is_given:
+                parameter.drop_filled()
+        return given
 
-    def _with_somewhere_to_go(self, members: list[tuple[int, Parameter]]) -> list[tuple[int, Parameter]]:
+    def _vote(self) -> NDArray[np.float32]:
+        """Say which gradients there are here; once it is not under way any more, whether anybody had them."""
+        ballot = np.array([key in self._had for key, _ in self._trained], np.float32)
+        if self._ballot_key is not None:
+            self._under_way.append(self._store.pushpull_async([self._ballot_key], [ballot], average=True))
+        return ballot
+
+    def _with_somewhere_to_go(
+        self, members: list[tuple[int, Parameter]], left_out: set[int]
+    ) -> list[tuple[int, Parameter]]:
         """Those whose sum is wanted: on a cluster all, as others may have the gradient that is missing here."""
         if self._store.num_workers == 1:
-            members = [(key, parameter) for key, parameter in members if parameter.grads() is not None]
-        for _, parameter in members:
+            members = [(key, one) for key, one in members if one.grads() is not None and key not in left_out]
+        for key, parameter in members:
             parameter.fill_grads()
+            if key in left_out:
+                for grad in parameter.grads() or ():
+                    grad.zero_()
         return members
 
     def _pull(self, bucket: Bucket) -> Future[Any]:

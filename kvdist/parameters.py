@@ -3,13 +3,14 @@
 Rules that hold here:
 
 * What is wrong with the parameters is said when the trainer is made, by name and with what to do.
+* A lazy parameter (`torch.nn.LazyLinear`) has no shape before a forward pass; it is looked at when training begins.
 * A parameter is one tensor, or a list of replicas of it, one per device; every parameter has the same number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvdist.kvstore import values
@@ -32,6 +33,8 @@ class Parameter:
     replicas: list[torch.Tensor]
     trained: bool
     group: Mapping[str, Any]
+    _filled: list[torch.Tensor] = field(default_factory=list)
+    """Replicas whose gradients are not the user's."""
 
     def grads(self) -> list[torch.Tensor] | None:
         """The gradients there are; None when no device has one."""
@@ -42,6 +45,20 @@ class Parameter:
         for replica in self.replicas:
             if replica.grad is None:
                 replica.grad = replica.detach().new_zeros(replica.shape)
+                self._filled.append(replica)
+
+    def drop_filled(self) -> None:
+        """Take away what `fill_grads` gave, or the next step would take it for a gradient of the user's."""
+        for replica in self._filled:
+            replica.grad = None
+        self._filled.clear()
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether it has no shape before the first forward pass, as in torch's lazy modules."""
+        from torch.nn.parameter import is_lazy
+
+        return any(is_lazy(replica) for replica in self.replicas)
 
 
 def collect(params: Any) -> list[Parameter]:
@@ -74,6 +91,36 @@ def collect(params: Any) -> list[Parameter]:
     if not any(parameter.trained for parameter in collected):
         raise ValueError("no parameter requires grad; state_dict() gives copies, use dict(net.named_parameters())")
     return collected
+
+
+def require_shapes(parameters: Sequence[Parameter]) -> None:
+    """Check what could not be checked when they were collected: that lazy ones have become what fits together.
+
+    Raises:
+        RuntimeError: one has no shape yet.
+        ValueError, TypeError: as in `collect`.
+    """
+    lazy = [parameter.name for parameter in parameters if parameter.is_lazy]
+    if lazy:
+        raise RuntimeError(
+            f"{', '.join(lazy)} has no shape yet, as its module is lazy: run one forward pass on every worker before"
+            " the first step() or broadcast_parameters()"
+        )
+    for parameter in parameters:
+        _check_replicas(parameter.name, parameter.replicas)
+
+
+def multipliers(parameters: Sequence[Parameter], entry: str) -> dict[int, float]:
+    """Key → the factor that its group gives it as ``lr_mult`` or ``wd_mult``."""
+    return {key: one.group[entry] for key, one in enumerate(parameters) if entry in one.group}
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: ``0-3, 7``."""
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in pairs)
 
 
 def _groups(params: Iterable[Any]) -> Iterator[Parameter]:
@@ -112,6 +159,8 @@ def _named(items: Iterable[Any], group: Mapping[str, Any]) -> Iterator[Parameter
 
 
 def _check_replicas(name: str, replicas: list[Any]) -> None:
+    from torch.nn.parameter import is_lazy
+
     if not replicas:
         raise ValueError(f"{name} has no replica; give a tensor, or a list with one for each device")
     for replica in replicas:
@@ -119,6 +168,8 @@ def _check_replicas(name: str, replicas: list[Any]) -> None:
             raise TypeError(f"{name} must be a torch parameter or a list of its replicas, not {type(replica).__name__}")
         if not replica.is_leaf:
             raise ValueError(f"{name} is the result of a computation, not a parameter, so training it has no effect")
+        if is_lazy(replica):
+            continue  # its shape is looked at when a trainer begins
         if (replica.shape, replica.dtype) != (replicas[0].shape, replicas[0].dtype):
             raise ValueError(
                 f"the replicas of {name} differ: {tuple(replicas[0].shape)} {replicas[0].dtype} on the first device,"

@@ -1,53 +1,55 @@
 """`Trainer`: updates the parameters of a torch network through a store. It takes the place of ``torch.optim``.
 
-Rules that hold here:
+What happens in a step is told in `kvdist.exchange`, where weights are updated in `kvdist.decision`, and what torch
+notices in `kvdist.watch`. Rules that hold here:
 
-* All parameters travel in one list call per step, in the order given, so the first layers, which the next forward
-  pass needs first, come first. Their keys are their positions, 0, 1, 2, ….
 * Nothing is sent before the first `step` (or `allreduce_grads`, `update`, `broadcast_parameters`). Then rank 0's
   weights become everybody's.
 * With ``overlap=True`` gradients travel in buckets during the backward pass instead, from the second step on. Which and
   when is for `kvdist.buckets` to say, what happens to them for `kvdist.overlap`.
 * Weights are written in place, or shown where they lie with ``share_weights=True``; autograd is told either way, so a
   backward pass through the old ones raises.
+* What is wrong with this worker's part of a step is said before anything of it is sent, where that is possible.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import logging
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvdist.config import ClusterConfig
-from kvdist.errors import ConfigError, KeyNotInitialised
+from kvdist.exchange import Exchange, Grads
+from kvdist.finite import refuse_nonfinite
 from kvdist.kvstore import create as create_store
-from kvdist.kvstore import values
+from kvdist.kvstore.adapted import Adapted
 from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.contract import KVStoreBase
+from kvdist.local_update import LocalUpdate
+from kvdist.opening import (
+    choose_store,
+    decide_update_on_kvstore,
+    make_optimizer,
+    refuse_what_contradicts,
+    require_unused,
+    statement,
+)
 from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.registry import create as create_optimizer
-from kvdist.optimizer.step import Extent
-from kvdist.optimizer.updater import Updater
 from kvdist.overlap import Overlap
-from kvdist.parameters import Parameter, collect
+from kvdist.parameters import collect, multipliers, require_shapes
 from kvdist.shared_weights import SharedWeights
+from kvdist.watch import Stale, Watch, refuse_changed
 
 try:
     import torch
 except ImportError as error:
     raise ImportError("kvdist.Trainer needs torch, which is not installed: pip install 'kvdist[torch]'") from error
 
-LOG = logging.getLogger("kvdist")
-
-BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
-"""With a larger parameter the store ``local`` leaves the update to the devices."""
+from kvdist.torch_optimizer import TorchOptimizer
 
 BATCH_SIZE_LIMIT = 1 << 32
 """Sizes are below it."""
-
-ASYNCHRONOUS = frozenset({"dist_async", "dist_device_async", "dist_async_device"})
-"""Stores that cannot hand out the sum of a round, because they have no rounds."""
 
 
 class Trainer:
@@ -61,10 +63,12 @@ class Trainer:
             ``requires_grad=False`` when the trainer is made are not trained, only made equal to rank 0's.
         optimizer: a name such as ``'adam'``, or an `Optimizer` of kvdist.
         optimizer_params: hyper-parameters for a name, such as ``{'learning_rate': .001}``.
-        kvstore: the name of a store, which the first step creates; a store; or None to update without one.
+        kvstore: the name of a store, which the first step creates; a `KVStore`, or a store of your own that keeps the
+            contract `kvdist.kv.KVStoreBase`; or None to update without one.
         compression_params: for gradient compression, which no store offers yet: None.
         update_on_kvstore: True: the store holds the optimizer and gives back weights. False: it sums gradients, and
-            each worker updates. None: on the store where it can.
+            each worker updates. None: on the store where it can, unless ``MXNET_UPDATE_ON_KVSTORE=0``; see
+            `kvdist.decision`.
         overlap: send gradients during the backward pass, each bucket as soon as it is complete, rather than all in
             `step`. The weights come out the same, to the bit. It needs torch's convention: losses are means, and
             `step` takes no size, because that would be known too late. Each step takes the gradients of one backward
@@ -73,6 +77,8 @@ class Trainer:
         share_weights: after a step, large parameters show the memory of the servers of this host instead of having a
             copy of it; see `kvdist.shared_weights`. Where the store cannot do that, they are copied as ever. Needs a
             store that updates, one device, and no ``overlap``.
+        reject_nonfinite: look at this worker's gradients before they are sent, one pass over their bytes, and refuse
+            those with NaN or infinity: `step` raises `FloatingPointError`, naming rank and key. Not with ``overlap``.
 
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
@@ -84,45 +90,41 @@ class Trainer:
         params: Any,
         optimizer: str | Optimizer,
         optimizer_params: Mapping[str, Any] | None = None,
-        kvstore: str | KVStore | None = "device",
+        kvstore: str | KVStoreBase | None = "device",
         compression_params: Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
         overlap: bool = False,
         share_weights: bool = False,
+        reject_nonfinite: bool = False,
     ) -> None:
         self._parameters = collect(params)
         self._num_devices = len(self._parameters[0].replicas)
-        self._optimizer = _make_optimizer(optimizer, optimizer_params)
+        self._optimizer = make_optimizer(optimizer, optimizer_params)
         self._scale = self._optimizer.rescale_grad
-        if compression_params:
-            raise ValueError("compression_params: no store of this version compresses gradients; leave it out")
-        if kvstore is None and self._num_devices > 1:
-            raise ValueError(
-                f"the parameters have replicas on {self._num_devices} devices, and without a store nobody sums their"
-                " gradients; use kvstore='device'"
-            )
-        if kvstore is not None and not isinstance(kvstore, str | KVStore):
-            raise TypeError(f"kvstore is the name of a store, a KVStore, or None, not {type(kvstore).__name__}")
+        refuse_what_contradicts(
+            kvstore, self._num_devices, compression_params, update_on_kvstore, overlap, share_weights, reject_nonfinite
+        )
         self._kvstore_wanted = kvstore
         self._update_on_kvstore_wanted = update_on_kvstore
-        self._kvstore: KVStore | None = None
+        self._kvstore: KVStoreBase | None = None
+        self._exchange: Exchange | None = None
+        """There is one when there is a store."""
         self._update_on_kvstore = False
         self._started = False
         self._closed = False
-        if share_weights and (overlap or self._num_devices > 1 or update_on_kvstore is False):
-            raise ValueError(
-                "share_weights=True needs one device, a store that updates the weights, and overlap=False: parameters"
-                " are to show what the servers have made"
-            )
         self._overlaps = overlap
         self._shares = share_weights
         self._shared: SharedWeights | None = None
         self._overlap: Overlap | None = None
         """There is one once the first step has found a store to send to."""
-        self._updaters = [Updater(self._optimizer) for _ in range(self._num_devices)]
+        self._rejects_nonfinite = reject_nonfinite
+        self._nonfinite_steps = 0
+        self._torch_optimizer: TorchOptimizer | None = None
+        self._local = LocalUpdate(self._optimizer, self._num_devices)
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
-        self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **_multipliers(self._parameters, "lr_mult")})
-        self._optimizer.set_wd_mult({**self._optimizer.wd_mult, **_multipliers(self._parameters, "wd_mult")})
+        self._watch = Watch([parameter for _, parameter in self._trained])
+        self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **multipliers(self._parameters, "lr_mult")})
+        self._optimizer.set_wd_mult({**self._optimizer.wd_mult, **multipliers(self._parameters, "wd_mult")})
 
     def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Make one step of training: sum the gradients over devices and workers, update, and get the new weights.
@@ -130,7 +132,8 @@ class Trainer:
         ``step()`` is torch's convention: each device's loss is a mean over its examples, and gradients are averaged
         over workers and devices, as in DistributedDataParallel. ``step(batch_size)`` is Gluon's: losses are sums; each
         worker's gradient is divided by the size it gives, its examples on all devices, and these are summed over the
-        workers. The size may change from step to step. Where workers update, ``grad`` holds that sum afterwards.
+        workers. The size may change from step to step. Where workers update, ``grad`` holds afterwards what the weight
+        was updated with.
 
         A parameter without a gradient (``grad`` is None) on every device of every worker stays as it is. Where only
         some have none, those contribute nothing and get the others' update; nobody waits for them.
@@ -141,34 +144,49 @@ class Trainer:
 
         Args:
             batch_size: None, or how many examples this worker's gradients sum.
-            ignore_stale_grad: kept for scripts of the mirrored system. Torch does not tell old gradients from new ones,
-                so this changes nothing: call ``zero_grad()`` before each backward pass.
+            ignore_stale_grad: what to do with a gradient that is still what the last step used, because no backward
+                pass has reached the parameter and nobody called ``zero_grad()``. False refuses it; True leaves the
+                parameter out, as if it had none.
 
         Raises:
             ValueError: the size is not one, or is given with ``overlap=True``.
-            RuntimeError: gradients were changed after they had been sent by ``overlap=True``.
+            RuntimeError: a gradient is stale; weights of the store were changed other than by `step`; or gradients
+                were changed after they had been sent by ``overlap=True``.
+            FloatingPointError: a gradient is not finite, with ``reject_nonfinite=True``.
         """
         self._require_no_size(batch_size)
         self._start()
-        divisor = self._divisor(batch_size)
-        average = batch_size is None
-        if self._overlap is not None:
-            self._overlap.finish()
-            if not self._update_on_kvstore:
-                self._update_here(divisor)
-            return
-        if self._update_on_kvstore:
-            if self._shared is not None:
-                self._shared.require_unchanged()
-            self._optimizer.rescale_grad = self._scale / divisor
-            self._push_grads_pull_weights(average, samples=0 if average else max(1, round(divisor)))
-            return
-        if not average and self._kvstore is not None:
-            # Workers may give different sizes, so each divides its own gradients, before they are summed.
-            self._divide_grads(divisor)
-            divisor = 1
-        self._sum_grads(average)
-        self._update_here(divisor)
+        self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+
+    def skip_step(self) -> None:
+        """Take part in a step without gradients, so that the other workers do not wait for this one's.
+
+        The weights afterwards are those of a step with the others' gradients; where all workers skip it, they stay as
+        they are. So a worker goes on whose gradients cannot be used.
+
+        Raises:
+            RuntimeError: with ``overlap=True``, where gradients have left already.
+        """
+        if self._overlaps:
+            raise RuntimeError("skip_step() comes too late with overlap=True: gradients leave during backward()")
+        self._start()
+        self._require_weights_unchanged()
+        self._skip_step()
+
+    def as_torch_optimizer(self) -> TorchOptimizer:
+        """This trainer as a ``torch.optim.Optimizer``: for torch's schedulers, `torch.amp.GradScaler`, Lightning.
+
+        Its groups are the trainer's, with ``lr`` and ``weight_decay``; what is written there counts from the next step
+        on, on servers too. Its ``step()`` is `step` without a size. Each call returns the same object.
+
+        Raises:
+            ValueError: the optimizer has a schedule of its own.
+        """
+        if self._torch_optimizer is None:
+            self._torch_optimizer = TorchOptimizer(
+                self._parameters, self._optimizer, self._step_of_torch, self._overlaps
+            )
+        return self._torch_optimizer
 
     def allreduce_grads(self, *, average: bool = False) -> None:
         """Replace each gradient by its sum over devices and workers, for use (clipping, say) before `update`.
@@ -190,8 +208,10 @@ class Trainer:
         self._require_update_here("allreduce_grads")
         if self._overlap is not None:
             self._overlap.finish()
-        else:
-            self._sum_grads(average)
+        elif self._exchange is not None:
+            grads = self._watch.grads(Stale.USE)
+            self._require_finite(grads)
+            self._exchange.sum(grads, average)
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Update the weights here with the present gradients, after `allreduce_grads`.
@@ -202,12 +222,13 @@ class Trainer:
             ignore_stale_grad: as in `step`.
 
         Raises:
-            RuntimeError: the weights are updated on the store, or gradients are still being summed.
+            RuntimeError: the store updates the weights, a gradient is stale, or gradients are still being summed.
         """
         self._start()
         self._require_update_here("update")
         self._require_nothing_sent("update", "allreduce_grads(average=True)")
-        self._update_here(self._divisor(batch_size))
+        grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+        self._update_here(self._divisor(batch_size), [grad is not None for grad in grads])
 
     def broadcast_parameters(self) -> None:
         """Make rank 0's present weights everybody's, on all devices and on the store; the optimizer's state stays.
@@ -220,8 +241,9 @@ class Trainer:
         self._require_nothing_sent("broadcast_parameters", "step()")
         if not self._started:
             self._start()
-        elif self._kvstore is not None:
-            self._broadcast(self._kvstore)
+        elif self._exchange is not None:
+            self._exchange.broadcast()
+            self._note_weights()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Within this context backward passes only add to the gradients; nothing is sent.
@@ -243,11 +265,11 @@ class Trainer:
         self._closed = True
         if self._overlap is not None:
             self._overlap.remove_hooks()
-        if self._kvstore is not None and self._kvstore is not self._kvstore_wanted:
+        if isinstance(self._kvstore, KVStore) and self._kvstore is not self._kvstore_wanted:
             self._kvstore.close()
 
     @property
-    def kvstore(self) -> KVStore | None:
+    def kvstore(self) -> KVStoreBase | None:
         """The store in use; None before the first step, and when the weights are updated without one."""
         return self._kvstore
 
@@ -259,6 +281,7 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """The present learning rate, before the multipliers of groups; with a schedule its base."""
+        self._take_numbers()
         return self._optimizer.learning_rate
 
     def set_learning_rate(self, lr: float) -> None:
@@ -266,70 +289,57 @@ class Trainer:
 
         With ``overlap=True`` and a store that updates, a step begins with the first gradient that it sends.
         """
+        self._take_numbers()
         self._optimizer.learning_rate = lr
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """In how many steps this worker's gradients were not finite and were not used.
+
+        They are looked at with ``reject_nonfinite=True``, and by a `GradScaler`.
+        """
+        return self._nonfinite_steps
 
     def _start(self) -> None:
         if self._closed:
             raise RuntimeError("this trainer has been closed; make another one")
         if self._started:
             return
-        store = self._chosen_store()
+        require_shapes(self._parameters)
+        store = choose_store(self._kvstore_wanted, self._num_devices, create_store)
         if store is not None:
-            self._update_on_kvstore = self._decide_update_on_kvstore(store)
-            _require_unused(store)
-            store.agree(self._statement())
-            # With overlap the numbers of a step are fixed before it is made, so the store has its own copy of them.
-            sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
-            if self._update_on_kvstore:
-                store.set_optimizer(sent)
-            if self._shares and self._update_on_kvstore:
-                self._shared = SharedWeights([parameter for _, parameter in self._trained])
-            self._broadcast(store)
-            if self._overlaps:
-                self._optimizer.rescale_grad = self._scale / self._num_devices
-                sent_or_none = sent if self._update_on_kvstore else None
-                self._overlap = Overlap(store, self._trained, self._optimizer, sent_or_none)
+            self._update_on_kvstore = decide_update_on_kvstore(
+                store, self._kvstore_wanted, self._update_on_kvstore_wanted, self._parameters
+            )
+            self._begin_with(store)
         self._kvstore = store
         self._started = True
 
-    def _chosen_store(self) -> KVStore | None:
-        if not isinstance(self._kvstore_wanted, str):
-            return self._kvstore_wanted
-        store = create_store(self._kvstore_wanted)
-        if self._num_devices == 1 and store.num_servers == 0 and store.num_workers == 1:
-            store.close()  # one device, one worker: a store would only copy
-            _warn_if_alone(store.type)
-            return None
-        return store
-
-    def _decide_update_on_kvstore(self, store: KVStore) -> bool:
-        wanted = self._update_on_kvstore_wanted
-        capable = store.is_capable("optimizer")
-        if wanted and not capable:
-            raise ValueError(f"the store {store.type!r} cannot update weights; leave update_on_kvstore out")
-        if store.type in ASYNCHRONOUS:
-            if wanted is False:
-                raise ValueError(f"the store {store.type!r} trains asynchronously, which needs update_on_kvstore=True")
-            return True
-        if wanted is not None:
-            return wanted
-        if self._kvstore_wanted == "local":
-            return capable and all(one.replicas[0].numel() <= BIG_PARAMETER_ELEMENTS for one in self._parameters)
-        return capable
-
-    def _broadcast(self, store: KVStore) -> None:
-        if self._shared is not None:
-            self._shared.own()
-        replicas = [parameter.replicas for parameter in self._parameters]
-        store.broadcast(list(range(len(replicas))), [one[0] for one in replicas], out=replicas)
-
-    def _statement(self) -> str:
-        """What all workers must have in common, in words. Shapes and dtypes are compared key by key."""
-        trained = _ranges([key for key, _ in self._trained])
-        statement = f"{len(self._parameters)} parameters, trained are {trained}"
+    def _begin_with(self, store: KVStoreBase) -> None:
+        if not isinstance(store, KVStore) and (self._overlaps or self._shares):
+            raise ValueError(
+                f"the store {store.type!r} knows neither overlap=True nor share_weights=True; leave them out"
+            )
+        used: KVStore | Adapted = store if isinstance(store, KVStore) else Adapted(store)
+        if isinstance(used, KVStore):
+            require_unused(used)
+        used.agree(statement(self._parameters, None if self._update_on_kvstore else self._optimizer))
+        # With overlap the numbers of a step are fixed before it is made, so the store has its own copy of them.
+        sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
         if self._update_on_kvstore:
-            return statement  # the store compares the optimizers itself, and their numbers in each round
-        return f"{statement}, on each worker by {self._optimizer.describe()}"
+            used.set_optimizer(sent)
+        if self._shares and self._update_on_kvstore:
+            self._shared = SharedWeights([parameter for _, parameter in self._trained])
+        self._exchange = Exchange(used, self._parameters, self._trained, self._shared)
+        self._exchange.broadcast()
+        self._note_weights()
+        ballot_key = None if self._update_on_kvstore else self._exchange.open_ballot()
+        if self._overlaps:
+            assert isinstance(used, KVStore)
+            self._optimizer.rescale_grad = self._scale / self._num_devices
+            sent_or_none = sent if self._update_on_kvstore else None
+            refresh = _take_numbers(weakref.ref(self))
+            self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, refresh, ballot_key)
 
     def _divisor(self, batch_size: float | None) -> float:
         divisor = self._num_devices if batch_size is None else batch_size
@@ -339,40 +349,98 @@ class Trainer:
             )
         return divisor
 
-    def _divide_grads(self, divisor: float) -> None:
-        grads = [grad for _, parameter in self._trained for grad in parameter.grads() or ()]
-        if grads:
-            torch._foreach_div_(grads, divisor)
+    # A step.
 
-    def _push_grads_pull_weights(self, average: bool, samples: int) -> None:
-        assert self._kvstore is not None
-        keys = [key for key, _ in self._trained]
-        grads = [parameter.grads() for _, parameter in self._trained]
-        weights = [parameter.replicas for _, parameter in self._trained]
-        if self._shared is None:
-            self._kvstore.pushpull(keys, grads, out=weights, average=average, samples=samples)
+    def _step(self, batch_size: float | None, on_stale: Stale) -> None:
+        divisor = self._divisor(batch_size)
+        self._take_numbers()
+        if self._overlap is not None:
+            self._finish_overlap(self._overlap, divisor, on_stale)
             return
-        shown = self._kvstore.pushpull_shared(keys, grads, weights, average=average, samples=samples)
-        self._shared.take(shown)
+        self._require_weights_unchanged()
+        grads = self._watch.grads(on_stale)
+        self._require_finite(grads)
+        average = batch_size is None
+        if self._exchange is None:
+            self._update_here(divisor, [grad is not None for grad in grads])
+        elif self._update_on_kvstore:
+            self._optimizer.rescale_grad = self._scale / divisor
+            self._update_there(grads, average, samples=0 if average else max(1, round(divisor)))
+        else:
+            # Each divides its own, before they are summed, as another may give another size, or skip this step.
+            _divide(grads, divisor)
+            self._update_here(1, self._exchange.sum(grads, average))
 
-    def _sum_grads(self, average: bool) -> None:
-        if self._kvstore is None:
+    def _skip_step(self) -> None:
+        nothing: Grads = [None] * len(self._trained)
+        if self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
+            self._watch.note_grads()
+        elif self._update_on_kvstore:
+            self._update_there(nothing, average=True, samples=0)
+        else:
+            self._update_here(1, self._exchange.sum(nothing, average=True))
+
+    def _step_of_torch(self, *, skip: bool) -> None:
+        if skip:
+            self._nonfinite_steps += 1
+            self.skip_step()
             return
-        # On a cluster others may have the gradient that is missing here, and their sum has to go somewhere.
-        alone = self._kvstore.num_workers == 1
-        present = [(key, one) for key, one in self._trained if not alone or one.grads() is not None]
-        for _, parameter in present:
-            parameter.fill_grads()
-        if present:
-            grads = [parameter.grads() for _, parameter in present]
-            self._kvstore.pushpull([key for key, _ in present], grads, average=average)
+        self._start()
+        self._step(None, Stale.USE)
 
-    def _update_here(self, divisor: float) -> None:
+    def _finish_overlap(self, overlap: Overlap, divisor: float, on_stale: Stale) -> None:
+        stale = self._watch.left_out(on_stale)
+        changed = self._watch.changed()
+        try:
+            given = overlap.finish(frozenset(position for position, _ in stale))
+        finally:
+            self._note_weights()  # it wrote to them, also where it could not finish
+        if not self._update_on_kvstore:
+            self._update_here(divisor, given)
+            return
+        self._watch.note_grads()
+        # What was sent had to be finished first; by now the store's weights are in the place of the changed ones.
+        refuse_changed(changed, "gradients had left already, so this step was made and the change is lost")
+
+    def _update_there(self, grads: Grads, average: bool, samples: int) -> None:
+        assert self._exchange is not None
+        try:
+            self._exchange.update(grads, average, samples)
+        finally:
+            self._note_weights()  # it wrote to them, also where it could not finish
+        self._watch.note_grads()
+
+    def _update_here(self, divisor: float, given: list[bool]) -> None:
+        self._take_numbers()
         self._optimizer.rescale_grad = self._scale / divisor
-        for key, parameter in self._trained:
-            for updater, replica in zip(self._updaters, parameter.replicas, strict=True):
-                if replica.grad is not None:
-                    _update(updater, key, replica, replica.grad)
+        self._local.apply(one for one, is_given in zip(self._trained, given, strict=True) if is_given)
+        for _, parameter in self._trained:
+            parameter.drop_filled()
+        self._watch.note_grads()
+
+    def _take_numbers(self) -> None:
+        """Learning rate and weight decay are what torch's schedulers have made of them."""
+        if self._torch_optimizer is not None:
+            self._torch_optimizer.tell()
+
+    def _note_weights(self) -> None:
+        if self._update_on_kvstore:
+            self._watch.note_weights()
+
+    # What is asked for at the wrong time.
+
+    def _require_weights_unchanged(self) -> None:
+        if self._shared is not None:
+            self._shared.require_unchanged()
+        refuse_changed(self._watch.changed(), "nothing was sent in this step")
+
+    def _require_finite(self, grads: Grads) -> None:
+        if self._rejects_nonfinite:
+            try:
+                refuse_nonfinite(self._trained, grads, 0 if self._kvstore is None else self._kvstore.rank)
+            except FloatingPointError:
+                self._nonfinite_steps += 1
+                raise
 
     def _require_no_size(self, batch_size: float | None) -> None:
         if self._overlaps and batch_size is not None:
@@ -397,61 +465,18 @@ class Trainer:
             )
 
 
-def _update(updater: Updater, key: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
-    shape, dtype = values.describe(weight)
-    values.require(key, grad, shape, dtype)
-    bits = values.writable_bits(weight)
-    target = values.read_bits(weight).copy() if bits is None else bits
-    scales, extent = [updater.optimizer.rescale_grad], Extent(key, shape)
-    updater.update(key, target, [values.read_bits(grad)], scales, dtype, target, extent=extent)
-    if bits is None:
-        values.write_bits(weight, target)
+def _take_numbers(owner: weakref.ref[Trainer]) -> Callable[[], None]:
+    """`Trainer._take_numbers` for hooks, which must not keep a trainer alive."""
+
+    def take_numbers() -> None:
+        trainer = owner()
+        if trainer is not None:
+            trainer._take_numbers()
+
+    return take_numbers
 
 
-def _require_unused(store: KVStore) -> None:
-    try:
-        store.pull(0)
-    except KeyNotInitialised:
-        return
-    raise ValueError(
-        "the store holds key 0 already, so another Trainer uses it, and both would share their weights;"
-        f" give each its own store: kv.create({store.type!r})"
-    )
-
-
-def _make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
-    by_torch = isinstance(optimizer, torch.optim.Optimizer) or (
-        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
-    )
-    if by_torch:
-        raise TypeError(
-            "an optimizer of torch cannot travel to the servers; give a name and its numbers, such as"
-            " Trainer(net.parameters(), 'adam', {'learning_rate': .001})"
-        )
-    return create_optimizer(optimizer, **(optimizer_params or {}))
-
-
-def _multipliers(parameters: list[Parameter], entry: str) -> dict[int, float]:
-    return {key: one.group[entry] for key, one in enumerate(parameters) if entry in one.group}
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers in short: ``0-3, 7``."""
-    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
-    ends = [n for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
-    pairs = zip(starts, ends, strict=True)
-    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in pairs)
-
-
-def _warn_if_alone(name: str) -> None:
-    try:
-        cluster = ClusterConfig.from_env()
-    except ConfigError:
-        return
-    if cluster is not None and cluster.num_workers > 1:
-        LOG.warning(
-            "this worker is one of %d, but its Trainer updates alone (kvstore=%r): each worker trains a model of its"
-            " own. Give kvstore='dist' to train one together",
-            cluster.num_workers,
-            name,
-        )
+def _divide(grads: Grads, divisor: float) -> None:
+    present = [grad for given in grads for grad in given or ()]
+    if present and divisor != 1:
+        torch._foreach_div_(present, divisor)

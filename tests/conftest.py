@@ -41,7 +41,7 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 def pytest_configure(config: pytest.Config) -> None:
     """Take the cluster's variables out of the environment, and let child processes find an uninstalled checkout."""
     for name in list(os.environ):
-        if name.startswith(("DMLC_", "KVDIST_", "MXNET_KVSTORE_")):
+        if name.startswith(("DMLC_", "KVDIST_", "MXNET_", "PS_")):
             del os.environ[name]
     os.environ.setdefault(RUN_MARK, str(os.getpid()))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

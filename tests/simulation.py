@@ -28,7 +28,10 @@ if __name__ == "__main__":
 from kvdist.config import ClusterConfig, Limits
 from kvdist.core import answers, outbox, requests
 from kvdist.core.group import Group, GroupPush
+from kvdist.core.host_sum import HostRound, HostSum
+from kvdist.core.joined import Joiner
 from kvdist.core.joining import Introduction
+from kvdist.core.outbox import Ready
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.core.shard import Buffer, Shard
@@ -37,7 +40,7 @@ from kvdist.errors import PeerLostError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.node import Node
-from kvdist.nodes import Member, Role
+from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.version import __version__
 from tests.core.network import Network, Process, SimulatedTransport, Weather
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
@@ -56,6 +59,10 @@ VERDICT_S = 1.0
 class Scenario:
     """What is simulated.
 
+    leaver: who leaves after `leaver_rounds`; None = the last worker.
+    hosts: worker r and server r are on host r modulo this; None = nobody knows of hosts.
+    local_reduce: what the workers of a host sum before it crosses the network.
+    holds: whether results are read where servers keep them now and then.
     victim: who is hit once the workers are in their `fault_round`-th round: killed, or paused for `pause_s`.
     """
 
@@ -65,6 +72,10 @@ class Scenario:
     mode: str = "sync"
     optimizer: str | None = None
     leaver_rounds: int | None = None
+    leaver: int | None = None
+    hosts: int | None = None
+    local_reduce: str = "auto"
+    holds: bool = True
     weather: Weather = Weather()
     forced_cuts: int = 0
     """Connections broken for certain while the workers work."""
@@ -121,7 +132,7 @@ def small_messages() -> Iterator[None]:
 @contextmanager
 def counting(used: Counter[str]) -> Iterator[None]:
     """Count what a run exercises."""
-    close, hold = Group.close, Shard.hold
+    close, hold, join, hand_back = Group.close, Shard.hold, Joiner.join, HostSum.hand_back
 
     def counted_close(self: Group, kernels: Kernels) -> list[GroupPush] | None:
         pushes = close(self, kernels)
@@ -132,7 +143,20 @@ def counting(used: Counter[str]) -> Iterator[None]:
         used["held"] += 1
         return hold(self, member)
 
-    with mock.patch.object(Group, "close", counted_close), mock.patch.object(Shard, "hold", counted_hold):
+    def counted_join(self: Joiner, rounds: Sequence[HostRound]) -> Iterator[Ready]:
+        used["summed on a host"] += len(rounds)
+        return join(self, rounds)
+
+    def counted_return(self: HostSum, host_round: HostRound) -> None:
+        used["handed back"] += 1
+        hand_back(self, host_round)
+
+    with (
+        mock.patch.object(Group, "close", counted_close),
+        mock.patch.object(Shard, "hold", counted_hold),
+        mock.patch.object(Joiner, "join", counted_join),
+        mock.patch.object(HostSum, "hand_back", counted_return),
+    ):
         yield
 
 
@@ -166,7 +190,15 @@ def run(seed: int, scenario: Scenario) -> Result:
 
 def _build(cluster: Cluster) -> None:
     scenario, network = cluster.scenario, cluster.network
-    job = Job(scenario.num_workers, scenario.rounds, scenario.mode, scenario.optimizer, scenario.leaver_rounds)
+    job = Job(
+        scenario.num_workers,
+        scenario.rounds,
+        scenario.mode,
+        scenario.optimizer,
+        scenario.leaver_rounds,
+        scenario.leaver,
+        scenario.holds,
+    )
     oracle = Oracle(job, network.random)
 
     def start(name: str, role: Role, rank: int) -> None:
@@ -202,7 +234,10 @@ def _node(scenario: Scenario, role: Role, rank: int, transport: SimulatedTranspo
         )
         machine = Scheduler(config, network.now)
     else:
-        endpoint = transport.bind(f"memory://server-{rank}") if role is Role.SERVER else ""
+        endpoint = ""
+        if role is Role.SERVER or scenario.hosts is not None:
+            mark = "" if scenario.hosts is None else f"{HOST_MARK}host{rank % scenario.hosts}.{rank}"
+            endpoint = transport.bind(f"memory://{role}-{rank}{mark}")
         introduction = Introduction(
             role,
             (1 if role is Role.SERVER else 2) * 1_000_000 + rank,
@@ -218,7 +253,7 @@ def _node(scenario: Scenario, role: Role, rank: int, transport: SimulatedTranspo
         if role is Role.SERVER:
             machine = Server(introduction, limits, REFERENCE, network.now)
         else:
-            machine = Worker(introduction, limits, network.now)
+            machine = Worker(introduction, limits, network.now, scenario.local_reduce)
     return Node(machine, transport, job=4711, explain_after_s=limits.explain_after_s, clock=lambda: network.now)
 
 
@@ -310,6 +345,11 @@ STORM = Weather(delay_s=0.005, loss=0.01, duplication=0.05, cut=0.004)
 STORM_LIMITS = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, farewell_s=60.0)
 """What single losses have kept back is repeated message by message, two seconds each: last words need longer."""
 
+PROMPT = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, explain_after_s=1.0)
+"""A leader hands back after half a second what a paused worker keeps incomplete."""
+IMPATIENT = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, explain_after_s=0.02)
+"""A leader hands back what is incomplete after a few messages, so that it races with what completes it."""
+
 SCENARIOS: dict[str, Scenario] = {
     "calm": Scenario(rounds=6),
     "updated": Scenario(num_workers=3, rounds=5, optimizer="test"),
@@ -323,6 +363,35 @@ SCENARIOS: dict[str, Scenario] = {
     "killed worker": Scenario(num_workers=3, rounds=5, victim="worker-1"),
     "killed server": Scenario(rounds=5, victim="server-0"),
     "killed scheduler": Scenario(rounds=5, victim="scheduler"),
+    "one host": Scenario(num_workers=3, rounds=5, hosts=1, local_reduce="on", holds=False),
+    "one host that holds": Scenario(num_workers=3, rounds=5, hosts=1, local_reduce="on", optimizer="sgd"),
+    "two hosts": Scenario(num_workers=4, rounds=5, hosts=2, optimizer="test"),
+    "impatient hosts": Scenario(num_workers=5, rounds=5, hosts=2, local_reduce="on", limits=IMPATIENT, holds=False),
+    "async hosts": Scenario(num_workers=4, rounds=4, hosts=2, mode="async", optimizer="sgd", local_reduce="on"),
+    "hosts in cuts": Scenario(num_workers=4, hosts=2, optimizer="sgd", forced_cuts=6, holds=False),
+    "hosts in a storm": Scenario(num_workers=4, hosts=2, local_reduce="on", weather=STORM, limits=STORM_LIMITS),
+    "follower leaves": Scenario(num_workers=4, rounds=4, leaver_rounds=2, hosts=2, local_reduce="on", optimizer="test"),
+    "leader leaves": Scenario(num_workers=4, rounds=4, leaver_rounds=2, leaver=0, hosts=2, optimizer="test"),
+    "leader leaves one host": Scenario(
+        num_workers=3, rounds=4, leaver_rounds=2, leaver=0, hosts=1, local_reduce="on", holds=False
+    ),
+    "leader leaves in a storm": Scenario(
+        num_workers=4,
+        leaver_rounds=1,
+        leaver=1,
+        hosts=2,
+        local_reduce="on",
+        weather=STORM,
+        limits=STORM_LIMITS,
+        holds=False,
+    ),
+    "impatient leader leaves": Scenario(
+        num_workers=4, rounds=4, leaver_rounds=2, leaver=0, hosts=2, local_reduce="on", limits=IMPATIENT, holds=False
+    ),
+    "killed leader": Scenario(num_workers=4, rounds=5, victim="worker-0", hosts=2),
+    "killed follower": Scenario(num_workers=4, rounds=5, victim="worker-2", hosts=2, local_reduce="on"),
+    "paused follower": Scenario(num_workers=4, victim="worker-3", pause_s=2.5, hosts=2, limits=PROMPT),
+    "paused leader": Scenario(num_workers=4, victim="worker-1", pause_s=2.5, hosts=2, limits=PROMPT),
     "short pause": Scenario(victim="server-1", pause_s=2.5),
     "long pause": Scenario(num_workers=3, rounds=5, victim="worker-2", pause_s=8.0),
 }

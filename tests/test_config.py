@@ -19,6 +19,8 @@ from kvdist.config import (
     local_address_towards,
     stays_on_host,
     tcp_endpoint,
+    update_on_kvstore_from_env,
+    without_effect,
 )
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
@@ -256,3 +258,36 @@ def test_kernels_that_do_not_exist_are_refused(monkeypatch):
     monkeypatch.setenv("KVDIST_KERNELS", "fortran")
     with pytest.raises(ConfigError, match="KVDIST_KERNELS is 'fortran'; it must be one of: auto, numpy, numba"):
         kernels_from_env()
+
+
+def test_what_a_host_sums_is_auto_unless_it_is_said_and_survives_a_round_trip():
+    assert read().local_reduce == "auto"
+    config = read(KVDIST_LOCAL_REDUCE="ON")
+    assert config.local_reduce == "on"
+    assert ClusterConfig.from_env(config.to_env()) == config
+
+
+def test_another_word_for_what_a_host_sums_is_refused_with_those_that_are_known():
+    assert refused(KVDIST_LOCAL_REDUCE="yes") == "KVDIST_LOCAL_REDUCE is 'yes'; it must be one of: auto, on, off"
+
+
+def test_a_host_cannot_sum_in_shared_memory_that_was_turned_off():
+    assert "KVDIST_TRANSPORT is 'tcp'; change one of them" in refused(KVDIST_LOCAL_REDUCE="on", KVDIST_TRANSPORT="tcp")
+
+
+def test_a_variable_that_changes_nothing_is_told_with_what_there_is_instead():
+    assert without_effect({"PATH": "/bin", "MXNET_KVSTORE_BIGARRAY_BOUND": "5", "PS_RESEND": ""}) == []
+    (sentence,) = without_effect({"MXNET_KVSTORE_SLICE_THRESHOLD": "40000"})
+    assert sentence == "MXNET_KVSTORE_SLICE_THRESHOLD has no effect: KVDIST_SLICE_BYTES is the size of a slice"
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, True), ("", True), ("1", True), ("0", False)])
+def test_who_updates_by_default_is_read_by_either_name(setting, expected):
+    env = {} if setting is None else {"MXNET_UPDATE_ON_KVSTORE": setting}
+    assert update_on_kvstore_from_env(env) is expected
+    assert update_on_kvstore_from_env({**env, "KVDIST_UPDATE_ON_KVSTORE": "0"}) is False
+
+
+def test_another_word_for_who_updates_is_refused():
+    with pytest.raises(ConfigError, match="MXNET_UPDATE_ON_KVSTORE is 'yes'; it must be one of: 0, 1"):
+        update_on_kvstore_from_env({"MXNET_UPDATE_ON_KVSTORE": "yes"})

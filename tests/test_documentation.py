@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.config import TWINS, Limits
+from kvdist.config import TWINS, WITHOUT_EFFECT, Limits
 from kvdist_launch.plan import OWNED_VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,9 +174,22 @@ def rows(path: Path) -> dict[str, list[str]]:
     return found
 
 
+def variables_that_are_not_offered(path: Path) -> set[str]:
+    """Variables of the mirrored system of which a row of a table says so."""
+    lines = [line for line in text_of(path).splitlines() if line.startswith("| `") and "| not offered |" in line]
+    return {name for line in lines for name in VARIABLE.findall(line.split("| not offered |")[0])}
+
+
 @pytest.mark.parametrize("path", PROSE, ids=name_of)
 def test_every_variable_in_a_document_is_known_to_the_code(path: Path) -> None:
-    assert set(VARIABLE.findall(text_of(path))) - variables_in_the_code() == set()
+    told = set(VARIABLE.findall(text_of(path)))
+    assert told - variables_in_the_code() - variables_that_are_not_offered(path) == set()
+
+
+def test_what_is_said_not_to_be_offered_is_not_read_by_the_code() -> None:
+    told = variables_that_are_not_offered(ROOT / "docs" / "mxnet.md")
+    assert told & variables_in_the_code() == {name for name in WITHOUT_EFFECT if name in told}
+    assert len(told) > 20
 
 
 def test_every_variable_of_the_code_stands_in_the_configuration() -> None:

@@ -15,12 +15,15 @@ import kvdist
 from kvdist import KVStore, Trainer, kv
 
 STORE = [
+    "average",
     "barrier",
     "broadcast",
     "close",
     "empty",
+    "from_rank_0",
     "init",
     "is_capable",
+    "num_dead_nodes",
     "num_servers",
     "num_workers",
     "pull",
@@ -36,11 +39,14 @@ STORE = [
 ]
 TRAINER = [
     "allreduce_grads",
+    "as_torch_optimizer",
     "broadcast_parameters",
     "kvstore",
     "learning_rate",
+    "nonfinite_steps",
     "optimizer",
     "set_learning_rate",
+    "skip_step",
     "step",
     "update",
 ]
@@ -165,7 +171,7 @@ def test_arguments_of_schedules_keep_the_mirrored_systems_names_and_order():
 
 
 def test_kv_offers_create_and_register():
-    assert {"create", "register"} <= set(kv.__all__)
+    assert {"create", "register", "KVStore", "KVStoreBase"} <= set(kv.__all__)
     assert kv.create.__doc__ and kv.register.__doc__
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kvdist import decision
 from kvdist import trainer as trainer_module
 from kvdist.kvstore.local import LocalStore
 from kvdist.optimizer import create
@@ -244,6 +245,7 @@ def test_who_updates_the_weights(created, kvstore, devices, wanted, expected):
         with pytest.raises(RuntimeError, match="while the store updates"):
             trainer.update(1)
     else:
+        backward(replicas)
         trainer.update(1)
 
 
@@ -257,7 +259,7 @@ def test_a_store_object_is_used_also_with_one_device():
 
 
 def test_the_store_local_leaves_big_parameters_to_the_devices(created, monkeypatch):
-    monkeypatch.setattr(trainer_module, "BIG_PARAMETER_ELEMENTS", 9)
+    monkeypatch.setattr(decision, "BIG_PARAMETER_ELEMENTS", 9)
     for kvstore, expected in (("local", False), ("device", True)):
         replicas = [parameter(), parameter()]
         trainer = Trainer([replicas], "sgd", kvstore=kvstore)
@@ -268,11 +270,12 @@ def test_the_store_local_leaves_big_parameters_to_the_devices(created, monkeypat
 def test_asynchronous_stores_and_stores_that_cannot_update_say_what_they_need():
     with pytest.raises(ValueError, match="'dist_async' trains asynchronously, which needs update_on_kvstore=True"):
         Trainer([parameter()], "sgd", kvstore=Cluster("dist_async"), update_on_kvstore=False).broadcast_parameters()
-    with pytest.raises(ValueError, match="cannot update weights; leave update_on_kvstore out"):
+    with pytest.raises(ValueError, match="cannot update weights, but update_on_kvstore=True asks for it; leave it out"):
         Trainer([parameter()], "sgd", kvstore=Cluster(capable=False), update_on_kvstore=True).broadcast_parameters()
     trainer = Trainer([weight := parameter()], "sgd", {"learning_rate": 1.0}, kvstore=Cluster(capable=False))
     backward([weight])
     trainer.step(1)
+    backward([weight])
     trainer.update(1)
     assert_all([weight], -2)
 

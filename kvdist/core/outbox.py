@@ -21,13 +21,14 @@ from typing import TypeVar
 import numpy as np
 
 from kvdist.core.requests import ALONE_BYTES_MIN, Kind, RunData
+from kvdist.nodes import Member
 from kvdist.protocol.layout import offsets
-from kvdist.protocol.messages import U8, U32, Arrays, Flag, InitValues, Payload, Pull, Push, ReplaceValues
+from kvdist.protocol.messages import U8, U32, Arrays, Flag, InitValues, JoinedPush, Payload, Pull, Push, ReplaceValues
 
 Column = TypeVar("Column", U8, U32)
 """One number per slice."""
 
-DataMessage = Push | Pull | InitValues | ReplaceValues
+DataMessage = Push | JoinedPush | Pull | InitValues | ReplaceValues
 
 PARTS_PER_MESSAGE_MAX = 4096
 _EMPTY = int(Flag.EMPTY)
@@ -135,12 +136,26 @@ class Part:
         return [self.run.data.payload[bounds[i] : bounds[i + 1]] for i in self._positions.tolist()]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A message that is made already: the joined push of a host."""
+
+    server: int
+    priority: int
+    message: JoinedPush
+    nbytes: int
+    members: tuple[Member, ...]
+    """Whose contributions it has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Credit:
     """The token of a message: its bytes are back in the window once it is acknowledged."""
 
     server: int
     nbytes: int
+    members: tuple[Member, ...] = ()
+    """Of a joined push: whose contributions have arrived."""
 
 
 @dataclass(slots=True)
@@ -154,6 +169,7 @@ class Outbox:
     """Whether all that is sent there stays on this host."""
     flying_bytes: int = 0
     _heaps: dict[Kind, list[tuple[int, int, Part]]] = field(default_factory=dict)
+    _ready: list[tuple[int, int, Ready]] = field(default_factory=list)
     _arrivals: int = 0
 
     def add(self, part: Part) -> None:
@@ -162,12 +178,19 @@ class Outbox:
         heap = self._heaps.setdefault(part.run.kind, [])
         heapq.heappush(heap, (-part.run.priority, self._arrivals, part))
 
+    def add_ready(self, ready: Ready) -> None:
+        """Queue a message as it is."""
+        self._arrivals += 1
+        heapq.heappush(self._ready, (-ready.priority, self._arrivals, ready))
+
     def take(self) -> tuple[DataMessage, Credit] | None:
         """The next message that may leave now, and the credit it uses."""
         heaps = [heap for heap in self._heaps.values() if heap]
-        if not heaps or self.flying_bytes >= self.window_bytes:
+        heap = min(heaps, key=lambda heap: heap[0][:2], default=None)
+        if self._ready and (heap is None or self._ready[0][:2] < heap[0][:2]):
+            return self._take_ready()
+        if heap is None or self.flying_bytes >= self.window_bytes:
             return None
-        heap = min(heaps, key=lambda heap: heap[0][:2])
         if self.flying_bytes and self.flying_bytes + heap[0][2].nbytes > self.window_bytes:
             return None
         parts = self._joinable(heap)
@@ -175,6 +198,14 @@ class Outbox:
         nbytes = sum(part.nbytes for part in parts)
         self.flying_bytes += nbytes
         return message, Credit(self.server, nbytes)
+
+    def _take_ready(self) -> tuple[DataMessage, Credit] | None:
+        ready = self._ready[0][2]
+        if self.flying_bytes and self.flying_bytes + ready.nbytes > self.window_bytes:
+            return None
+        heapq.heappop(self._ready)
+        self.flying_bytes += ready.nbytes
+        return ready.message, Credit(self.server, ready.nbytes, ready.members)
 
     def release(self, credit: Credit) -> None:
         """The server has received these bytes."""
@@ -184,7 +215,11 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits to leave."""
-        return not any(self._heaps.values())
+        return not self._ready and not any(self._heaps.values())
+
+    def forget(self) -> None:
+        """What waits to leave is sent another way."""
+        self._heaps.clear()
 
     def _joinable(self, heap: list[tuple[int, int, Part]]) -> list[Part]:
         first = heapq.heappop(heap)[2]

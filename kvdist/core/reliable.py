@@ -30,7 +30,18 @@ from kvdist.core.effects import (
     Transmit,
 )
 from kvdist.nodes import UNRANKED, Member, Role
-from kvdist.protocol.messages import Ack, InitValues, Message, Packet, Push, Rejected, ReplaceValues, Stamp, Values
+from kvdist.protocol.messages import (
+    Ack,
+    InitValues,
+    JoinedPush,
+    Message,
+    Packet,
+    Push,
+    Rejected,
+    ReplaceValues,
+    Stamp,
+    Values,
+)
 
 ACK_DELAY_S = 0.02
 """An acknowledgement waits this long for a message to ride on."""
@@ -295,4 +306,4 @@ class Reliable:
 
 
 def _payload_bytes(message: Message) -> int:
-    return message.arrays.nbytes if isinstance(message, Push | Values | InitValues | ReplaceValues) else 0
+    return message.arrays.nbytes if isinstance(message, Push | JoinedPush | Values | InitValues | ReplaceValues) else 0

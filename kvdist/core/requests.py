@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +85,11 @@ class Plan:
     runs: tuple[RunPlan, ...]
 
 
+def travels_alone(nbytes: int) -> bool:
+    """Whether a slice of this size has a message of its own."""
+    return padded(nbytes) >= ALONE_BYTES_MIN
+
+
 def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     """The plan for a list of keys, in their order.
 
@@ -96,7 +101,7 @@ def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     for index, info in enumerate(keys):
         for piece in info.slices:
             nbytes = padded(piece.count * info.dtype.itemsize)
-            if nbytes >= ALONE_BYTES_MIN:
+            if travels_alone(nbytes):
                 runs.append(_run(piece.server, [(index, piece, info.dtype, info.size)]))
                 continue
             batch = open_runs.setdefault(piece.server, [])
@@ -236,17 +241,3 @@ class Leave:
 
 
 Request = Register | DeclareKeys | Transfer | SetStoreOptimizer | EnterBarrier | Leave
-
-
-@dataclass(slots=True, eq=False)
-class Pending:
-    """A request that is not fulfilled yet."""
-
-    request: int
-    label: str
-    since: float
-    error: Exception | None = None
-    due: float = field(default=float("inf"))
-    """When it fails for lateness."""
-    asked: bool = False
-    """It is late, and the scheduler was asked who is missing."""

@@ -13,7 +13,7 @@ from kvdist.core.table import Table
 from kvdist.core.verdict import lost, scheduler_lost
 from kvdist.errors import KvdistError
 from kvdist.kernels.interface import Kernels
-from kvdist.nodes import Member, Role
+from kvdist.nodes import Member, Role, host_of
 from kvdist.optimizer.registry import from_description
 from kvdist.protocol.messages import (
     Abort,
@@ -23,6 +23,7 @@ from kvdist.protocol.messages import (
     ErrorCode,
     Failed,
     InitValues,
+    JoinedPush,
     Message,
     Pull,
     Push,
@@ -64,6 +65,9 @@ class Server(Machine):
         self.steps: dict[Member, int] = {}
         self.workers: dict[int, Member] = {}
         """Rank → the live worker there."""
+        self._host_of: dict[Member, str] = {}
+        self._on_host: dict[str, dict[int, Member]] = {}
+        """Host → rank → worker, of all that were ever here: what they have pushed may come when they have left."""
         self._left: set[Member] = set()
         """Workers that said goodbye; their last words are not worth an answer."""
         self.table = Table(limits, kernels, allocate)
@@ -95,6 +99,8 @@ class Server(Machine):
         match message:
             case Push():
                 self.table.push(sender, message, now)
+            case JoinedPush():
+                self.table.push_joined(sender, message, self._neighbours_of(sender), now)
             case Pull():
                 self.table.pull(sender, message, now)
             case InitValues() | ReplaceValues():
@@ -188,12 +194,21 @@ class Server(Machine):
         peers = self.joining.roster(message)
         before = self.workers
         self.workers = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
+        for peer in peers:
+            host = host_of(peer.endpoint)
+            if host and peer.member.node.role is Role.WORKER:
+                self._host_of[peer.member] = host
+                self._on_host.setdefault(host, {})[peer.member.node.rank] = peer.member
         self.epoch += 1
         self._next_look = now + self.limits.explain_after_s
         gone = before.keys() - self.workers.keys()
         self._left |= {before[rank] for rank in gone}
         self.table.roster(self.workers, now)
         return [*self.table.take_answers(), *(Forget(before[rank]) for rank in sorted(gone))]
+
+    def _neighbours_of(self, sender: Member) -> dict[int, Member]:
+        """For whom a worker may speak."""
+        return self._on_host.get(self._host_of.get(sender, ""), {sender.node.rank: sender})
 
     def _set_optimizer(self, message: SetOptimizer, now: float) -> list[Effect]:
         try:

@@ -11,6 +11,7 @@ Rules that hold here:
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import InitVar, dataclass, field
 
@@ -27,7 +28,8 @@ from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag, padded
 
 # Plain numbers: operators of enums are written in Python, and this is asked for every slice of every push.
-_EMPTY, _AVERAGE, _HOLD = int(Flag.EMPTY), int(Flag.AVERAGE), int(Flag.HOLD)
+_AVERAGE, _HOLD = int(Flag.AVERAGE), int(Flag.HOLD)
+_ADDS_NOTHING = int(Flag.EMPTY | Flag.CARRIED)
 
 Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""
@@ -46,6 +48,12 @@ Setting = tuple[float | None, float | None, float | None]
 """Learning rate, weight decay, rescale; None where the server's optimizer decides."""
 
 
+def setting_of(numbers: tuple[float, float, float]) -> Setting:
+    """From the wire, where not-a-number stands for what the server's optimizer decides."""
+    lr, wd, rescale = (None if math.isnan(number) else number for number in numbers)
+    return lr, wd, rescale
+
+
 @dataclass(slots=True)
 class Contribution:
     """What one worker adds to the next version of a slice."""
@@ -59,11 +67,13 @@ class Contribution:
     setting: Setting
     values: Bits
     pull: bool
+    silent: bool = False
+    """It came with that of another worker, who is answered for both."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it only counts."""
-        return bool(self.flags & _EMPTY)
+        """Whether it only counts: there is no gradient, or it is in the sum that another contribution carries."""
+        return bool(self.flags & _ADDS_NOTHING)
 
     @property
     def holds(self) -> bool:
@@ -170,10 +180,34 @@ class Shard:
                 f" but only {expected} of its pushes have been counted"
             )
         if rank in self.slots:
+            present = self.slots[rank]
+            if present.silent and not contribution.silent:
+                # Who summed it with others has left, so its worker asks for itself now.
+                present.run, present.pull, present.silent = contribution.run, contribution.pull, False
+                present.flags |= contribution.flags & _HOLD
             return Verdict.REPEATED
         if not self.slots:
             self.open_since = now
         self.slots[rank] = contribution
+        return Verdict.ACCEPTED
+
+    def offer_joined(self, contributions: Sequence[Contribution], now: float) -> Verdict:
+        """Put the contributions of several workers, summed together, into their slots: all or none.
+
+        Raises:
+            PushRefused: only some of them are the next pushes of their workers, which only a broken peer can cause.
+        """
+        counted = [self.counted.get(contribution.member.node.rank, 0) for contribution in contributions]
+        if all(contribution.step < own for contribution, own in zip(contributions, counted, strict=True)):
+            return Verdict.ALREADY_COUNTED
+        for contribution, own in zip(contributions, counted, strict=True):
+            if contribution.step != own or contribution.member.node.rank in self.slots:
+                raise PushRefused(
+                    f"push {contribution.step} of {contribution.member} to key {self.key!r} came in a sum, but"
+                    f" {own} of its pushes have been counted"
+                )
+        for contribution in contributions:
+            self.offer(contribution, now)
         return Verdict.ACCEPTED
 
     def is_ready(self, members: Set[int]) -> bool:

@@ -25,6 +25,12 @@ class SliceTable:
         """Pushes submitted by the user's thread so far."""
         self.versions: U32 = np.zeros(0, np.uint32)
         """The newest version seen."""
+        self.detour: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Whether its pushes are summed with those of other workers of this host."""
+        self._lent: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Whether its push is with the leader of this host, and not answered."""
+        self._lent_run: U32 = np.zeros(0, np.uint32)
+        """The run of that push."""
         self._busy: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._lines: dict[int, deque[Run]] = {}
 
@@ -35,6 +41,9 @@ class SliceTable:
             self.pushed = np.concatenate([self.pushed, np.zeros(more, np.uint32)])
             self.versions = np.concatenate([self.versions, np.zeros(more, np.uint32)])
             self._busy = np.concatenate([self._busy, np.zeros(more, np.bool_)])
+            self.detour = np.concatenate([self.detour, np.zeros(more, np.bool_)])
+            self._lent = np.concatenate([self._lent, np.zeros(more, np.bool_)])
+            self._lent_run = np.concatenate([self._lent_run, np.zeros(more, np.uint32)])
 
     def enter(self, run: Run) -> Part | None:
         """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
@@ -67,6 +76,28 @@ class SliceTable:
             freed.setdefault(run.number, (run, []))[1].append(run.data.plan.positions[number])
         return [Part(run, sorted(positions)) for run, positions in freed.values()]
 
+    def lend(self, part: Part) -> None:
+        """These pushes are given to the leader."""
+        self._lent[part.ids] = True
+        self._lent_run[part.ids] = part.run.number
+
+    def regain(self, ids: U32) -> None:
+        """The leader has answered these pushes, or handed them back."""
+        self._lent[ids] = False
+
+    def take_lent(self) -> dict[int, list[int]]:
+        """Run → its slices whose pushes the leader had. It has them no more."""
+        found: dict[int, list[int]] = {}
+        for number in np.flatnonzero(self._lent).tolist():
+            found.setdefault(int(self._lent_run[number]), []).append(number)
+        self._lent[:] = False
+        return found
+
+    @property
+    def has_lent(self) -> bool:
+        """Whether the leader has a push that it has not answered."""
+        return bool(self._lent.any())
+
     def saw(self, ids: U32, versions: U32) -> None:
         """These versions have been seen."""
         self.versions[ids] = np.maximum(self.versions[ids], versions)
@@ -80,3 +111,4 @@ class SliceTable:
         """Check every invariant."""
         for number, line in self._lines.items():
             assert line and self._busy[number], "a line stands only before a busy slice"
+        assert not (self._lent & ~self._busy).any(), "only what is under way is with the leader"

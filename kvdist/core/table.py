@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 
-import numpy as np
-import numpy.typing as npt
-
 from kvdist.config import Limits
 from kvdist.core.answers import Answers
 from kvdist.core.effects import Effect, Send
+from kvdist.core.forms import Forms
 from kvdist.core.group import Group, GroupPull, GroupPush
 from kvdist.core.groups import SLICES_MIN, Groups
+from kvdist.core.joined import JoinedSlice, slices_of
 from kvdist.core.policy import POLICIES
-from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict
-from kvdist.core.sharding import Slice, cut, row_length
+from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
+from kvdist.core.sharding import cut, row_length
 from kvdist.core.traffic import Traffic
 from kvdist.core.whole import Wholes, close, contributors, next_round
 from kvdist.dtypes import DType
@@ -38,6 +37,7 @@ from kvdist.protocol.messages import (
     ErrorCode,
     Flag,
     InitValues,
+    JoinedPush,
     Outcome,
     Pull,
     Push,
@@ -71,9 +71,7 @@ class Table:
         """Store → what updates its values; absent while a sum replaces them."""
         self._store_of: dict[int, int] = {}
         """Slice → its store."""
-        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        """Slice → elements; -1 for a slice that is not kept here."""
-        self._dtypes: U8 = np.zeros(0, np.uint8)
+        self._forms = Forms()
         self._answers: dict[Member, Answers] = {}
         self._groups = Groups()
         self._wholes = Wholes()
@@ -99,19 +97,9 @@ class Table:
                     )
                     self.shards[piece.number] = shard
                     self._store_of[piece.number] = message.store
-                    self._enter(piece, dtype)
+                    self._forms.enter(piece, dtype)
                     mine.append(shard)
             self._wholes.add(mine)
-
-    def _enter(self, piece: Slice, dtype: DType) -> None:
-        """Note what a slice must look like. The table at least doubles when it grows, or each init would copy it."""
-        size = len(self._counts)
-        if piece.number >= size:
-            more = max(piece.number + 1 - size, size)
-            self._counts = np.concatenate([self._counts, np.full(more, -1, np.int64)])
-            self._dtypes = np.concatenate([self._dtypes, np.zeros(more, np.uint8)])
-        self._counts[piece.number] = piece.count
-        self._dtypes[piece.number] = dtype
 
     def set_optimizer(self, store: int, optimizer: Optimizer, now: float) -> None:
         """From now on pushes to the store are gradients."""
@@ -175,7 +163,7 @@ class Table:
 
     def push(self, sender: Member, message: Push, now: float) -> None:
         payload = PayloadView(message.arrays)
-        settings = [_setting(numbers) for numbers in message.settings]
+        settings = [setting_of(numbers) for numbers in message.settings]
         good = self._checked(sender, message.runs, message.ids, message.arrays, message.flags)
         for begin, end in _joined_stretches(message.runs):
             stretch = slice(begin, end)
@@ -189,6 +177,36 @@ class Table:
             else:
                 self._take_apart(message.ids[stretch], now)
                 self._push_slices(sender, message, [i for i in good if begin <= i < end], payload, settings, now)
+
+    def push_joined(self, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float) -> None:
+        """The contributions of several workers of the sender's host; the sender is answered for all of them.
+
+        Args:
+            sender: who sums for its host.
+            message: one row per slice and worker.
+            neighbours: rank → worker of that host, also those that have left since.
+            now: the time.
+        """
+        self._take_apart(message.ids, now)
+        for joined in slices_of(sender, message, neighbours):
+            shard = self.shards.get(joined.number)
+            obstacle = f"slice {joined.number} is not kept by {self._name}"
+            if shard is not None:
+                obstacle = _obstacle(joined, shard)
+            if shard is None or obstacle:
+                self._to(sender).refuse(joined.run, joined.number, ErrorCode.REFUSED, obstacle)
+                continue
+            try:
+                verdict = shard.offer_joined(joined.contributions, now)
+            except PushRefused as error:
+                self._to(sender).refuse(joined.run, joined.number, ErrorCode.REFUSED, str(error))
+                continue
+            if verdict is Verdict.ACCEPTED:
+                self._open.add(joined.number)
+                self._close_if_ready(shard, now)
+            else:
+                for contribution in joined.contributions:
+                    self._answer_contribution(shard, contribution)
 
     def _group_push(
         self, sender: Member, message: Push, stretch: slice, payload: PayloadView, settings: Sequence[Setting]
@@ -302,35 +320,13 @@ class Table:
         self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
     ) -> Sequence[int]:
         """The positions whose slice is kept here and whose array has its shape; the others are refused."""
-        if self._fit(ids, arrays):
+        if self._forms.fit(ids, arrays):
             return range(len(ids))
-        inside = ids < len(self._counts)
-        expected = np.where(inside, self._counts[np.where(inside, ids, 0)], -1) if len(self._counts) else inside - 1
-        good = expected >= 0
-        if arrays is not None:
-            fits = (arrays.counts == expected) & (
-                arrays.dtypes == self._dtypes[np.where(inside, ids, 0)] if good.any() else good
-            )
-            if flags is not None:
-                fits |= (flags & _EMPTY).astype(bool)
-            good &= fits
-        if good.all():
-            return range(len(ids))
-        for i in np.flatnonzero(~good).tolist():
-            known = expected[i] >= 0
-            what = "has another size or dtype than was declared" if known else f"is not kept by {self._name}"
+        wrong = dict(self._forms.misfits(ids, arrays, flags))
+        for i, is_kept in wrong.items():
+            what = "has another size or dtype than was declared" if is_kept else f"is not kept by {self._name}"
             self._to(sender).refuse(int(runs[i]), int(ids[i]), ErrorCode.REFUSED, f"slice {int(ids[i])} {what}")
-        positions: list[int] = np.flatnonzero(good).tolist()
-        return positions
-
-    def _fit(self, ids: U32, arrays: Arrays | None) -> bool:
-        """Whether all of these are plainly right: the usual case, in few calls."""
-        if int(ids.max()) >= len(self._counts):
-            return False
-        expected = self._counts[ids]
-        if arrays is None:
-            return bool((expected >= 0).all())
-        return bool((expected == arrays.counts).all() and (self._dtypes[ids] == arrays.dtypes).all())
+        return [i for i in range(len(ids)) if i not in wrong]
 
     def _close_if_ready(self, shard: Shard, now: float) -> None:
         updater = self._norms_for(shard)
@@ -373,7 +369,8 @@ class Table:
         mismatch = isinstance(error, OptimizerMismatch)
         code = ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED
         for contribution in contributions:
-            self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
+            if not contribution.silent:
+                self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
 
     def _answer_round(self, shard: Shard, contributions: Sequence[Contribution]) -> None:
         for contribution in contributions:
@@ -421,6 +418,8 @@ class Table:
         return answers
 
     def _answer_contribution(self, shard: Shard, contribution: Contribution) -> None:
+        if contribution.silent:
+            return
         answers = self._to(contribution.member)
         if contribution.pull and contribution.holds:
             answers.held(contribution.run, shard)
@@ -479,7 +478,15 @@ def _joined_stretches(runs: U32) -> list[tuple[int, int]]:
     return joined
 
 
-def _setting(numbers: tuple[float, float, float]) -> Setting:
-    """From the wire, where not-a-number stands for what the server's optimizer decides."""
-    lr, wd, rescale = (None if math.isnan(number) else number for number in numbers)
-    return lr, wd, rescale
+def _obstacle(joined: JoinedSlice, shard: Shard) -> str:
+    """Why the contributions of a host cannot be taken; '' if they can."""
+    if joined.strangers or not any(not contribution.silent for contribution in joined.contributions):
+        names = ", ".join(f"worker-{rank}" for rank in joined.strangers) or "others only"
+        return f"the sender speaks for {names}, and may speak for itself and the workers of its host"
+    if len({contribution.member for contribution in joined.contributions}) < len(joined.contributions):
+        return f"slice {joined.number} has two contributions of one worker"
+    if shard.policy.close is not None:
+        return f"key {shard.key!r} is asynchronous: its contributions are applied one by one, not summed on the way"
+    if any(count != shard.count for count in joined.counts) or any(code != shard.dtype for code in joined.dtypes):
+        return f"slice {joined.number} has another size or dtype than was declared"
+    return ""

@@ -11,11 +11,13 @@ class Traffic:
 
     copied_in: a worker copied them to where they are sent from.
     copied_out: a worker copied them from where they arrived to where the user wants them.
-    summed: a server read them as contributions.
+    summed: a server, or the worker that sums for its host, read them as contributions.
     joined: a server copied them together, because they are small.
+    passed_on: the worker that sums for its host copied them to where the others read them.
     """
 
     copied_in: int = 0
     copied_out: int = 0
     summed: int = 0
     joined: int = 0
+    passed_on: int = 0

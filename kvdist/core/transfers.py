@@ -9,12 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvdist.config import Limits
-from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Run
+from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Ready, Run
 from kvdist.core.requests import Transfer
 from kvdist.core.slices import SliceTable
 from kvdist.core.traffic import Traffic
 from kvdist.protocol.layout import stretches, views
-from kvdist.protocol.messages import U32, Counted, Refused, Values
+from kvdist.protocol.messages import U32, Counted, HandedBack, Refused, Values
+
+LEADER = -1
+"""In place of a server's rank: the worker of this host that pushes to servers for the others."""
 
 
 @dataclass(slots=True)
@@ -40,7 +43,7 @@ class Transfers:
 
     def __init__(self, limits: Limits, traffic: Traffic) -> None:
         self._limits = limits
-        self._traffic = traffic
+        self.traffic = traffic
         self.slices = SliceTable()
         self._outboxes: dict[int, Outbox] = {}
         self._ready: set[int] = set()
@@ -51,9 +54,11 @@ class Transfers:
         """Request → its runs without all their answers."""
         self._next_run = 0
         self._flying_messages = 0
+        self._detours: list[Part] = []
+        """What may leave, and is summed with the pushes of other workers of this host."""
 
     def add_server(self, rank: int, is_near: bool) -> None:
-        """There is a server to send to; `is_near` if the way there is memory, though a socket's."""
+        """There is a server to send to, or a leader; `is_near` if the way there is memory, though a socket's."""
         self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes, is_near)
 
     def start(self, request: Transfer) -> None:
@@ -76,7 +81,48 @@ class Transfers:
             self._runs[run.number] = run
             part = self.slices.enter(run) if request.kind.pushes else Part(run)
             if part is not None:
-                self._add(part)
+                self._leave(part)
+
+    def _leave(self, part: Part) -> None:
+        """All slices of a run are on one server and of one store, so they go the same way."""
+        if part.run.kind.pushes and self.slices.detour[part.run.data.plan.ids[0]]:
+            self._detours.append(part)
+        else:
+            self.send_directly(part)
+
+    def send_directly(self, part: Part) -> None:
+        """This goes to its server."""
+        self._add(part.run.data.plan.server, part)
+
+    def send_ready(self, ready: Ready) -> None:
+        """This goes to a server as it is."""
+        self._outboxes[ready.server].add_ready(ready)
+        self._ready.add(ready.server)
+
+    def take_detours(self) -> list[Part]:
+        """What may leave and is summed on this host first."""
+        detours, self._detours = self._detours, []
+        return detours
+
+    def give_to_leader(self, part: Part) -> None:
+        """This goes to the leader, who answers for the server."""
+        self.slices.lend(part)
+        self._add(LEADER, part)
+
+    def handed_back(self, message: HandedBack) -> None:
+        """The leader does not push these."""
+        for run, begin, end in self._segments(message.runs):
+            positions = run.data.plan.positions
+            part = Part(run, sorted(positions[number] for number in message.ids[begin:end].tolist()))
+            self.slices.regain(part.ids)
+            self.send_directly(part)
+
+    def take_back(self) -> None:
+        """The leader has left: what it has not answered goes to the servers, who may have it in a sum."""
+        self._outboxes[LEADER].forget()
+        for number, positions in self.slices.take_lent().items():
+            run = self._runs[number]
+            self.send_directly(Part(run, sorted(run.data.plan.positions[one] for one in positions)))
 
     def take(self) -> Iterator[tuple[int, DataMessage, Credit]]:
         """Everything that may leave now: (server, message, credit)."""
@@ -97,6 +143,8 @@ class Transfers:
         """Copy values to where they are wanted; returns what is finished."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
+            if not run.kind.pulls:
+                continue  # another worker of this host wanted them
             positions = run.data.plan.places(message.ids[begin:end])
             if run.data.kept is not None:
                 run.data.kept.update(zip(positions, arrays[begin:end], strict=True))
@@ -105,12 +153,16 @@ class Transfers:
             for position, array in zip(positions, arrays[begin:end], strict=True):
                 # The one copy of a pulled value on this side: from the transport's memory into the user's.
                 sinks[position][...] = array
-            self._traffic.copied_out += sum([array.nbytes for array in arrays[begin:end]])
+            self.traffic.copied_out += sum([array.nbytes for array in arrays[begin:end]])
         return self.answered(message)
 
-    def refused(self, message: Refused) -> set[int]:
-        """The requests in which slices were refused, but for those that are answered key by key."""
-        return {run.request for run, _, _ in self._segments(message.runs) if not run.key_by_key}
+    def refused(self, message: Refused) -> dict[int, int]:
+        """The requests in which slices were refused, each with the server that keeps them."""
+        return {run.request: run.data.plan.server for run, _, _ in self._segments(message.runs)}
+
+    def pushed_stretches(self, runs: U32) -> list[tuple[int, int]]:
+        """The stretches of an answer that belong to pushes."""
+        return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
 
     def answered(self, message: Values | Counted | Refused) -> Finished:
         """These slices of these runs have their answer; returns what is finished."""
@@ -119,8 +171,9 @@ class Transfers:
         finished = Finished()
         for run, begin, end in self._segments(message.runs):
             if run.kind.pushes:
+                self.slices.regain(message.ids[begin:end])
                 for freed in self.slices.counted(message.ids[begin:end]):
-                    self._add(freed)
+                    self._leave(freed)
             if run.key_by_key:
                 plan = run.data.plan
                 finished.keys.append((run.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
@@ -140,7 +193,7 @@ class Transfers:
     @property
     def everything_arrived(self) -> bool:
         """Whether all that was ever submitted has been received by its server."""
-        waiting = self._flying_messages or self.slices.has_lines
+        waiting = self._flying_messages or self.slices.has_lines or self._detours
         return not waiting and all(outbox.is_empty for outbox in self._outboxes.values())
 
     def clear(self) -> None:
@@ -149,6 +202,7 @@ class Transfers:
         self._runs_left.clear()
         self._outboxes.clear()
         self._ready.clear()
+        self._detours.clear()
 
     def validate(self) -> None:
         """Check every invariant."""
@@ -160,8 +214,7 @@ class Transfers:
             assert outbox.flying_bytes >= 0
             assert rank in self._ready or outbox.take() is None, "what may leave has left"
 
-    def _add(self, part: Part) -> None:
-        rank = part.run.data.plan.server
+    def _add(self, rank: int, part: Part) -> None:
         self._outboxes[rank].add(part)
         self._ready.add(rank)
 

@@ -1,10 +1,23 @@
-"""How the loss of a process is put into words, alike wherever it is raised."""
+"""How the loss of a process, or the refusal of a request, becomes an exception, alike wherever it is raised."""
 
 from __future__ import annotations
 
-from kvdist.errors import PeerLostError
+from kvdist.errors import ConfigError, InitMismatch, KvdistError, OptimizerMismatch, PeerLostError, PushRefused
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Abort
+from kvdist.protocol.messages import Abort, ErrorCode
+
+_REFUSALS: dict[int, type[KvdistError]] = {
+    ErrorCode.INTERNAL: KvdistError,
+    ErrorCode.INIT_MISMATCH: InitMismatch,
+    ErrorCode.OPTIMIZER_MISMATCH: OptimizerMismatch,
+    ErrorCode.REFUSED: PushRefused,
+    ErrorCode.CONFIG: ConfigError,
+}
+
+
+def refusal(code: int, text: str) -> KvdistError:
+    """A request was refused, for the reason of this code."""
+    return _REFUSALS.get(code, KvdistError)(text)
 
 
 def lost(message: Abort) -> PeerLostError:
@@ -17,3 +30,9 @@ def scheduler_lost(endpoint: str, me: Member) -> PeerLostError:
     """The scheduler itself is gone; `me` noticed."""
     cause = "its connection closed and did not come back"
     return PeerLostError(f"scheduler (at {endpoint}) was lost: {cause}; noticed by {me}", "scheduler", endpoint, cause)
+
+
+def link_lost(member: Member, host: str, me: Member, reason: str) -> PeerLostError:
+    """`me` has lost its connection to `member` for good, and the scheduler has not said why."""
+    cause = f"its connection to {me} broke ({reason}) and did not come back, though the scheduler still sees it"
+    return PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)

@@ -13,46 +13,41 @@ from kvdist.config import Limits, stays_on_host
 from kvdist.core.effects import (
     NEVER,
     Answered,
-    Complete,
     Connect,
     Connected,
     Disconnected,
     Effect,
     Event,
     Fail,
+    Forget,
     Machine,
     Send,
     Stop,
 )
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
+from kvdist.core.neighbours import Neighbours
 from kvdist.core.outbox import Credit
+from kvdist.core.pending import Pending, PendingRequests
+from kvdist.core.policy import SYNC
 from kvdist.core.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
     Leave,
-    Pending,
     Register,
     Request,
     SetStoreOptimizer,
     Transfer,
 )
+from kvdist.core.shard import Allocate, ordinary_memory
 from kvdist.core.sharding import cut, row_length
 from kvdist.core.traffic import Traffic
-from kvdist.core.transfers import Finished, Transfers
-from kvdist.core.verdict import lost, scheduler_lost
-from kvdist.errors import (
-    BarrierTimeout,
-    ConfigError,
-    FencedError,
-    InitMismatch,
-    KvdistError,
-    OptimizerMismatch,
-    PeerLostError,
-    PushRefused,
-    StoreClosed,
-)
-from kvdist.nodes import Member, Role
+from kvdist.core.transfers import LEADER, Transfers
+from kvdist.core.verdict import link_lost, lost, refusal, scheduler_lost
+from kvdist.errors import BarrierTimeout, FencedError, KvdistError, StoreClosed
+from kvdist.kernels.interface import Kernels
+from kvdist.kernels.reference import REFERENCE
+from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
     Abort,
     Alive,
@@ -61,12 +56,13 @@ from kvdist.protocol.messages import (
     Counted,
     Declare,
     Done,
-    ErrorCode,
     Failed,
     Goodbye,
+    HandedBack,
     Message,
     Peer,
     Placed,
+    Push,
     Refused,
     Rejected,
     Roster,
@@ -78,17 +74,11 @@ from kvdist.protocol.messages import (
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""
 
+NEIGHBOUR_WAIT_S = 10.0
+"""The same for another worker of this host, which hangs up when it has left; the roster may say so late."""
+
 ASK_AGAIN_S = 1.0
 """How long the scheduler has to say who is missing at a barrier that is late."""
-
-ERRORS: dict[int, type[KvdistError]] = {
-    ErrorCode.INTERNAL: KvdistError,
-    ErrorCode.INIT_MISMATCH: InitMismatch,
-    ErrorCode.OPTIMIZER_MISMATCH: OptimizerMismatch,
-    ErrorCode.REFUSED: PushRefused,
-    ErrorCode.CONFIG: ConfigError,
-}
-
 
 class Worker(Machine):
     """The pure machine of a worker.
@@ -97,9 +87,20 @@ class Worker(Machine):
         introduction: who this process is.
         limits: sizes and times.
         now: the time.
+        local_reduce: whether the workers of a host sum their pushes before they cross the network: see `Neighbours`.
+        allocate: gives memory for such sums, and for values on their way to the other workers.
+        kernels: what sums.
     """
 
-    def __init__(self, introduction: Introduction, limits: Limits, now: float) -> None:
+    def __init__(
+        self,
+        introduction: Introduction,
+        limits: Limits,
+        now: float,
+        local_reduce: str = "off",
+        allocate: Allocate = ordinary_memory,
+        kernels: Kernels = REFERENCE,
+    ) -> None:
         self.limits = limits
         self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
         self.epoch = 0
@@ -109,12 +110,10 @@ class Worker(Machine):
         self.peers: tuple[Peer, ...] = ()
         self.traffic = Traffic()
         self.transfers = Transfers(limits, self.traffic)
+        self.neighbours = Neighbours(local_reduce, limits, self.transfers, kernels, allocate)
         self.failure: Exception | None = None
         """Why every request fails from now on."""
-        self._pending: dict[int, Pending] = {}
-        """In the order of the calls, so the first one is the oldest."""
-        self._timed: dict[int, Pending] = {}
-        """Those with a deadline."""
+        self._pending = PendingRequests()
         self._declared: dict[int, DeclareKeys] = {}
         self._barriers_passed: dict[int, int] = {}
         self._barrier_of: dict[int, Barrier] = {}
@@ -137,9 +136,9 @@ class Worker(Machine):
         """When `tick` should run next."""
         if self.failure is not None:
             return NEVER
-        requests = min((pending.due for pending in self._timed.values()), default=NEVER)
         links = min((due for due, _ in self._lost_links.values()), default=NEVER)
-        return min(self.joining.deadline, self._next_alive, requests, links)
+        requests, neighbours = self._pending.deadline, self.neighbours.deadline
+        return min(self.joining.deadline, self._next_alive, requests, links, neighbours)
 
     def submit(self, requests: Sequence[Request], now: float) -> list[Effect]:
         """Take calls of the user's thread, in order. Small transfers among them leave joined."""
@@ -151,23 +150,33 @@ class Worker(Machine):
                 effects.append(Fail(request.request, StoreClosed("this worker has left the cluster")))
             else:
                 effects += self._accept(request, now)
-        return effects + self._settle()
+        return effects + self._settle(now)
 
     def refuses(self, source: Member, message: Message) -> str | None:
-        """Listen to the scheduler and to the servers of the roster."""
-        if source == SCHEDULER_MEMBER or self.servers.get(source.node.rank) == source:
+        """Listen to the scheduler, to the servers of the roster, and to workers of this host that push together."""
+        if source == SCHEDULER_MEMBER or self._is_peer(source):
             return None
+        if self.neighbours.has_left(source):
+            return ""
         return f"{source} is not a server of {self.me}'s cluster"
 
+    def _is_peer(self, source: Member) -> bool:
+        return self.servers.get(source.node.rank) == source or self.neighbours.is_member(source)
+
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
-        """React to a message of the scheduler or of a server."""
+        """React to a message of the scheduler, of a server, or of a worker of this host."""
+        effects: list[Effect] = []
         match message:
-            case Values():
-                effects = self._finished(self.transfers.values(message))
-            case Counted():
-                effects = self._finished(self.transfers.answered(message))
-            case Refused():
-                effects = self._refused(message, sender)
+            case Values() | Counted() | Refused():
+                effects = self._answered(message)
+            case Push():
+                self.neighbours.pushed(sender, message, now)
+            case HandedBack():
+                self.transfers.handed_back(message)
+            case Goodbye():
+                self.neighbours.farewell(sender, message)
+            case Done() if sender.node.role is Role.WORKER:
+                self.neighbours.released()
             case Waiting():
                 effects = self._hinted(message, now)
             case Rejected(reason):
@@ -175,9 +184,7 @@ class Worker(Machine):
                 effects = self._fail_all(refusal)
             case _ if sender.node.role is Role.SCHEDULER:
                 effects = self._control(message, now)
-            case _:
-                effects = []
-        return effects + self._settle()
+        return effects + self._settle(now)
 
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection."""
@@ -188,8 +195,9 @@ class Worker(Machine):
                 if self.joining.welcomed:
                     self._next_alive = now
                     self._lost_links[member] = (now + self.limits.reconnect_grace_s, reason)
-            case Disconnected(member, reason) if not self._goodbye_said:
-                self._lost_links[member] = (now + self.limits.reconnect_grace_s + VERDICT_WAIT_S, reason)
+            case Disconnected(member, reason) if not self._goodbye_said and self._is_peer(member):
+                wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else VERDICT_WAIT_S
+                self._lost_links[member] = (now + self.limits.reconnect_grace_s + wait_s, reason)
             case Connected(member):
                 self._lost_links.pop(member, None)
             case _:
@@ -208,9 +216,10 @@ class Worker(Machine):
         if now >= self._next_alive:
             self._next_alive = now + self.limits.heartbeat_s
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
-        for pending in [pending for pending in self._timed.values() if now >= pending.due]:
+        for pending in [pending for pending in self._pending.timed if now >= pending.due]:
             effects += self._late(pending, now)
-        return effects
+        self.neighbours.tick(now)
+        return effects + self._settle(now)
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
         """Messages have arrived: their bytes are back in the window."""
@@ -219,12 +228,13 @@ class Worker(Machine):
         for token in tokens:
             assert isinstance(token, Credit)
             self.transfers.release(token)
-        return self._settle()
+            self.neighbours.arrived(token.members)
+        return self._settle(now)
 
     @property
     def waiting_since(self) -> float | None:
         """Since when the oldest request waits."""
-        oldest = next(iter(self._pending.values()), None)
+        oldest = self._pending.oldest
         return None if oldest is None else oldest.since
 
     def explain(self, now: float) -> str | None:
@@ -232,20 +242,24 @@ class Worker(Machine):
         joining = self.joining.explain(now)
         if joining is not None:
             return joining
-        if not self._pending:
+        oldest = self._pending.oldest
+        if oldest is None:
             return None
-        oldest = next(iter(self._pending.values()))
         text = f"{self.me}: {oldest.label} has waited {now - oldest.since:.1f} s"
         if self._hint is not None:
             names = ", ".join(self._named(rank) for rank in self._hint.ranks)
             return f"{text}; {self._hint.subject} lacks {names or 'an answer'}"
         servers = self.transfers.awaited_servers(oldest.request)
         awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
+        leader = self.neighbours.leader
+        if leader is not None and self.transfers.slices.has_lent:
+            awaited += f", through worker-{leader.node.rank} ({self._host(leader)}), which pushes for its host"
         return f"{text} for {awaited or 'the scheduler'}"
 
     def validate(self) -> None:
         """Check every invariant."""
         self.transfers.validate()
+        self.neighbours.validate()
 
     # Calls of the user.
 
@@ -267,9 +281,7 @@ class Worker(Machine):
                 self._open(request.request, "set_optimizer", now)
                 return [Send(SCHEDULER_MEMBER, Configure(request.request, request.store, request.description))]
             case EnterBarrier():
-                pending = self._open(request.request, "barrier", now)
-                if request.timeout_s is not None:
-                    self._set_deadline(pending, now + request.timeout_s)
+                self._open(request.request, "barrier", now, request.timeout_s)
                 counter = self._barriers_passed.get(request.store, 0)
                 barrier = Barrier(request.request, request.store, counter, request.statement)
                 self._barrier_of[request.request] = barrier
@@ -277,14 +289,10 @@ class Worker(Machine):
             case Leave():
                 return self._leave(request, now)
 
-    def _open(self, request: int, label: str, now: float) -> Pending:
-        pending = self._pending[request] = Pending(request, label, now)
+    def _open(self, request: int, label: str, now: float, timeout_s: float | None = None) -> Pending:
+        pending = self._pending.open(request, label, now, NEVER if timeout_s is None else now + timeout_s)
         self._hint = None if len(self._pending) == 1 else self._hint
         return pending
-
-    def _set_deadline(self, pending: Pending, due: float) -> None:
-        pending.due = due
-        self._timed[pending.request] = pending
 
     def _transfer(self, request: Transfer, now: float) -> list[Effect]:
         pending = self._open(request.request, request.label, now)
@@ -297,22 +305,28 @@ class Worker(Machine):
 
     def _leave(self, request: Leave, now: float) -> list[Effect]:
         self._leaving = request
-        pending = self._open(request.request, "leaving the cluster", now)
-        if request.failure:
-            self._set_deadline(pending, now + self.limits.farewell_s)
+        self.neighbours.stop_leading()
+        timeout_s = self.limits.farewell_s if request.failure else None
+        pending = self._open(request.request, "leaving the cluster", now, timeout_s)
         if self.failure is not None or not self.joining.complete:
             return [self._close(pending), Stop()]
         return []
 
-    def _settle(self) -> list[Effect]:
+    def _settle(self, now: float) -> list[Effect]:
         """Let everything leave that may."""
-        effects: list[Effect] = []
-        for server, message, credit in self.transfers.take():
-            effects.append(Send(self.servers[server], message, credit))
+        if self.failure is not None:
+            return []
+        effects = self.neighbours.settle(now)
+        for rank, message, credit in self.transfers.take():
+            leader = self.neighbours.leader
+            to = leader if rank == LEADER and leader is not None else self.servers[rank]
+            effects.append(Send(to, message, credit))
         leaving = self._leaving
-        if leaving is None or self._goodbye_said or self.failure is not None:
+        if leaving is None or self._goodbye_said:
             return effects
-        if leaving.failure or self.transfers.everything_arrived:
+        if not leaving.failure and self.transfers.everything_arrived:
+            effects += self.neighbours.leave(leaving.request)
+        if leaving.failure or (self.transfers.everything_arrived and self.neighbours.may_leave):
             self._goodbye_said = True
             effects.append(Send(SCHEDULER_MEMBER, Goodbye(leaving.request, leaving.failure)))
         return effects
@@ -334,7 +348,7 @@ class Worker(Machine):
                 pending = self._pending.get(message.request)
                 self._leave_barrier(message.request)
                 if pending is not None:
-                    pending.error = ERRORS.get(message.code, KvdistError)(message.reason)
+                    pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
             case Abort():
                 return self._fail_all(lost(message))
@@ -352,6 +366,10 @@ class Worker(Machine):
                 self.servers[rank] = peer.member
                 self.transfers.add_server(rank, stays_on_host(peer.endpoint))
                 effects.append(Connect(peer.member, peer.endpoint))
+        for effect in self.neighbours.roster(self.me, self.peers):
+            if isinstance(effect, Forget):
+                self._lost_links.pop(effect.member, None)
+            effects.append(effect)
         return effects + self._registered()
 
     def _registered(self) -> list[Effect]:
@@ -369,6 +387,10 @@ class Worker(Machine):
             where = (home, len(self.servers), first, placement.slice_bytes, row_length(shape))
             slices = cut(math.prod(shape), dtype.itemsize, *where)
             self.transfers.slices.grow(slices[-1].number + 1)
+            if declared.mode == SYNC.name:  # what is applied one by one is not summed on the way
+                sums = self.neighbours.sums
+                detours = [piece.number for piece in slices if sums(piece.server, piece.count * dtype.itemsize)]
+                self.transfers.slices.detour[detours] = True
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver))
         return [self._close(self._pending[message.request], tuple(infos))]
 
@@ -390,32 +412,28 @@ class Worker(Machine):
 
     # Answers of servers.
 
-    def _refused(self, message: Refused, sender: Member) -> list[Effect]:
-        error = ERRORS.get(message.code, KvdistError)(f"{sender} refused: {message.reason}")
-        for request in self.transfers.refused(message):
-            self._pending[request].error = error
-        return self._finished(self.transfers.answered(message), error)
-
-    def _finished(self, finished: Finished, error: Exception | None = None) -> list[Effect]:
-        answered = [Answered(request, keys, error) for request, keys in finished.keys]
-        return [*answered, *(self._close(self._pending[request]) for request in finished.requests)]
+    def _answered(self, message: Values | Counted | Refused) -> list[Effect]:
+        effects = self.neighbours.passed_on(message, self.transfers.pushed_stretches(message.runs))
+        errors: dict[int, Exception] = {}
+        if isinstance(message, Refused):
+            for request, rank in self.transfers.refused(message).items():
+                errors[request] = refusal(message.code, f"{server(rank)} refused: {message.reason}")
+        transfers = self.transfers
+        finished = transfers.values(message) if isinstance(message, Values) else transfers.answered(message)
+        for request in errors.keys() - {request for request, _ in finished.keys}:
+            self._pending[request].error = errors[request]
+        effects += [Answered(request, keys, errors.get(request)) for request, keys in finished.keys]
+        return [*effects, *(self._close(self._pending[request]) for request in finished.requests)]
 
     # Ends.
 
     def _close(self, pending: Pending, result: object = None) -> Effect:
-        self._pending.pop(pending.request, None)
-        self._timed.pop(pending.request, None)
         self._hint = None
-        if pending.error is not None:
-            return Fail(pending.request, pending.error)
-        return Complete(pending.request, result)
+        return self._pending.close(pending, result)
 
     def _fail_rest(self, error: Exception) -> list[Effect]:
         self.transfers.clear()
-        effects: list[Effect] = [Fail(request, error) for request in self._pending]
-        self._pending.clear()
-        self._timed.clear()
-        return effects
+        return self._pending.fail_all(error)
 
     def _fail_all(self, error: Exception) -> list[Effect]:
         """Nothing can go on: fail what waits now and what will be asked later."""
@@ -431,14 +449,9 @@ class Worker(Machine):
             return self._done(self._leaving.request)
         if member == SCHEDULER_MEMBER:
             return self._fail_all(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))
-        cause = (
-            f"its connection to {self.me} broke ({reason}) and did not come back, though the scheduler still sees it"
-        )
-        host = self._host(member)
-        error = PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
         return [
             Send(SCHEDULER_MEMBER, Goodbye(0, f"lost its connection to {member} ({reason})")),
-            *self._fail_all(error),
+            *self._fail_all(link_lost(member, self._host(member), self.me, reason)),
         ]
 
     def _late(self, pending: Pending, now: float) -> list[Effect]:
@@ -459,7 +472,7 @@ class Worker(Machine):
         self._hint = hint
         asked = [
             pending
-            for pending in self._timed.values()
+            for pending in self._pending.timed
             if pending.asked and hint.subject == f"barrier {self._barrier_of[pending.request].counter}"
         ]
         return [self._barrier_timed_out(pending, hint.ranks, now) for pending in asked]

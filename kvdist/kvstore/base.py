@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from kvdist.errors import KvdistError
+from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 
@@ -37,7 +38,7 @@ UpdaterFunction: TypeAlias = Callable[[Key, Any, Any], None]
 """Called as ``fn(key, received, stored)``; changes `stored` in place."""
 
 
-class KVStore(abc.ABC):
+class KVStore(KVStoreBase):
     """Values by key, shared by the devices of a process and by the workers of a cluster.
 
     Every method that moves values raises `StoreClosed` after `close()`, `KeyNotInitialised` for a key without `init`,
@@ -64,6 +65,13 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def num_servers(self) -> int:
         """How many servers hold the values; 0 for stores within a process."""
+
+    @abc.abstractmethod
+    def num_dead_nodes(self) -> int:
+        """How many processes of the cluster are known to be lost; it asks nobody, and may be called after a loss.
+
+        The loss of one ends the job, so it is 0 as long as calls succeed. Workers that left by `close` are not lost.
+        """
 
     @abc.abstractmethod
     def init(self, key: Keys, value: Value) -> None:
@@ -216,6 +224,38 @@ class KVStore(abc.ABC):
 
         Raises:
             InitMismatch: they are not all the same. Every worker gets it, and it names who said what.
+        """
+
+    @abc.abstractmethod
+    def average(self, value: Any, *, counts: bool = True) -> Any:
+        """The mean of a number or an array over the workers: of a loss, say, or of an accuracy.
+
+        Every worker calls it, with the same shape and dtype, and waits for the others. It has nothing to do with the
+        keys of the store, or with its optimizer.
+
+        Args:
+            value: a number, a NumPy array, or a torch tensor. Integers are averaged as float64, booleans too.
+            counts: whether this worker's value takes part. A worker that has nothing to say, because it had no
+                examples, gives any value of the right shape and False. If nobody's takes part, the result is NaN.
+
+        Returns:
+            A float for a number, else a new array or tensor of the kind and shape of `value`.
+
+        Raises:
+            InitMismatch: workers gave different shapes or dtypes; it names who gave what.
+        """
+
+    @abc.abstractmethod
+    def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
+        """New arrays like these with the values of rank 0; every worker calls it, with the same shapes and dtypes.
+
+        It has nothing to do with the keys of the store, or with its optimizer.
+
+        Args:
+            values: NumPy arrays or torch tensors of the types of `kvdist.dtypes`; only rank 0's are read.
+
+        Raises:
+            InitMismatch: workers gave different shapes or dtypes; it names who gave what.
         """
 
     @abc.abstractmethod

@@ -20,9 +20,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvdist.config import ClusterConfig, host_name, kernels_from_env
+from kvdist.config import ClusterConfig, host_name, kernels_from_env, tcp_endpoint, without_effect
 from kvdist.core.joining import Introduction
-from kvdist.core.requests import Leave, Register, Request
+from kvdist.core.requests import Leave, Register, Request, RunPlan
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.core.traffic import Traffic
@@ -32,6 +32,7 @@ from kvdist.kernels.choice import choose
 from kvdist.mailbox import Finish
 from kvdist.node import Node, run_together
 from kvdist.nodes import Role
+from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.memory import Memory, OrdinaryMemory
 from kvdist.transport.opening import open_transport
@@ -119,6 +120,18 @@ class Cluster:
         member = self._worker.servers.get(server_rank)
         return member is not None and self.node.shares_memory_with(member)
 
+    def reads_pushes(self, run: RunPlan) -> bool:
+        """Whether a push of this run is read where it lies in `memory`: by its server, or by who sums for this host."""
+        neighbours = self._worker.neighbours
+        if not neighbours.sums(run.server, run.nbytes if len(run.ids) == 1 else 0):
+            return self.shares_memory(run.server)
+        leader = neighbours.leader
+        return neighbours.follows and leader is not None and self.node.shares_memory_with(leader)
+
+    def shows_results(self, server_rank: int) -> bool:
+        """Whether this server answers a push itself, by values that can be read where they lie."""
+        return server_rank not in self._worker.neighbours.detoured and self.shares_memory(server_rank)
+
     @property
     def has_left(self) -> bool:
         """Whether this membership is over."""
@@ -158,6 +171,8 @@ class Membership:
             cluster = _embedded() if config is None else _joined(config)
             cluster.start()
             self._present = cluster
+            for sentence in without_effect() if cluster.rank == 0 else ():
+                LOG.warning(sentence)
             return cluster
 
     def leave_at_exit(self) -> None:
@@ -201,10 +216,25 @@ def _joined(config: ClusterConfig) -> Cluster:
             f"DMLC_ROLE is {config.role}, but only workers create stores; start this process with"
             " `python -m kvdist` instead of your script"
         )
-    machine = Worker(introduction(config, "", config.scheduler_endpoint), config.limits, time.monotonic())
     transport, memory = open_transport(config)
+    endpoint = "" if isinstance(memory, OrdinaryMemory) else _endpoint_for_neighbours(config, transport)
+    introduced = introduction(config, endpoint, config.scheduler_endpoint)
+    machine = Worker(introduced, config.limits, time.monotonic(), config.local_reduce, memory.allocate)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
     return Cluster(config, node, memory, node.run)
+
+
+def _endpoint_for_neighbours(config: ClusterConfig, transport: Transport) -> str:
+    """Where other workers of this host reach this one, if it is to sum for them; '' for nowhere."""
+    if config.local_reduce == "off" or config.num_workers == 1:
+        return ""
+    try:
+        return transport.bind(tcp_endpoint("127.0.0.1", 0))
+    except ConfigError as error:
+        if config.local_reduce == "on":
+            raise
+        LOG.info("this worker does not sum for others of its host: %s", error)
+        return ""
 
 
 def _embedded() -> Cluster:

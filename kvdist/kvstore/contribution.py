@@ -11,7 +11,7 @@ from kvdist.core.requests import RunData, RunPlan
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore.handed import Given
 from kvdist.kvstore.settings import Settings, used_settings
-from kvdist.kvstore.staging import Buffers, Shares, Staging
+from kvdist.kvstore.staging import Buffers, Reads, Staging
 from kvdist.protocol.messages import U8, Flag
 
 SAMPLES_MAX = (1 << 32) - 1
@@ -51,7 +51,7 @@ def contribute(
     terms: Terms,
     kernels: Kernels,
     lent: Sequence[memoryview | None],
-    shares: Shares,
+    reads: Reads,
 ) -> Contribution:
     """Lay out the arrays of a push.
 
@@ -62,7 +62,7 @@ def contribute(
         terms: how the push counts.
         kernels: what sums over devices.
         lent: per run the caller's own memory that is sent, or None.
-        shares: whether the server of a rank shares memory with this process.
+        reads: whether whoever a run is sent to shares memory with this process.
     """
     plan, bits = staging.plan, given.bits
     distinct, setting_of_key = settings
@@ -79,7 +79,7 @@ def contribute(
     runs = []
     for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
         own, index = used_settings(distinct, None if setting_of_key is None else setting_of_key[run.key_of])
-        runs.append(RunData(run, payload, (), run_flags, own, index, samples=terms.samples, stays=shares(run.server)))
+        runs.append(RunData(run, payload, (), run_flags, own, index, samples=terms.samples, stays=reads(run)))
     return Contribution(staging, runs, buffers)
 
 

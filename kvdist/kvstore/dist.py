@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.core.policy import Policy
+from kvdist.core.policy import SYNC, Policy
 from kvdist.core.requests import (
     Bits,
     DeclareKeys,
@@ -31,10 +31,11 @@ from kvdist.core.requests import (
     Plan,
     Request,
     RunData,
+    RunPlan,
     SetStoreOptimizer,
     Transfer,
 )
-from kvdist.errors import OptimizerMismatch, StoreClosed
+from kvdist.errors import OptimizerMismatch, PeerLostError, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -45,7 +46,8 @@ from kvdist.kvstore.gathering import PLAIN, SMALL_BYTES_MAX, Gatherings, is_smal
 from kvdist.kvstore.handed import Given, Taken, cut, given, named, plain_one, taken
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.settings import Setting, gathered, setting_of, settings_of
-from kvdist.kvstore.staging import Lending, Staging, Stagings, lend, reaches_another
+from kvdist.kvstore.staging import Lending, Reads, Shares, Staging, Stagings, lend, reaches_another
+from kvdist.kvstore.together import Together
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.views import Views
 from kvdist.mailbox import Finish
@@ -73,11 +75,16 @@ class DistStore(KVStore):
         self._number = cluster.open_store()
         self._keys = KeyTable()
         self._stagings = Stagings(cluster.config.limits.slice_bytes, cluster.memory, cluster.traffic)
+        # Only what waits for everybody's pushes is summed on the way to a server.
+        is_summed = policy.close is None
+        self._reads_pushes: Reads = cluster.reads_pushes if is_summed else self._is_read_by_server
+        self._shows_results: Shares = cluster.shows_results if is_summed else cluster.shares_memory
         self._optimizer: Optimizer | None = None
         self._barrier_lock = threading.Lock()
         self._closed = False
         self._errors: deque[BaseException] = deque()
         """Of pushes that nobody waited for."""
+        self._together = Together(lambda: DistStore("dist", SYNC, cluster, kernels))
         node = cluster.node
         self._gatherings = Gatherings(
             self._lay_out,
@@ -110,6 +117,10 @@ class DistStore(KVStore):
     def num_servers(self) -> int:
         """How many servers keep the values."""
         return self._cluster.config.num_servers
+
+    def num_dead_nodes(self) -> int:
+        """How many processes are known to be lost; the loss of one ends the job. See `KVStore.num_dead_nodes`."""
+        return int(isinstance(self._cluster.node.failure, PeerLostError))
 
     def init(self, key: Keys, value: Value) -> None:
         """Agree on keys with all workers; rank 0's values win. See `KVStore.init`."""
@@ -264,7 +275,7 @@ class DistStore(KVStore):
         if out is not None and lending is not Lending.NOTHING and reaches_another(contribution.bits, places.results):
             lending = Lending.NOTHING
         own = self._contribute(contribution, terms, lending)
-        views = Views(own.staging.plan, self._cluster.shares_memory) if hold else None
+        views = Views(own.staging.plan, self._shows_results) if hold else None
         runs = [
             views.keeping(run)
             if views is not None and views.keeps(run.plan)
@@ -331,6 +342,16 @@ class DistStore(KVStore):
         with self._barrier_lock:
             self._ask(lambda number: EnterBarrier(number, self._number, None, statement))
 
+    def average(self, value: Any, *, counts: bool = True) -> Any:
+        """The mean over the workers. See `KVStore.average`."""
+        self._require_usable()
+        return self._together.average(value, counts)
+
+    def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
+        """What rank 0 has. See `KVStore.from_rank_0`."""
+        self._require_usable()
+        return self._together.from_rank_0(values)
+
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
         """Let the servers update the values. See `KVStore.set_optimizer`."""
         self._require_usable()
@@ -369,6 +390,7 @@ class DistStore(KVStore):
         if self._closed:
             return
         self._closed = True
+        self._together.close()
         self._cluster.stores_open -= 1
         if self._cluster.stores_open == 0:
             self._cluster.leave()
@@ -417,28 +439,32 @@ class DistStore(KVStore):
     def _lay_out(self, handed: Given, terms: Terms, settings: Sequence[Setting]) -> Contribution:
         staging = self._staging(handed.infos)
         lent: list[memoryview | None] = [None] * len(staging.plan.runs)
-        shares = self._cluster.shares_memory
-        return contribute(staging, handed, gathered(settings), terms, self._kernels, lent, shares)
+        return contribute(staging, handed, gathered(settings), terms, self._kernels, lent, self._reads_pushes)
+
+    def _is_read_by_server(self, run: RunPlan) -> bool:
+        return self._cluster.shares_memory(run.server)
 
     def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
         return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
 
     def _contribute(self, contribution: Given, terms: Terms, lending: Lending) -> Contribution:
         staging = self._staging(contribution.infos)
-        lent = self._lent(staging.plan, contribution.bits, lending)
-        settings, shares = settings_of(staging.plan, self._optimizer), self._cluster.shares_memory
-        return contribute(staging, contribution, settings, terms, self._kernels, lent, shares)
+        settings, reads = settings_of(staging.plan, self._optimizer), self._reads_pushes
+        lent = self._lent(staging.plan, contribution.bits, lending, reads)
+        return contribute(staging, contribution, settings, terms, self._kernels, lent, reads)
 
-    def _lent(self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending) -> list[memoryview | None]:
-        cluster = self._cluster
-        return [lend(run, bits, lending, cluster.shares_memory, cluster.memory) for run in plan.runs]
+    def _lent(
+        self, plan: Plan, bits: Sequence[Sequence[Bits]], lending: Lending, reads: Reads
+    ) -> list[memoryview | None]:
+        return [lend(run, bits, lending, reads, self._cluster.memory) for run in plan.runs]
 
     def _give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
         staging = self._staging([self._keys[one] for one, _ in given])
         arrays = [[values.read_bits(array)] for _, array in given]
         # The caller waits, so its own memory is sent where it can be.
-        payloads, _ = staging.fill(arrays, self._kernels, self._lent(staging.plan, arrays, Lending.EVERYTHING))
+        lent = self._lent(staging.plan, arrays, Lending.EVERYTHING, self._is_read_by_server)
+        payloads, _ = staging.fill(arrays, self._kernels, lent)
         runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
         label = f"init of {named(staging.plan.keys)}"
         self._ask(lambda number: Transfer(number, kind, label, runs))

@@ -21,6 +21,7 @@ from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
+from kvdist.kvstore.together import as_averaged, as_given, like
 from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
@@ -73,6 +74,10 @@ class LocalStore(KVStore):
     @property
     def num_servers(self) -> int:
         """0: the values are in this process."""
+        return 0
+
+    def num_dead_nodes(self) -> int:
+        """0: there is nobody else."""
         return 0
 
     def init(self, key: Keys, value: Value) -> None:
@@ -175,6 +180,22 @@ class LocalStore(KVStore):
     def agree(self, statement: str) -> None:
         """Nobody to agree with."""
         self._require_open()
+
+    def average(self, value: Any, *, counts: bool = True) -> Any:
+        """A copy of the value; see `KVStore.average`."""
+        self._require_open()
+        array = as_averaged(value)
+        if not counts:
+            array[...] = float("nan")
+        return as_given(value, array)
+
+    def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
+        """Copies of the values; see `KVStore.from_rank_0`."""
+        self._require_open()
+        copies = [like(value) for value in values]
+        for copy, value in zip(copies, values, strict=True):
+            copy[...] = value
+        return copies
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
         """Update the values with this optimizer from now on; see `KVStore.set_optimizer`."""

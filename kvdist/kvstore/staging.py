@@ -32,6 +32,9 @@ PAIRS_COMPARED_MAX = 1 << 20
 Shares = Callable[[int], bool]
 """Whether the server of a rank shares memory with this process."""
 
+Reads = Callable[[RunPlan], bool]
+"""Whether whoever a run is sent to reads it where it lies."""
+
 Buffers = list["RunBuffer | None"]
 """One for each run of a plan that needed one."""
 
@@ -160,7 +163,7 @@ class Lending(enum.Enum):
 
 
 def lend(
-    run: RunPlan, arrays: Sequence[Sequence[Bits]], lending: Lending, shares: Shares, memory: Memory
+    run: RunPlan, arrays: Sequence[Sequence[Bits]], lending: Lending, reads: Reads, memory: Memory
 ) -> memoryview | None:
     """The caller's own memory as the payload of a run; None where it has to be copied first.
 
@@ -171,7 +174,7 @@ def lend(
         run: the run.
         arrays: per key of the plan its contributions as bits.
         lending: what may be lent.
-        shares: whether the server of this rank shares memory with this process.
+        reads: whether whoever it is sent to shares memory with this process.
         memory: what would be shared.
     """
     if lending is Lending.NOTHING or len(run.pieces) > 1 or run.nbytes < ALONE_BYTES_MIN:
@@ -182,7 +185,7 @@ def lend(
         return None
     bytes_ = parts[0][piece.start : piece.stop].view(np.uint8)
     if len(bytes_) < run.nbytes or not (
-        memory.owns(bytes_) or (lending is Lending.EVERYTHING and not shares(run.server))
+        memory.owns(bytes_) or (lending is Lending.EVERYTHING and not reads(run))
     ):
         return None
     return bytes_.data

@@ -79,6 +79,8 @@ class Flag(enum.IntFlag):
     """Divide the sum by the number of contributions."""
     HOLD = 8
     """The value that answers is read where it lies, until the next one of this slice has been received."""
+    CARRIED = 16
+    """Only in a joined push: it is in the sum that another row of its slice carries, and has no bytes of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +121,7 @@ class Hello:
     host: str
     pid: int
     endpoint: str
-    """Where a server accepts workers; empty for a worker."""
+    """Where a server accepts workers, or a worker the others of its host; empty for a worker that sums alone."""
     num_workers: int
     num_servers: int
     version: str
@@ -279,7 +281,7 @@ class Barrier:
     statement: str
 
 
-# Data: between workers and servers, no scheduler involved.
+# Data: between workers and servers, and workers of one host. No scheduler involved.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,7 +297,7 @@ class InitValues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
-    """Worker → server: contributions to slices; with `pull`, the new values are wanted back."""
+    """Worker → server, or the worker that sums for its host: contributions; with `pull`, the new values are wanted."""
 
     KIND: ClassVar[int] = 21
     SEQUENCED: ClassVar[bool] = True
@@ -376,6 +378,40 @@ class ReplaceValues:
     arrays: Arrays
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedPush:
+    """Worker → server: contributions of several workers of the sender's host, summed there. One answer per slice.
+
+    The columns are those of `Push`, one row per slice and worker. The rows of a slice stand together, by rank, the
+    sender's among them; `runs` repeats the sender's own run, under which it is answered.
+    """
+
+    KIND: ClassVar[int] = 27
+    SEQUENCED: ClassVar[bool] = True
+    pull: bool
+    runs: U32
+    ids: U32
+    ranks: U32
+    """Whose contribution a row is."""
+    steps: U32
+    versions: U32
+    samples: U32
+    flags: U8
+    settings: tuple[tuple[float, float, float], ...]
+    setting_of: U8
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HandedBack:
+    """Worker that sums for its host → worker of that host: send these contributions to the server yourself."""
+
+    KIND: ClassVar[int] = 28
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+
+
 # Life and death.
 
 
@@ -411,7 +447,10 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """Worker → scheduler: I leave. With a `failure` the job cannot go on. Answered by `Done`."""
+    """Worker → scheduler: I leave. With a `failure` the job cannot go on. Answered by `Done`.
+
+    Before that, to the worker that sums for its host: nothing of mine may be with you alone. Answered likewise.
+    """
 
     KIND: ClassVar[int] = 33
     SEQUENCED: ClassVar[bool] = True
@@ -442,32 +481,10 @@ class Stop:
 
 
 Message = (
-    Hello
-    | Welcome
-    | Rejected
-    | Roster
-    | Declare
-    | Placed
-    | Assign
-    | Configure
-    | SetOptimizer
-    | Done
-    | Failed
-    | Barrier
-    | InitValues
-    | ReplaceValues
-    | Push
-    | Pull
-    | Values
-    | Counted
-    | Refused
-    | Alive
-    | Ack
-    | Waiting
-    | Goodbye
-    | Abort
-    | Stop
-)
+    Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
+    | Barrier | InitValues | ReplaceValues | Push | Pull | Values | Counted | Refused | JoinedPush | HandedBack
+    | Alive | Ack | Waiting | Goodbye | Abort | Stop
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ MAGIC = b"KVDI"
 VERSION = 1
 
 _ENVELOPE = struct.Struct("<4sBBHIIIIQQQQIB3s")
-_EMPTY = int(Flag.EMPTY)
+_EMPTY, _CARRIED = int(Flag.EMPTY), int(Flag.CARRIED)
 _FLAGS_KNOWN = int(Flag.EMPTY | Flag.DELTA | Flag.AVERAGE | Flag.HOLD)
 _OUTCOME_MAX = int(max(Outcome))
 
@@ -270,6 +270,15 @@ def _check_init_values(message: messages.InitValues | messages.ReplaceValues, li
 
 
 def _check_push(message: messages.Push, limits: WireLimits) -> None:
+    _check_contributions(message, _FLAGS_KNOWN, limits)
+
+
+def _check_joined_push(message: messages.JoinedPush, limits: WireLimits) -> None:
+    _same_length((message.ids, message.ranks))
+    _check_contributions(message, _FLAGS_KNOWN | _CARRIED, limits)
+
+
+def _check_contributions(message: messages.Push | messages.JoinedPush, known: int, limits: WireLimits) -> None:
     m, arrays, flags = message, message.arrays, message.flags
     count = _same_length(
         (m.runs, m.ids, m.steps, m.versions, m.samples, flags, m.setting_of, arrays.dtypes, arrays.counts)
@@ -278,10 +287,11 @@ def _check_push(message: messages.Push, limits: WireLimits) -> None:
     if len(m.settings) > limits.settings_max:
         raise ProtocolError(f"{len(m.settings)} settings, where {limits.settings_max} are allowed")
     present = int(np.bitwise_or.reduce(flags))
-    if present & ~_FLAGS_KNOWN:
-        raise ProtocolError(f"unknown flags {present & ~_FLAGS_KNOWN}")
-    if present & _EMPTY and (arrays.counts[flags & _EMPTY != 0] != 0).any():
-        raise ProtocolError("an empty contribution has elements")
+    if present & ~known:
+        raise ProtocolError(f"unknown flags {present & ~known}")
+    bare = _EMPTY | _CARRIED
+    if present & bare and (arrays.counts[flags & bare != 0] != 0).any():
+        raise ProtocolError("an empty or carried contribution has elements")
     if any(math.isinf(number) for setting in m.settings for number in setting):
         raise ProtocolError("a learning rate, weight decay or scale is infinite")
     if m.setting_of.max() >= len(m.settings):
@@ -306,7 +316,7 @@ def _check_counted(message: messages.Counted, limits: WireLimits) -> None:
     _check_outcomes(message.outcomes)
 
 
-def _check_refused(message: messages.Refused, limits: WireLimits) -> None:
+def _check_refused(message: messages.Refused | messages.HandedBack, limits: WireLimits) -> None:
     _check_slices(_same_length((message.runs, message.ids)), limits)
 
 
@@ -360,6 +370,10 @@ _kind(messages.InitValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arra
 _kind(messages.ReplaceValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.Push, _check_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
       samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
+_kind(messages.JoinedPush, _check_joined_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, ranks=_NUMBERS,
+      steps=_NUMBERS, versions=_NUMBERS, samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS,
+      setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
+_kind(messages.HandedBack, _check_refused, runs=_NUMBERS, ids=_NUMBERS)
 _kind(messages.Pull, _check_pull, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS)
 _kind(messages.Values, _check_values, runs=_NUMBERS, ids=_NUMBERS, versions=_NUMBERS, outcomes=_OCTETS,
       arrays=_ARRAYS)  # fmt: skip

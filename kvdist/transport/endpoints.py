@@ -9,8 +9,7 @@ import socket
 import stat
 
 from kvdist.errors import ConfigError
-
-HOST_MARK = ";shm="
+from kvdist.nodes import HOST_MARK
 
 
 def with_host(endpoint: str, host: str) -> str:

@@ -13,13 +13,15 @@ from unittest import mock
 import pytest
 
 from kvdist.core.group import Group, GroupBuffer, GroupPull, GroupPush
+from kvdist.core.host_sum import HostRound, HostSum
 from kvdist.core.outbox import Part
 from kvdist.core.reliable import Link, Reliable
 from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
 from kvdist.core.slices import SliceTable
+from kvdist.core.transfers import LEADER, Transfers
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Push
-from tests.simulation import SCENARIOS, STORM, SimulationError, run
+from tests.simulation import IMPATIENT, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
 
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "10"))
 """Seeds per scenario; `python -m tests.simulation --seeds N` runs more."""
@@ -31,6 +33,13 @@ FAULTS = {
     "storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "async storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "leaver in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "hosts in cuts": ("cut", "lost in a cut"),
+    "hosts in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "leader leaves in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "killed leader": ("crash",),
+    "killed follower": ("crash",),
+    "paused follower": ("pause",),
+    "paused leader": ("pause",),
     "killed worker": ("crash",),
     "killed server": ("crash",),
     "killed scheduler": ("crash",),
@@ -39,8 +48,20 @@ FAULTS = {
 }
 """Scenario → the faults that must have struck, or it has shown nothing."""
 
-USED = ("held", "Push in several frames", "Values in several frames")
-"""What each scenario must exercise; those in which nobody is hit, rounds of groups too."""
+USED = ("Push in several frames", "Values in several frames")
+
+
+def used_in(scenario: Scenario) -> Iterator[str]:
+    """What a scenario must exercise, or it has shown nothing."""
+    yield from USED
+    if scenario.holds:
+        yield "held"
+    if scenario.hosts is None and not scenario.victim:
+        yield "round of a group"  # sums of hosts do not go into groups
+    if scenario.hosts is not None and scenario.mode == "sync":
+        yield "summed on a host"
+    if scenario.hosts is not None and (scenario.leaver == 0 or scenario.limits in (IMPATIENT, PROMPT)):
+        yield "handed back"
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -54,8 +75,7 @@ def test_every_request_is_answered_and_every_weight_is_exact(name: str) -> None:
         used += result.used
         reads += result.reads
     assert reads > 0
-    assert all(used[kind] > 0 for kind in USED), f"not everything was exercised: {used}"
-    assert used["round of a group"] > 0 or SCENARIOS[name].victim
+    assert all(used[kind] > 0 for kind in used_in(SCENARIOS[name])), f"not everything was exercised: {used}"
     assert all(happened[kind] > 0 for kind in FAULTS.get(name, ())), f"not every fault struck: {happened}"
     if name not in FAULTS:
         assert not happened.keys() - {"lost in a cut"}, "what is under way to a process that ends well is lost too"
@@ -166,6 +186,18 @@ def forgets_the_line(self: SliceTable, run: Any) -> Part:
     return Part(run)
 
 
+def hands_back_what_it_forwards(self: HostSum, host_round: HostRound) -> None:
+    ORIGINAL_COMPLETE(self, host_round)
+    for share in host_round.shares.values():
+        self._return(host_round.number, share)
+
+
+def says_nothing_again(self: Transfers) -> None:
+    """The leader has left, and its followers wait for its answers."""
+    self._outboxes[LEADER].forget()
+
+
+ORIGINAL_COMPLETE = HostSum._complete
 ORIGINAL_SEQUENCE = Reliable._sequence
 ORIGINAL_ACKNOWLEDGE = Reliable._acknowledge
 ORIGINAL_ENTER = SliceTable.enter
@@ -188,6 +220,11 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "held buffers are written": ("async", [(Shard, "hold", holds_nothing)]),
     "held buffers are written before their successor is there": ("async storm", [(Shard, "hold", lets_go_too_early)]),
     "a pull does not wait for its own pushes": ("calm", [(Shard, "_satisfies", forgets_the_step)]),
+    "what was forwarded is handed back": ("one host", [(HostSum, "_complete", hands_back_what_it_forwards)]),
+    "followers do not push again when the leader has left": (
+        "leader leaves one host",
+        [(Transfers, "take_back", says_nothing_again)],
+    ),
     "two pushes of a slice are under way": ("calm", [(SliceTable, "enter", forgets_the_line)]),
 }
 

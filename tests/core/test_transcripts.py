@@ -66,9 +66,9 @@ class Player:
         self.wired = Wired(workers, servers, form=False)
 
     def _form(self, words: list[str]) -> None:
-        """A cluster that has joined already, and said its acknowledgements."""
-        workers, servers = map(int, words)
-        self.wired = Wired(workers, servers)
+        """A cluster that has joined already, and said its acknowledgements. A letter for each worker tells its host."""
+        workers, servers = map(int, words[:2])
+        self.wired = Wired(workers, servers, hosts=[*"".join(words[2:])], local_reduce="on")
         self.wired.advance(0.1)
         self.wired.log.clear()
 
@@ -128,4 +128,4 @@ def test_the_cluster_still_talks_as_it_is_written(path: Path) -> None:
 
 
 def test_there_are_transcripts() -> None:
-    assert {"joining", "a_round", "a_killed_worker"} <= {path.stem for path in FILES}
+    assert {"joining", "a_round", "a_killed_worker", "one_push_per_host"} <= {path.stem for path in FILES}

@@ -50,7 +50,7 @@ from kvdist.core.server import Server
 from kvdist.core.worker import Worker
 from kvdist.dtypes import DType, from_name
 from kvdist.kernels.reference import REFERENCE
-from kvdist.nodes import Member, Role
+from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.optimizer.registry import create
 from kvdist.protocol.layout import views
 from kvdist.protocol.messages import Flag, Message, Packet
@@ -73,7 +73,14 @@ class Wired:
         form: bool = True,
         bigarray_bound: int = 1_000_000,
         server_host: str = "host-{rank}",
+        hosts: Sequence[str] = (),
+        local_reduce: str = "auto",
+        servers_on: str = "elsewhere",
     ) -> None:
+        self.hosts = hosts
+        """Per worker the host whose processes can share its memory."""
+        self.servers_on = servers_on
+        self.local_reduce = local_reduce
         self.now = 0.0
         self.server_host = server_host
         self.limits = limits or Limits()
@@ -270,6 +277,10 @@ class Wired:
         token = (1000 if role is Role.SERVER else 2000) + rank
         self._addresses[role, token] = f"{role}-{rank}"
         endpoint = f"tcp://{self.server_host.format(rank=rank)}:9000" if role is Role.SERVER else ""
+        if role is Role.SERVER and self.hosts:
+            endpoint += f"{HOST_MARK}{self.servers_on}.{rank}"
+        if role is Role.WORKER and self.hosts:
+            endpoint = f"tcp://127.0.0.1:{9100 + rank}{HOST_MARK}{self.hosts[rank]}.{100 + rank}"
         scheduler = "tcp://host-s:1"
         return Introduction(
             role, token, rank, f"host-{rank}", 100 + rank, endpoint, num_workers, num_servers, __version__, scheduler
@@ -282,7 +293,8 @@ class Wired:
         return machine
 
     def _worker(self, rank: int, num_workers: int, num_servers: int) -> Worker:
-        machine = Worker(self._introduction(Role.WORKER, rank, num_workers, num_servers), self.limits, 0.0)
+        introduction = self._introduction(Role.WORKER, rank, num_workers, num_servers)
+        machine = Worker(introduction, self.limits, 0.0, self.local_reduce)
         self.processes[f"worker-{rank}"] = Reliable(machine, JOB)
         return machine
 

@@ -78,7 +78,9 @@ class Job:
     """What is to be done.
 
     optimizer: None, ``test`` (w += g) or ``sgd`` with learning rate 1 (w -= g).
-    leaver_rounds: after how many rounds the last worker leaves; None = with all others.
+    leaver_rounds: after how many rounds one worker leaves; None = with all others.
+    leaver: which one; None = the last.
+    holds: whether results are read where servers keep them now and then.
     """
 
     num_workers: int
@@ -86,10 +88,13 @@ class Job:
     mode: str = "sync"
     optimizer: str | None = None
     leaver_rounds: int | None = None
+    leaver: int | None = None
+    holds: bool = True
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
-        leaves_early = self.leaver_rounds is not None and rank == self.num_workers - 1
+        leaver = self.num_workers - 1 if self.leaver is None else self.leaver
+        leaves_early = self.leaver_rounds is not None and rank == leaver
         return self.leaver_rounds if leaves_early and self.leaver_rounds is not None else self.rounds
 
 
@@ -287,7 +292,7 @@ class User:
                 self._sums[name] = self._sums.get(name, 0) + grad
         reading = self._reading(infos)
         payloads = [_payload(run, plan.keys, grads) for run in plan.runs]
-        holds = pull and self.random.random() < (0.05 if names == list(TOGETHER) else 0.5)
+        holds = pull and self.job.holds and self.random.random() < (0.05 if names == list(TOGETHER) else 0.5)
         stays = self.random.random() < 0.5
         hold = int(Flag.HOLD) if holds else 0
         runs = [

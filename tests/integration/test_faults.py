@@ -58,6 +58,7 @@ def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
         assert "was lost" in process.text and "the call returned" not in process.text
         if name.startswith("worker"):
             assert codes[name] == 1 and "PeerLostError: " in process.text
+            assert "1 is known to be lost" in process.text
             host = f"tcp://{HOST}:{job.port}" if victim == "scheduler" else socket.gethostname()
             assert process.lines_with(f"lost {victim!r} on {host!r}: "), job.transcript()
             assert process.lines_with("lost again: "), "the next call fails alike"

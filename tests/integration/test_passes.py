@@ -80,22 +80,25 @@ def node_of(config: ClusterConfig) -> tuple[Node, object]:
         sockets.bind(config.scheduler_endpoint)
         return Node(Scheduler(config, now), sockets, config.job_tag, 10.0), None
     transport, memory = open_transport(config)
-    endpoint = transport.bind(tcp_endpoint(HOST, 0)) if config.role is Role.SERVER else ""
+    is_dialled = config.role is Role.SERVER or config.local_reduce == "on"
+    endpoint = transport.bind(tcp_endpoint(HOST, 0)) if is_dialled else ""
     introduced = introduction(config, endpoint, config.scheduler_endpoint)
     machine: Server | Worker = (
         Server(introduced, config.limits, REFERENCE, now, memory.allocate)
         if config.role is Role.SERVER
-        else Worker(introduced, config.limits, now)
+        else Worker(introduced, config.limits, now, config.local_reduce, memory.allocate)
     )
     return Node(machine, transport, config.job_tag, 10.0), memory
 
 
 @contextlib.contextmanager
-def running(transport: str) -> Iterator[Job]:
+def running(transport: str, local_reduce: str = "auto") -> Iterator[Job]:
     probe = ZeroMQTransport(ClusterConfig.alone({}).limits)
     port = int(probe.bind(tcp_endpoint(HOST, 0)).rpartition(":")[2])
     probe.close()
-    config = ClusterConfig(Role.SCHEDULER, HOST, port, WORKERS, SERVERS, transport=transport)
+    config = ClusterConfig(
+        Role.SCHEDULER, HOST, port, WORKERS, SERVERS, transport=transport, local_reduce=local_reduce
+    )
     scheduler, _ = node_of(config)
     servers = [node_of(replace(config, role=Role.SERVER, rank=rank))[0] for rank in range(SERVERS)]
     threads = [threading.Thread(target=node.run) for node in (scheduler, *servers)]
@@ -167,6 +170,7 @@ def test_a_byte_of_a_gradient_is_touched_as_often_as_promised(kind: str) -> None
             "copied_out": 0 if kind == "shared" else each,
             "summed": each,
             "joined": 0,
+            "passed_on": 0,
         }
         assert job.carried() - carried < nbytes / 100, "no value went through a socket"
 
@@ -185,6 +189,7 @@ def test_many_small_gradients_are_summed_as_one_and_answered_without_a_copy() ->
             "copied_out": each,
             "summed": each,
             "joined": 0,
+            "passed_on": 0,
         }
         assert job.carried() - carried < each / 10
 
@@ -197,4 +202,23 @@ def test_without_shared_memory_a_waiting_call_lends_its_large_arrays() -> None:
         job.on_all(lambda rank, store: store.pushpull("w", values, out=outs[rank]))
         each = WORKERS * 4 * LARGE
         found = difference(job.traffic(), before)
-        assert found == {"copied_in": 0, "copied_out": each, "summed": each, "joined": 0}
+        assert found == {"copied_in": 0, "copied_out": each, "summed": each, "joined": 0, "passed_on": 0}
+
+
+@pytest.mark.skipif(SharedMemoryTransport.available() is not None, reason=str(SharedMemoryTransport.available()))
+def test_a_host_that_pushes_once_sums_in_one_pass_and_copies_the_value_once_for_all_others() -> None:
+    with running("auto", local_reduce="on") as job:
+        settle(job, ["w"], [np.ones(LARGE, np.float32)])
+        values, outs = np.ones(LARGE, np.float32), [np.zeros(LARGE, np.float32) for _ in range(WORKERS)]
+        before, carried = job.traffic(), job.carried()
+        job.on_all(lambda rank, store: store.pushpull("w", values, out=outs[rank]))
+        assert all((out == WORKERS).all() for out in outs)
+        nbytes = 4 * LARGE
+        assert difference(job.traffic(), before) == {
+            "copied_in": (WORKERS - 1) * nbytes,  # the leader reads its own gradient where it is
+            "copied_out": WORKERS * nbytes,
+            "summed": WORKERS * nbytes + nbytes,  # by the leader, and one sum by the servers
+            "joined": 0,
+            "passed_on": nbytes,
+        }
+        assert job.carried() - carried < nbytes / 100, "no value went through a socket"

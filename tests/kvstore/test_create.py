@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 
 from kvdist import ConfigError, KVStore, kv
+from kvdist.config import WITHOUT_EFFECT
 from kvdist.core.policy import ASYNC, SYNC
 from kvdist.kvstore import DIST_NAMES, LOCAL_NAMES, dist, local
 
-SYNC_NAMES = ["dist", "dist_sync", "dist_device_sync", "dist_sync_device"]
+SYNC_NAMES = ["dist", "dist_sync", "dist_device_sync", "dist_sync_device", "p3", "p3store_dist"]
 ASYNC_NAMES = ["dist_async", "dist_async_device", "dist_device_async"]
 
 
 @pytest.fixture(autouse=True)
 def what_was_registered_is_forgotten(monkeypatch):
-    monkeypatch.setattr("kvdist.kvstore._registered", {})
+    monkeypatch.setattr("kvdist.kvstore.own.REGISTERED", {})
 
 
 @pytest.mark.parametrize("name", LOCAL_NAMES)
@@ -38,6 +39,37 @@ def test_the_mode_of_a_store_is_that_of_its_name():
 def test_local_is_the_default_and_upper_case_is_the_same():
     assert kv.create().type == "local"
     assert kv.create("Local_Allreduce_Device").type == "local_allreduce_device"
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("horovod", "sums without servers.*use 'dist'"),
+        ("byteps", "use 'dist'"),
+        ("collective", "or torch.distributed"),
+        ("allreduce", "or torch.distributed"),
+        ("hybrid", "or torch.distributed"),
+        ("TestStore", "register a class of your own called TestStore"),
+        ("dist_device", "use 'dist_device_sync' or 'dist_device_async'"),
+        ("dist_sync_async", "use 'dist_sync' or 'dist_async'"),
+    ],
+)
+def test_a_name_that_people_try_is_refused_with_what_to_use(name, advice):
+    with pytest.raises(ValueError, match=f"there is no store called {name!r}: .*{advice}.*; known are: "):
+        kv.create(name)
+
+
+def test_a_registered_class_comes_before_advice():
+    @kv.register
+    class Horovod:
+        """Somebody's own."""
+
+    assert type(kv.create("horovod")) is Horovod
+
+
+def test_nccl_says_that_sums_are_made_on_the_cpu(caplog):
+    assert kv.create("nccl").type == "nccl"
+    assert "'nccl'): this version sums on the CPU; the store is what 'device' gives" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["", "dst", "dist_sync_async", "my_dist", "distributed", "local2", " dist"])
@@ -81,6 +113,14 @@ def test_a_cluster_that_is_half_described_is_an_error(monkeypatch):
     with pytest.raises(ConfigError, match="half a cluster: DMLC_PS_ROOT_PORT is set, DMLC_ROLE, "):
         kv.create("dist")
     assert kv.create("local").rank == 0  # needs no cluster
+
+
+def test_the_first_worker_names_variables_that_change_nothing(monkeypatch, caplog):
+    monkeypatch.setenv("DMLC_PS_VAN_TYPE", "p3")
+    with kv.create("dist"):
+        pass
+    told = [record.message for record in caplog.records if "has no effect" in record.message]
+    assert told == [f"DMLC_PS_VAN_TYPE has no effect: {WITHOUT_EFFECT['DMLC_PS_VAN_TYPE']}"]
 
 
 def test_a_server_does_not_create_stores(monkeypatch):

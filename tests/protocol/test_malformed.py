@@ -54,7 +54,7 @@ def test_every_truncation_of_the_envelope_or_the_header_is_refused(name, example
             assert attempt([*frames[:index], frame[:end], *frames[index + 1 :]])
 
 
-@pytest.mark.parametrize("name", ["InitValues", "Push", "Values", "ReplaceValues"])
+@pytest.mark.parametrize("name", ["InitValues", "Push", "JoinedPush", "Values", "ReplaceValues"])
 def test_a_payload_one_byte_too_short_or_too_long_is_refused(name, examples):
     frames = frames_of(examples[name])
     for payload in (frames[2][:-1], frames[2] + b"\0", b"", frames[2] * 2):

@@ -70,6 +70,16 @@ def pushes(draw: st.DrawFn, n: int) -> m.Push:
     )
 
 
+@st.composite
+def joined_pushes(draw: st.DrawFn, n: int) -> m.JoinedPush:
+    push = draw(pushes(n))
+    carried = np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)), np.bool_)
+    flags = np.where(carried, push.flags | np.uint8(m.Flag.CARRIED), push.flags)
+    arrays_of = draw(arrays(n, (flags & (m.Flag.EMPTY | m.Flag.CARRIED)) == 0))
+    columns = (push.steps, push.versions, push.samples, flags, push.settings, push.setting_of, arrays_of)
+    return m.JoinedPush(push.pull, push.runs, push.ids, draw(numbers(n)), *columns)
+
+
 def placements(n: int) -> st.SearchStrategy[m.Placement]:
     return st.builds(m.Placement, *equal_lists(n, U32, U32), st.integers(8, U32_MAX))
 
@@ -105,6 +115,8 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Values: parallel(m.Values, 3, OUTCOMES, arrays),
     m.Counted: parallel(m.Counted, 3, OUTCOMES),
     m.Refused: parallel(m.Refused, 2, lambda n: ERRORS, lambda n: NAMES),
+    m.JoinedPush: LENGTHS.flatmap(joined_pushes),
+    m.HandedBack: parallel(m.HandedBack, 2),
     m.ReplaceValues: parallel(m.ReplaceValues, 2, arrays),
     m.Alive: st.just(m.Alive()),
     m.Ack: st.builds(m.Ack, st.booleans()),
@@ -223,7 +235,12 @@ REFUSED_CHANGES = [
     ("Push", {"flags": np.zeros(3, np.uint32)}, "array of uint8, found uint32"),
     ("Push", {"ids": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
     ("Push", {"flags": np.array([0, 17, 0], np.uint8)}, "unknown flags 16"),
-    ("Push", {"flags": np.array([1, 1, 0], np.uint8)}, "empty contribution has elements"),
+    ("Push", {"flags": np.array([1, 1, 0], np.uint8)}, "empty or carried contribution has elements"),
+    ("JoinedPush", {"flags": np.array([4, 0, 17], np.uint8), "arrays": m.Arrays(
+        np.ones(3, np.uint8), np.array([1, 0, 1], np.uint32), b"\0" * 16)}, "empty or carried contribution has"),
+    ("JoinedPush", {"flags": np.array([4, 32, 1], np.uint8)}, "unknown flags 32"),
+    ("JoinedPush", {"ranks": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
+    ("HandedBack", {"ids": np.zeros(1, np.uint32)}, r"lengths \[1, 2\]"),
     ("Push", {"setting_of": np.array([0, 2, 0], np.uint8)}, "setting 2 of 2"),
     ("Push", {"arrays": m.Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"\0" * 8)}, "8 bytes .* make 0"),
     ("Push", {"arrays": m.Arrays(np.full(3, 9, np.uint8), np.zeros(3, np.uint32), b"")}, "unknown dtype"),

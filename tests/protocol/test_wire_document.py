@@ -20,8 +20,10 @@ from kvdist.protocol import wire
 from kvdist.protocol.limits import DEFAULT
 
 DOCUMENT = Path(kvdist.protocol.__file__).with_name("WIRE.md").read_text(encoding="utf-8")
-SENDERS = {"process", "worker", "server", "scheduler", "any", "scheduler, server", "receiver of a request"}
-RECEIVERS = {"process", "worker", "server", "scheduler", "any", "its sender"}
+SENDERS = {
+    "process", "worker", "server", "scheduler", "any", "scheduler, server", "server, worker", "receiver of a request",
+}  # fmt: skip
+RECEIVERS = {"process", "worker", "server", "scheduler", "any", "its sender", "server, worker", "scheduler, worker"}
 
 
 def table(first_column: str) -> list[dict[str, str]]:
@@ -149,13 +151,13 @@ def told_packet(told: dict[str, Any]) -> m.Packet:
     return m.Packet(stamp, wire.KINDS[int(row["code"])].message(**values))
 
 
-def test_the_examples_are_a_hello_and_a_push_with_a_setting_left_to_the_server():
-    (hello, _), (push, _) = examples()
-    assert (hello["message"], push["message"]) == ("Hello", "Push")
+def test_the_examples_are_a_hello_and_two_pushes_with_a_setting_left_to_the_server():
+    (hello, _), (push, _), (joined, _) = examples()
+    assert (hello["message"], push["message"], joined["message"]) == ("Hello", "Push", "JoinedPush")
     assert math.isnan(push["fields"]["settings"][0][1])
 
 
-@pytest.mark.parametrize(("told", "frames"), examples(), ids=["Hello", "Push"])
+@pytest.mark.parametrize(("told", "frames"), examples(), ids=["Hello", "Push", "JoinedPush"])
 def test_an_example_is_encoded_to_its_hex_and_decoded_to_its_text(told, frames, difference):
     packet = told_packet(told)
     assert [bytes(frame) for frame in wire.encode(packet)] == frames

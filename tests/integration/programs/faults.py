@@ -54,6 +54,7 @@ def blocked(kind):
             store.pull("w")
         except PeerLostError as again:
             say(f"lost again: {again}")
+        say(f"{store.num_dead_nodes()} is known to be lost")
         raise
     say("the call returned")
 

@@ -1,0 +1,164 @@
+"""How a trainer comes to its optimizer and its store: what contradicts itself is refused, and names become objects."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvdist.config import ClusterConfig, update_on_kvstore_from_env
+from kvdist.decision import store_updates, would_only_copy
+from kvdist.errors import ConfigError, KeyNotInitialised
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.contract import OPTIMIZER, KVStoreBase
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.registry import create as create_optimizer
+from kvdist.parameters import Parameter, ranges
+
+LOG = logging.getLogger("kvdist")
+
+Wanted = str | KVStoreBase | None
+"""What a user may name as the store."""
+
+
+def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
+    """The optimizer that is meant.
+
+    Raises:
+        TypeError, ValueError: none is.
+    """
+    by_torch = isinstance(optimizer, torch.optim.Optimizer) or (
+        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    )
+    if by_torch:
+        raise TypeError(
+            "an optimizer of torch cannot travel to the servers; give a name and its numbers, such as"
+            " Trainer(net.parameters(), 'adam', {'learning_rate': .001})"
+        )
+    return create_optimizer(optimizer, **(optimizer_params or {}))
+
+
+def refuse_what_contradicts(
+    kvstore: object,
+    devices: int,
+    compression_params: Mapping[str, Any] | None,
+    update_on_kvstore: bool | None,
+    overlap: bool,
+    share_weights: bool,
+    reject_nonfinite: bool,
+) -> None:
+    """Check settings of a `Trainer` that need no store to be known as wrong.
+
+    Raises:
+        TypeError, ValueError: they cannot be, or not together.
+    """
+    if compression_params:
+        raise ValueError("compression_params: no store of this version compresses gradients; leave it out")
+    if kvstore is None and devices > 1:
+        raise ValueError(
+            f"the parameters have replicas on {devices} devices, and without a store nobody sums their gradients; use"
+            " kvstore='device'"
+        )
+    if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
+        raise TypeError(
+            "kvstore is the name of a store, a KVStore (or one of your own, derived from kvdist.kv.KVStoreBase), or"
+            f" None, not {type(kvstore).__name__}"
+        )
+    if share_weights and (overlap or devices > 1 or update_on_kvstore is False):
+        raise ValueError(
+            "share_weights=True needs one device, a store that updates the weights, and overlap=False: parameters"
+            " are to show what the servers have made"
+        )
+    if reject_nonfinite and overlap:
+        raise ValueError(
+            "reject_nonfinite=True needs overlap=False: gradients are to be looked at before the first of them leaves"
+        )
+
+
+def choose_store(wanted: Wanted, devices: int, create: Callable[[str], object]) -> KVStoreBase | None:
+    """The store that a trainer uses; None where the process updates alone.
+
+    Args:
+        wanted: as the user said.
+        devices: how many replicas each parameter has.
+        create: makes a store of a name.
+
+    Raises:
+        TypeError: a registered class is not a store that a trainer can use.
+    """
+    if not isinstance(wanted, str):
+        return wanted
+    store = create(wanted)
+    if not isinstance(store, KVStoreBase):
+        raise TypeError(
+            f"the store {wanted!r} is a {type(store).__name__}, which a Trainer cannot use: derive it from"
+            " kvdist.kv.KVStoreBase"
+        )
+    if isinstance(store, KVStore) and would_only_copy(devices, store.num_workers, store.num_servers):
+        store.close()
+        _warn_if_alone(store.type)
+        return None
+    return store
+
+
+def decide_update_on_kvstore(
+    store: KVStoreBase, wanted: Wanted, update_on_kvstore: bool | None, parameters: Sequence[Parameter]
+) -> bool:
+    """Whether this store updates the weights; see `kvdist.decision`.
+
+    Raises:
+        ValueError: what the user wants cannot be.
+    """
+    is_local = isinstance(wanted, str) and wanted.lower() == "local"
+    return store_updates(
+        store.type,
+        store.is_capable(OPTIMIZER),
+        update_on_kvstore,
+        by_default=update_on_kvstore_from_env(),
+        sizes=[one.replicas[0].numel() for one in parameters] if is_local else (),
+    )
+
+
+def statement(parameters: Sequence[Parameter], updates_here: Optimizer | None) -> str:
+    """What all workers must have in common, in words. Shapes and dtypes are compared key by key.
+
+    Args:
+        parameters: all of them.
+        updates_here: the optimizer, where each worker updates. A store that updates compares them itself, and their
+            numbers in each round.
+    """
+    trained = ranges([key for key, parameter in enumerate(parameters) if parameter.trained])
+    said = f"{len(parameters)} parameters, trained are {trained}"
+    return said if updates_here is None else f"{said}, on each worker by {updates_here.describe()}"
+
+
+def require_unused(store: KVStore) -> None:
+    """Check that no other trainer has its weights in this store.
+
+    Raises:
+        ValueError: one has.
+    """
+    try:
+        store.pull(0)
+    except KeyNotInitialised:
+        return
+    raise ValueError(
+        "the store holds key 0 already, so another Trainer uses it, and both would share their weights;"
+        f" give each its own store: kv.create({store.type!r})"
+    )
+
+
+def _warn_if_alone(name: str) -> None:
+    try:
+        cluster = ClusterConfig.from_env()
+    except ConfigError:
+        return
+    if cluster is not None and cluster.num_workers > 1:
+        LOG.warning(
+            "this worker is one of %d, but its Trainer updates alone (kvstore=%r): each worker trains a model of its"
+            " own. Give kvstore='dist' to train one together",
+            cluster.num_workers,
+            name,
+        )

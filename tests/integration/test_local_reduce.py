@@ -1,0 +1,180 @@
+"""Workers of one host sum before anything crosses the network: real processes, all on one host with
+`KVDIST_LOCAL_REDUCE=on`, and with network namespaces as hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import program
+
+ON = {"KVDIST_LOCAL_REDUCE": "on"}
+FAR, NEAR = "kvdist-test-far", "kvdist-test-near"
+FAR_ADDRESS, NEAR_ADDRESS = "10.213.7.1", "10.213.7.2"
+CARD = "kvdist-near"
+PUSHED_BYTES = 10 * 300_001 * 4
+"""What one worker pushes in `programs/local_reduce.py traffic`."""
+
+
+def leaders(text: str) -> int:
+    return len(re.findall(r"done on \d+: leads True, summed True", text))
+
+
+def test_orders_groups_and_kinds_of_calls_may_differ_from_worker_to_worker(job):
+    launcher = job.launch(3, 2, "local_reduce.py", "mixed", **ON)
+    job.succeed()
+    assert leaders(launcher.text) == 1 and len(launcher.lines_with("done on")) == 3
+
+
+@pytest.mark.parametrize("scenario", ["exact_weights", "dtypes", "missing_gradients", "many_small", "replaced_values"])
+def test_values_are_those_of_workers_that_push_by_themselves(job, scenario):
+    launcher = job.launch(3, 2, "values.py", scenario, "dist", **ON)
+    job.succeed()
+    assert len(launcher.lines_with("checked on")) == 3
+
+
+def test_an_asynchronous_store_pushes_by_itself(job):
+    job.launch(3, 2, "values.py", "asynchronous", "dist_async", **ON)
+    job.succeed()
+
+
+def test_small_windows_and_slices_change_no_value(job):
+    settings = {"KVDIST_SLICE_BYTES": "65536", "KVDIST_WINDOW_BYTES": "200000", "KVDIST_SHARED_BYTES_MAX": "4000000"}
+    launcher = job.launch(3, 2, "local_reduce.py", "mixed", **ON, **settings)
+    job.succeed()
+    assert leaders(launcher.text) == 1
+
+
+def test_shared_weights_are_what_they_are_without_it(job):
+    job.launch(2, 2, "shared_weights.py", "same", KVDIST_TRANSPORT="auto", **ON)
+    job.succeed()
+
+
+def test_workers_that_disagree_on_the_learning_rate_are_all_told(job):
+    launcher = job.launch(2, 2, "local_reduce.py", "disagree", **ON)
+    job.succeed()
+    lines = launcher.lines_with("mismatch: server-")
+    assert len(lines) == 2 and all("worker-1 says lr 0.25" in line for line in lines), job.transcript()
+
+
+def test_the_leader_may_leave_first_and_the_others_go_on(job):
+    launcher = job.launch(3, 2, "local_reduce.py", "leader_first", **ON)
+    job.succeed()
+    assert len(launcher.lines_with("done on")) == 3
+
+
+def test_the_push_of_a_worker_that_leaves_at_once_counts(job):
+    launcher = job.launch(3, 2, "faults.py", "leaves_a_push_behind", **ON)
+    job.succeed()
+    assert len(launcher.lines_with("checked")) == 3
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
+def test_kill_9_of_a_leader_or_a_follower_is_named_everywhere(job, victim):
+    job.cluster(3, 2, "faults.py", "endless", "20000000", **ON)
+    for rank in range(3):
+        job.line(f"worker-{rank}", "going")
+    job.kill(victim)
+    job.finish()
+    assert job.processes[victim].code == -signal.SIGKILL
+    for name, process in job.processes.items():
+        assert name == victim or (f"{victim} (host " in process.text and "was lost" in process.text), job.transcript()
+
+
+def test_a_slow_follower_is_waited_for_and_named(job, tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    launcher = job.launch(3, 2, "faults.py", "slow", str(path), KVDIST_EXPLAIN_AFTER_S="1", **ON)
+    job.line("launcher", "late")
+    for rank in (0, 2):
+        line = job.line("launcher", f"worker-{rank}: pushpull of key 'w' has waited", count=1)
+        line = job.line("launcher", "lacks worker-1 (", count=1 + rank // 2)
+        assert re.search(r"round 0 of key 'w' lacks worker-1 \(\S+\)$", line), line
+    assert "a round is over" not in launcher.text
+    path.open("wb").close()
+    job.line("launcher", "late", count=2)
+    job.line("launcher", "a round is over", count=3)
+    path.open("wb").close()
+    job.succeed()
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    """Two network namespaces with a pair of virtual cards between them."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the program ip")
+    commands = [
+        f"ip netns add {FAR}",
+        f"ip netns add {NEAR}",
+        f"ip link add {CARD} netns {NEAR} type veth peer name kvdist-far netns {FAR}",
+        f"ip -n {NEAR} address add {NEAR_ADDRESS}/24 dev {CARD}",
+        f"ip -n {FAR} address add {FAR_ADDRESS}/24 dev kvdist-far",
+        *(f"ip -n {name} link set {card} up" for name, card in [(NEAR, CARD), (FAR, "kvdist-far")]),
+        *(f"ip -n {name} link set lo up" for name in (NEAR, FAR)),
+    ]
+    remove_hosts()
+    try:
+        for command in commands:
+            made = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+            if made.returncode:
+                pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
+        yield
+    finally:
+        remove_hosts()
+
+
+def remove_hosts() -> None:
+    for name in (FAR, NEAR):
+        with contextlib.suppress(OSError):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def sent_and_received(job, setting: str, workers: int = 2) -> tuple[int, int]:
+    """Bytes over the card of the workers' host in a job whose server is on the other."""
+    shared = {
+        "DMLC_PS_ROOT_URI": FAR_ADDRESS,
+        "DMLC_NUM_WORKER": str(workers),
+        "DMLC_NUM_SERVER": "1",
+        "DMLC_PS_ROOT_PORT": str(job.port),
+        "KVDIST_SECURITY": "none",
+        "KVDIST_LOCAL_REDUCE": setting,
+    }
+    before = counted()
+    for role in ("scheduler", "server"):
+        inside = ["ip", "netns", "exec", FAR, sys.executable, "-m", "kvdist"]
+        job.start(f"{role} {setting}", inside, **shared, DMLC_ROLE=role, DMLC_NODE_HOST=FAR_ADDRESS)
+    for rank in range(workers):
+        inside = ["ip", "netns", "exec", NEAR, *program("local_reduce.py", "traffic")]
+        job.start(f"worker-{rank} {setting}", inside, **shared, DMLC_ROLE="worker", KVDIST_RANK=str(rank))
+    job.succeed()
+    after = counted()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def counted() -> tuple[int, int]:
+    """What the card has sent and received, in bytes."""
+    folder = Path("/sys/class/net") / CARD / "statistics"
+    found = subprocess.run(
+        ["ip", "netns", "exec", NEAR, "cat", str(folder / "tx_bytes"), str(folder / "rx_bytes")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    sent, received = map(int, found.stdout.split())
+    return sent, received
+
+
+@pytest.mark.usefixtures("hosts")
+def test_two_workers_of_a_host_send_as_many_bytes_over_the_network_as_one(job):
+    alone = sent_and_received(job, "off")
+    together = sent_and_received(job, "auto")
+    assert all(number > 1.9 * PUSHED_BYTES for number in alone), alone
+    assert all(PUSHED_BYTES < number < 1.2 * PUSHED_BYTES for number in together), together
+    assert leaders(job.processes["worker-0 auto"].text) == 1

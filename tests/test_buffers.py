@@ -1,0 +1,38 @@
+"""`sync_buffers`: what it takes and refuses; with several workers it is tested on clusters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvdist import kv, sync_buffers
+from tests.kvstore.test_contract import Mine
+
+
+def network():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4).half())
+    net.register_buffer("flag", torch.tensor(True))
+    net.register_buffer("none", torch.zeros(0))
+    return net
+
+
+@pytest.mark.parametrize("name", ["local", "dist"])
+def test_one_worker_keeps_its_buffers_in_place(name):
+    net = network()
+    net[1].running_mean.fill_(3)
+    net[1].num_batches_tracked.fill_(5)
+    before = {key: (value, value.clone()) for key, value in net.state_dict(keep_vars=True).items()}
+    with kv.create(name) as store:
+        sync_buffers(net, store)
+    for key, value in net.state_dict(keep_vars=True).items():
+        assert value is before[key][0] and torch.equal(value, before[key][1])
+
+
+def test_a_network_without_buffers_needs_nothing():
+    with kv.create("local") as store:
+        sync_buffers(torch.nn.Linear(2, 2), store)
+
+
+def test_another_kind_of_store_is_refused():
+    with pytest.raises(TypeError, match="sync_buffers needs a store of kvdist, such as kv.create.*, not Mine"):
+        sync_buffers(network(), Mine())
