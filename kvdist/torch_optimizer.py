@@ -51,8 +51,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     def __init__(self, parameters: Sequence[Parameter], live: Optimizer, take_step: Steps, overlaps: bool) -> None:
         if live.lr_scheduler is not None:
             raise ValueError(
-                "the optimizer has a schedule of its own, so a group's lr would mean nothing: leave lr_scheduler out and"
-                " use one of torch.optim.lr_scheduler, or call the trainer's step() instead of as_torch_optimizer()"
+                "the optimizer has a schedule of its own, so a group's lr would mean nothing: leave lr_scheduler out"
+                " and use one of torch.optim.lr_scheduler, or call the trainer's step() instead of as_torch_optimizer()"
             )
         self._live = live
         self._overlaps = overlaps
