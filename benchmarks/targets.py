@@ -56,7 +56,7 @@ CONTESTS = (
     ),
     Contest("large-sgd", Work(LARGE, optimizer="sgd", steps=15), (*OURS, "mxnet")),
     Contest("large-adam", Work(LARGE, optimizer="adam", steps=15), (*OURS, "mxnet")),
-    Contest("large-4", Work(LARGE, workers=4, steps=10), (*OURS, "mxnet")),
+    Contest("large-4", Work(LARGE, workers=4, steps=20, warmup=6), (*OURS, "mxnet")),
     Contest("small", Work(SMALL, steps=30), ("kvdist", "mxnet", "horovod")),
     Contest("small-per-key", Work(SMALL, call="per_key", steps=10), ("kvdist", "mxnet")),
     Contest("mlp", Training("mlp"), ("alone", "kvdist", "kvdist-overlap", "kvdist-share", "ddp")),
