@@ -342,10 +342,12 @@ def test_forty_connections_leave_no_descriptor_and_no_mapping() -> None:
                 assert contents(arrival(server)) == [pattern(40_000, number).tobytes()]
                 assert contents(arrival(worker)) == [mine.tobytes()]
             assert loss(server).route == to_worker
-            mapped = segments_mapped()
-            seen.append((len(os.listdir("/proc/self/fd")), mapped))
+            if number in (5, 39):
+                mapped = segments_mapped()
+                seen.append((len(os.listdir("/proc/self/fd")), mapped))
         assert server.routes_shared == len(server.table) == 0
-        assert seen[-1] <= seen[5]
+        early, late = seen
+        assert late <= early
 
 
 def test_each_side_greets_at_most_twice(monkeypatch: pytest.MonkeyPatch) -> None:
