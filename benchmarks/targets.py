@@ -13,6 +13,8 @@ from models import parse_spec
 from systems import Work
 
 OURS = ("kvdist", "kvdist-resident", "kvdist-shared")
+STEADY = 15
+"""Steps until a server has loaded its compiled kernels, and a few more."""
 LARGE, SMALL = parse_spec("25x1048576"), parse_spec("1000x1000")
 
 
@@ -51,12 +53,12 @@ class Row:
 CONTESTS = (
     Contest(
         "large",
-        Work(LARGE, steps=15),
+        Work(LARGE, steps=15, warmup=STEADY),
         (*OURS, "kvdist-tcp", "mxnet", "gloo-flat", "gloo-tensors", "ddp"),
     ),
-    Contest("large-sgd", Work(LARGE, optimizer="sgd", steps=15), (*OURS, "mxnet")),
-    Contest("large-adam", Work(LARGE, optimizer="adam", steps=15), (*OURS, "mxnet")),
-    Contest("large-4", Work(LARGE, workers=4, steps=20, warmup=6), (*OURS, "mxnet")),
+    Contest("large-sgd", Work(LARGE, optimizer="sgd", steps=15, warmup=STEADY), (*OURS, "mxnet")),
+    Contest("large-adam", Work(LARGE, optimizer="adam", steps=15, warmup=STEADY), (*OURS, "mxnet")),
+    Contest("large-4", Work(LARGE, workers=4, steps=15, warmup=STEADY), (*OURS, "mxnet")),
     Contest("small", Work(SMALL, steps=30), ("kvdist", "mxnet", "horovod")),
     Contest("small-per-key", Work(SMALL, call="per_key", steps=10), ("kvdist", "mxnet")),
     Contest("mlp", Training("mlp"), ("alone", "kvdist", "kvdist-overlap", "kvdist-share", "ddp")),
