@@ -17,6 +17,8 @@ from kvdist.core.effects import NEVER, Event
 from kvdist.core.requests import Request
 
 URGENT = -NEVER
+WAIT_MAX_S = 0.05
+"""The longest that anything waits here, however much comes after it."""
 
 Finish = Callable[[], Any]
 """Called on the node's thread when a request is fulfilled, before its future resolves; gives the future's result."""
@@ -82,6 +84,8 @@ class Mailbox:
         self._lock = threading.RLock()
         self._closed = False
         self._due = NEVER
+        self._since = NEVER
+        """When the first of what lies here came."""
 
     @property
     def due(self) -> float:
@@ -98,7 +102,9 @@ class Mailbox:
             if growing is None:
                 self._look_by(URGENT)
             else:
-                self._look_by(growing.due(self._clock()))
+                now = self._clock()
+                self._since = min(self._since, now)
+                self._look_by(growing.due(now))
             return True
 
     def hurry(self) -> None:
@@ -113,12 +119,14 @@ class Mailbox:
             return []
         with self._lock:
             if self._due != URGENT and self._items:
-                # In order, so what still grows keeps back what stands before it; it does not grow for long.
-                due = max(item.growing.due(now) for item in self._items if isinstance(item, Errand) and item.growing)
+                # In order, so what still grows keeps back what stands before it. Only the last ones of a store grow.
+                last = [item for item in self._items[-2:] if isinstance(item, Errand) and item.growing]
+                due = max([item.growing.due(now) for item in last if item.growing], default=URGENT)
+                due = min(due, self._since + WAIT_MAX_S)
                 if now < due:
                     self._due = due
                     return []
-            items, self._items, self._due = self._items, [], NEVER
+            items, self._items, self._due, self._since = self._items, [], NEVER, NEVER
             return items
 
     def _look_by(self, due: float) -> None:
@@ -132,5 +140,5 @@ class Mailbox:
         """Take no more; what is left."""
         with self._lock:
             self._closed = True
-            items, self._items, self._due = self._items, [], NEVER
+            items, self._items, self._due, self._since = self._items, [], NEVER, NEVER
             return items

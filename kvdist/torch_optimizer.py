@@ -107,9 +107,17 @@ class TorchOptimizer(torch.optim.Optimizer):
                 " the trainer with overlap=False"
             )
         is_overflow = found_inf is not None and float(found_inf) > 0
-        if not is_overflow and scale is not None:
-            _divide([replica.grad for one in self._parameters for replica in one.replicas], float(scale))
-        self._take_step(skip=is_overflow)
+        divisor = 1.0 if is_overflow or scale is None else float(scale)
+        grads = [replica.grad for one in self._parameters for replica in one.replicas]
+        _divide(grads, divisor)
+        try:
+            self._take_step(skip=is_overflow)
+        except BaseException:
+            # The scaler takes these away only after a step that went well, and would count them in at the next one.
+            vars(self).pop("found_inf", None)
+            vars(self).pop("grad_scale", None)
+            _divide(grads, 1.0 / divisor)
+            raise
         return loss
 
     def tell(self) -> None:
@@ -128,7 +136,10 @@ class TorchOptimizer(torch.optim.Optimizer):
         base, factors = base_and_factors(of_groups, declared)
         multipliers = dict(getattr(self._live, table))
         for keys, factor in zip(self._keys, factors, strict=True):
-            multipliers.update(dict.fromkeys(keys, factor))
+            # A group speaks for its first key; what the others have besides, by the table, they keep.
+            first = multipliers.get(keys[0], 1.0)
+            own = {key: multipliers.get(key, 1.0) / first if first else 1.0 for key in keys}
+            multipliers.update({key: factor * share for key, share in own.items()})
         setattr(self._live, name, base)
         setattr(self._live, table, {key: factor for key, factor in multipliers.items() if factor != 1.0})
 

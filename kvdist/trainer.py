@@ -39,7 +39,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.overlap import Overlap
 from kvdist.parameters import collect, multipliers, require_shapes
 from kvdist.shared_weights import SharedWeights
-from kvdist.watch import Stale, Watch, refuse_changed
+from kvdist.watch import Stale, Watch, refuse_changed, refuse_untrained
 
 try:
     import torch
@@ -123,6 +123,8 @@ class Trainer:
         self._local = LocalUpdate(self._optimizer, self._num_devices)
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
         self._watch = Watch([parameter for _, parameter in self._trained])
+        self._summed: list[bool] | None = None
+        """For which trained parameters the last `allreduce_grads` found a gradient anywhere, until they are updated."""
         self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **multipliers(self._parameters, "lr_mult")})
         self._optimizer.set_wd_mult({**self._optimizer.wd_mult, **multipliers(self._parameters, "wd_mult")})
 
@@ -188,15 +190,17 @@ class Trainer:
             )
         return self._torch_optimizer
 
-    def allreduce_grads(self, *, average: bool = False) -> None:
+    def allreduce_grads(self, *, average: bool = False, ignore_stale_grad: bool = False) -> None:
         """Replace each gradient by its sum over devices and workers, for use (clipping, say) before `update`.
 
         Args:
             average: divide the sum by the number of workers, as ``step()`` does; then call ``update()``. Needed with
                 ``overlap=True``, where they are divided on their way.
+            ignore_stale_grad: as in `step`; say the same to `update`.
 
         Raises:
-            RuntimeError: the weights are updated on the store, or gradients were changed after they had been sent.
+            RuntimeError: the weights are updated on the store, a gradient is stale, or gradients were changed after
+                they had been sent.
             ValueError: ``overlap=True`` without ``average=True``.
         """
         if self._overlaps and not average:
@@ -209,9 +213,9 @@ class Trainer:
         if self._overlap is not None:
             self._overlap.finish()
         elif self._exchange is not None:
-            grads = self._watch.grads(Stale.USE)
+            grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
             self._require_finite(grads)
-            self._exchange.sum(grads, average)
+            self._summed = self._exchange.sum(grads, average)
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Update the weights here with the present gradients, after `allreduce_grads`.
@@ -228,7 +232,9 @@ class Trainer:
         self._require_update_here("update")
         self._require_nothing_sent("update", "allreduce_grads(average=True)")
         grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
-        self._update_here(self._divisor(batch_size), [grad is not None for grad in grads])
+        summed, self._summed = self._summed or [True] * len(grads), None
+        given = [grad is not None and is_summed for grad, is_summed in zip(grads, summed, strict=True)]
+        self._update_here(self._divisor(batch_size), given)
 
     def broadcast_parameters(self) -> None:
         """Make rank 0's present weights everybody's, on all devices and on the store; the optimizer's state stays.
@@ -291,6 +297,7 @@ class Trainer:
         """
         self._take_numbers()
         self._optimizer.learning_rate = lr
+        self._take_numbers()
 
     @property
     def nonfinite_steps(self) -> int:
@@ -354,6 +361,7 @@ class Trainer:
     def _step(self, batch_size: float | None, on_stale: Stale) -> None:
         divisor = self._divisor(batch_size)
         self._take_numbers()
+        refuse_untrained(self._parameters)
         if self._overlap is not None:
             self._finish_overlap(self._overlap, divisor, on_stale)
             return
@@ -389,7 +397,7 @@ class Trainer:
         self._step(None, Stale.USE)
 
     def _finish_overlap(self, overlap: Overlap, divisor: float, on_stale: Stale) -> None:
-        stale = self._watch.left_out(on_stale)
+        stale = self._watch.left_out(Stale.USE if on_stale is Stale.USE else Stale.LEAVE_OUT)
         changed = self._watch.changed()
         try:
             given = overlap.finish(frozenset(position for position, _ in stale))
@@ -397,8 +405,9 @@ class Trainer:
             self._note_weights()  # it wrote to them, also where it could not finish
         if not self._update_on_kvstore:
             self._update_here(divisor, given)
-            return
         self._watch.note_grads()
+        if on_stale is Stale.REFUSE:
+            self._watch.refuse(stale, "the others' gradients had left already, so this step was made without it")
         # What was sent had to be finished first; by now the store's weights are in the place of the changed ones.
         refuse_changed(changed, "gradients had left already, so this step was made and the change is lost")
 

@@ -94,19 +94,36 @@ class Watch:
             RuntimeError: one is stale, and that is refused.
         """
         stale = set() if on_stale is Stale.USE else self._stale()
-        if stale and on_stale is Stale.REFUSE:
+        if on_stale is Stale.REFUSE:
+            self.refuse(stale, "nothing was sent in this step")
+        return stale
+
+    def refuse(self, stale: set[Place], consequence: str) -> None:
+        """Raise if there are stale gradients.
+
+        Args:
+            stale: where they are.
+            consequence: what has become of this step, for the message.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        if stale:
             names = [self._parameters[position].name for position in sorted({position for position, _ in stale})]
             raise RuntimeError(
-                f"the gradient of {_some(names)} used by the last step, and no backward pass has renewed it. Call"
-                " zero_grad() before each backward pass, or give ignore_stale_grad=True to leave such parameters out"
+                f"the gradient of {_some(names)} used by the last step, and no backward pass has renewed it"
+                f" ({consequence}). Call zero_grad() before each backward pass, or give ignore_stale_grad=True to leave"
+                " such parameters out. Torch must see that a gradient is new: write it by grad.copy_(), not by"
+                " grad.data or NumPy"
             )
-        return stale
 
     def _stale(self) -> set[Place]:
         found = set()
         for place, replica, taken in zip(self._places, self._replicas, self._taken, strict=False):
             grad = replica.grad
-            if taken is not None and grad is not None and taken[0]() is grad and taken[1] == grad._version:
+            if grad is None or not replica.requires_grad or taken is None:
+                continue  # none, or frozen meanwhile
+            if taken[0]() is grad and taken[1] == grad._version:
                 found.add(place)
         return found
 
@@ -125,7 +142,27 @@ def refuse_changed(changed: list[str], consequence: str) -> None:
         raise RuntimeError(
             f"{_some(changed)} changed outside of step(). The store holds these weights and would put its own in their"
             " place. After changing weights, such as by load_state_dict(), call trainer.broadcast_parameters() on every"
-            f" worker, and rank 0's become everybody's; {consequence}"
+            f" worker, and rank 0's become everybody's; {consequence}. A network that writes to its own weights (say"
+            " nn.Embedding with max_norm) needs update_on_kvstore=False"
+        )
+
+
+def refuse_untrained(parameters: Sequence[Parameter]) -> None:
+    """Raise if a parameter that was frozen when the trainer was made has a gradient: it would silently stay as it is.
+
+    Raises:
+        RuntimeError: there are such parameters.
+    """
+    names = [
+        one.name
+        for one in parameters
+        if not one.trained and any(r.requires_grad and r.grad is not None for r in one.replicas)
+    ]
+    if names:
+        raise RuntimeError(
+            f"{_some(names)} frozen when the trainer was made, and has a gradient now: which parameters are trained is"
+            " agreed on at the beginning. Make the trainer with all that will be trained (one without a gradient stays"
+            " as it is), or close it and make another one"
         )
 
 

@@ -232,6 +232,35 @@ def test_update_after_allreduce_grads_tells_old_gradients_too():
     assert_all(weight, -1)
 
 
+def test_allreduce_grads_does_not_sum_what_was_summed_before():
+    replicas, other = [parameter(), parameter()], [parameter(), parameter()]
+    trainer = make([replicas, other], update_on_kvstore=False)
+    backward(*replicas, *other)
+    trainer.step(1)
+    for replica in replicas:
+        replica.grad = None
+    backward(*replicas)
+    with pytest.raises(RuntimeError, match="parameter 1 was used by the last step"):
+        trainer.allreduce_grads()
+    before = other[0].detach().clone()
+    trainer.allreduce_grads(ignore_stale_grad=True)
+    trainer.update(1, ignore_stale_grad=True)
+    assert torch.equal(other[0], before) and torch.equal(other[1], before)
+
+
+def test_a_layer_that_is_unfrozen_later_is_an_error_and_not_left_out_in_silence():
+    trained, frozen = parameter(), parameter()
+    frozen.requires_grad_(False)
+    trainer = make({"trained": trained, "frozen": frozen})
+    backward(trained)
+    trainer.step()
+    frozen.requires_grad_(True)
+    trained.grad = None
+    backward(trained, frozen)
+    with pytest.raises(RuntimeError, match="frozen was frozen when the trainer was made, and has a gradient now"):
+        trainer.step()
+
+
 @pytest.mark.parametrize("renew", [lambda w: w.grad.zero_(), lambda w: setattr(w, "grad", w.grad.clone())])
 def test_a_gradient_that_was_written_or_replaced_is_new(renew):
     trainer = make([weight := parameter()])

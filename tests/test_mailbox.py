@@ -55,23 +55,33 @@ def test_what_is_urgent_is_taken_at_once_and_wakes_once() -> None:
 
 def test_what_grows_is_looked_at_again_when_it_says_so() -> None:
     box = Box()
-    growing = Until(101.0)
+    growing = Until(100.01)
     item = errand(growing)
     box.mailbox.put(item)
-    assert (box.mailbox.due, box.woken) == (101.0, 1)  # woken to learn when to look
-    assert box.mailbox.take(100.5) == []
-    growing.time = 102.0
-    assert box.mailbox.take(101.0) == [] and box.mailbox.due == 102.0
-    assert box.mailbox.take(102.0) == [item]
+    assert (box.mailbox.due, box.woken) == (100.01, 1)  # woken to learn when to look
+    assert box.mailbox.take(100.005) == []
+    growing.time = 100.02
+    assert box.mailbox.take(100.01) == [] and box.mailbox.due == 100.02
+    assert box.mailbox.take(100.02) == [item]
 
 
 def test_all_leave_together_when_the_last_is_due() -> None:
     box = Box()
-    items = [errand(Until(101.0)), errand(Until(103.0)), errand(Until(102.0))]
+    items = [errand(Until(100.01)), errand(Until(100.03)), errand(Until(100.02))]
     for item in items:
         box.mailbox.put(item)
-    assert box.mailbox.take(102.0) == []
-    assert box.mailbox.take(103.0) == items
+    assert box.mailbox.take(100.02) == []
+    assert box.mailbox.take(100.03) == items
+
+
+def test_nothing_waits_for_ever_however_much_comes_after_it() -> None:
+    box = Box()
+    taken: list[Any] = []
+    for number in range(1000):
+        box.now = 100.0 + number / 10_000
+        box.mailbox.put(errand(Until(box.now + 0.01)))
+        taken += box.mailbox.take(box.now)
+    assert len(taken) > 400
 
 
 def test_something_urgent_takes_what_grows_with_it_in_order() -> None:

@@ -147,6 +147,23 @@ def test_numbers_of_groups_become_one_number_and_factors(numbers, declared, expe
     assert base_and_factors(numbers, declared) == expected
 
 
+def test_factors_of_single_keys_last_when_a_group_changes():
+    net = network()
+    trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 1.0}, kvstore=None)
+    trainer.optimizer.set_lr_mult({0: 0.1})
+    optimizer = trainer.as_torch_optimizer()
+    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.tell()
+    assert [round(trainer.optimizer.pushed_lr(key), 9) for key in (0, 1)] == [0.05, 0.5]
+
+
+def test_a_rate_that_is_set_is_what_schedules_go_on_from():
+    trainer = Trainer(network().parameters(), "sgd", {"learning_rate": 1.0}, kvstore=None)
+    optimizer = trainer.as_torch_optimizer()
+    trainer.set_learning_rate(8.0)
+    assert optimizer.param_groups[0]["lr"] == 8.0
+
+
 def test_two_schedules_are_one_too_many():
     schedule = FactorScheduler(10, 0.5, base_lr=0.1)
     trainer = Trainer(network().parameters(), "sgd", {"lr_scheduler": schedule}, kvstore=None)

@@ -44,12 +44,11 @@ class Dues(Generic[Thing]):
     @property
     def first(self) -> float:
         """When the first of all is due, or NEVER."""
-        heap = self._heap
-        while heap:
-            listed, _, thing = heap[0]
+        while self._heap:
+            listed, _, thing = self._heap[0]
             if listed == thing.listed == thing.due:
                 return listed
-            heapq.heappop(heap)
+            heapq.heappop(self._heap)
             if listed == thing.listed:
                 self._forget(thing)
                 self.enter(thing)

@@ -84,6 +84,9 @@ class Neighbours:
         self._sum: HostSum | None = None
         """The leader's."""
         self._joiner: Joiner | None = None
+        self._sums: dict[int, Arrays] = {}
+        """Slice → where its sum lies until it is counted: a server of this host reads it there, also when it has
+        acknowledged the message, and the memory must not be given out again."""
         self._awaiting: dict[int, list[_Awaiting]] = {}
         """Forwarded slice → the followers that wait for its answer."""
         self._unarrived: dict[Member, int] = {}
@@ -212,6 +215,7 @@ class Neighbours:
         for ready in self._joiner.join(rounds):
             for member in ready.members:
                 self._unarrived[member] = self._unarrived.get(member, 0) + 1
+            self._sums.update(dict.fromkeys(ready.message.ids.tolist(), ready.message.arrays))
             self._transfers.send_ready(ready)
         own, host_sum.own_back = host_sum.own_back, {}
         for part in parts_of(own.values()):
@@ -282,6 +286,9 @@ class Neighbours:
             message: the answer.
             pushed: its stretches that answer pushes: (begin, end).
         """
+        for begin, end in pushed if self._sums else ():
+            for number in message.ids[begin:end].tolist():
+                self._sums.pop(number, None)
         if not self._awaiting:
             return []
         told: dict[tuple[Member, bool], list[tuple[int, int]]] = {}

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvdist.core.effects import NEVER
 from kvdist.core.requests import Bits, KeyInfo, Kind, RunData, Transfer
 from kvdist.kvstore.contribution import Contribution, Terms
 from kvdist.kvstore.handed import Given, named
@@ -51,14 +52,18 @@ class _Gathering:
 
     Args:
         expected: how many calls there were the last time that it began with the same key.
+        lock: of `Gatherings`.
     """
 
-    def __init__(self, expected: int) -> None:
+    def __init__(self, expected: int, lock: threading.RLock) -> None:
+        self.lock = lock
         self.priority = 0
         """The highest of its calls: what travels together travels with the most urgent."""
         self.infos: dict[Key, KeyInfo] = {}
         self.is_open = True
-        """Under the lock of `Gatherings`."""
+        """Under the lock."""
+        self.error: BaseException | None = None
+        """Why nobody will make it any more; under the lock."""
         self._expected = expected
         self._since: float | None = None
         self._seen, self._seen_at = 0, 0.0
@@ -66,12 +71,20 @@ class _Gathering:
 
     def due(self, now: float) -> float:
         """When the node's thread should take it, if nothing is added to it any more; see `Growing`."""
+        if not self.is_open:
+            return -NEVER
         if self._since is None:
-            self._since = now
+            self._since = self._seen_at = now
         count = len(self.infos)
         if count != self._seen:
             self._seen, self._seen_at = count, now
         return min(self._seen_at + (PATIENCE_S if count < self._expected else QUIET_S), self._since + GATHER_S)
+
+    def end(self, error: BaseException) -> None:
+        """It will not be made. Whoever has just been added to it sees the error."""
+        with self.lock:
+            self.is_open = False
+            self.error = error
 
     def takes(self, key: Key) -> bool:
         """Whether a call for this key may be added."""
@@ -85,8 +98,8 @@ class _Gathering:
 
 
 class _Pushes(_Gathering):
-    def __init__(self, expected: int, lay_out: LayOut, terms: Terms, failed: Failed) -> None:
-        super().__init__(expected)
+    def __init__(self, expected: int, lock: threading.RLock, lay_out: LayOut, terms: Terms, failed: Failed) -> None:
+        super().__init__(expected, lock)
         self._lay_out = lay_out
         self.terms = terms
         self.bits: list[list[Bits]] = []
@@ -105,12 +118,13 @@ class _Pushes(_Gathering):
         self._contribution.release()
 
     def set_exception(self, exception: BaseException) -> None:
+        self.end(exception)
         self._failed(exception)
 
 
 class _Pulls(_Gathering, AnswerByKey):
-    def __init__(self, expected: int, plan_pull: PlanPull) -> None:
-        super().__init__(expected)
+    def __init__(self, expected: int, lock: threading.RLock, plan_pull: PlanPull) -> None:
+        super().__init__(expected, lock)
         self._plan_pull = plan_pull
         self.results: list[Bits] = []
         self.futures: list[PullFuture] = []
@@ -139,7 +153,10 @@ class _Pulls(_Gathering, AnswerByKey):
         pass
 
     def set_exception(self, exception: BaseException) -> None:
-        fail([future for future in self.futures if not future.done()], exception)
+        with self.lock:
+            self.end(exception)
+            waiting = [future for future in self.futures if not future.done()]
+        fail(waiting, exception)
 
 
 class Gatherings:
@@ -185,6 +202,9 @@ class Gatherings:
             into.add(info, priority)
             into.bits.append(copy)
             into.settings.append(setting)
+            error = into.error
+        if error is not None:
+            self._failed(error)
 
     def pull(self, info: KeyInfo, result: Bits, finish: Finish | None, priority: int) -> PullFuture:
         """Take in a pull of a key of one slice into `result`; `finish` brings it to where else it is wanted."""
@@ -198,12 +218,15 @@ class Gatherings:
             into.futures.append(future)
             if finish is not None:
                 into.finishes[future] = finish
+            error = into.error
+        if error is not None:
+            fail([future], error)
         return future
 
     def _begin_pushes(self, key: Key, terms: Terms) -> _Pushes:
         self.close()
         expected = self._counts.get((Kind.PUSH, key), 0)
-        self._pushes = begun = _Pushes(expected, self._lay_out, terms, self._failed)
+        self._pushes = begun = _Pushes(expected, self._lock, self._lay_out, terms, self._failed)
         self._submit(begun, self._closing(begun, (Kind.PUSH, key)), begun)
         return begun
 
@@ -211,7 +234,7 @@ class Gatherings:
         if self._pulls is not None:
             self.close()
         expected = self._counts.get((Kind.PULL, key), 0)
-        self._pulls = begun = _Pulls(expected, self._plan_pull)
+        self._pulls = begun = _Pulls(expected, self._lock, self._plan_pull)
         self._submit(begun, self._closing(begun, (Kind.PULL, key)), begun)
         return begun
 

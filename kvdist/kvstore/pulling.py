@@ -98,8 +98,10 @@ class PullFuture(Future[None]):
         """Have what the base class keeps."""
         with _LOCK:
             if not self._is_whole:
-                super().__init__()
-                super().set_running_or_notify_cancel()
+                # Made elsewhere and put here at once: another thread may use each part as soon as it is there.
+                base: Future[None] = Future()
+                base.set_running_or_notify_cancel()
+                vars(self).update(vars(base))
                 self._is_whole = True
                 if self._is_done:
                     self._tell()

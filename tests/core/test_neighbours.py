@@ -386,3 +386,17 @@ def test_a_stranger_is_refused_by_a_leader() -> None:
     leader = wired.workers[0]
     assert "not a server" in str(leader.refuses(stranger, joined([0])))
     assert leader.refuses(wired.member("worker-1"), joined([0])) is None
+
+
+def test_the_memory_of_a_sum_is_kept_until_it_is_counted_and_not_only_received() -> None:
+    """A server of the leader's own host reads it where it lies, for as long as the round is open."""
+    wired = cluster("xxy", servers_on="x")
+    for rank in (0, 1):
+        wired.push(rank, {"b": [rank + 1]})
+    wired.settle()
+    assert said(wired, "JoinedPush") and closed(wired) == 0
+    leader = wired.workers[0]
+    assert list(leader.neighbours._sums) == [wired.infos["b"].slices[0].number]
+    wired.push(2, {"b": [10]})
+    wired.settle()
+    assert closed(wired) == 1 and not leader.neighbours._sums

@@ -240,3 +240,31 @@ def test_a_loop_that_has_become_shorter_is_waited_for_once(store: Store) -> None
     store.left[1].made()
     store.push(0, 1)
     assert store.left[2].growing.due(20.0) == 20.0 + QUIET_S
+
+
+def test_a_pull_after_the_node_has_stopped_fails_and_so_does_one_that_joins_what_will_not_be_made() -> None:
+    store = Store()
+    first = store.gatherings.pull(KEYS[0], np.zeros(3, np.float32), None, 0)
+    error = RuntimeError("gone")
+    store.left[0].answer.set_exception(error)
+    later = store.gatherings.pull(KEYS[1], np.zeros(3, np.float32), None, 0)
+    assert first.exception(0) is error
+    assert len(store.left) == 2, "nothing joins what was given up"
+    store.left[1].answer.end(error)  # as if the node had stopped between its beginning and its first call
+    assert not later.done()
+    assert store.gatherings.pull(KEYS[2], np.zeros(3, np.float32), None, 0) is not later and len(store.left) == 3
+
+
+def test_what_is_refused_at_once_fails_the_call_that_began_it() -> None:
+    error = RuntimeError("closed")
+
+    class Closed(Store):
+        def submit(self, answer: Any, *_: Any) -> None:
+            answer.set_exception(error)
+
+    store = Closed()
+    store.gatherings._submit = store.submit
+    future = store.gatherings.pull(KEYS[0], np.zeros(3, np.float32), None, 0)
+    assert future.exception(0) is error
+    store.gatherings.push(KEYS[0], np.ones(3, np.float32), SERVER_DECIDES, 0, PLAIN)
+    assert error in store.errors
