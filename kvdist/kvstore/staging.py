@@ -109,6 +109,10 @@ class Staging:
                 kernels.weighted_sum(parts, [1.0] * len(parts), self.plan.keys[piece.index].dtype, view)
 
 
+PLAN_BYTES = 512
+"""What a plan takes for each of its keys, roughly: where keys are small it is more than their buffers."""
+
+
 class Stagings:
     """The buffers of the lists of keys that were used lately.
 
@@ -142,12 +146,12 @@ class Stagings:
 
     def _made(self, names: tuple[Key, ...], infos: Sequence[KeyInfo], all_bytes: int) -> Staging:
         staging = self._by_keys[names] = Staging(make_plan(infos, self._slice_bytes), self._memory, self._traffic)
-        self._nbytes += staging.nbytes
+        self._nbytes += staging.nbytes + PLAN_BYTES * len(names)
         allowed = max(STAGED_BYTES_MIN, STAGED_MODELS_MAX * all_bytes)
         while self._nbytes > allowed and len(self._by_keys) > 1:
             # A script that shuffles its list of keys would otherwise keep buffers for every order.
-            _, oldest = self._by_keys.popitem(last=False)
-            self._nbytes -= oldest.nbytes
+            keys, oldest = self._by_keys.popitem(last=False)
+            self._nbytes -= oldest.nbytes + PLAN_BYTES * len(keys)
         return staging
 
 
