@@ -140,6 +140,8 @@ def who_updates(store):
                 (replica + 1).sum().backward()
             trainer.step(1)
             assert all((replica == -2 * store.num_workers).all() for replica in replicas), replicas
+            for replica in replicas:
+                (replica + 1).sum().backward()
             try:
                 trainer.allreduce_grads()
             except RuntimeError:
