@@ -122,6 +122,7 @@ class Trainer:
         self._torch_optimizer: TorchOptimizer | None = None
         self._local = LocalUpdate(self._optimizer, self._num_devices)
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
+        self._untrained = [one for one in self._parameters if not one.trained]
         self._watch = Watch([parameter for _, parameter in self._trained])
         self._summed: list[bool] | None = None
         """For which trained parameters the last `allreduce_grads` found a gradient anywhere, until they are updated."""
@@ -361,7 +362,7 @@ class Trainer:
     def _step(self, batch_size: float | None, on_stale: Stale) -> None:
         divisor = self._divisor(batch_size)
         self._take_numbers()
-        refuse_untrained(self._parameters)
+        refuse_untrained(self._untrained)
         if self._overlap is not None:
             self._finish_overlap(self._overlap, divisor, on_stale)
             return

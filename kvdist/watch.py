@@ -150,13 +150,16 @@ def refuse_changed(changed: list[str], consequence: str) -> None:
 def refuse_untrained(parameters: Sequence[Parameter]) -> None:
     """Raise if a parameter that was frozen when the trainer was made has a gradient: it would silently stay as it is.
 
+    Args:
+        parameters: those that were frozen.
+
     Raises:
         RuntimeError: there are such parameters.
     """
     names = [
         one.name
         for one in parameters
-        if not one.trained and any(r.requires_grad and r.grad is not None for r in one.replicas)
+        if any(replica.requires_grad and replica.grad is not None for replica in one.replicas)
     ]
     if names:
         raise RuntimeError(

@@ -413,7 +413,8 @@ class Worker(Machine):
     # Answers of servers.
 
     def _answered(self, message: Values | Counted | Refused) -> list[Effect]:
-        effects = self.neighbours.passed_on(message, self.transfers.pushed_stretches(message.runs))
+        leads, stretches = self.neighbours.leads, self.transfers.pushed_stretches
+        effects = self.neighbours.passed_on(message, stretches(message.runs)) if leads else []
         errors: dict[int, Exception] = {}
         if isinstance(message, Refused):
             for request, rank in self.transfers.refused(message).items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 pytest.importorskip("torch")
@@ -35,7 +37,8 @@ def test_a_graph_through_older_weights_is_refused(job):
     assert len(launcher.lines_with("modified by an inplace operation")) == 2, job.transcript()
 
 
-def test_weights_stay_what_they_were_after_leaving(job):
-    launcher = job.launch(3, 2, "shared_weights.py", "leaving")
+def test_weights_stay_what_they_were_after_leaving(job, tmp_path):
+    os.mkfifo(tmp_path / "done")
+    launcher = job.launch(3, 2, "shared_weights.py", "leaving", str(tmp_path / "done"))
     job.succeed()
     assert len(launcher.lines_with("kept")) == 3
