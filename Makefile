@@ -5,7 +5,7 @@
 # make lint      ruff
 # make types     mypy, strict
 # make bench     the headline numbers beside MXNet, Horovod, gloo and DDP, within 20 minutes; BENCH_FLAGS="--only mlp"
-# make bench-full  all of them: sizes, numbers of keys and workers, models; some hours
+# make bench-full  what those leave out: sizes, numbers of keys and workers, models, modes; an hour or two
 # make bench-other start-up, memory of servers, and how soon a killed process is noticed
 # make clean     back to a fresh checkout
 #

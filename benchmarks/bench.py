@@ -1,7 +1,7 @@
 """The benchmarks as a product: holds every contest, and says which of the ratios were reached.
 
     python benchmarks/bench.py                 # the headline rows, within 20 minutes
-    python benchmarks/bench.py --full          # everything
+    python benchmarks/bench.py --full          # one dimension varied at a time, models, other modes
     python benchmarks/bench.py --only large    # some contests by name
 
 Writes ``results/headline.json`` (or ``full.json``), a Markdown table and plots beside it. The file is written after
@@ -25,7 +25,7 @@ from end_to_end import Training
 from peers.environments import Absent
 from report import Report
 from systems import Measured, Work
-from targets import CONTESTS, ROWS, Contest, Line, full_contests
+from targets import CONTESTS, FULL_TURNS, ROWS, Contest, Line, full_contests
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -33,15 +33,16 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def main() -> None:
     options = parse_arguments()
     end_on_terminate()
+    turns = options.turns or (FULL_TURNS if options.full else 3)
     contests = [one for one in (full_contests() if options.full else CONTESTS) if wanted(one.name, options.only)]
     if not contests:
         raise SystemExit(f"no contest is called {', '.join(options.only)}")
     name = options.out or ("full" if options.full else "headline")
-    report = Report(machine(), options.turns, ROWS)
+    report = Report(machine(), turns, ROWS)
     started = time.monotonic()
     for number, contest in enumerate(contests, 1):
         print(f"\n[{number}/{len(contests)}, {time.monotonic() - started:.0f} s] {contest.name}", flush=True)
-        report.add(contest, hold(contest, options.turns, options.steps))
+        report.add(contest, hold(contest, turns, options.steps))
         report.write(RESULTS, name)
     print(f"\n{report.markdown()}\nwritten to {RESULTS / name}.json and .md, in {time.monotonic() - started:.0f} s")
     report.draw(RESULTS, name)
@@ -51,9 +52,9 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Holds every contest.")
-    parser.add_argument("--full", action="store_true", help="everything, not only the headline")
+    parser.add_argument("--full", action="store_true", help="what the headline leaves out; an hour or two")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="names of contests, such as mlp")
-    parser.add_argument("--turns", type=int, default=3, help="fresh clusters of each system (default: 3)")
+    parser.add_argument("--turns", type=int, help=f"fresh clusters of each system (default: 3; --full: {FULL_TURNS})")
     parser.add_argument("--steps", type=int, help="timed steps in each turn; default: as each contest says")
     parser.add_argument("--out", metavar="NAME", help="name of the files in results/ (default: headline or full)")
     return parser.parse_args()

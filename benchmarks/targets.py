@@ -96,10 +96,12 @@ PUSH_PULL = (*OURS, "kvdist-tcp", "mxnet", "horovod", "gloo-tensors", "gloo-flat
 """Every system that exchanges arrays; each is left out where it cannot do the work."""
 QUICK = 10
 """Timed steps in each turn, where there are many contests."""
+FULL_TURNS = 2
+"""Of each system, where there are many contests."""
 
 
 def full_contests() -> tuple[Contest, ...]:
-    """Everything: the headline, and one dimension varied at a time."""
+    """What the headline leaves out: one dimension varied at a time, models, other modes."""
     sizes = [Contest(f"bytes-{size}", Work(parse_spec(f"25x{size}"), steps=QUICK), PUSH_PULL) for size in SIZES]
     keys = [
         Contest(f"keys-{count}", Work(parse_spec(f"{count}x{MILLION // count}"), steps=QUICK), PUSH_PULL)
@@ -119,7 +121,7 @@ def full_contests() -> tuple[Contest, ...]:
     resnet = Contest(
         "resnet18", Training("resnet18", steps=6), ("alone", "kvdist", "kvdist-overlap", "kvdist-share", "ddp")
     )
-    return (*CONTESTS, *sizes, *keys, *crowds, *models, *asynchronous, two_calls, resnet)
+    return (*sizes, *keys, *crowds, *models, *asynchronous, two_calls, resnet)
 
 
 MILLION = 1_000_000
