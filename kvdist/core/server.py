@@ -27,16 +27,14 @@ from kvdist.protocol.messages import (
     Message,
     Pull,
     Push,
-    Rejected,
     ReplaceValues,
-    Roster,
     SetOptimizer,
     Waiting,
-    Welcome,
 )
 from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
+from kvdist.protocol.registration import Rejected, Roster, Welcome
 
 
 class Server(Machine):

@@ -60,16 +60,13 @@ from kvdist.protocol.messages import (
     Goodbye,
     HandedBack,
     Message,
-    Peer,
     Placed,
     Push,
     Refused,
-    Rejected,
-    Roster,
     Values,
     Waiting,
-    Welcome,
 )
+from kvdist.protocol.registration import Peer, Rejected, Roster, Welcome
 
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""

@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 
 from kvdist.errors import ProtocolError
-from kvdist.protocol import fields, messages
+from kvdist.protocol import fields, messages, registration
 from kvdist.protocol.fields import Field, Source
 from kvdist.protocol.layout import ITEMSIZES, padded_sizes
 from kvdist.protocol.limits import DEFAULT, SLICE_BYTES_MIN, WireLimits
@@ -338,7 +338,7 @@ _PLACEMENT = fields.record(
     homes=fields.many(_U32, "keys_max"),
     slice_bytes=fields.integer(SLICE_BYTES_MIN, (1 << 32) - 1),
 )
-_PEER = fields.record(messages.Peer, member=fields.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
+_PEER = fields.record(registration.Peer, member=fields.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
 
 KINDS: dict[int, Kind] = {}
 """Code of a kind → how it travels."""
@@ -351,11 +351,11 @@ def _kind(message: type[Any], check: Callable[[Any, WireLimits], None] = _nothin
     KINDS[message.KIND] = _KIND_OF[message] = kind
 
 
-_kind(messages.Hello, wanted_rank=_FROM_MINUS_1, host=_NAME, pid=_U32, endpoint=_NAME, num_workers=_U32,
+_kind(registration.Hello, wanted_rank=_FROM_MINUS_1, host=_NAME, pid=_U32, endpoint=_NAME, num_workers=_U32,
       num_servers=_U32, version=_NAME)  # fmt: skip
-_kind(messages.Welcome, rank=_U32, incarnation=_U64)
-_kind(messages.Rejected, reason=_SENTENCE)
-_kind(messages.Roster, peers=fields.many(_PEER, "members_max"))
+_kind(registration.Welcome, rank=_U32, incarnation=_U64)
+_kind(registration.Rejected, reason=_SENTENCE)
+_kind(registration.Roster, peers=fields.many(_PEER, "members_max"))
 _kind(messages.Declare, _check_declare, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
       shapes=_SHAPES, dtypes=_DTYPES)  # fmt: skip
 _kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=fields.many(_U32, "keys_max"))

@@ -13,6 +13,7 @@ import pytest
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol import messages as m
 from kvdist.protocol.layout import offsets
+from kvdist.protocol.registration import Peer
 
 NAN = math.nan
 
@@ -35,8 +36,8 @@ def _messages() -> list[m.Message]:
     placement = m.Placement((0, 1), (1, m.Placement.CUT), 4 << 20)
     description = {"name": "adam", "beta1": 0.9, "clip_gradient": None, "lazy": True, "begin": -3}
     peers = (
-        m.Peer(Member(server(0), 1 << 63), "höst", 4242, "tcp://[::1]:9000"),
-        m.Peer(Member(worker(2), 7), "", 0, ""),
+        Peer(Member(server(0), 1 << 63), "höst", 4242, "tcp://[::1]:9000"),
+        Peer(Member(worker(2), 7), "", 0, ""),
     )
     keys: tuple[int | str, ...] = ("fc1.weight", -(1 << 63))
     return [

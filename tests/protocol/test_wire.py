@@ -19,6 +19,7 @@ from kvdist.protocol import messages as m
 from kvdist.protocol import wire
 from kvdist.protocol.layout import offsets, views
 from kvdist.protocol.limits import DEFAULT, WireLimits
+from kvdist.protocol.registration import Peer
 
 U32_MAX, U64_MAX = (1 << 32) - 1, (1 << 64) - 1
 U32, U64 = st.integers(0, U32_MAX), st.integers(0, U64_MAX)
@@ -33,7 +34,7 @@ KEYS = I64 | NAMES
 SHAPES = st.lists(st.integers(0, 9), max_size=6).map(tuple)
 RANKED = st.builds(NodeId, st.sampled_from([Role.SERVER, Role.WORKER]), U32 | st.just(UNRANKED))
 MEMBERS = st.builds(Member, RANKED | st.just(SCHEDULER), U64)
-PEERS = st.lists(st.builds(m.Peer, MEMBERS, NAMES, U32, NAMES), max_size=4).map(tuple)
+PEERS = st.lists(st.builds(Peer, MEMBERS, NAMES, U32, NAMES), max_size=4).map(tuple)
 LENGTHS = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 65])
 
 
