@@ -22,6 +22,7 @@ from pathlib import Path
 
 from kvdist.config import (
     ClusterConfig,
+    checkpoint_root_from_env,
     kernels_from_env,
     local_address_towards,
     module_names,
@@ -31,6 +32,7 @@ from kvdist.config import (
 from kvdist.core.effects import ChildEnded, LauncherGone
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
+from kvdist.disk import ThreadedDisk
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import introduction
@@ -119,7 +121,7 @@ def _scheduler(config: ClusterConfig) -> Node:
     transport.bind(config.scheduler_endpoint)
     first_incarnation = random.SystemRandom().getrandbits(48) + 2
     machine = Scheduler(config, time.monotonic(), first_incarnation)
-    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
     if config.supervised:
         threading.Thread(target=_listen, args=(node,), name="kvdist-launcher", daemon=True).start()
     return node
@@ -135,7 +137,12 @@ def _server(config: ClusterConfig) -> Node:
     introduced = introduction(config, endpoint, config.scheduler_endpoint)
     kernels = choose(kernels_from_env())
     machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate)
-    return Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    return Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
+
+
+def _disk() -> ThreadedDisk:
+    """Peers name folders, and whoever started this process says below which they may."""
+    return ThreadedDisk(checkpoint_root_from_env())
 
 
 def _tell_of_strangers(node: Node) -> None:

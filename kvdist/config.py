@@ -12,6 +12,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
@@ -279,6 +280,19 @@ def optimizer_modules_from_env(environ: Mapping[str, str] | None = None) -> tupl
         ConfigError: one cannot be the name of a module.
     """
     return module_names((os.environ if environ is None else environ).get("KVDIST_OPTIMIZER_MODULE") or "")
+
+
+def checkpoint_root_from_env(environ: Mapping[str, str] | None = None) -> Path:
+    """Below which folder this process writes and reads checkpoints that others name: by default its own.
+
+    Raises:
+        ConfigError: it is no absolute path.
+    """
+    text = (os.environ if environ is None else environ).get("KVDIST_CHECKPOINT_ROOT")
+    root = Path(text) if text else Path.cwd()
+    if not root.is_absolute():
+        raise ConfigError(f"KVDIST_CHECKPOINT_ROOT is {text!r}, which is no absolute path of a folder")
+    return root
 
 
 def module_names(text: str) -> tuple[str, ...]:

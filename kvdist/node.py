@@ -13,9 +13,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from typing import Any
 
+from kvdist.checkpoint.works import Product
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -29,6 +31,8 @@ from kvdist.core.effects import (
     Fail,
     Forget,
     Machine,
+    Persist,
+    Persisted,
     Report,
     Send,
     Stop,
@@ -38,6 +42,7 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.requests import Request
 from kvdist.core.worker import Worker
+from kvdist.disk import Disk, ThreadedDisk
 from kvdist.errors import ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
 from kvdist.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
 from kvdist.nodes import Member
@@ -70,6 +75,7 @@ class Node:
         job: the tag of the job.
         explain_after_s: a wait longer than this is explained, again at every multiple.
         clock: monotonic seconds.
+        disk: where the machine's state is kept; None for the disk of this machine.
     """
 
     def __init__(
@@ -79,8 +85,10 @@ class Node:
         job: int,
         explain_after_s: float,
         clock: Callable[[], float] = time.monotonic,
+        disk: Disk | None = None,
     ) -> None:
         self.machine = machine
+        self._disk = ThreadedDisk() if disk is None else disk
         self.transport = transport
         self.reliable = Reliable(machine, job)
         self.stopped = False
@@ -287,6 +295,8 @@ class Node:
                 requests.append(request)
         now = self._clock()
         for event in events:
+            if isinstance(event, Persisted) and event.failure:
+                LOG.error("%s: %s", self.machine.me, event.failure)
             self._carry_out(self.reliable.observe(event, now))
         machine = self.machine
         if requests and isinstance(machine, Worker):
@@ -316,10 +326,15 @@ class Node:
                     self._members[route] = member
                 case Report(text):
                     LOG.warning("%s", text)
+                case Persist(token, work):
+                    self._disk.begin(work, partial(self._persisted, token))
                 case Stop(failure):
                     self._stop(failure)
                 case Send() | Forget():
                     raise AssertionError("Reliable takes these")
+
+    def _persisted(self, token: object, product: Product, failure: str) -> None:
+        self.post(Persisted(token, product, failure))
 
     def _transmit(self, to: Member, packet: Packet) -> None:
         route = self._routes.get(to)

@@ -36,6 +36,7 @@ FLOORS = {
     "kvdist.optimizer": 3,
     "kvdist.core": 4,
     "kvdist.collective": 5,
+    "kvdist.disk": 5,
     "kvdist.mailbox": 5,
     "kvdist.node": 5,
     "kvdist.kvstore": 6,
@@ -59,7 +60,9 @@ FLOORS = {
 """A module belongs to the longest entry that begins its name. It may import from lower floors and its own."""
 
 SIDEWAYS = {
+    ("kvdist.checkpoint", "kvdist.optimizer"),
     ("kvdist.config", "kvdist.nodes"),
+    ("kvdist.node", "kvdist.disk"),
     ("kvdist.node", "kvdist.mailbox"),
     ("kvdist.exchange", "kvdist.parameters"),
     ("kvdist.exchange", "kvdist.shared_weights"),

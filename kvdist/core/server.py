@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvdist.config import Limits
-from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Report, Send, Stop
+from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Persisted, Report, Send, Stop
 from kvdist.core.group import GroupBuffer
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.shard import Allocate, Buffer, ordinary_memory
@@ -35,6 +35,7 @@ from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
 from kvdist.protocol.registration import Rejected, Roster, Welcome
+from kvdist.protocol.saving import Discard, DropRestored, Mark, Restore, TakeRestored
 
 
 class Server(Machine):
@@ -101,6 +102,8 @@ class Server(Machine):
                 self.table.push_joined(sender, message, self._neighbours_of(sender), now)
             case Pull():
                 self.table.pull(sender, message, now)
+            case Mark():
+                self.table.mark(sender, message, now)
             case InitValues() | ReplaceValues():
                 self.table.initialise(sender, message, now)
             case _:
@@ -116,6 +119,8 @@ class Server(Machine):
                 if self.joining.welcomed:
                     self._next_alive = now
                     self._scheduler_lost_at = now + self.limits.reconnect_grace_s
+        elif isinstance(event, Persisted):
+            return self.table.persisted(event)
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER
         return []
@@ -177,6 +182,12 @@ class Server(Machine):
                 return [Send(SCHEDULER_MEMBER, Done(message.request))]
             case SetOptimizer():
                 return self._set_optimizer(message, now)
+            case Discard():
+                self.table.cuts.discard(message)
+            case Restore():
+                return self.table.restore(message)
+            case TakeRestored() | DropRestored():
+                return self.table.end_restoring(message, now)
             case Abort():
                 return [Stop(lost(message))]
             case Waiting():
