@@ -108,7 +108,7 @@ def full_contests() -> tuple[Contest, ...]:
         for count in (1, 10, 100, 1000, 10000)
     ]
     crowds = [
-        Contest(f"workers-{w}-{s}", Work(LARGE, workers=w, servers=s, steps=5, warmup=2), PUSH_PULL)
+        Contest(f"workers-{w}-{s}", Work(LARGE, workers=w, servers=s, steps=QUICK, warmup=STEADY), PUSH_PULL)
         for w in (1, 2, 4, 8)
         for s in (1, 2)
     ]
