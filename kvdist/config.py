@@ -281,6 +281,15 @@ def optimizer_modules_from_env(environ: Mapping[str, str] | None = None) -> tupl
     return module_names((os.environ if environ is None else environ).get("KVDIST_OPTIMIZER_MODULE") or "")
 
 
+def server_modules_from_env(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The modules with optimizers and commands of the operator's own (``KVDIST_SERVER_MODULE``).
+
+    Raises:
+        ConfigError: one cannot be the name of a module.
+    """
+    return module_names((os.environ if environ is None else environ).get("KVDIST_SERVER_MODULE") or "")
+
+
 def module_names(text: str) -> tuple[str, ...]:
     """The names of modules in a text like ``my_rules,team.rules``.
 
@@ -291,8 +300,8 @@ def module_names(text: str) -> tuple[str, ...]:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(
-                f"{name!r} is not the name of a module: --optimizer-module and KVDIST_OPTIMIZER_MODULE take what Python"
-                " imports, such as my_rules for the file my_rules.py"
+                f"{name!r} is not the name of a module: --server-module, --optimizer-module and the variables for them"
+                " take what Python imports, such as my_rules for the file my_rules.py"
             )
     return names
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvdist.config import ClusterConfig
 from kvdist.core.agreements import Agreements
 from kvdist.core.barriers import Barriers
+from kvdist.core.commands import pass_on
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -31,6 +32,7 @@ from kvdist.core.servers_asked import ServersAsked
 from kvdist.core.sharding import Placer
 from kvdist.errors import ConfigError, PeerLostError
 from kvdist.nodes import UNRANKED, Member, Role
+from kvdist.protocol.commands import Command
 from kvdist.protocol.messages import (
     Abort,
     Barrier,
@@ -119,6 +121,8 @@ class Scheduler(Machine):
                 return self.agreements.configure(sender, message)
             case Barrier() if is_worker:
                 return self.barriers.enter(sender, message, self.seats.workers.keys(), now)
+            case Command() if is_worker:
+                return pass_on(sender, message, self.seats, self.asked)
             case Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
             case Done():

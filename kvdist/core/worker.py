@@ -36,6 +36,7 @@ from kvdist.core.requests import (
     Leave,
     Register,
     Request,
+    SendCommand,
     SetStoreOptimizer,
     Transfer,
 )
@@ -52,7 +53,6 @@ from kvdist.protocol.messages import (
     Abort,
     Alive,
     Barrier,
-    Configure,
     Counted,
     Declare,
     Done,
@@ -274,9 +274,9 @@ class Worker(Machine):
                 return [Send(SCHEDULER_MEMBER, declare)]
             case Transfer():
                 return self._transfer(request, now)
-            case SetStoreOptimizer():
-                self._open(request.request, "set_optimizer", now)
-                return [Send(SCHEDULER_MEMBER, Configure(request.request, request.store, request.description))]
+            case SetStoreOptimizer() | SendCommand():
+                self._open(request.request, request.label, now)
+                return [Send(SCHEDULER_MEMBER, request.message)]
             case EnterBarrier():
                 self._open(request.request, "barrier", now, request.timeout_s)
                 counter = self._barriers_passed.get(request.store, 0)

@@ -29,6 +29,7 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker import Worker
 from kvdist.errors import ConfigError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
+from kvdist.kvstore.commands import HANDLERS
 from kvdist.mailbox import Finish
 from kvdist.node import Node, run_together
 from kvdist.nodes import Role
@@ -252,7 +253,11 @@ def _embedded() -> Cluster:
         (Scheduler(replace(config, role=Role.SCHEDULER), now), EMBEDDED_ENDPOINT),
         (
             Server(
-                introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT), config.limits, kernels, now
+                introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT),
+                config.limits,
+                kernels,
+                now,
+                handlers=HANDLERS,
             ),
             EMBEDDED_SERVER_ENDPOINT,
         ),

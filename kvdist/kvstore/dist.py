@@ -32,6 +32,7 @@ from kvdist.core.requests import (
     Request,
     RunData,
     RunPlan,
+    SendCommand,
     SetStoreOptimizer,
     Transfer,
 )
@@ -41,6 +42,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
+from kvdist.kvstore.commands import require_body, require_head
 from kvdist.kvstore.contribution import Contribution, Terms, contribute
 from kvdist.kvstore.gathering import PLAIN, SMALL_BYTES_MAX, Gatherings, is_small
 from kvdist.kvstore.handed import Given, Taken, cut, given, named, plain_one, taken
@@ -373,6 +375,13 @@ class DistStore(KVStore):
             f"a {self._type!r} store keeps its values on servers, and servers run no functions from workers;"
             " use set_optimizer, or a 'local' store"
         )
+
+    def send_command_to_servers(self, head: int, body: str = "") -> None:
+        """Let every server run a registered handler. See `KVStore.send_command_to_servers`."""
+        self._require_usable()
+        require_head(head)
+        require_body(body)
+        self._ask(lambda number: SendCommand(number, head, body))
 
     def is_capable(self, capability: str) -> bool:
         """True for ``optimizer``. See `KVStore.is_capable`."""

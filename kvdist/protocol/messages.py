@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.nodes import Member
+from kvdist.protocol.commands import Command, Perform
 from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
 
 U8 = npt.NDArray[np.uint8]
@@ -426,7 +427,7 @@ class Stop:
 Message = (
     Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | Pull | Values | Counted | Refused | JoinedPush | HandedBack
-    | Alive | Ack | Waiting | Goodbye | Abort | Stop
+    | Alive | Ack | Waiting | Goodbye | Abort | Stop | Command | Perform
 )  # fmt: skip
 
 

@@ -70,6 +70,8 @@ def _messages() -> list[m.Message]:
         m.Goodbye(12, "boom"),
         m.Abort("worker-3", "node7", "killed by signal 9", -1, "worker-3 is gone"),
         m.Stop(),
+        m.Command(13, 7, "größer"),
+        m.Perform(14, (1 << 32) - 1, ""),
     ]  # fmt: skip
 
 
