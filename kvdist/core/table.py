@@ -14,8 +14,8 @@ from kvdist.config import Limits
 from kvdist.core.answers import Answers
 from kvdist.core.effects import Effect, Send
 from kvdist.core.forms import Forms
-from kvdist.core.group import Group, GroupPull, GroupPush
-from kvdist.core.groups import SLICES_MIN, Groups
+from kvdist.core.group import SLICES_MIN, Group, GroupPull, GroupPush
+from kvdist.core.groups import Groups
 from kvdist.core.joined import JoinedSlice, slices_of
 from kvdist.core.policy import POLICIES
 from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
@@ -35,7 +35,6 @@ from kvdist.protocol.messages import (
     Arrays,
     Assign,
     ErrorCode,
-    Flag,
     InitValues,
     JoinedPush,
     Outcome,
@@ -44,9 +43,6 @@ from kvdist.protocol.messages import (
     ReplaceValues,
     Waiting,
 )
-
-# Plain numbers: operators of enums are written in Python.
-_EMPTY, _HOLD = int(Flag.EMPTY), int(Flag.HOLD)
 
 
 class Table:
@@ -167,9 +163,8 @@ class Table:
         good = self._checked(sender, message.runs, message.ids, message.arrays, message.flags)
         for begin, end in _joined_stretches(message.runs):
             stretch = slice(begin, end)
-            push = (
-                self._group_push(sender, message, stretch, payload, settings) if len(good) == len(message.ids) else None
-            )
+            whole = len(good) == len(message.ids)
+            push = GroupPush.of(sender, message, stretch, payload, settings) if whole else None
             group = None if push is None else self._group_for(message.ids[stretch], push)
             if group is not None and push is not None:
                 group.offer(push, now)
@@ -207,29 +202,6 @@ class Table:
             else:
                 for contribution in joined.contributions:
                     self._answer_contribution(shard, contribution)
-
-    def _group_push(
-        self, sender: Member, message: Push, stretch: slice, payload: PayloadView, settings: Sequence[Setting]
-    ) -> GroupPush | None:
-        """These slices of a message as one contribution; None where they count or look differently."""
-        flags, setting_of = message.flags[stretch], message.setting_of[stretch]
-        codes = message.arrays.dtypes[stretch]
-        runs = message.runs[stretch]
-        if len(codes) < SLICES_MIN or flags[0] & (_EMPTY | _HOLD) or (runs != runs[0]).any():
-            return None  # what is held is kept back slice by slice
-        if (flags != flags[0]).any() or (setting_of != setting_of[0]).any() or (codes != codes[0]).any():
-            return None
-        return GroupPush(
-            sender,
-            int(runs[0]),
-            message.steps[stretch],
-            message.versions[stretch],
-            message.samples[stretch],
-            int(flags[0]),
-            settings[int(setting_of[0])],
-            payload.stretch(stretch.start, stretch.stop, DType(int(codes[0]))),
-            message.pull,
-        )
 
     def _group_for(self, ids: U32, push: GroupPush) -> Group | None:
         """The group of these slices, made now if need be; None if the contribution is not for one."""
