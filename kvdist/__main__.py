@@ -27,6 +27,7 @@ from kvdist.config import (
     local_address_towards,
     module_names,
     optimizer_modules_from_env,
+    profile_dir_from_env,
     server_modules_from_env,
     tcp_endpoint,
 )
@@ -35,11 +36,12 @@ from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.kernels.choice import choose
-from kvdist.kvstore.cluster import introduction
+from kvdist.kvstore.cluster import begin_profiling, introduction
 from kvdist.kvstore.commands import HANDLERS
 from kvdist.node import Node
 from kvdist.nodes import NodeId, Role
 from kvdist.optimizer.registry import registered
+from kvdist.profiling import PROFILER_HEAD, Profiler
 from kvdist.transport.opening import open_transport
 from kvdist.transport.zeromq import ZeroMQTransport
 
@@ -168,8 +170,12 @@ def _server(config: ClusterConfig) -> Node:
     endpoint = transport.bind(tcp_endpoint(host, 0))
     introduced = introduction(config, endpoint, config.scheduler_endpoint)
     kernels = choose(kernels_from_env())
-    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS)
-    return Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    profiler = Profiler(profile_dir_from_env)
+    handlers = {PROFILER_HEAD: profiler.perform, **HANDLERS}
+    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, handlers)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    begin_profiling(profiler, node)
+    return node
 
 
 def _tell_of_strangers(node: Node) -> None:

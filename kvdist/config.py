@@ -12,6 +12,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
@@ -28,6 +29,7 @@ TWINS = {
     "KVDIST_INTERFACE": "DMLC_INTERFACE",
     "KVDIST_BIGARRAY_BOUND": "MXNET_KVSTORE_BIGARRAY_BOUND",
     "KVDIST_UPDATE_ON_KVSTORE": "MXNET_UPDATE_ON_KVSTORE",
+    "KVDIST_PROFILER_AUTOSTART": "MXNET_PROFILER_AUTOSTART",
 }
 """Our name of a variable → the name in the mirrored system."""
 
@@ -288,6 +290,23 @@ def server_modules_from_env(environ: Mapping[str, str] | None = None) -> tuple[s
         ConfigError: one cannot be the name of a module.
     """
     return module_names((os.environ if environ is None else environ).get("KVDIST_SERVER_MODULE") or "")
+
+
+def profiler_autostart_from_env(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether workers and servers trace themselves from their start (``MXNET_PROFILER_AUTOSTART``): for ``1``.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    env = _with_twins(os.environ if environ is None else environ)
+    setting = env.get("KVDIST_PROFILER_AUTOSTART") or "0"
+    _one_of("MXNET_PROFILER_AUTOSTART", setting, ("0", "1"))
+    return setting == "1"
+
+
+def profile_dir_from_env(environ: Mapping[str, str] | None = None) -> Path:
+    """Where traces lie whose names have no directory (``KVDIST_PROFILE_DIR``), else where the process started."""
+    return Path((os.environ if environ is None else environ).get("KVDIST_PROFILE_DIR") or ".").absolute()
 
 
 def module_names(text: str) -> tuple[str, ...]:

@@ -41,8 +41,8 @@ def perform(handlers: Mapping[int, Handler], message: Perform, rank: int) -> Don
     try:
         handler(message.head, message.body, rank)
     except Exception as error:  # noqa: BLE001  # whatever a handler raised belongs to the caller
-        reason = f"command {message.head} failed with {type(error).__name__}: {error}"
-        return Failed(message.request, ErrorCode.INTERNAL, reason)
+        failed = f"command {message.head} failed with " if message.head <= HEAD_OF_USERS_MAX else ""
+        return Failed(message.request, ErrorCode.INTERNAL, f"{failed}{type(error).__name__}: {error}")
     return Done(message.request)
 
 

@@ -238,7 +238,7 @@ class SendCommand:
     @property
     def label(self) -> str:
         """What is asked, for people."""
-        return f"command {self.head} to the servers"
+        return f"command {self.head} to the servers" if self.head < 1 << 31 else "a command of kvdist to the servers"
 
     @property
     def message(self) -> Command:

@@ -411,6 +411,9 @@ class DistStore(KVStore):
         if self._closed:
             raise StoreClosed(f"this {self._type!r} store has been closed; create another one")
         self._cluster.node.check_fork()
+        trace = self._cluster.node.trace
+        if trace is not None:
+            trace.called()
         self._raise_lost_error()
 
     def _raise_lost_error(self) -> None:
