@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvdist.core.commands import HEAD_OF_USERS_MAX
 from kvdist.core.rounds import Rounds
 from kvdist.core.server import Server
 from kvdist.errors import KvdistError
 from kvdist.node import Node
 from kvdist.nodes import UNRANKED
+from kvdist.protocol.commands import HEAD_OF_USERS_MAX
 from kvdist.trace import EVENTS_MAX, Trace, now_ns, write
 from kvdist.tracing import NodeTrace, TracedRounds
 from kvdist.version import __version__
@@ -32,7 +32,6 @@ LOG = logging.getLogger("kvdist")
 
 PROFILER_HEAD = HEAD_OF_USERS_MAX + 1
 """The number of the command that controls the profiler of a server."""
-ACTIONS = ("start", "stop", "pause", "resume")
 REST = 20
 """How many times as long as it took to renew the file it is then left alone."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -41,6 +41,12 @@ CALLS_OPEN_MAX = 100_000
 """Calls that may be under way and noted; more are not."""
 
 
+class _Called(threading.local):
+    """When the present thread's call began, if no request has been made for it yet; else 0."""
+
+    since_ns = 0
+
+
 class NodeTrace:
     """Notes what a node does.
 
@@ -50,7 +56,7 @@ class NodeTrace:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._called = threading.local()
+        self._called = _Called()
         self._calls: dict[int, tuple[str, int, dict[str, Any]]] = {}
         """Request → what was asked, since when, and more about it. Only the node's thread uses it."""
 
@@ -58,13 +64,12 @@ class NodeTrace:
 
     def called(self) -> None:
         """The user has called a method, and a request may follow."""
-        self._called.since = now_ns()
+        self._called.since_ns = now_ns()
 
     def take_since(self) -> int:
         """When the call began that makes the request which is submitted now."""
-        since: int = getattr(self._called, "since", 0)
-        self._called.since = 0
-        return since or now_ns()
+        since_ns, self._called.since_ns = self._called.since_ns, 0
+        return since_ns or now_ns()
 
     def wait(self, future: Future[Any]) -> Any:
         """The result of a future, waited for in the trace."""

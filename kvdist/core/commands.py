@@ -12,14 +12,11 @@ from kvdist.core.effects import Effect, Send
 from kvdist.core.seats import Seats
 from kvdist.core.servers_asked import ServersAsked
 from kvdist.nodes import Member
-from kvdist.protocol.commands import Command, Perform
+from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Command, Perform
 from kvdist.protocol.messages import Done, ErrorCode, Failed
 
 Handler = Callable[[int, str, int], object]
 """Called as ``handler(head, body, rank)`` with the server's rank; what it returns is not looked at."""
-
-HEAD_OF_USERS_MAX = (1 << 31) - 1
-"""Numbers above it are those of kvdist itself."""
 
 
 def pass_on(sender: Member, message: Command, seats: Seats, asked: ServersAsked) -> list[Effect]:

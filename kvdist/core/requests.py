@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
-from kvdist.protocol.commands import Command
+from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Command
 from kvdist.protocol.messages import U8, U32, Configure, padded
 
 Bits = npt.NDArray[np.generic]
@@ -238,7 +238,8 @@ class SendCommand:
     @property
     def label(self) -> str:
         """What is asked, for people."""
-        return f"command {self.head} to the servers" if self.head < 1 << 31 else "a command of kvdist to the servers"
+        which = f"command {self.head}" if self.head <= HEAD_OF_USERS_MAX else "a command of kvdist"
+        return f"{which} to the servers"
 
     @property
     def message(self) -> Command:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvdist.core.commands import HEAD_OF_USERS_MAX, Handler
+from kvdist.core.commands import Handler
+from kvdist.protocol.commands import HEAD_OF_USERS_MAX
 from kvdist.protocol.limits import DEFAULT
 
 HANDLERS: dict[int, Handler] = {}

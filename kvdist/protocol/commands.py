@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+HEAD_OF_USERS_MAX = (1 << 31) - 1
+"""Numbers above it are those of kvdist itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist.core.commands import HEAD_OF_USERS_MAX
 from kvdist.core.requests import SendCommand
 from kvdist.errors import KvdistError
+from kvdist.protocol.commands import HEAD_OF_USERS_MAX
 from tests.core.wired import Wired
 
 
