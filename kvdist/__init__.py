@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdist.errors import (
     BarrierTimeout,
+    CheckpointError,
     ConfigError,
     DeadlineExceeded,
     FencedError,
@@ -32,10 +33,13 @@ if TYPE_CHECKING:
     from kvdist.buffers import sync_buffers
     from kvdist.data import SplitSampler, split_and_load, split_data
     from kvdist.kvstore.base import KVStore
+    from kvdist.kvstore.saved import Checkpoint
     from kvdist.trainer import Trainer
 
 __all__ = [
     "BarrierTimeout",
+    "Checkpoint",
+    "CheckpointError",
     "ConfigError",
     "DeadlineExceeded",
     "FencedError",
@@ -68,6 +72,7 @@ _MODULES = {
     "profiler": "kvdist.profiler",
 }
 _NAMES = {
+    "Checkpoint": "kvdist.kvstore.saved",
     "KVStore": "kvdist.kvstore.base",
     "SplitSampler": "kvdist.data",
     "Trainer": "kvdist.trainer",

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from kvdist.config import (
     ClusterConfig,
+    checkpoint_root_from_env,
     kernels_from_env,
     local_address_towards,
     module_names,
@@ -34,6 +35,7 @@ from kvdist.config import (
 from kvdist.core.effects import ChildEnded, LauncherGone
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
+from kvdist.disk import ThreadedDisk
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import begin_profiling, introduction
@@ -155,7 +157,7 @@ def _scheduler(config: ClusterConfig) -> Node:
     transport.bind(config.scheduler_endpoint)
     first_incarnation = random.SystemRandom().getrandbits(48) + 2
     machine = Scheduler(config, time.monotonic(), first_incarnation)
-    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
     if config.supervised:
         threading.Thread(target=_listen, args=(node,), name="kvdist-launcher", daemon=True).start()
     return node
@@ -173,9 +175,14 @@ def _server(config: ClusterConfig) -> Node:
     profiler = Profiler(profile_dir_from_env)
     handlers = {PROFILER_HEAD: profiler.perform, **HANDLERS}
     machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, handlers)
-    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
     begin_profiling(profiler, node)
     return node
+
+
+def _disk() -> ThreadedDisk:
+    """Peers name folders, and whoever started this process says below which they may."""
+    return ThreadedDisk(checkpoint_root_from_env())
 
 
 def _tell_of_strangers(node: Node) -> None:

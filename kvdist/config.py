@@ -309,6 +309,19 @@ def profile_dir_from_env(environ: Mapping[str, str] | None = None) -> Path:
     return Path((os.environ if environ is None else environ).get("KVDIST_PROFILE_DIR") or ".").absolute()
 
 
+def checkpoint_root_from_env(environ: Mapping[str, str] | None = None) -> Path:
+    """Below which folder this process writes and reads checkpoints that others name: by default its own.
+
+    Raises:
+        ConfigError: it is no absolute path.
+    """
+    text = (os.environ if environ is None else environ).get("KVDIST_CHECKPOINT_ROOT")
+    root = Path(text) if text else Path.cwd()
+    if not root.is_absolute():
+        raise ConfigError(f"KVDIST_CHECKPOINT_ROOT is {text!r}, which is no absolute path of a folder")
+    return root
+
+
 def module_names(text: str) -> tuple[str, ...]:
     """The names of modules in a text like ``my_rules,team.rules``.
 

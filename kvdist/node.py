@@ -13,9 +13,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from typing import Any
 
+from kvdist.checkpoint.works import Product
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -29,6 +31,8 @@ from kvdist.core.effects import (
     Fail,
     Forget,
     Machine,
+    Persist,
+    Persisted,
     Report,
     Send,
     Stop,
@@ -38,6 +42,7 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.requests import Request
 from kvdist.core.worker import Worker
+from kvdist.disk import Disk, ThreadedDisk
 from kvdist.errors import ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
 from kvdist.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
 from kvdist.nodes import Member
@@ -72,6 +77,7 @@ class Node:
         job: the tag of the job.
         explain_after_s: a wait longer than this is explained, again at every multiple.
         clock: monotonic seconds.
+        disk: where the machine's state is kept; None for the disk of this machine.
     """
 
     def __init__(
@@ -81,8 +87,10 @@ class Node:
         job: int,
         explain_after_s: float,
         clock: Callable[[], float] = time.monotonic,
+        disk: Disk | None = None,
     ) -> None:
         self.machine = machine
+        self._disk = ThreadedDisk() if disk is None else disk
         self.transport = transport
         self.reliable = Reliable(machine, job)
         self.stopped = False
@@ -151,6 +159,13 @@ class Node:
         """Whether what lies in the transport's memory is not carried to this member."""
         route = self._routes.get(member)
         return route is not None and self.transport.shares(route)
+
+    def begin_call(self) -> None:
+        """The user has called a method: raise `ForkError` in a forked child, and note the time for the trace."""
+        if self._forked:
+            self.check_fork()
+        if self.trace is not None:
+            self.trace.called()
 
     def check_fork(self) -> None:
         """Raise `ForkError` in a forked child: threads and sockets stay with the parent."""
@@ -298,6 +313,8 @@ class Node:
                     self.trace.asked(request, item.since_ns)
         now = self._clock()
         for event in events:
+            if isinstance(event, Persisted) and event.failure:
+                LOG.error("%s: %s", self.machine.me, event.failure)
             self._carry_out(self.reliable.observe(event, now))
         machine = self.machine
         if requests and isinstance(machine, Worker):
@@ -329,10 +346,15 @@ class Node:
                     self._members[route] = member
                 case Report(text):
                     LOG.warning("%s", text)
+                case Persist(token, work):
+                    self._disk.begin(work, partial(self._persisted, token))
                 case Stop(failure):
                     self._stop(failure)
                 case Send() | Forget():
                     raise AssertionError("Reliable takes these")
+
+    def _persisted(self, token: object, product: Product, failure: str) -> None:
+        self.post(Persisted(token, product, failure))
 
     def _transmit(self, to: Member, packet: Packet) -> None:
         route = self._routes.get(to)

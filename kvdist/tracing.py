@@ -16,8 +16,10 @@ from kvdist.core.requests import (
     DeclareKeys,
     EnterBarrier,
     Leave,
+    LoadStore,
     Register,
     Request,
+    SaveStore,
     SendCommand,
     SetStoreOptimizer,
     Transfer,
@@ -171,6 +173,10 @@ def _told(request: Request) -> tuple[str, dict[str, Any]]:
             return request.label, {}
         case EnterBarrier():
             return "barrier", {}
+        case SaveStore(step=step, keys=keys):
+            return f"checkpoint of step {step}", {"keys": len(keys)}
+        case LoadStore():
+            return "loading of a checkpoint", {}
         case Register():
             return "joining the cluster", {}
         case Leave():

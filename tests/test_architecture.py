@@ -37,6 +37,7 @@ FLOORS = {
     "kvdist.optimizer": 3,
     "kvdist.core": 4,
     "kvdist.collective": 5,
+    "kvdist.disk": 5,
     "kvdist.mailbox": 5,
     "kvdist.node": 5,
     "kvdist.profiling": 5,
@@ -53,9 +54,11 @@ FLOORS = {
     "kvdist.overlap": 7,
     "kvdist.parameters": 7,
     "kvdist.profiler": 7,
+    "kvdist.refusals": 7,
     "kvdist.shared_weights": 7,
     "kvdist.torch_optimizer": 7,
     "kvdist.trainer": 7,
+    "kvdist.training_state": 7,
     "kvdist.watch": 7,
     "kvdist.horovod": 8,
     "kvdist": 9,
@@ -63,7 +66,9 @@ FLOORS = {
 """A module belongs to the longest entry that begins its name. It may import from lower floors and its own."""
 
 SIDEWAYS = {
+    ("kvdist.checkpoint", "kvdist.optimizer"),
     ("kvdist.config", "kvdist.nodes"),
+    ("kvdist.node", "kvdist.disk"),
     ("kvdist.node", "kvdist.mailbox"),
     ("kvdist.node", "kvdist.tracing"),
     ("kvdist.profiling", "kvdist.node"),
@@ -84,9 +89,13 @@ SIDEWAYS = {
     ("kvdist.trainer", "kvdist.opening"),
     ("kvdist.trainer", "kvdist.overlap"),
     ("kvdist.trainer", "kvdist.parameters"),
+    ("kvdist.trainer", "kvdist.refusals"),
     ("kvdist.trainer", "kvdist.shared_weights"),
     ("kvdist.trainer", "kvdist.torch_optimizer"),
+    ("kvdist.trainer", "kvdist.training_state"),
     ("kvdist.trainer", "kvdist.watch"),
+    ("kvdist.training_state", "kvdist.local_update"),
+    ("kvdist.training_state", "kvdist.parameters"),
     ("kvdist.watch", "kvdist.parameters"),
 }
 """(importer, imported): pairs of entries on one floor where the first may know the second."""

@@ -24,7 +24,7 @@ from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member
 from kvdist.optimizer.states import Part
 from kvdist.optimizer.updater import Updater
-from kvdist.protocol.layout import PayloadView, offsets
+from kvdist.protocol.layout import PayloadView, offsets, stretches
 from kvdist.protocol.messages import U8, U32, Flag, Push
 
 SLICES_MIN = 2
@@ -263,3 +263,16 @@ class Group:
             )
         ]
         return GroupBuffer(array, memory.data, slices)
+
+
+def joined_stretches(runs: U32) -> list[tuple[int, int]]:
+    """The stretches of equal runs; neighbours that are too short for a group as one, to be looked at slice by slice."""
+    joined: list[tuple[int, int]] = []
+    short = False
+    for begin, end in stretches(runs):
+        was_short, short = short, end - begin < SLICES_MIN
+        if short and was_short:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined

@@ -18,6 +18,7 @@ from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Command
 from kvdist.protocol.messages import U8, U32, Configure, padded
+from kvdist.protocol.saving import SavedFile
 
 Bits = npt.NDArray[np.generic]
 
@@ -261,6 +262,33 @@ class EnterBarrier:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SaveStore:
+    """Save what the store has after the pushes that were submitted before; completes when it is a checkpoint."""
+
+    request: int
+    store: int
+    folder: str
+    contents: tuple[str, ...]
+    step: int
+    keep: int
+    file: SavedFile
+    keys: tuple[KeyInfo, ...]
+    """All of the store."""
+    failure: str = ""
+    """Why this worker cannot take part, so that it fails for all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadStore:
+    """Restore the store, once no push of this worker is under way; completes when every server has done so."""
+
+    request: int
+    store: int
+    folder: str
+    contents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Leave:
     """Say goodbye once everything that was pushed has arrived; a `failure` says so at once and ends the job."""
 
@@ -268,4 +296,14 @@ class Leave:
     failure: str = ""
 
 
-Request = Register | DeclareKeys | Transfer | SetStoreOptimizer | SendCommand | EnterBarrier | Leave
+Request = (
+    Register
+    | DeclareKeys
+    | Transfer
+    | SetStoreOptimizer
+    | SendCommand
+    | EnterBarrier
+    | SaveStore
+    | LoadStore
+    | Leave
+)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvdist.config import ClusterConfig
 from kvdist.core.agreements import Agreements
 from kvdist.core.barriers import Barriers
+from kvdist.core.checkpoints import Checkpoints
 from kvdist.core.commands import pass_on
 from kvdist.core.effects import (
     NEVER,
@@ -22,6 +23,7 @@ from kvdist.core.effects import (
     Event,
     LauncherGone,
     Machine,
+    Persisted,
     Report,
     Send,
     Stop,
@@ -48,6 +50,7 @@ from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
 from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
+from kvdist.protocol.saving import Load, Save, Saved
 
 ROSTER_GAP_S = 0.001
 """Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers
@@ -79,6 +82,7 @@ class Scheduler(Machine):
             config.num_servers, config.bigarray_bound, config.limits.slice_bytes, config.placement == "hash"
         )
         self.agreements = Agreements(self.seats, placer, self.asked)
+        self.checkpoints = Checkpoints(self.seats, self.agreements, self.asked)
         self._suspects: dict[Member, tuple[float, str]] = {}
         """Member → when it counts as lost, and why."""
         self._servers_gone: set[int] = set()
@@ -121,6 +125,12 @@ class Scheduler(Machine):
                 return self.agreements.configure(sender, message)
             case Barrier() if is_worker:
                 return self.barriers.enter(sender, message, self.seats.workers.keys(), now)
+            case Save() if is_worker:
+                return self.checkpoints.save(sender, message, now)
+            case Load() if is_worker:
+                return self.checkpoints.load(sender, message, now)
+            case Saved() if not is_worker:
+                return self.checkpoints.saved(sender, message, now)
             case Command() if is_worker:
                 return pass_on(sender, message, self.seats, self.asked)
             case Goodbye() if is_worker:
@@ -142,6 +152,8 @@ class Scheduler(Machine):
                 self._suspects.pop(member, None)
             case ChildEnded():
                 return self._child_ended(event, now)
+            case Persisted():
+                return self.checkpoints.persisted(event)
             case LauncherGone():
                 return self._abort(
                     "launcher", self.config.root_host, "it ended or was killed", None, "the launcher is gone"
@@ -195,6 +207,10 @@ class Scheduler(Machine):
         if barrier is not None:
             counter, since, missing = barrier
             return f"barrier {counter} has waited {now - since:.1f} s for {_names(missing)}"
+        saving = self.checkpoints.oldest_wait(self.seats.workers.keys())
+        if saving is not None:
+            subject, since, missing = saving
+            return f"{subject} has waited {now - since:.1f} s for {_names(missing)}"
         return None
 
     def validate(self) -> None:
@@ -249,6 +265,7 @@ class Scheduler(Machine):
         self._suspects.pop(sender, None)
         effects += self._announce_soon(now)
         effects += self.barriers.release(self.seats.workers.keys())
+        effects += self.checkpoints.release()
         return effects + self.agreements.advance_all() + self._end_if_alone(now)
 
     @property
@@ -336,7 +353,7 @@ class Scheduler(Machine):
             hint = Waiting(f"{', '.join(self.seats.missing())} to register", (), now - self._started_at)
             return [Send(peer.member, hint) for peer in self.seats.present]
         live = self.seats.workers.keys()
-        effects = list(self.barriers.hints(live, now))
+        effects = [*self.barriers.hints(live, now), *self.checkpoints.hints(live, now)]
         for book in self.agreements.books.values():
             wait = book.oldest_wait(live)
             if wait is not None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from kvdist.config import Limits
 from kvdist.core.commands import Handler, perform
-from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Report, Send, Stop
+from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Persisted, Report, Send, Stop
 from kvdist.core.group import GroupBuffer
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.shard import Allocate, Buffer, ordinary_memory
@@ -38,6 +38,7 @@ from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
 from kvdist.protocol.registration import Rejected, Roster, Welcome
+from kvdist.protocol.saving import Discard, DropRestored, Mark, Restore, TakeRestored
 
 
 class Server(Machine):
@@ -107,6 +108,8 @@ class Server(Machine):
                 self.table.push_joined(sender, message, self._neighbours_of(sender), now)
             case Pull():
                 self.table.pull(sender, message, now)
+            case Mark():
+                self.table.mark(sender, message, now)
             case InitValues() | ReplaceValues():
                 self.table.initialise(sender, message, now)
             case _:
@@ -122,6 +125,8 @@ class Server(Machine):
                 if self.joining.welcomed:
                     self._next_alive = now
                     self._scheduler_lost_at = now + self.limits.reconnect_grace_s
+        elif isinstance(event, Persisted):
+            return self.table.persisted(event)
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER
         return []
@@ -183,6 +188,12 @@ class Server(Machine):
                 return [Send(SCHEDULER_MEMBER, Done(message.request))]
             case SetOptimizer():
                 return self._set_optimizer(message, now)
+            case Discard():
+                self.table.cuts.discard(message)
+            case Restore():
+                return self.table.restore(message)
+            case TakeRestored() | DropRestored():
+                return self.table.end_restoring(message, now)
             case Perform():
                 return [Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
             case Abort():

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence, Set
 
 from kvdist.config import Limits
 from kvdist.core.answers import Answers
-from kvdist.core.effects import Effect, Send
+from kvdist.core.cuts import Cuts
+from kvdist.core.effects import Effect, Persisted, Send
 from kvdist.core.forms import Forms
-from kvdist.core.group import SLICES_MIN, Group, GroupPull, GroupPush
+from kvdist.core.group import Group, GroupPull, GroupPush, joined_stretches
 from kvdist.core.groups import Groups
-from kvdist.core.joined import JoinedSlice, slices_of
+from kvdist.core.joined import obstacle_to, slices_of
 from kvdist.core.policy import POLICIES
+from kvdist.core.restoring import Restoring
 from kvdist.core.rounds import Rounds
 from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
 from kvdist.core.sharding import cut, row_length
@@ -44,6 +46,7 @@ from kvdist.protocol.messages import (
     ReplaceValues,
     Waiting,
 )
+from kvdist.protocol.saving import DropRestored, Mark, Restore, TakeRestored
 
 
 class Table:
@@ -75,6 +78,8 @@ class Table:
         self._wholes = Wholes()
         self._open: set[int] = set()
         """Slices with an open round or waiting pulls."""
+        self.cuts = Cuts(kernels)
+        self._restoring = Restoring()
 
     # What the scheduler decides.
 
@@ -113,6 +118,25 @@ class Table:
             shard = self.shards[number]
             shard.pulls = [pull for pull in shard.pulls if pull.member.node.rank not in gone]
             self._close_if_ready(shard, now)
+        for number in list(self.cuts.awaited):
+            self._look(self.shards[number])
+        self.cuts.roster(workers)
+
+    def restore(self, message: Restore) -> list[Effect]:
+        """Read what a checkpoint has of the slices of a store."""
+        mine = [shard for number, shard in self.shards.items() if self._store_of[number] == message.store]
+        return self._restoring.read(message, mine, self._updaters.get(message.store))
+
+    def end_restoring(self, message: TakeRestored | DropRestored, now: float) -> list[Effect]:
+        """Take over what was read, or forget it."""
+        self._take_all_apart(now)
+        return self._restoring.end(message, self.shards, self._updaters.get(message.store))
+
+    def persisted(self, event: Persisted) -> list[Effect]:
+        """What came of a work with the disk."""
+        if isinstance(event.token, Restore):
+            return self._restoring.persisted(event)
+        return self.cuts.persisted(event, self.workers, self._name)
 
     def explain(self, now: float) -> str | None:
         """The oldest open round, and who is missing in it."""
@@ -135,6 +159,7 @@ class Table:
     def validate(self) -> None:
         """Check every invariant."""
         assert not self._answers, "answers leave with the message that caused them"
+        self.cuts.validate()
         for group in self._groups:
             group.validate(self.workers.keys())
         for number, shard in self.shards.items():
@@ -148,6 +173,16 @@ class Table:
 
     # What workers say.
 
+    def mark(self, sender: Member, message: Mark, now: float) -> None:
+        """A checkpoint is to have the sender's pushes up to here."""
+        self._take_apart(message.ids, now)
+        for shard in self.cuts.mark(sender, message, self.shards, self._name):
+            self._look(shard)
+
+    def _look(self, shard: Shard) -> None:
+        """Its counters have changed: perhaps this is the moment for a checkpoint."""
+        self.cuts.look(shard, self._updaters.get(self._store_of[shard.number]), self.workers)
+
     def initialise(self, sender: Member, message: InitValues | ReplaceValues, now: float) -> None:
         payload = PayloadView(message.arrays)
         self._take_apart(message.ids, now)
@@ -156,6 +191,7 @@ class Table:
             shard = self.shards[int(message.ids[i])]
             put = shard.replace if isinstance(message, ReplaceValues) else shard.initialise
             put(arrays[i])
+            self._look(shard)
             self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
             self._close_if_ready(shard, now)
 
@@ -163,7 +199,7 @@ class Table:
         payload = PayloadView(message.arrays)
         settings = [setting_of(numbers) for numbers in message.settings]
         good = self._checked(sender, message.runs, message.ids, message.arrays, message.flags)
-        for begin, end in _joined_stretches(message.runs):
+        for begin, end in joined_stretches(message.runs):
             stretch = slice(begin, end)
             whole = len(good) == len(message.ids)
             push = GroupPush.of(sender, message, stretch, payload, settings) if whole else None
@@ -189,7 +225,7 @@ class Table:
             shard = self.shards.get(joined.number)
             obstacle = f"slice {joined.number} is not kept by {self._name}"
             if shard is not None:
-                obstacle = _obstacle(joined, shard)
+                obstacle = obstacle_to(joined, shard)
             if shard is None or obstacle:
                 self._to(sender).refuse(joined.run, joined.number, ErrorCode.REFUSED, obstacle)
                 continue
@@ -210,7 +246,7 @@ class Table:
         group = self._groups.find(ids)
         if group is not None:
             return group if group.fits(push) else None
-        if not self._groups.is_worth_it(ids) or self._groups.of(ids):
+        if not self._groups.is_worth_it(ids) or self._groups.of(ids) or self.cuts.awaits(ids):
             return None
         shards = [self.shards[number] for number in ids.tolist()]
         if any(shard.slots or shard.pulls or shard.published is None for shard in shards):
@@ -316,6 +352,8 @@ class Table:
                 self._refuse(shard, contributions, error)
             else:
                 self._answer_round(shard, contributions)
+            if self.cuts.awaited:
+                self._look(shard)
         self._answer_open(shard)
 
     def _norms_for(self, shard: Shard) -> Updater | None:
@@ -337,6 +375,8 @@ class Table:
             else:
                 for shard, contributions in zip(shards, rounds, strict=True):
                     self._answer_round(shard, contributions)
+            for shard in shards:
+                self._look(shard)
         for shard in shards:
             self._answer_open(shard)
 
@@ -418,7 +458,7 @@ class Table:
                 continue  # It left, or was replaced, while others were still in the round.
             effects += answers.messages(member, self.limits.slice_bytes, self.traffic)
         self._answers = {}
-        return effects
+        return effects + self.cuts.take_effects(self.workers, self._name)
 
     def hints(self, now: float) -> list[Effect]:
         """Tell those who have waited long in which round, and for whom. Groups among them are taken apart for that."""
@@ -438,30 +478,3 @@ class Table:
             for member in waiters:
                 hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
         return [Send(member, hint) for member, hint in hints.items()]
-
-
-def _joined_stretches(runs: U32) -> list[tuple[int, int]]:
-    """The stretches of equal runs; neighbours that are too short for a group as one, to be looked at slice by slice."""
-    joined: list[tuple[int, int]] = []
-    short = False
-    for begin, end in stretches(runs):
-        was_short, short = short, end - begin < SLICES_MIN
-        if short and was_short:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _obstacle(joined: JoinedSlice, shard: Shard) -> str:
-    """Why the contributions of a host cannot be taken; '' if they can."""
-    if joined.strangers or not any(not contribution.silent for contribution in joined.contributions):
-        names = ", ".join(f"worker-{rank}" for rank in joined.strangers) or "others only"
-        return f"the sender speaks for {names}, and may speak for itself and the workers of its host"
-    if len({contribution.member for contribution in joined.contributions}) < len(joined.contributions):
-        return f"slice {joined.number} has two contributions of one worker"
-    if shard.policy.close is not None:
-        return f"key {shard.key!r} is asynchronous: its contributions are applied one by one, not summed on the way"
-    if any(count != shard.count for count in joined.counts) or any(code != shard.dtype for code in joined.dtypes):
-        return f"slice {joined.number} has another size or dtype than was declared"
-    return ""

@@ -35,12 +35,15 @@ from kvdist.core.requests import (
     EnterBarrier,
     KeyInfo,
     Leave,
+    LoadStore,
     Register,
     Request,
+    SaveStore,
     SendCommand,
     SetStoreOptimizer,
     Transfer,
 )
+from kvdist.core.saving_calls import SavingCalls
 from kvdist.core.shard import Allocate, ordinary_memory
 from kvdist.core.sharding import cut, row_length
 from kvdist.core.traffic import Traffic
@@ -111,6 +114,7 @@ class Worker(Machine):
         self._pending = PendingRequests()
         self._declared: dict[int, DeclareKeys] = {}
         self._barriers = BarrierCalls(self._pending, self._named)
+        self._saving = SavingCalls(self.transfers)
         self._registering: list[int] = []
         self._leaving: Leave | None = None
         self._goodbye_said = False
@@ -276,6 +280,13 @@ class Worker(Machine):
             case EnterBarrier():
                 self._open(request.request, "barrier", now, request.timeout_s)
                 return self._barriers.enter(request)
+            case SaveStore():
+                self._open(request.request, f"checkpoint of step {request.step}", now)
+                return self._saving.save(request, self.servers)
+            case LoadStore():
+                self._open(request.request, "loading of a checkpoint", now)
+                self._saving.load(request)
+                return []
             case Leave():
                 return self._leave(request, now)
 
@@ -306,7 +317,7 @@ class Worker(Machine):
         """Let everything leave that may."""
         if self.failure is not None:
             return []
-        effects = self.neighbours.settle(now)
+        effects = self.neighbours.settle(now) + self._saving.settle()
         for rank, message, credit in self.transfers.take():
             leader = self.neighbours.leader
             to = leader if rank == LEADER and leader is not None else self.servers[rank]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvdist.core.commands import Handler
+from kvdist.core.requests import SendCommand
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX
 from kvdist.protocol.limits import DEFAULT
 
@@ -55,8 +56,18 @@ def require_head(head: object) -> None:
         raise ValueError(f"the number of a command is from 0 to {HEAD_OF_USERS_MAX}, not {head}")
 
 
-def require_body(body: object) -> None:
-    """Refuse what cannot travel as the text of a command."""
+def command_of(head: int, body: str) -> Callable[[int], SendCommand]:
+    """What makes the request out of its number.
+
+    Raises:
+        TypeError, ValueError: `head` is no number of a command, or `body` cannot travel as its text.
+    """
+    require_head(head)
+    _require_body(body)
+    return lambda number: SendCommand(number, head, body)
+
+
+def _require_body(body: object) -> None:
     if not isinstance(body, str):
         raise TypeError(f"the body of a command is a str, not {type(body).__name__}; write numbers as JSON, say")
     try:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvdist.nodes import Member
 from kvdist.protocol.commands import Command, Perform
 from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
+from kvdist.protocol.saving import Discard, DropRestored, Load, Mark, Restore, Save, Saved, TakeRestored
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -68,6 +69,7 @@ class ErrorCode(enum.IntEnum):
     OPTIMIZER_MISMATCH = 2
     REFUSED = 3
     CONFIG = 4
+    CHECKPOINT = 5
 
 
 class Flag(enum.IntFlag):
@@ -427,7 +429,8 @@ class Stop:
 Message = (
     Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | Pull | Values | Counted | Refused | JoinedPush | HandedBack
-    | Alive | Ack | Waiting | Goodbye | Abort | Stop | Command | Perform
+    | Alive | Ack | Waiting | Goodbye | Abort | Stop
+    | Mark | Save | Saved | Discard | Load | Restore | TakeRestored | DropRestored | Command | Perform
 )  # fmt: skip
 
 

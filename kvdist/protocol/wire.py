@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 
 from kvdist.errors import ProtocolError
-from kvdist.protocol import commands, fields, messages, registration
+from kvdist.protocol import commands, fields, messages, registration, saving
 from kvdist.protocol.fields import Field, Source
 from kvdist.protocol.layout import ITEMSIZES, padded_sizes
 from kvdist.protocol.limits import DEFAULT, SLICE_BYTES_MIN, WireLimits
@@ -318,6 +318,10 @@ def _check_counted(message: messages.Counted, limits: WireLimits) -> None:
     _check_outcomes(message.outcomes)
 
 
+def _check_mark(message: saving.Mark, limits: WireLimits) -> None:
+    _check_slices(_same_length((message.ids, message.steps)), limits)
+
+
 def _check_refused(message: messages.Refused | messages.HandedBack, limits: WireLimits) -> None:
     _check_slices(_same_length((message.runs, message.ids)), limits)
 
@@ -342,6 +346,9 @@ _PLACEMENT = fields.record(
     slice_bytes=fields.integer(SLICE_BYTES_MIN, (1 << 32) - 1),
 )
 _PEER = fields.record(registration.Peer, member=fields.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
+
+_NAMES = fields.many(_NAME, "entries_max")
+_FILE = fields.record(saving.SavedFile, name=_NAME, nbytes=_U64, sha256=_NAME)
 
 KINDS: dict[int, Kind] = {}
 """Code of a kind → how it travels."""
@@ -388,5 +395,15 @@ _kind(messages.Waiting, subject=_SENTENCE, ranks=fields.many(_U32, "members_max"
 _kind(messages.Goodbye, request=_U64, failure=_SENTENCE)
 _kind(messages.Abort, node=_NAME, host=_NAME, cause=_SENTENCE, step=_FROM_MINUS_1, sentence=_SENTENCE)
 _kind(messages.Stop)
+_kind(saving.Mark, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, last=fields.FLAG, ids=_NUMBERS,
+      steps=_NUMBERS)  # fmt: skip
+_kind(saving.Save, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, step=_U64, keep=_U32,
+      file=_FILE, failure=_SENTENCE)  # fmt: skip
+_kind(saving.Saved, store=_U32, counter=_U64, file=_FILE, failure=_SENTENCE)
+_kind(saving.Discard, store=_U32, counter=_U64)
+_kind(saving.Load, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES)
+_kind(saving.Restore, request=_U64, store=_U32, folder=_NAME, contents=_NAMES)
+_kind(saving.TakeRestored, request=_U64, store=_U32)
+_kind(saving.DropRestored, request=_U64, store=_U32)
 _kind(commands.Command, request=_U64, head=_U32, body=_BODY)
 _kind(commands.Perform, request=_U64, head=_U32, body=_BODY)

@@ -12,6 +12,7 @@ import pytest
 
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol import messages as m
+from kvdist.protocol import saving
 from kvdist.protocol.layout import offsets
 from kvdist.protocol.registration import Peer
 
@@ -70,6 +71,15 @@ def _messages() -> list[m.Message]:
         m.Goodbye(12, "boom"),
         m.Abort("worker-3", "node7", "killed by signal 9", -1, "worker-3 is gone"),
         m.Stop(),
+        saving.Mark(1, 2, "/data/run/step-5", ("weights", "states"), True, u32(3, 4), u32(0, 7)),
+        saving.Save(13, 1, 2, "/data/run/step-5", ("weights",), 5, 3, saving.SavedFile("worker-0-ab.json", 9, "ab"),
+                    ""),
+        saving.Saved(1, 2, saving.SavedFile("", 0, ""), "the disk is full"),
+        saving.Discard(1, 2),
+        saving.Load(14, 1, 0, "/data/run/step-5", ("states",)),
+        saving.Restore(15, 1, "/data/run/step-5", ("weights", "states")),
+        saving.TakeRestored(16, 1),
+        saving.DropRestored(17, 1),
         m.Command(13, 7, "größer"),
         m.Perform(14, (1 << 32) - 1, ""),
     ]  # fmt: skip

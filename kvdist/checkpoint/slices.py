@@ -1,0 +1,229 @@
+"""What a server keeps of a store, as arrays of a file; and back, for servers that cut the keys otherwise.
+
+Each slice is stored by itself: its weight, its states and its master, 1-D, named by the key and the range of its
+elements. A reader takes for each of its own slices whatever overlaps, so any number of servers can read what any other
+number has written. Where all is copied, nothing is computed: the bits are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvdist.checkpoint.files import FileRecord, require_intact
+from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest
+from kvdist.checkpoint.tensors import Bits, Tensor, TensorFile, write_tensors
+from kvdist.dtypes import DType
+from kvdist.errors import CheckpointError
+from kvdist.optimizer.states import SliceState
+
+WEIGHT, MASTER = "weight", "master"
+SLICES = "kvdist.slices"
+"""In the metadata of a file: what is known of each of its slices beside arrays."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedSlice:
+    """One slice at the moment of a checkpoint.
+
+    Attributes:
+        key: its key.
+        start: its first element.
+        dtype: element type.
+        version: how many rounds had been closed.
+        weight: its value; None if only states are saved.
+        states: name → array, of `DType.accumulate`.
+        updates: how many updates the states have had.
+        scalars: numbers beside the arrays.
+        master: the float32 weight behind a half one.
+    """
+
+    key: int | str
+    start: int
+    count: int
+    dtype: DType
+    version: int
+    weight: Bits | None
+    states: Mapping[str, Bits] = field(default_factory=dict)
+    updates: int = 0
+    scalars: tuple[float, ...] = ()
+    master: Bits | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedSlice:
+    """One slice that a server keeps, to be filled.
+
+    Attributes:
+        number: the server's name for it.
+        row: elements of the key for each element of a state: more than 1 only for rules by rows.
+    """
+
+    number: int
+    key: int | str
+    start: int
+    count: int
+    dtype: DType
+    state_names: tuple[str, ...] = ()
+    row: int = 1
+    has_master: bool = False
+    has_state: bool = False
+    """Whether an optimizer updates it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadSlice:
+    """What was found for it."""
+
+    number: int
+    weight: Bits | None
+    state: SliceState | None
+
+
+def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice]) -> FileRecord:
+    """Write the file of one server.
+
+    Raises:
+        CheckpointError, OSError: as of `write_tensors`.
+    """
+    tensors = [tensor for one in slices for tensor in _tensors(one)]
+    told = [
+        [one.key, one.start, one.count, one.version, one.updates, list(one.scalars), list(one.states)] for one in slices
+    ]
+    return write_tensors(folder, stem, tensors, {SLICES: json.dumps(told), "format": "kvdist"})
+
+
+def _tensors(one: SavedSlice) -> Iterator[Tensor]:
+    name = _name(one.key, one.start, one.count)
+    if one.weight is not None:
+        yield _tensor(f"{name}/{WEIGHT}", one.dtype, one.weight)
+    for state, bits in one.states.items():
+        yield _tensor(f"{name}/{STATES}/{state}", _wide(one.dtype), bits)
+    if one.master is not None:
+        yield _tensor(f"{name}/{MASTER}", _wide(one.dtype), one.master)
+
+
+def _tensor(name: str, dtype: DType, bits: Bits) -> Tensor:
+    return Tensor(name, dtype, (bits.size,), lambda: bits)
+
+
+def _wide(dtype: DType) -> DType:
+    """The type of the states of such an element."""
+    return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
+
+
+def _name(key: int | str, start: int, count: int) -> str:
+    return f"{json.dumps(key, ensure_ascii=False)}[{start}:{start + count}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A saved slice in its file."""
+
+    file: TensorFile
+    name: str
+    start: int
+    stop: int
+    updates: int
+    scalars: tuple[float, ...]
+    states: tuple[str, ...]
+
+
+class Shards:
+    """All files with arrays of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+
+    Raises:
+        CheckpointError: a file is missing or damaged. All of them are read once for that.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._pieces: dict[int | str, list[_Piece]] = {}
+        for record in manifest.shards:
+            require_intact(folder, record)
+            file = TensorFile(folder / record.name)
+            for piece, key in _pieces(file):
+                self._pieces.setdefault(key, []).append(piece)
+        for pieces in self._pieces.values():
+            pieces.sort(key=lambda piece: piece.start)
+
+    def read(self, wanted: WantedSlice, contents: Sequence[str]) -> ReadSlice:
+        """The content of a slice.
+
+        Raises:
+            CheckpointError: some of it is in no file.
+        """
+        pieces = self._overlapping(wanted)
+        weight, state = None, None
+        if WEIGHTS in contents:
+            weight = self._gather(wanted, pieces, lambda piece: f"{piece.name}/{WEIGHT}", wanted.dtype.storage, 1)
+        if STATES in contents and wanted.has_state:
+            state = self._state(wanted, pieces)
+        return ReadSlice(wanted.number, weight, state)
+
+    def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
+        """All elements of a key."""
+        weight = self.read(WantedSlice(0, key, 0, size, dtype), (WEIGHTS,)).weight
+        assert weight is not None
+        return weight
+
+    def _overlapping(self, wanted: WantedSlice) -> list[_Piece]:
+        stop = wanted.start + wanted.count
+        pieces = self._pieces.get(wanted.key, [])
+        # An empty key has one empty slice.
+        return [one for one in pieces if (one.start < stop and wanted.start < one.stop) or wanted.count == 0]
+
+    def _state(self, wanted: WantedSlice, pieces: Sequence[_Piece]) -> SliceState:
+        for piece in pieces:
+            if piece.states != wanted.state_names:
+                raise CheckpointError(
+                    f"{piece.file.path} has states {', '.join(piece.states) or 'none'} of key {wanted.key!r}, where the"
+                    f" optimizer has {', '.join(wanted.state_names) or 'none'}"
+                )
+        accumulate, row = wanted.dtype.accumulate, wanted.row
+
+        def gather(what: str, row: int) -> Bits:
+            return self._gather(wanted, pieces, lambda piece: f"{piece.name}/{what}", accumulate, row)
+
+        arrays = tuple(gather(f"{STATES}/{name}", row) for name in wanted.state_names)
+        master = gather(MASTER, 1) if wanted.has_master else None
+        # Slices of one key have had the same updates, but for asynchronous stores: then the furthest counts.
+        newest = max(pieces, key=lambda piece: piece.updates)
+        return SliceState(newest.updates, arrays, newest.scalars, master)
+
+    def _gather(
+        self, wanted: WantedSlice, pieces: Sequence[_Piece], name: Callable[[_Piece], str], dtype: Any, row: int
+    ) -> Bits:
+        out: Bits = np.empty(wanted.count // row, dtype)
+        position = wanted.start
+        for piece in pieces:
+            start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.start + wanted.count)
+            if start != position:
+                break
+            low, high = (start - wanted.start) // row, (stop - wanted.start) // row
+            piece.file.read_into(name(piece), (start - piece.start) // row, out[low:high])
+            position = stop
+        if position != wanted.start + wanted.count or not pieces:
+            raise CheckpointError(
+                f"{self._folder} has no element {position} of key {wanted.key!r}: a file of a server is not in it"
+            )
+        return out
+
+
+def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
+    try:
+        for key, start, count, _, updates, scalars, states in json.loads(file.metadata[SLICES]):
+            numbers = int(start), int(start) + int(count), int(updates)
+            piece = _Piece(file, _name(key, start, count), *numbers, tuple(map(float, scalars)), tuple(states))
+            yield piece, key
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{file.path} is damaged: its slices are not readable ({error})") from None

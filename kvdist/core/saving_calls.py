@@ -1,0 +1,66 @@
+"""A worker's calls of `save_checkpoint` and `load_checkpoint`: what they say to whom, and when. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvdist.core.effects import Effect, Send
+from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.requests import LoadStore, SaveStore
+from kvdist.core.transfers import Transfers
+from kvdist.nodes import Member
+from kvdist.protocol.saving import Load, Mark, Save
+
+SLICES_PER_MARK = 1 << 18
+
+
+class SavingCalls:
+    """What this worker has asked to be saved and restored.
+
+    Args:
+        transfers: knows what has been pushed.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._saved: dict[int, int] = {}
+        """Store → how many of its checkpoints this worker has marked."""
+        self._loaded: dict[int, int] = {}
+        self._waiting: list[LoadStore] = []
+        """Until no push is under way."""
+
+    def save(self, request: SaveStore, servers: dict[int, Member]) -> list[Effect]:
+        """Mark the pushes of this worker at every server, before any later one leaves."""
+        counter = self._saved.get(request.store, 0)
+        self._saved[request.store] = counter + 1
+        numbers: dict[int, list[int]] = {}
+        for info in request.keys:
+            for piece in info.slices:
+                numbers.setdefault(piece.server, []).append(piece.number)
+        effects: list[Effect] = []
+        for rank, mine in sorted(numbers.items()):
+            ids = np.array(mine, np.uint32)
+            for start in range(0, len(ids), SLICES_PER_MARK):
+                some = ids[start : start + SLICES_PER_MARK]
+                steps, is_last = self._transfers.slices.pushed[some], start + SLICES_PER_MARK >= len(ids)
+                mark = Mark(request.store, counter, request.folder, request.contents, is_last, some, steps)
+                effects.append(Send(servers[rank], mark))
+        place = (request.store, counter, request.folder, request.contents, request.step, request.keep)
+        return [*effects, Send(SCHEDULER_MEMBER, Save(request.request, *place, request.file, request.failure))]
+
+    def load(self, request: LoadStore) -> None:
+        """Ask for it as soon as no push of this worker is under way."""
+        self._waiting.append(request)
+
+    def settle(self) -> list[Effect]:
+        """Say what may be said by now."""
+        if not self._waiting or not self._transfers.is_idle:
+            return []
+        effects: list[Effect] = []
+        for request in self._waiting:
+            counter = self._loaded.get(request.store, 0)
+            self._loaded[request.store] = counter + 1
+            load = Load(request.request, request.store, counter, request.folder, request.contents)
+            effects.append(Send(SCHEDULER_MEMBER, load))
+        self._waiting.clear()
+        return effects
