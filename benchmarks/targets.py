@@ -115,7 +115,7 @@ def full_contests() -> tuple[Contest, ...]:
     models = [Contest(name, Work(parse_spec(name), steps=5), PUSH_PULL) for name in ("resnet50", "vgg16", "bert-base")]
     asynchronous = [
         Contest(f"async-{rule}", Work(LARGE, store="dist_async", optimizer=rule, steps=QUICK), PUSH_PULL)
-        for rule in ("none", "sgd", "adam")
+        for rule in ("sgd", "adam")
     ]
     two_calls = Contest("large-two-calls", Work(LARGE, call="push_pull", steps=QUICK), PUSH_PULL)
     resnet = Contest(

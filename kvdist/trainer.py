@@ -124,6 +124,7 @@ class Trainer:
         """There is one once the first step has found a store to send to."""
         self._rejects_nonfinite = reject_nonfinite
         self._nonfinite_steps = 0
+        self._updates = 0
         self._torch_optimizer: TorchOptimizer | None = None
         self._local = LocalUpdate(self._optimizer, self._num_devices)
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
@@ -261,7 +262,7 @@ class Trainer:
             self._note_weights()
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Save what the optimizer remembers, without the weights; see `KVStore.save_optimizer_states`."""
+        """Save what the optimizer remembers, not the weights; see `KVStore.save_optimizer_states`."""
         self._state().save_states(fname)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
@@ -273,8 +274,7 @@ class Trainer:
     ) -> Future[Path]:
         """Save weights and optimizer states as they are now; see `KVStore.save_checkpoint`.
 
-        Where the store updates, training goes on while its servers write; else this waits until all is written.
-        Buffers such as BatchNorm's are not parameters, and not in it: give them as `state`, or save `net.buffers()`.
+        Where workers update, this waits until all is written. Buffers, such as BatchNorm's, are not in it.
         """
         self._require_nothing_sent("save_checkpoint", "step()")
         return self._state().save_checkpoint(directory, step, state, keep)
@@ -325,9 +325,10 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The present learning rate, before the multipliers of groups; with a schedule its base."""
+        """The present learning rate, before the multipliers of groups; with a schedule that of the last step here."""
         self._take_numbers()
-        return self._optimizer.learning_rate
+        schedule = self._optimizer.lr_scheduler
+        return self._optimizer.learning_rate if schedule is None else schedule(self._updates)
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate from the next step on, on servers too; every worker must set the same.
@@ -446,9 +447,11 @@ class Trainer:
             given = overlap.finish(frozenset(position for position, _ in stale))
         finally:
             self._note_weights()  # it wrote to them, also where it could not finish
-        if not self._update_on_kvstore:
+        if self._update_on_kvstore:
+            self._updates += 1
+            self._watch.note_grads()
+        else:
             self._update_here(divisor, given)
-        self._watch.note_grads()
         if on_stale is Stale.REFUSE:
             self._watch.refuse(stale, "the others' gradients had left already, so this step was made without it")
         # What was sent had to be finished first; by now the store's weights are in the place of the changed ones.
@@ -460,6 +463,7 @@ class Trainer:
             self._exchange.update(grads, average, samples)
         finally:
             self._note_weights()  # it wrote to them, also where it could not finish
+        self._updates += 1
         self._watch.note_grads()
 
     def _update_here(self, divisor: float, given: list[bool]) -> None:
@@ -468,6 +472,7 @@ class Trainer:
         self._local.apply(one for one, is_given in zip(self._trained, given, strict=True) if is_given)
         for _, parameter in self._trained:
             parameter.drop_filled()
+        self._updates += 1
         self._watch.note_grads()
 
     def _take_numbers(self) -> None:
@@ -489,9 +494,7 @@ class Trainer:
         refuse_changed(self._watch.changed(), "nothing was sent in this step")
 
     def _require_finite(self, grads: Grads) -> None:
+        self._nonfinite_steps += 1  # unless they are finite
         if self._rejects_nonfinite:
-            try:
-                refuse_nonfinite(self._trained, grads, 0 if self._kvstore is None else self._kvstore.rank)
-            except FloatingPointError:
-                self._nonfinite_steps += 1
-                raise
+            refuse_nonfinite(self._trained, grads, 0 if self._kvstore is None else self._kvstore.rank)
+        self._nonfinite_steps -= 1
