@@ -137,6 +137,8 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     saving.Restore: st.builds(saving.Restore, U64, U32, NAMES, CONTENTS),
     saving.TakeRestored: st.builds(saving.TakeRestored, U64, U32),
     saving.DropRestored: st.builds(saving.DropRestored, U64, U32),
+    m.Command: st.builds(m.Command, U64, U32, NAMES),
+    m.Perform: st.builds(m.Perform, U64, U32, NAMES),
 }
 
 
@@ -260,6 +262,9 @@ REFUSED_CHANGES = [
     ("Push", {"arrays": m.Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"", 1)}, "unknown encoding 1"),
     ("Push", {"settings": ((0.1, 0.0, 1.0),) * 257}, "257 settings, where 256"),
     ("Counted", {"outcomes": np.array([0, 4], np.uint8)}, "unknown outcome 4"),
+    ("Command", {"body": "é" * (1 << 15) + "x"}, "body: not readable"),
+    ("Command", {"head": -1}, "head: expected an integer"),
+    ("Perform", {"body": b"x"}, "body.*found a bytes"),
     ("Pull", dict.fromkeys(("runs", "ids", "steps", "versions"), np.zeros(0, np.uint32)), "0 slices"),
 ]
 
