@@ -116,7 +116,7 @@ def import_optimizers(names: Sequence[str]) -> None:
         ConfigError: one cannot be imported, or registers no optimizer.
     """
     for name in dict.fromkeys(names):
-        before = registered()
+        before = None if name in sys.modules else registered()  # one named before it may have imported it
         _import(f"the optimizer module {name}", name)
         if registered() == before:
             raise ConfigError(
@@ -132,7 +132,7 @@ def import_server_modules(names: Sequence[str]) -> None:
         ConfigError: one cannot be imported, or registers neither.
     """
     for name in dict.fromkeys(names):
-        before = registered(), tuple(HANDLERS)
+        before = None if name in sys.modules else (registered(), tuple(HANDLERS))
         _import(f"the server module {name}", name)
         if (registered(), tuple(HANDLERS)) == before:
             raise ConfigError(

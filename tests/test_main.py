@@ -126,6 +126,12 @@ def test_a_module_that_the_operator_names_makes_its_optimizers_known(folder):
     assert "rules_of_test_main" in sys.modules
 
 
+def test_a_module_that_another_one_has_imported_may_be_named_too(folder):
+    (folder / "inner_of_test_main.py").write_text(RULE.replace("halving", "thirding"))
+    (folder / "outer_of_test_main.py").write_text("import inner_of_test_main\n" + RULE.replace("halving", "outer"))
+    command.import_optimizers(["outer_of_test_main", "inner_of_test_main"])
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
