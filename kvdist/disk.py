@@ -22,6 +22,9 @@ class Disk(abc.ABC):
     def begin(self, work: Work, done: Done) -> None:
         """Do it after those that were begun before, and call `done`. Returns at once."""
 
+    def close(self) -> None:  # noqa: B027  # most have nothing to let go of
+        """Begin no more. What was begun is done, by and by."""
+
 
 class ThreadedDisk(Disk):
     """The disk of this machine.
@@ -32,7 +35,7 @@ class ThreadedDisk(Disk):
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
-        self._waiting: queue.SimpleQueue[tuple[Work, Done]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Work, Done] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, work: Work, done: Done) -> None:
@@ -43,11 +46,15 @@ class ThreadedDisk(Disk):
             self._thread = threading.Thread(target=self._run, name="kvdist-disk", daemon=True)
             self._thread.start()
 
+    def close(self) -> None:
+        """See `Disk.close`."""
+        self._waiting.put(None)
+
     def _run(self) -> None:
-        while True:
-            work, done = self._waiting.get()
+        while (begun := self._waiting.get()) is not None:
+            work, done = begun
             done(*outcome(work, self._root))
-            del work, done  # or the arrays of the last one would stay until the next
+            del begun, work, done  # or the arrays of the last one would stay until the next
 
 
 def outcome(work: Work, root: Path | None) -> tuple[Product, str]:

@@ -217,6 +217,7 @@ class Node:
             self._carry_out(self.reliable.tick(self._clock() + ACK_DELAY_S))
             self._send_outgoing()
             self.transport.close(LINGER_S)
+            self._disk.close()
         for item in self._mailbox.close():
             if isinstance(item, Errand):
                 item.answer.set_exception(self._reason())
