@@ -65,8 +65,8 @@ def _summary(manifest: Manifest) -> str:
     nbytes = sum(record.nbytes for record in manifest.files)
     optimizer = "no optimizer" if manifest.optimizer is None else str(manifest.optimizer.get("name"))
     return (
-        f"{_told(nbytes)}, {len(manifest.keys)} keys, {' and '.join(manifest.contents)}, {optimizer}, {manifest.mode},"
-        f" {manifest.num_workers} workers, {manifest.num_servers} servers"
+        f"{_told(nbytes)}, {len(manifest.keys)} key(s), {' and '.join(manifest.contents)}, {optimizer},"
+        f" {manifest.mode}, {manifest.num_workers} worker(s), {manifest.num_servers} server(s)"
     )
 
 

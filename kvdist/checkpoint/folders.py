@@ -72,18 +72,17 @@ def prune(directory: Path, keep: int, written: int) -> None:
         keep: how many stay, at least 1: the one that was just written, and of the others those of the highest steps.
         written: its step. After going back to an earlier one it need not be the highest.
     """
-    complete = complete_steps(directory)
-    others = [step for step in complete if step != written]
+    others = [step for step in complete_steps(directory) if step != written]
     gone = others[: max(0, len(others) - keep + 1)]
-    failed = [step for step in all_steps(directory) if step < written and step not in complete]
-    for step in [*gone, *failed]:
+    for step in all_steps(directory):
         folder = folder_of(directory, step)
         if folder.is_symlink():
             continue  # somebody keeps it elsewhere
         if step in gone:
             (folder / NAME).unlink(missing_ok=True)
             make_durable(folder)  # before what it names: a manifest never outlives its files
-        sweep(folder)
+        if step in gone or step < written:
+            sweep(folder)
 
 
 def sweep(folder: Path) -> None:
