@@ -61,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         if options.command is not None:
-            print(options.command(options))
-            return 0
+            text, code = options.command(options)
+            print(text)
+            return int(code)
         import_optimizers(optimizer_modules_from_env() + module_names(",".join(options.optimizer_module)))
         config = ClusterConfig.from_env()
         if config is None or config.role is Role.WORKER:

@@ -1,6 +1,6 @@
 """The commands that work on checkpoints: ``kvdist export`` and ``kvdist checkpoints``.
 
-Each gives the text to be shown, and raises what is to be said instead.
+Each gives the text to be shown and the exit code, or raises what is to be said instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvdist.checkpoint.folders import all_steps, folder_of
 from kvdist.checkpoint.manifest import NAME, Manifest, read_manifest
 from kvdist.errors import CheckpointError
 
-Command = Callable[[argparse.Namespace], str]
+Command = Callable[[argparse.Namespace], tuple[str, int]]
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -34,31 +34,32 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     some.set_defaults(command=_list)
 
 
-def _export(options: argparse.Namespace) -> str:
+def _export(options: argparse.Namespace) -> tuple[str, int]:
     done = export(options.checkpoint, options.out, options.step, overwrite=options.force)
-    return f"{options.out}: {done.arrays} arrays of {done.folder}, step {done.step}, {_told(done.nbytes)}"
+    return f"{options.out}: {done.arrays} arrays of {done.folder}, step {done.step}, {_told(done.nbytes)}", 0
 
 
-def _list(options: argparse.Namespace) -> str:
+def _list(options: argparse.Namespace) -> tuple[str, int]:
     directory: Path = options.directory
     with explained(f"{directory} could not be searched for checkpoints"):
         steps = all_steps(directory)
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {directory}: no folder step-<number>")
-    return "\n".join(_line(folder_of(directory, step), options.verify) for step in steps)
+    lines = [_line(folder_of(directory, step), options.verify) for step in steps]
+    return "\n".join(line for line, _ in lines), max(code for _, code in lines)
 
 
-def _line(folder: Path, verify: bool) -> str:
-    """What is known of one checkpoint."""
+def _line(folder: Path, verify: bool) -> tuple[str, int]:
+    """What is known of one checkpoint; and 1 if it is damaged, else 0."""
     if not (folder / NAME).exists():
-        return f"{folder.name:<16} incomplete: being written, or an attempt that failed"
+        return f"{folder.name:<16} incomplete: being written, or an attempt that failed", 0
     try:
         manifest = read_manifest(folder)
         for record in manifest.files:
             (require_intact if verify else require_present)(folder, record)
     except CheckpointError as error:
-        return f"{folder.name:<16} damaged: {error}"
-    return f"{folder.name:<16} {'intact' if verify else 'complete'}: {_summary(manifest)}"
+        return f"{folder.name:<16} damaged: {error}", 1
+    return f"{folder.name:<16} {'intact' if verify else 'complete'}: {_summary(manifest)}", 0
 
 
 def _summary(manifest: Manifest) -> str:

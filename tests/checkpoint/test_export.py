@@ -258,7 +258,7 @@ def test_damage_is_listed_as_such_and_found_by_reading_all(tmp_path, capsys, how
     code, out, _ = told(capsys, "checkpoints", tmp_path, "--verify")
     first, second = out.splitlines()
     assert first.startswith("step-1           intact: ") and second.startswith("step-2           damaged: ")
-    assert DAMAGE[how] in second and code == 0
+    assert DAMAGE[how] in second and code == 1
 
 
 def test_an_empty_folder_has_none(tmp_path, capsys):

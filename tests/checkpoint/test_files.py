@@ -202,7 +202,8 @@ def test_a_file_that_may_not_be_read_is_a_sentence(tmp_path, monkeypatch):
 
 
 def test_an_error_of_the_disk_says_what_could_not_be_done():
-    with pytest.raises(CheckpointError, match="^the folder could not be used: No space left on device$"), explained(
-        "the folder could not be used"
+    with (
+        pytest.raises(CheckpointError, match="^the folder could not be used: No space left on device$"),
+        explained("the folder could not be used"),
     ):
         refuse(errno.ENOSPC)()

@@ -295,4 +295,3 @@ def test_an_optimizer_that_nobody_knows_here_is_a_sentence(description):
         chosen_optimizer(description)
     with pytest.raises(CheckpointError, match="the optimizer of the checkpoint cannot be used here: "):
         manifest(optimizer=description).require(KEYS, SGD, EVERYTHING)
-

@@ -219,6 +219,7 @@ def test_leftovers_of_earlier_steps_go_when_somebody_keeps_count_and_stay_otherw
 
 def test_what_cannot_be_removed_makes_no_failure_of_a_checkpoint_that_is_complete(tmp_path, monkeypatch, caplog):
     begun(tmp_path)
+
     def prune(*_):
         raise OSError(errno.EACCES, "Permission denied")
 
