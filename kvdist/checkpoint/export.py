@@ -63,6 +63,7 @@ def export(source: Path, out: Path, step: int | None = None, *, overwrite: bool 
         raise CheckpointError(f"{folder} holds the states of an optimizer and no weights: there is nothing to export")
     names = _names(folder, manifest)
     shards = Shards(folder, manifest)
+    shards.verify()
     tensors = [_tensor(shards, one, names[one.key]) for one in manifest.keys]
     metadata = {**FRAMEWORK, "kvdist.step": str(manifest.step)}
     with explained(f"{out} could not be written"):

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from kvdist.errors import CheckpointError
 
@@ -105,14 +106,19 @@ def _write(unfinished: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
     digest, nbytes = hashlib.sha256(), 0
     with open(unfinished, "xb", buffering=0) as file:
         for part in parts:
-            for start in range(0, len(part), CHUNK_BYTES):
-                chunk = part[start : start + CHUNK_BYTES]
-                digest.update(chunk)
-                nbytes += len(chunk)
-                while chunk:
-                    chunk = chunk[file.write(chunk) :]
+            nbytes += len(part)
+            _write_part(file, digest, part)
+            del part  # or two parts would be in memory at once
         os.fsync(file.fileno())
     return nbytes, digest.hexdigest()
+
+
+def _write_part(file: IO[bytes], digest: hashlib._Hash, part: memoryview) -> None:
+    for start in range(0, len(part), CHUNK_BYTES):
+        chunk = part[start : start + CHUNK_BYTES]
+        digest.update(chunk)
+        while chunk:
+            chunk = chunk[file.write(chunk) :]
 
 
 def _rename_to_nothing(unfinished: Path, path: Path) -> None:

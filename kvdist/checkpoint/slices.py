@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.checkpoint.files import FileRecord, require_intact
+from kvdist.checkpoint.files import FileRecord, require_intact, require_present
 from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest
 from kvdist.checkpoint.tensors import Bits, Tensor, TensorFile, write_tensors
 from kvdist.dtypes import DType
@@ -135,34 +135,58 @@ class _Piece:
 
 
 class Shards:
-    """All files with arrays of a checkpoint.
+    """All files with arrays of a checkpoint. Nothing is taken out of a file before its checksum was compared.
 
     Args:
         folder: the checkpoint.
         manifest: its manifest.
 
     Raises:
-        CheckpointError: a file is missing or damaged. All of them are read once for that.
+        CheckpointError: a file is missing, or cut off, or no file of a server.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
+        self._unverified = {folder / record.name: record for record in manifest.shards}
         self._pieces: dict[int | str, list[_Piece]] = {}
-        for record in manifest.shards:
-            require_intact(folder, record)
-            file = TensorFile(folder / record.name)
-            for piece, key in _pieces(file):
-                self._pieces.setdefault(key, []).append(piece)
+        for path, record in list(self._unverified.items()):
+            require_present(folder, record)
+            try:
+                for piece, key in _pieces(TensorFile(path)):
+                    self._pieces.setdefault(key, []).append(piece)
+            except CheckpointError:
+                self._verify(path)  # that its content is not what was written says more
+                raise
         for pieces in self._pieces.values():
             pieces.sort(key=lambda piece: piece.start)
+
+    def verify(self) -> None:
+        """Compare all checksums; otherwise each file is read for that when something is first wanted of it.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        for path in list(self._unverified):
+            self._verify(path)
+
+    def _verify(self, path: Path) -> None:
+        record = self._unverified.pop(path, None)
+        if record is not None:
+            require_intact(self._folder, record)
 
     def read(self, wanted: WantedSlice, contents: Sequence[str]) -> ReadSlice:
         """The content of a slice.
 
         Raises:
-            CheckpointError: some of it is in no file.
+            CheckpointError: some of it is in no file, or a file is damaged.
         """
-        pieces = self._covering(wanted)
+        try:
+            pieces = self._covering(wanted)
+        except CheckpointError:
+            self.verify()  # perhaps it is the names that are damaged
+            raise
+        for piece in pieces:
+            self._verify(piece.file.path)
         weight, state = None, None
         if WEIGHTS in contents:
             weight = self._gather(wanted, pieces, lambda piece: f"{piece.name}/{WEIGHT}", wanted.dtype.storage, 1)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
+import tracemalloc
 
+import numpy as np
 import pytest
 
 from kvdist.checkpoint import files
@@ -103,6 +106,31 @@ def test_a_file_is_replaced_at_one_stroke(tmp_path, monkeypatch):
     assert seen == [(b"old", b"new")] and path.read_bytes() == b"new" and len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("write", ["file", "replace", "named", "named over another"])
+def test_the_bytes_are_permanent_before_the_name_and_the_name_before_it_returns(tmp_path, monkeypatch, write):
+    path, calls = tmp_path / "file", []
+    real = {name: getattr(os, name) for name in ("fsync", "replace", "link")}
+
+    def noticed(name):
+        def call(*arguments):
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
+            nbytes = os.fstat(arguments[0]).st_size if name == "fsync" and not is_folder else 0
+            calls.append("folder" if is_folder else f"fsync {nbytes}" if name == "fsync" else "name")
+            return real[name](*arguments)
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(files.os, name, noticed(name))
+    if write == "file":
+        write_file(tmp_path, "server-0", ".bin", views(b"abc", b"de"))
+    elif write == "replace":
+        replace_file(path, b"abcde")
+    else:
+        write_named_file(path, views(b"abcde"), overwrite=write != "named")
+    assert calls == ["fsync 5", "name", "folder"]
+
+
 @pytest.mark.parametrize("write", ["file", "replace", "named"])
 @pytest.mark.parametrize("call", ["fsync", "replace", "link", "open"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
@@ -136,6 +164,22 @@ def test_what_gives_the_bytes_may_fail_too(tmp_path):
     with pytest.raises(CheckpointError, match="no more"):
         write_file(tmp_path, "server-0", ".bin", parts())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_parts_that_are_made_one_by_one_one_is_in_memory(tmp_path):
+    nbytes = 1 << 20
+
+    def parts():
+        for _ in range(6):
+            yield np.zeros(nbytes, np.uint8).data
+
+    tracemalloc.start()
+    try:
+        write_file(tmp_path, "server-0", ".bin", parts())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * nbytes
 
 
 def test_a_leftover_or_a_link_of_the_same_unfinished_name_is_not_written_through(tmp_path):

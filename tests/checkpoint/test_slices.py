@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvdist.checkpoint import slices
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, Manifest, SavedKey
 from kvdist.checkpoint.slices import SLICES, SavedSlice, Shards, WantedSlice, write_slices
 from kvdist.checkpoint.tensors import Tensor, write_tensors
@@ -74,7 +75,7 @@ def manifest(records, wholes=()):
 
 
 def write(folder, *servers):
-    return [write_slices(folder, f"server-{rank}", slices) for rank, slices in enumerate(servers)]
+    return [write_slices(folder, f"server-{rank}", kept) for rank, kept in enumerate(servers)]
 
 
 def shards(folder, *servers):
@@ -220,7 +221,24 @@ def test_each_changed_byte_of_a_file_is_found_before_anything_is_read(tmp_path):
         changed[position] ^= 0x10
         path.write_bytes(changed)
         with pytest.raises(CheckpointError, match="is damaged: its content does not have the checksum"):
-            Shards(tmp_path, manifest(records))
+            Shards(tmp_path, manifest(records)).read(whole.wanted(0, 3), EVERYTHING)
+        with pytest.raises(CheckpointError, match="is damaged: its content does not have the checksum"):
+            Shards(tmp_path, manifest(records)).verify()
+
+
+def test_a_file_is_read_for_its_checksum_once_and_only_if_something_of_it_is_wanted(tmp_path, monkeypatch):
+    whole = Whole("w", (9,), DType.FLOAT32)
+    records = write(tmp_path, [whole.saved(0, 3)], [whole.saved(3, 6)], [whole.saved(6, 9)])
+    compared = []
+    monkeypatch.setattr(slices, "require_intact", lambda folder, record: compared.append(record))
+    found = Shards(tmp_path, manifest(records))
+    assert compared == []
+    for start, stop in [(0, 2), (1, 3), (3, 5), (2, 4)]:
+        found.read(whole.wanted(start, stop), (WEIGHTS,))
+    assert compared == records[:2]
+    found.verify()
+    found.verify()
+    assert compared == records
 
 
 def test_a_file_that_is_missing_or_cut_off_is_found(tmp_path):
