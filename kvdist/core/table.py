@@ -157,7 +157,7 @@ class Table:
     def validate(self) -> None:
         """Check every invariant."""
         assert not self._answers, "answers leave with the message that caused them"
-        self.cuts.validate()
+        self.cuts.validate(self.workers)
         for group in self._groups:
             group.validate(self.workers.keys())
         for number, shard in self.shards.items():
@@ -174,7 +174,7 @@ class Table:
     def mark(self, sender: Member, message: Mark, now: float) -> None:
         """A checkpoint is to have the sender's pushes up to here."""
         self._take_apart(message.ids, now)
-        for shard in self.cuts.mark(sender, message, self.shards, self._name):
+        for shard in self.cuts.mark(sender, message, self.shards, self.workers, self._name):
             self._look(shard)
 
     def _look(self, shard: Shard) -> None:
@@ -189,7 +189,8 @@ class Table:
             shard = self.shards[int(message.ids[i])]
             put = shard.replace if isinstance(message, ReplaceValues) else shard.initialise
             put(arrays[i])
-            self._look(shard)
+            if self.cuts.awaited:
+                self._look(shard)
             self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
             self._close_if_ready(shard, now)
 
@@ -372,7 +373,7 @@ class Table:
             else:
                 for shard, contributions in zip(shards, rounds, strict=True):
                     self._answer_round(shard, contributions)
-            for shard in shards:
+            for shard in shards if self.cuts.awaited else ():
                 self._look(shard)
         for shard in shards:
             self._answer_open(shard)
@@ -455,7 +456,9 @@ class Table:
                 continue  # It left, or was replaced, while others were still in the round.
             effects += answers.messages(member, self.limits.slice_bytes, self.traffic)
         self._answers = {}
-        return effects + self.cuts.take_effects(self.workers, self._name)
+        if self.cuts.ready:
+            effects += self.cuts.take_effects(self.workers, self._name)
+        return effects
 
     def hints(self, now: float) -> list[Effect]:
         """Tell those who have waited long in which round, and for whom. Groups among them are taken apart for that."""

@@ -317,7 +317,9 @@ class Worker(Machine):
         """Let everything leave that may."""
         if self.failure is not None:
             return []
-        effects = self.neighbours.settle(now) + self._saving.settle()
+        effects = self.neighbours.settle(now)
+        if self._saving.waiting:
+            effects += self._saving.settle()
         for rank, message, credit in self.transfers.take():
             leader = self.neighbours.leader
             to = leader if rank == LEADER and leader is not None else self.servers[rank]

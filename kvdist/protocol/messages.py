@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvdist.nodes import Member
 from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
-from kvdist.protocol.saving import Discard, DropRestored, Load, Mark, Restore, Save, Saved, TakeRestored
+from kvdist.protocol.saving import DropRestored, Load, Mark, Restore, Save, Saved, TakeRestored
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -429,7 +429,7 @@ Message = (
     Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | Pull | Values | Counted | Refused | JoinedPush | HandedBack
     | Alive | Ack | Waiting | Goodbye | Abort | Stop
-    | Mark | Save | Saved | Discard | Load | Restore | TakeRestored | DropRestored
+    | Mark | Save | Saved | Load | Restore | TakeRestored | DropRestored
 )  # fmt: skip
 
 
