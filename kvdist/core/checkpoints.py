@@ -75,6 +75,10 @@ class Checkpoints:
         self._saving: dict[tuple[int, int], Saving] = {}
         self._loading: dict[tuple[int, int], Loading] = {}
 
+    def __len__(self) -> int:
+        """How many are under way."""
+        return len(self._saving) + len(self._loading)
+
     # Saving.
 
     def save(self, sender: Member, message: Save, now: float) -> list[Effect]:

@@ -86,6 +86,10 @@ class Cuts:
         self.ready: dict[Cut, None] = {}
         """The cuts to be looked at by `take_effects`, once each. Empty nearly always."""
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._cuts)
+
     def mark(
         self, sender: Member, message: Mark, shards: Mapping[int, Shard], workers: Mapping[int, Member], name: str
     ) -> list[Shard]:
@@ -95,7 +99,8 @@ class Cuts:
             cut = Cut(message.store, message.counter, message.folder, message.contents)
             self._cuts[message.store, message.counter] = cut
         if (cut.folder, cut.contents) != (message.folder, message.contents):
-            cut.fail(f"some worker saves {', '.join(cut.contents)} to {cut.folder}, {sender} to {message.folder}")
+            ours, theirs = (f"{' and '.join(one.contents)} to {one.folder}" for one in (cut, message))
+            cut.fail(f"the workers do not agree: some save {ours}, {sender} saves {theirs}")
         rank = sender.node.rank
         found = [] if cut.failure else self._enter(cut, message, rank, shards, name)
         if message.last:
