@@ -22,7 +22,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Done, ErrorCode, Failed, Message, Waiting
-from kvdist.protocol.saving import DropRestored, Load, Restore, Save, Saved, SavedFile, TakeRestored
+from kvdist.protocol.saving import CHECKPOINT, DropRestored, Load, Restore, Save, Saved, SavedFile, TakeRestored
 
 
 @dataclass(slots=True, eq=False)
@@ -273,7 +273,7 @@ class Checkpoints:
 
 def _named(saving: Saving) -> str:
     steps = {message.step for _, message in saving.arrived.values()}
-    return "checkpoint" if len(steps) != 1 else f"checkpoint of step {min(steps)}"
+    return CHECKPOINT if len(steps) != 1 else f"{CHECKPOINT} of step {min(steps)}"
 
 
 def _place(message: Save | Load) -> tuple[object, ...]:

@@ -9,7 +9,8 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.requests import LoadStore, SaveStore
 from kvdist.core.transfers import Transfers
 from kvdist.nodes import Member
-from kvdist.protocol.saving import Load, Mark, Save
+from kvdist.protocol.messages import Waiting
+from kvdist.protocol.saving import CHECKPOINT, Load, Mark, Save
 
 SLICES_PER_MARK = 1 << 18
 
@@ -28,6 +29,8 @@ class SavingCalls:
         self._loaded: dict[int, int] = {}
         self.waiting: list[LoadStore] = []
         """Until no push is under way. Empty nearly always."""
+        self.hint: Waiting | None = None
+        """Who is missing in a checkpoint."""
 
     def save(self, request: SaveStore, servers: dict[int, Member]) -> list[Effect]:
         """Mark the pushes of this worker at every server, before any later one leaves."""
@@ -48,6 +51,13 @@ class SavingCalls:
         place = (request.store, counter, request.folder, request.contents, request.step, request.keep)
         save = Save(request.request, *place, len(request.keys), request.file, request.failure)
         return [*effects, Send(SCHEDULER_MEMBER, save)]
+
+    def hinted(self, hint: Waiting) -> bool:
+        """Whether this is about a checkpoint, which is not what the user's other calls wait for."""
+        if not hint.subject.startswith(CHECKPOINT):
+            return False
+        self.hint = hint
+        return True
 
     def load(self, request: LoadStore) -> None:
         """Ask for it as soon as no push of this worker is under way."""

@@ -11,6 +11,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+CHECKPOINT = "checkpoint"
+"""How the subject of every hint begins that is about one which is being saved."""
 U32 = npt.NDArray[np.uint32]
 
 

@@ -99,6 +99,20 @@ def test_a_worker_that_never_calls_is_named_and_when_it_leaves_the_others_go_on(
     require_nothing_left(wired)
 
 
+def test_a_checkpoint_in_the_background_does_not_explain_what_else_waits(tmp_path: Path) -> None:
+    wired = a_cluster()
+    wired.save(0, tmp_path, *VALUES, step=9)
+    wired.advance(1.0)
+    push(wired, 0, 0)
+    wired.advance(3 * wired.limits.explain_after_s)
+    text = wired.workers[0].explain(wired.now)
+    assert text is not None and "push of key" in text and "round 0 of key" in text and "checkpoint" not in text
+    push(wired, 1, 0)
+    wired.advance(wired.limits.explain_after_s)
+    text = wired.workers[0].explain(wired.now)
+    assert text is not None and "checkpoint of step 9 lacks worker-1" in text
+
+
 def test_a_server_that_writes_for_long_is_named(tmp_path: Path) -> None:
     wired = a_cluster()
     save_all(wired, tmp_path, step=4)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from kvdist.checkpoint.manifest import STATES, WEIGHTS
 from kvdist.checkpoint.works import ReadManifest, ReadShards
+from kvdist.optimizer.registry import registered
 from tests.core.training import (
     SMALL,
     VALUES,
@@ -61,6 +63,45 @@ def test_any_number_of_servers_goes_on_to_the_bit(tmp_path: Path, num_servers: i
     push_all(other, 2, 3)
     assert values_of(other) == as_lists(moment((0, 1), 4)[0])
     require_nothing_left(other)
+
+
+MATRICES: dict[int | str, tuple[int, ...]] = {"matrix": (30, 4), "tall": (7, 2), "vector": (3,)}
+"""One that is cut over all servers, unless its optimizer needs it whole or by rows."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", registered())
+def test_every_rule_with_all_that_it_remembers_goes_on_to_the_bit(tmp_path: Path, name: str, dtype: str) -> None:
+    generator = np.random.default_rng(5)
+    sizes = {key: math.prod(shape) for key, shape in MATRICES.items()}
+    firsts = {key: generator.normal(size=size).tolist() for key, size in sizes.items()}
+    rounds = [{key: generator.normal(size=size).tolist() for key, size in sizes.items()} for _ in range(4)]
+
+    def fresh(num_servers: int) -> Wired:
+        wired = Wired(1, num_servers, SMALL, bigarray_bound=42)
+        set_optimizer(wired, name, **({"multi_precision": True} if dtype == "float16" else {}))
+        wired.declare(0, MATRICES, dtype=dtype)
+        wired.settle()
+        wired.give(0, firsts)
+        return wired
+
+    def train(wired: Wired, grads: Sequence[dict[int | str, list[float]]]) -> list[list[float]]:
+        for grad in grads:
+            wired.push(0, grad)
+        wired.settle()
+        request = wired.pull(0, *MATRICES)
+        wired.settle()
+        return [wired.value(request, key) for key in MATRICES]
+
+    wired, other = fresh(2), fresh(3)
+    train(wired, rounds[:2])
+    wired.save(0, tmp_path, *MATRICES)
+    wired.settle_works()
+    train(other, rounds[1:2])
+    loading = other.load(0, tmp_path)
+    other.settle_works()
+    assert loading in other.completed
+    assert train(other, rounds[2:]) == train(wired, rounds[2:])
 
 
 def test_a_store_goes_back_and_saves_again(tmp_path: Path) -> None:
