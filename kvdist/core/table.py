@@ -128,7 +128,17 @@ class Table:
     def end_restoring(self, message: TakeRestored | DropRestored, now: float) -> list[Effect]:
         """Take over what was read, or forget it."""
         self._take_all_apart(now)
+        if isinstance(message, TakeRestored):
+            self._forget_departed(message.store)
         return self._restoring.end(message, self.shards, self._updaters.get(message.store))
+
+    def _forget_departed(self, store: int) -> None:
+        """What those who have left have pushed to open rounds was for the values that there were until now."""
+        for number in [number for number in self._open if self._store_of[number] == store]:
+            shard = self.shards[number]
+            shard.slots = {rank: one for rank, one in shard.slots.items() if rank in self.workers}
+            if not shard.slots and not shard.pulls:
+                self._open.discard(number)
 
     def persisted(self, event: Persisted) -> list[Effect]:
         """What came of a work with the disk."""

@@ -11,9 +11,13 @@ import pytest
 from kvdist.checkpoint.manifest import NAME, read_manifest
 from kvdist.checkpoint.slices import Shards
 from kvdist.checkpoint.works import WriteManifest, WriteShard
+from kvdist.core import saving_calls
+from kvdist.core.cuts import Cuts
 from kvdist.core.group import Group, GroupPush
+from kvdist.core.saving_calls import SavingCalls
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
+from kvdist.protocol.saving import Mark
 from tests.core.training import (
     SMALL,
     VALUES,
@@ -104,6 +108,30 @@ def test_a_checkpoint_waits_for_first_values(tmp_path: Path) -> None:
     wired.settle_works()
     assert all(request in wired.completed for request in requests)
     assert Shards(tmp_path, read_manifest(tmp_path)).whole("w", 2, DType.FLOAT32).tolist() == [3, 4]
+
+
+def test_many_slices_are_marked_in_several_messages(tmp_path: Path) -> None:
+    wired = a_cluster()
+    push_all(wired, 0)
+    with mock.patch.object(saving_calls, "SLICES_PER_MARK", 2):
+        requests = [wired.save(rank, tmp_path, *VALUES) for rank in (0, 1)]
+    marks = [packet.message for _, _, packet in wired.wire if isinstance(packet.message, Mark)]
+    assert len(marks) > 4 and sum(mark.last for mark in marks) == 4
+    push_all(wired, 1)
+    wired.settle_works()
+    assert all(request in wired.completed for request in requests)
+    require_moment(tmp_path, (0, 1), 1)
+
+
+def test_rounds_ask_nobody_about_checkpoints_while_there_is_none(tmp_path: Path) -> None:
+    wired = a_cluster()
+    with mock.patch.multiple(Cuts, look=None, take_effects=None), mock.patch.object(SavingCalls, "settle", None):
+        push_all(wired, 0, 1)
+    save_all(wired, tmp_path)
+    wired.settle_works()
+    with mock.patch.multiple(Cuts, look=None, take_effects=None), mock.patch.object(SavingCalls, "settle", None):
+        push_all(wired, 2)
+    require_moment(tmp_path, (0, 1), 2)
 
 
 def test_what_is_written_does_not_change_while_rounds_go_on(tmp_path: Path) -> None:

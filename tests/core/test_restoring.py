@@ -18,6 +18,7 @@ from tests.core.training import (
     VALUES,
     a_cluster,
     failures,
+    gradients,
     moment,
     push,
     push_all,
@@ -174,6 +175,33 @@ def test_a_worker_that_leaves_is_not_waited_for_by_those_who_load(tmp_path: Path
     wired.leave(2)
     wired.settle_works()
     assert all(request in wired.completed for request in requests)
+    require_nothing_left(wired)
+
+
+def test_what_a_worker_pushed_before_it_left_is_not_added_to_what_was_loaded(tmp_path: Path) -> None:
+    wired = saved_after(tmp_path, 1, num_workers=3)
+    push_all(wired, 1)
+    push(wired, 2, 2)
+    wired.leave(2)
+    wired.advance(1.0)
+    requests = [wired.load(rank, tmp_path) for rank in (0, 1)]
+    wired.settle_works()
+    assert all(request in wired.completed for request in requests)
+    for rank in (0, 1):
+        push(wired, rank, 2)
+    wired.settle()
+    values, momenta = moment((0, 1, 2), 1)
+    grads = [np.array(gradients(rank, 2)["w"], np.float32) for rank in (0, 1)]
+    assert values_of(wired)["w"] == (values["w"] + momenta["w"] / 2 - grads[0] - grads[1]).tolist()
+
+
+def test_servers_that_keep_nothing_of_the_store_read_nothing(tmp_path: Path) -> None:
+    wired = Wired(1, 3)
+    wired.initialise({"w": [1, 2, 3]})
+    wired.save(0, tmp_path, "w")
+    wired.settle_works()
+    wired.load(0, tmp_path)
+    assert [type(work) for work in wired.settle_works()] == [ReadManifest, ReadShards]
     require_nothing_left(wired)
 
 
