@@ -257,6 +257,8 @@ class ModelledTransport(Transport):
         """The thread that carries its bytes."""
 
     def bind(self, endpoint: str) -> str:
+        if endpoint in self.network.listening:
+            raise ValueError(f"two processes listen at {endpoint}")
         self.network.listening[endpoint] = self
         return endpoint
 

@@ -193,6 +193,10 @@ def no_garbage() -> Iterator[None]:
         gc.enable()
 
 
+STEP_MAX_S = 1000.0
+"""Of simulated time: a step that takes longer never ends."""
+
+
 class Simulated:
     """A cluster of a shape, all its processes, and users that do one `pushpull` of all keys after the other."""
 
@@ -231,11 +235,13 @@ class Simulated:
     def run_until(self, step: int) -> Mark:
         """Let time pass until every worker has done so many steps."""
         clock = self.network.clock
+        patience_s = clock.now + STEP_MAX_S
         behind = [user for user in self.users if user.steps_done < step]
         while behind:
             while behind[-1].steps_done < step:
-                if not clock.step():
-                    raise RuntimeError("nothing will ever happen again")
+                if not clock.step() or clock.now > patience_s:
+                    waits = [process.node.machine.explain(clock.now) for process in self.processes.values()]
+                    raise RuntimeError(f"a step does not end: {'; '.join(filter(None, waits))}")
             behind.pop()
         return Mark(
             clock.now,
@@ -284,7 +290,8 @@ def make_node(config: ClusterConfig, role: Role, rank: int, charge: Charge, tran
     """The node of one process; a server's kernels charge it for the bytes they read."""
     network, limits = transport.network, config.limits
     # On one host workers see by the address that the way is short.
-    address = f"127.0.0.1:{rank + 1}" if network.is_one_host else f"{role}-{rank}:1"
+    port = 1 + rank + (config.num_servers if role is Role.WORKER else 0)
+    address = f"127.0.0.1:{port}" if network.is_one_host else f"{role}-{rank}:1"
     endpoint = transport.bind(ENDPOINT if role is Role.SCHEDULER else f"tcp://{address}")
     token = (1 if role is Role.SERVER else 2) * 1_000_000 + rank
     seats = (config.num_workers, config.num_servers)

@@ -29,6 +29,7 @@ TWINS = {
     "KVDIST_INTERFACE": "DMLC_INTERFACE",
     "KVDIST_BIGARRAY_BOUND": "MXNET_KVSTORE_BIGARRAY_BOUND",
     "KVDIST_UPDATE_ON_KVSTORE": "MXNET_UPDATE_ON_KVSTORE",
+    "KVDIST_PROFILER_AUTOSTART": "MXNET_PROFILER_AUTOSTART",
 }
 """Our name of a variable → the name in the mirrored system."""
 
@@ -282,6 +283,32 @@ def optimizer_modules_from_env(environ: Mapping[str, str] | None = None) -> tupl
     return module_names((os.environ if environ is None else environ).get("KVDIST_OPTIMIZER_MODULE") or "")
 
 
+def server_modules_from_env(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The modules with optimizers and commands of the operator's own (``KVDIST_SERVER_MODULE``).
+
+    Raises:
+        ConfigError: one cannot be the name of a module.
+    """
+    return module_names((os.environ if environ is None else environ).get("KVDIST_SERVER_MODULE") or "")
+
+
+def profiler_autostart_from_env(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether workers and servers trace themselves from their start (``MXNET_PROFILER_AUTOSTART``): for ``1``.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    env = _with_twins(os.environ if environ is None else environ)
+    setting = env.get("KVDIST_PROFILER_AUTOSTART") or "0"
+    _one_of("MXNET_PROFILER_AUTOSTART", setting, ("0", "1"))
+    return setting == "1"
+
+
+def profile_dir_from_env(environ: Mapping[str, str] | None = None) -> Path:
+    """Where traces lie whose names have no directory (``KVDIST_PROFILE_DIR``), else where the process started."""
+    return Path((os.environ if environ is None else environ).get("KVDIST_PROFILE_DIR") or ".").absolute()
+
+
 def checkpoint_root_from_env(environ: Mapping[str, str] | None = None) -> Path:
     """Below which folder this process writes and reads checkpoints that others name: by default its own.
 
@@ -305,8 +332,8 @@ def module_names(text: str) -> tuple[str, ...]:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(
-                f"{name!r} is not the name of a module: --optimizer-module and KVDIST_OPTIMIZER_MODULE take what Python"
-                " imports, such as my_rules for the file my_rules.py"
+                f"{name!r} is not the name of a module: --server-module, --optimizer-module and the variables for them"
+                " take what Python imports, such as my_rules for the file my_rules.py"
             )
     return names
 

@@ -22,6 +22,10 @@ class Disk(abc.ABC):
     def begin(self, work: Work, done: Done) -> None:
         """Do it after those that were begun before, and call `done`. Returns at once."""
 
+    @abc.abstractmethod
+    def close(self, linger_s: float) -> None:
+        """Do nothing more after what is under way, which has this long to end."""
+
 
 class ThreadedDisk(Disk):
     """The disk of this machine.
@@ -32,7 +36,7 @@ class ThreadedDisk(Disk):
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
-        self._waiting: queue.SimpleQueue[tuple[Work, Done]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Work, Done] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, work: Work, done: Done) -> None:
@@ -43,11 +47,17 @@ class ThreadedDisk(Disk):
             self._thread = threading.Thread(target=self._run, name="kvdist-disk", daemon=True)
             self._thread.start()
 
+    def close(self, linger_s: float) -> None:
+        """See `Disk.close`."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(linger_s)
+
     def _run(self) -> None:
-        while True:
-            work, done = self._waiting.get()
+        while (item := self._waiting.get()) is not None:
+            work, done = item
             done(*outcome(work, self._root))
-            del work, done  # or the arrays of the last one would stay until the next
+            del item, work, done  # or the arrays of the last one would stay until the next
 
 
 def outcome(work: Work, root: Path | None) -> tuple[Product, str]:

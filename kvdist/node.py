@@ -48,6 +48,8 @@ from kvdist.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Packet
 from kvdist.protocol.wire import VersionMismatch, decode, encode
+from kvdist.trace import now_ns
+from kvdist.tracing import NodeTrace
 from kvdist.transport.base import Arrived, Buffer, Route, Transport
 from kvdist.transport.base import Connected as RouteUp
 from kvdist.transport.base import Disconnected as RouteDown
@@ -96,6 +98,8 @@ class Node:
         """Why the machine stopped; None if it stopped well."""
         self.garbage_dropped = 0
         """Messages that were not valid."""
+        self.trace: NodeTrace | None = None
+        """Notes what happens here; None while nobody wants to know."""
         self._explain_after_s = explain_after_s
         self._explained_until = NEVER
         self._clock = clock
@@ -139,7 +143,8 @@ class Node:
             growing: lets it wait a little, so that `make` may take in what is submitted meanwhile; see `hurry`.
         """
         self.check_fork()
-        if not self._mailbox.put(Errand(make, answer, finish, growing)):
+        since_ns = 0 if self.trace is None else self.trace.take_since()
+        if not self._mailbox.put(Errand(make, answer, finish, growing, since_ns)):
             answer.set_exception(self._reason())
 
     def hurry(self) -> None:
@@ -154,6 +159,13 @@ class Node:
         """Whether what lies in the transport's memory is not carried to this member."""
         route = self._routes.get(member)
         return route is not None and self.transport.shares(route)
+
+    def begin_call(self) -> None:
+        """The user has called a method: raise `ForkError` in a forked child, and note the time for the trace."""
+        if self._forked:
+            self.check_fork()
+        if self.trace is not None:
+            self.trace.called()
 
     def check_fork(self) -> None:
         """Raise `ForkError` in a forked child: threads and sockets stay with the parent."""
@@ -217,6 +229,7 @@ class Node:
             self._carry_out(self.reliable.tick(self._clock() + ACK_DELAY_S))
             self._send_outgoing()
             self.transport.close(LINGER_S)
+            self._disk.close(LINGER_S)
         for item in self._mailbox.close():
             if isinstance(item, Errand):
                 item.answer.set_exception(self._reason())
@@ -252,7 +265,11 @@ class Node:
             self._members[route] = source
             if known is not None:
                 self._came_back(source)
+        trace = self.trace
+        since_ns = 0 if trace is None else now_ns()
         self._carry_out(self.reliable.receive(packet, self._clock()))
+        if trace is not None:
+            trace.handled(packet, since_ns)
 
     def _other_version(self, route: Route, error: VersionMismatch) -> None:
         """Whoever joins learns from the scheduler's first answer that it cannot; the scheduler answers once."""
@@ -293,6 +310,8 @@ class Node:
             else:
                 self._answers[request.request] = (item.answer, item.finish)
                 requests.append(request)
+                if self.trace is not None:
+                    self.trace.asked(request, item.since_ns)
         now = self._clock()
         for event in events:
             if isinstance(event, Persisted) and event.failure:
@@ -314,6 +333,8 @@ class Node:
                     self._keys_answered(request, keys, refusal)
                 case Fail(request, error):
                     answer, _ = self._answers.pop(request, (None, None))
+                    if self.trace is not None:
+                        self.trace.answered(request, error)
                     if answer is not None:
                         answer.set_exception(error)
                 case Connect(to, endpoint):
@@ -365,8 +386,13 @@ class Node:
         if answer is None:
             return
         try:
-            answer.set_result(result if finish is None else finish())
+            outcome = result if finish is None else finish()
+            if self.trace is not None:
+                self.trace.answered(request)
+            answer.set_result(outcome)
         except Exception as error:  # noqa: BLE001  # whatever the finishing raised belongs to its caller
+            if self.trace is not None:
+                self.trace.answered(request, error)
             answer.set_exception(error)
 
     def _keys_answered(self, request: int, keys: Sequence[int], error: Exception | None) -> None:

@@ -259,6 +259,13 @@ def test_a_predicted_step_takes_at_least_what_the_cards_need(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("even_turns")
+def test_a_cluster_on_one_host_is_predicted_as_those_are_that_are_run_beside_predictions() -> None:
+    validation, spec = load("validation"), load("models").parse_spec("3x1048576")
+    found = validation.predict_here(2, spec, small_costs())
+    assert found.step_s > 0 and found.processor_s["server turning"] > 0
+
+
+@pytest.mark.usefixtures("even_turns")
 def test_workers_that_one_stands_for_cost_a_server_as_much_as_themselves() -> None:
     simulated, machines = load("simulated"), slow_machines()
     spec = load("models").parse_spec("3x1048576")

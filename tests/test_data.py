@@ -1,5 +1,7 @@
 """Every example is visited by the right worker and goes to the right device."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +46,93 @@ def test_without_a_seed_every_order_is_new():
 
 def test_without_shuffling_the_order_is_ascending():
     assert list(SplitSampler(10, 2, 1, shuffle=False)) == [5, 6, 7, 8, 9]
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("visited", [0, 1, 7, 33])
+def test_a_sampler_goes_on_where_another_stopped_in_the_same_order(visited, drop_last):
+    def sampler():
+        return SplitSampler(100, 3, 1, seed=5, drop_last=drop_last)
+
+    whole, first = sampler(), sampler()
+    expected = [list(whole) for _ in range(3)]
+    assert list(first) == expected[0]
+    running = iter(first)
+    begun = [next(running) for _ in range(visited)]
+    resumed = sampler()
+    resumed.load_state_dict(through_json(first.state_dict()))
+    assert len(resumed) == (len(expected[1]) - visited or len(expected[2]))
+    rest = list(resumed)
+    if visited == len(expected[1]):
+        assert rest == expected[2]  # the end of an epoch is the beginning of the next
+    else:
+        assert begun + rest == expected[1]
+        assert list(resumed) == expected[2] and len(resumed) == len(expected[2])
+
+
+def test_an_epoch_can_be_gone_on_with_twice():
+    whole = list(SplitSampler(50, 2, 0, seed=1))
+    state, seen = SplitSampler(50, 2, 0, seed=1).state_dict(), []
+    for count in (5, 8, 12):
+        sampler = SplitSampler(50, 2, 0, seed=1)
+        sampler.load_state_dict(through_json(state))
+        running = iter(sampler)
+        seen += [next(running) for _ in range(count)]
+        state = sampler.state_dict()
+    assert seen == whole
+    assert (state["epoch"], state["visited"]) == (1, 0)
+
+
+def test_with_another_number_of_parts_every_example_that_is_left_is_visited_once():
+    def visit(samplers, count):
+        runs = [iter(sampler) for sampler in samplers]
+        seen = [next(run) for run in runs for _ in range(count)]
+        return seen, {rank: through_json(sampler.state_dict()) for rank, sampler in enumerate(samplers)}
+
+    def parts(count, states):
+        samplers = [SplitSampler(60, count, rank, seed=3) for rank in range(count)]
+        for sampler in samplers:
+            sampler.load_state_dict(states)
+        return samplers
+
+    seen, states = visit([SplitSampler(60, 3, rank, seed=3) for rank in range(3)], 5)
+    more, states = visit(parts(5, states), 4)
+    samplers = parts(1, states)
+    assert len(samplers[0]) == 25
+    rest = list(samplers[0])
+    assert sorted(seen + more + rest) == list(range(60))
+    assert sorted(samplers[0]) == list(range(60)) and len(samplers[0]) == 60
+
+
+def test_examples_that_were_read_ahead_can_be_left_out():
+    sampler = SplitSampler(20, seed=2)
+    order = list(SplitSampler(20, seed=2))
+    running = iter(sampler)
+    for _ in range(10):
+        next(running)
+    resumed = SplitSampler(20, seed=2)
+    resumed.load_state_dict(sampler.state_dict(visited=6))
+    assert list(resumed) == order[6:]
+    with pytest.raises(ValueError, match="visited is 21"):
+        sampler.state_dict(visited=21)
+
+
+def test_a_place_that_does_not_belong_here_is_refused():
+    running = SplitSampler(20)
+    next(iter(running))
+    with pytest.raises(ValueError, match="give SplitSampler a seed"):
+        running.state_dict()
+    place = SplitSampler(20, 2, 0, seed=1).state_dict()
+    with pytest.raises(ValueError, match=r"length=20, but this sampler has length=21"):
+        SplitSampler(21, 2, 0, seed=1).load_state_dict(place)
+    with pytest.raises(ValueError, match=r"seed=1, but this sampler has seed=2"):
+        SplitSampler(20, 2, 0, seed=2).load_state_dict(place)
+    with pytest.raises(ValueError, match="part 0 of 2, and this is part 1 of 2: give those of all parts"):
+        SplitSampler(20, 2, 1, seed=1).load_state_dict(place)
 
 
 def test_a_data_loader_takes_the_sampler():

@@ -124,12 +124,18 @@ def require_intact(folder: Path, record: FileRecord) -> None:
     """
     require_present(folder, record)
     path = folder / record.name
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    if record_of(folder, record.name).sha256 != record.sha256:
+        raise CheckpointError(f"{path} is damaged: its content does not have the checksum with which it was written")
+
+
+def record_of(folder: Path, name: str) -> FileRecord:
+    """What is known of a file that is there; one pass over it."""
+    digest, nbytes = hashlib.sha256(), 0
+    with open(folder / name, "rb", buffering=0) as file:
         for chunk in iter(lambda: file.read(CHUNK_BYTES), b""):
             digest.update(chunk)
-    if digest.hexdigest() != record.sha256:
-        raise CheckpointError(f"{path} is damaged: its content does not have the checksum with which it was written")
+            nbytes += len(chunk)
+    return FileRecord(name, nbytes, digest.hexdigest())
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from kvdist.config import ClusterConfig
 from kvdist.core.agreements import Agreements
 from kvdist.core.barriers import Barriers
 from kvdist.core.checkpoints import Checkpoints
+from kvdist.core.commands import pass_on
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -33,6 +34,7 @@ from kvdist.core.servers_asked import ServersAsked
 from kvdist.core.sharding import Placer
 from kvdist.errors import ConfigError, PeerLostError
 from kvdist.nodes import UNRANKED, Member, Role
+from kvdist.protocol.commands import Command
 from kvdist.protocol.messages import (
     Abort,
     Barrier,
@@ -129,6 +131,8 @@ class Scheduler(Machine):
                 return self.checkpoints.load(sender, message, now)
             case Saved() if not is_worker:
                 return self.checkpoints.saved(sender, message, now)
+            case Command() if is_worker:
+                return pass_on(sender, message, self.seats, self.asked)
             case Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
             case Done():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from kvdist.config import Limits
+from kvdist.core.commands import Handler, perform
 from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Persisted, Report, Send, Stop
 from kvdist.core.group import GroupBuffer
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
@@ -15,6 +17,7 @@ from kvdist.errors import KvdistError
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
 from kvdist.optimizer.registry import from_description
+from kvdist.protocol.commands import Perform
 from kvdist.protocol.messages import (
     Abort,
     Alive,
@@ -47,6 +50,7 @@ class Server(Machine):
         kernels: who does the arithmetic.
         now: the time.
         allocate: gives memory for values.
+        handlers: what runs when a worker sends a command, by the command's number.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Server(Machine):
         kernels: Kernels,
         now: float,
         allocate: Allocate = ordinary_memory,
+        handlers: Mapping[int, Handler] = MappingProxyType({}),
     ) -> None:
         self.limits = limits
         self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
@@ -70,6 +75,7 @@ class Server(Machine):
         self._left: set[Member] = set()
         """Workers that said goodbye; their last words are not worth an answer."""
         self.table = Table(limits, kernels, allocate)
+        self._handlers = handlers
         self._next_alive = NEVER
         self._next_look = NEVER
         self._scheduler_lost_at = NEVER
@@ -186,6 +192,8 @@ class Server(Machine):
                 return self.table.restore(message)
             case TakeRestored() | DropRestored():
                 return self.table.end_restoring(message, now)
+            case Perform():
+                return [Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
             case Abort():
                 return [Stop(lost(message))]
             case Waiting():

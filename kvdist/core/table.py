@@ -20,10 +20,11 @@ from kvdist.core.groups import Groups
 from kvdist.core.joined import obstacle_to, slices_of
 from kvdist.core.policy import POLICIES
 from kvdist.core.restoring import Restoring
+from kvdist.core.rounds import Rounds
 from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
 from kvdist.core.sharding import cut, row_length
 from kvdist.core.traffic import Traffic
-from kvdist.core.whole import Wholes, close, contributors, next_round
+from kvdist.core.whole import Wholes, contributors, next_round
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
@@ -64,6 +65,7 @@ class Table:
         self.workers: Mapping[int, Member] = {}
         """Rank → the live worker there."""
         self.traffic = Traffic()
+        self.rounds = Rounds()
         self._name = "this server"
         self._allocate = allocate
         self._updaters: dict[int, Updater] = {}
@@ -352,10 +354,11 @@ class Table:
         if updater is not None:
             self._close_whole_if_ready(self._wholes.of(shard), updater)
             return
+        updater = self._updaters.get(self._store_of[shard.number])
         while shard.is_ready(self.workers.keys()):
             contributions = list(shard.slots.values())
             try:
-                contributions = shard.close(self._updaters.get(self._store_of[shard.number]), self.kernels)
+                contributions = self.rounds.close_slice(shard, updater, self.kernels)
             except (OptimizerMismatch, PushRefused) as error:
                 self._refuse(shard, contributions, error)
             else:
@@ -376,7 +379,7 @@ class Table:
     def _close_whole_if_ready(self, shards: Sequence[Shard], updater: Updater) -> None:
         while rounds := next_round(shards, self.workers.keys()):
             try:
-                close(shards, rounds, updater)
+                self.rounds.close_whole(shards, rounds, updater)
             except (OptimizerMismatch, PushRefused) as error:
                 for shard, contributions in zip(shards, rounds, strict=True):
                     self._refuse(shard, contributions, error)
@@ -407,7 +410,7 @@ class Table:
 
     def _close_group_if_ready(self, group: Group, now: float) -> None:
         while group.is_ready(self.workers.keys()):
-            pushes = group.close(self.kernels)
+            pushes = self.rounds.close_group(group, self.kernels)
             if pushes is None:
                 self._dissolve(group, now)
                 return

@@ -39,6 +39,7 @@ from kvdist.core.requests import (
     Register,
     Request,
     SaveStore,
+    SendCommand,
     SetStoreOptimizer,
     Transfer,
 )
@@ -55,7 +56,6 @@ from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
     Abort,
     Alive,
-    Configure,
     Counted,
     Declare,
     Done,
@@ -275,9 +275,9 @@ class Worker(Machine):
                 return [Send(SCHEDULER_MEMBER, declare)]
             case Transfer():
                 return self._transfer(request, now)
-            case SetStoreOptimizer():
-                self._open(request.request, "set_optimizer", now)
-                return [Send(SCHEDULER_MEMBER, Configure(request.request, request.store, request.description))]
+            case SetStoreOptimizer() | SendCommand():
+                self._open(request.request, request.label, now)
+                return [Send(SCHEDULER_MEMBER, request.message)]
             case EnterBarrier():
                 self._open(request.request, "barrier", now, request.timeout_s)
                 return self._barriers.enter(request)

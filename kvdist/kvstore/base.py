@@ -287,6 +287,23 @@ class KVStore(KVStoreBase):
         """
 
     @abc.abstractmethod
+    def send_command_to_servers(self, head: int, body: str = "") -> None:
+        """Let every server run the handler that is registered there for `head`; returns when all have.
+
+        Handlers are those of modules that whoever started the servers named; see `kvdist.kv.register_command`. A
+        server runs one between two messages. Pushes that are under way may come before it or after. A store within a
+        process has no servers and does nothing.
+
+        Args:
+            head: the number of the command, 0 to 2147483647.
+            body: a text for the handler, at most 65536 bytes of UTF-8.
+
+        Raises:
+            KvdistError: a server has no such handler, or it raised; the message names the server, the command and the
+                exception. The other servers have run theirs all the same.
+        """
+
+    @abc.abstractmethod
     def save_checkpoint(
         self,
         directory: str | os.PathLike[str],

@@ -41,6 +41,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
+from kvdist.kvstore.commands import command_of
 from kvdist.kvstore.contribution import Contribution, Terms, contribute
 from kvdist.kvstore.gathering import PLAIN, SMALL_BYTES_MAX, Gatherings, is_small
 from kvdist.kvstore.handed import Given, Taken, cut, given, made, named, plain_one, taken
@@ -352,8 +353,7 @@ class DistStore(KVStore):
                     f" {chosen}. Create a second store for that"
                 )
         else:
-            description = chosen.describe()
-            self._ask(lambda number: SetStoreOptimizer(number, self._number, description))
+            self._ask(lambda number: SetStoreOptimizer(number, self._number, chosen.describe()))
         self._optimizer = chosen
 
     def set_updater(self, updater: UpdaterFunction) -> None:
@@ -362,6 +362,11 @@ class DistStore(KVStore):
             f"a {self._type!r} store keeps its values on servers, and servers run no functions from workers;"
             " use set_optimizer, or a 'local' store"
         )
+
+    def send_command_to_servers(self, head: int, body: str = "") -> None:
+        """Let every server run a registered handler. See `KVStore.send_command_to_servers`."""
+        self._require_usable()
+        self._ask(command_of(head, body))
 
     def save_checkpoint(
         self,
@@ -421,7 +426,7 @@ class DistStore(KVStore):
     def _require_usable(self) -> None:
         if self._closed:
             raise StoreClosed(f"this {self._type!r} store has been closed; create another one")
-        self._cluster.node.check_fork()
+        self._cluster.node.begin_call()
         self._raise_lost_error()
 
     def _raise_lost_error(self) -> None:

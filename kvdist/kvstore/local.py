@@ -25,6 +25,7 @@ from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import local_saving, saved, values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
+from kvdist.kvstore.commands import command_of
 from kvdist.kvstore.together import as_averaged, as_given, like
 from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.optimizer.base import Optimizer
@@ -225,6 +226,11 @@ class LocalStore(KVStore):
             raise TypeError(f"an updater is a function of (key, received, stored), not {type(updater).__name__}")
         self._function = updater
         self._updater = None
+
+    def send_command_to_servers(self, head: int, body: str = "") -> None:
+        """Nothing: there are no servers."""
+        self._require_open()
+        command_of(head, body)  # which checks them
 
     def save_checkpoint(
         self,

@@ -44,8 +44,9 @@ def save(
     step: int = 0,
     keep: int = 0,
     content: bytes = b"",
+    files: Sequence[FileRecord] = (),
 ) -> None:
-    """Write a checkpoint of these keys; `content` is what the process keeps with it.
+    """Write a checkpoint of these keys; `content` is what the process keeps with it, `files` are there already.
 
     Raises:
         CheckpointError: it could not be written; nothing of it is left.
@@ -55,7 +56,7 @@ def save(
     try:
         shard = perform(WriteShard(str(folder), "server-0", tuple(_saved(one, updater, contents) for one in held)))
         assert isinstance(shard, FileRecord)
-        files = [shard, *([saved.write_own_file(folder, 0, content)] if content else [])]
+        files = [shard, *files, *([saved.write_own_file(folder, 0, content)] if content else [])]
         description = None if updater is None else updater.optimizer.describe()
         manifest = Manifest(step, contents, MODE, True, description, 1, 1, _keys(held), tuple(files))
         perform(WriteManifest(str(folder), manifest, keep))

@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 
 from kvdist.errors import ProtocolError
-from kvdist.protocol import fields, messages, registration, saving
+from kvdist.protocol import commands, fields, messages, registration, saving
 from kvdist.protocol.fields import Field, Source
 from kvdist.protocol.layout import ITEMSIZES, padded_sizes
 from kvdist.protocol.limits import DEFAULT, SLICE_BYTES_MIN, WireLimits
@@ -176,7 +176,9 @@ def _reader(header: memoryview | bytes, limits: WireLimits) -> Any:
     reader = msgpack.Unpacker(
         use_list=False,
         max_buffer_size=max(len(header), 1),
-        max_str_len=max(limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max),
+        max_str_len=max(
+            limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max, limits.body_bytes_max
+        ),
         max_array_len=max(limits.settings_max, limits.dims_max),
         max_map_len=limits.entries_max,
         max_ext_len=0,
@@ -332,6 +334,7 @@ _U64 = fields.integer(0, (1 << 64) - 1)
 _FROM_MINUS_1 = fields.integer(-1, (1 << 32) - 1)
 _NAME = fields.text("name_bytes_max")
 _SENTENCE = fields.sentence(DEFAULT.sentence_bytes_max)
+_BODY = fields.text("body_bytes_max")
 _KEYS = fields.many(fields.KEY, "keys_max")
 _DTYPES = fields.many(fields.DTYPE, "keys_max")
 _SHAPES = fields.many(fields.SHAPE, "keys_max")
@@ -402,3 +405,5 @@ _kind(saving.Load, request=_U64, store=_U32, counter=_U64, folder=_NAME, content
 _kind(saving.Restore, request=_U64, store=_U32, folder=_NAME, contents=_NAMES)
 _kind(saving.TakeRestored, request=_U64, store=_U32)
 _kind(saving.DropRestored, request=_U64, store=_U32)
+_kind(commands.Command, request=_U64, head=_U32, body=_BODY)
+_kind(commands.Perform, request=_U64, head=_U32, body=_BODY)

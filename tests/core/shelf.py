@@ -114,6 +114,10 @@ class SimulatedDisk(Disk):
         if len(self._waiting) == 1:
             self._start()
 
+    def close(self, linger_s: float) -> None:
+        while len(self._waiting) > 1:
+            self._waiting.pop()
+
     def _start(self) -> None:
         work = self._waiting[0][0]
         self._network.say(f"disk begins {type(work).__name__} {work.folder}")

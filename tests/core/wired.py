@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvdist.checkpoint.manifest import EVERYTHING
 from kvdist.checkpoint.works import Work
 from kvdist.config import ClusterConfig, Limits
+from kvdist.core.commands import Handler
 from kvdist.core.effects import (
     Adopt,
     Answered,
@@ -95,7 +96,10 @@ class Wired:
         hosts: Sequence[str] = (),
         local_reduce: str = "auto",
         servers_on: str = "elsewhere",
+        handlers: Mapping[int, Handler] | None = None,
     ) -> None:
+        self.handlers = handlers or {}
+        """What servers run when they are sent a command."""
         self.hosts = hosts
         """Per worker the host whose processes can share its memory."""
         self.servers_on = servers_on
@@ -355,7 +359,7 @@ class Wired:
 
     def _server(self, rank: int, num_workers: int, num_servers: int) -> Server:
         introduction = self._introduction(Role.SERVER, rank, num_workers, num_servers)
-        machine = Server(introduction, self.limits, REFERENCE, 0.0)
+        machine = Server(introduction, self.limits, REFERENCE, 0.0, handlers=self.handlers)
         self.processes[f"server-{rank}"] = Reliable(machine, JOB)
         return machine
 

@@ -79,6 +79,8 @@ def _messages() -> list[m.Message]:
         saving.Restore(15, 1, "/data/run/step-5", ("weights", "states")),
         saving.TakeRestored(16, 1),
         saving.DropRestored(17, 1),
+        m.Command(13, 7, "größer"),
+        m.Perform(14, (1 << 32) - 1, ""),
     ]  # fmt: skip
 
 
