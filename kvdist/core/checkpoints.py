@@ -22,20 +22,29 @@ from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Done, ErrorCode, Failed, Message, Waiting
-from kvdist.protocol.saving import Discard, DropRestored, Load, Restore, Save, Saved, SavedFile, TakeRestored
+from kvdist.protocol.saving import CHECKPOINT, DropRestored, Load, Restore, Save, Saved, SavedFile, TakeRestored
 
 
 @dataclass(slots=True, eq=False)
 class Saving:
     """One checkpoint under way."""
 
+    store: int
+    counter: int
     since: float
     arrived: dict[int, tuple[Member, Save]] = field(default_factory=dict)
     """Rank → the worker and what it said."""
     files: dict[int, SavedFile] = field(default_factory=dict)
-    """Rank of a server → its file."""
+    """Rank of a server that has reported → its file."""
+    keys: tuple[SavedKey, ...] = ()
+    """Of the store when the first worker called: what is initialised later is in the next checkpoint."""
     failure: str = ""
-    is_writing: bool = False
+    is_ending: bool = False
+    """Everybody has reported: the manifest is being written, or what was written is being removed."""
+
+    def fail(self, reason: str) -> None:
+        """Note why it cannot be made; the first reason counts."""
+        self.failure = self.failure or reason
 
 
 @dataclass(slots=True, eq=False)
@@ -66,78 +75,99 @@ class Checkpoints:
         self._saving: dict[tuple[int, int], Saving] = {}
         self._loading: dict[tuple[int, int], Loading] = {}
 
+    def __len__(self) -> int:
+        """How many are under way."""
+        return len(self._saving) + len(self._loading)
+
     # Saving.
 
     def save(self, sender: Member, message: Save, now: float) -> list[Effect]:
         """A worker has marked its pushes."""
-        saving = self._saving.setdefault((message.store, message.counter), Saving(now))
+        saving = self._open(message, now)
+        if not saving.arrived:
+            saving.keys = self._keys(message.store)
         saving.arrived[sender.node.rank] = (sender, message)
-        if message.store not in self._agreements.books:
-            saving.failure = "the store has no keys"
-        if message.failure and not saving.failure:
-            saving.failure = f"{sender}: {message.failure}"
-        said = [_place(one) for _, one in saving.arrived.values()]
-        if said[0] != _place(message) and not saving.failure:
-            first = next(iter(saving.arrived.values()))[0]
-            saving.failure = _differ(first, said[0], sender, _place(message))
-        return self._advance(message.store, message.counter, saving)
+        first, said = next(iter(saving.arrived.values()))
+        if message.failure:
+            saving.fail(f"{sender}: {message.failure}")
+        elif _place(said) != _place(message):
+            saving.fail(_differ(first, _place(said), sender, _place(message)))
+        elif not saving.keys:
+            saving.fail("the store has no keys: init them before")
+        elif message.num_keys != len(saving.keys):
+            saving.fail(
+                f"{sender} saves {message.num_keys} keys, where the store has {len(saving.keys)}:"
+                " call save_checkpoint when every init has returned"
+            )
+        return self._advance(saving)
 
     def saved(self, sender: Member, message: Saved, now: float) -> list[Effect]:
         """A server has written its slices, or could not."""
-        saving = self._saving.setdefault((message.store, message.counter), Saving(now))
+        saving = self._open(message, now)
         saving.files[sender.node.rank] = message.file
-        if message.failure and not saving.failure:
-            saving.failure = f"{sender}: {message.failure}"
-        return self._advance(message.store, message.counter, saving)
+        if message.failure:
+            saving.fail(f"{sender}: {message.failure}")
+        return self._advance(saving)
 
     def release(self) -> list[Effect]:
         """A worker has left: nobody waits for it any more."""
-        effects: list[Effect] = []
-        for (store, counter), saving in list(self._saving.items()):
-            effects += self._advance(store, counter, saving)
+        effects = [effect for saving in list(self._saving.values()) for effect in self._advance(saving)]
         for loading in list(self._loading.values()):
             effects += self._begin_loading(loading)
         return effects
 
-    def _advance(self, store: int, counter: int, saving: Saving) -> list[Effect]:
-        """Go on if everybody is here who is awaited. It has failed only then too, so that it fails for all."""
-        everybody = self._seats.workers.keys() <= saving.arrived.keys()
-        if not everybody or saving.is_writing or not saving.arrived:
+    def _open(self, message: Save | Saved, now: float) -> Saving:
+        place = (message.store, message.counter)
+        saving = self._saving.get(place)
+        if saving is None:
+            saving = self._saving[place] = Saving(*place, now)
+        return saving
+
+    def _is_complete(self, saving: Saving) -> bool:
+        """Whether everybody has reported, so that nothing more of it comes: good or bad, it ends then, and for all."""
+        has_servers = len(saving.files) == len(self._seats.servers)
+        return has_servers and bool(saving.arrived) and self._seats.workers.keys() <= saving.arrived.keys()
+
+    def _advance(self, saving: Saving) -> list[Effect]:
+        if saving.is_ending or not self._is_complete(saving):
             return []
-        first = next(iter(saving.arrived.values()))[1]
-        folder = first.folder
+        saving.is_ending = True
         if saving.failure:
-            del self._saving[store, counter]
-            discards = [Send(server, Discard(store, counter)) for server in self._seats.servers]
-            return [*discards, Persist(None, Sweep(folder)), *_failed(saving, saving.failure)]
-        if not self._holders(store) <= saving.files.keys():
-            return []
-        saving.is_writing = True
-        return [Persist(first, WriteManifest(folder, self._manifest(store, saving, first), first.keep))]
+            return self._sweep(saving)
+        first = next(iter(saving.arrived.values()))[1]
+        return [Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))]
 
-    def _holders(self, store: int) -> set[int]:
-        """The ranks of the servers that keep anything of the store."""
-        return self._agreements.books[store].holders(self._agreements.placer.num_servers)
+    def _sweep(self, saving: Saving) -> list[Effect]:
+        """Remove what was written; only then may anybody try again, perhaps in the same folder."""
+        *others, last = sorted({message.folder for _, message in saving.arrived.values()})
+        return [*(Persist(None, Sweep(folder)) for folder in others), Persist(saving, Sweep(last))]
 
-    def _manifest(self, store: int, saving: Saving, first: Save) -> Manifest:
-        book = self._agreements.books[store]
-        optimizer = self._agreements.optimizers.get(store)
+    def _end_saving(self, saving: Saving, failure: str) -> list[Effect]:
+        if failure and not saving.failure:
+            saving.failure = failure
+            return self._sweep(saving)
+        del self._saving[saving.store, saving.counter]
+        return self._answers(saving, saving.failure)
+
+    def _manifest(self, saving: Saving, first: Save) -> Manifest:
+        mode, optimizer = self._agreements.books[saving.store].mode, self._agreements.optimizers.get(saving.store)
         files = [file for _, file in sorted(saving.files.items())]
         files += [message.file for _, (_, message) in sorted(saving.arrived.items())]
         return Manifest(
             first.step,
             first.contents,
-            book.mode,
-            book.mode == SYNC.name,
+            mode,
+            mode == SYNC.name,
             None if optimizer is None else optimizer.description,
             len(saving.arrived),
             len(self._seats.servers),
-            self._keys(store),
+            saving.keys,
             tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in files if file.name),
         )
 
     def _keys(self, store: int) -> tuple[SavedKey, ...]:
-        entries = self._agreements.books[store].entries.values()
+        book = self._agreements.books.get(store)
+        entries = () if book is None else book.entries.values()
         return tuple(SavedKey(one.key, one.shape, DType(one.dtype).label) for one in entries if one.placed)
 
     # Loading.
@@ -153,7 +183,7 @@ class Checkpoints:
             return []
         loading.is_reading = True
         (first, asked), *others = loading.arrived.values()
-        if asked.store not in self._agreements.books:
+        if not self._keys(asked.store):
             return self._end_loading(asked, "the store has no keys: init them before")
         for other, message in others:
             if _place(message) != _place(asked):
@@ -181,32 +211,37 @@ class Checkpoints:
         return self._asked.ask(servers, lambda n: kind(n, asked.store), lambda _: self._end_loading(asked, failure))
 
     def _end_loading(self, asked: Load, failure: str) -> list[Effect]:
-        loading = self._loading.pop((asked.store, asked.counter))
-        return _failed(loading, failure) if failure else _done(loading)
+        return self._answers(self._loading.pop((asked.store, asked.counter)), failure)
 
     # Both.
 
     def persisted(self, event: Persisted) -> list[Effect]:
-        """A manifest is written or read, or could not be."""
+        """A manifest is written or read, or could not be; or what was written is removed."""
         match event.token:
-            case Save() as first:
-                saving = self._saving.pop((first.store, first.counter))
-                if not event.failure:
-                    return _done(saving)
-                return [Persist(None, Sweep(first.folder)), *_failed(saving, event.failure)]
+            case Saving() as saving:
+                return self._end_saving(saving, event.failure)
             case Load() as asked if event.failure:
                 return self._end_loading(asked, event.failure)
             case Load() as asked:
                 assert isinstance(event.product, Manifest)
                 return self._check(asked, event.product)
             case _:
-                return []  # what a failed attempt left could not be removed; the next one will try again
+                return []
+
+    def _answers(self, one: Open, failure: str) -> list[Effect]:
+        """What the workers are told that have not left."""
+        live = self._seats.workers
+        return [
+            Send(member, Failed(said.request, ErrorCode.CHECKPOINT, failure) if failure else Done(said.request))
+            for member, said in one.arrived.values()
+            if live.get(member.node.rank) == member
+        ]
 
     def hints(self, live: Set[int], now: float) -> Iterator[Effect]:
         """Tell those who wait for whom."""
         for subject, one, missing in self._waits(live):
             hint = Waiting(subject, missing, now - one.since)
-            yield from (Send(member, hint) for member, _ in one.arrived.values())
+            yield from (Send(member, hint) for rank, (member, _) in one.arrived.items() if rank in live)
 
     def oldest_wait(self, live: Set[int]) -> tuple[str, float, tuple[int, ...]] | None:
         """What has been waited for longest, since when, and who is missing."""
@@ -216,10 +251,29 @@ class Checkpoints:
         since, subject, missing = min(waits)
         return subject, since, missing
 
+    def validate(self) -> None:
+        """Check every invariant."""
+        for place, saving in self._saving.items():
+            assert place == (saving.store, saving.counter), "a checkpoint is known by its store and count"
+            assert saving.is_ending == self._is_complete(saving), "it ends when everybody has reported, and not before"
+        live = self._seats.workers.keys()
+        for loading in self._loading.values():
+            assert loading.is_reading or not live <= loading.arrived.keys(), "who waits for nobody goes on"
+
     def _waits(self, live: Set[int]) -> Iterator[tuple[str, Open, tuple[int, ...]]]:
-        for name, table in (("checkpoint", self._saving), ("loading of a checkpoint", self._loading)):
-            for (_, counter), one in table.items():
-                yield f"{name} {counter}", one, tuple(sorted(live - one.arrived.keys()))
+        """What is waited for, who waits, and which workers are missing; if none is, the subject names the servers."""
+        for saving in self._saving.values():
+            missing = tuple(sorted(live - saving.arrived.keys()))
+            servers = [str(one) for one in self._seats.servers if one.node.rank not in saving.files]
+            where = "" if missing or not saving.arrived else f" on {', '.join(servers) or 'the scheduler'}"
+            yield f"{_named(saving)}{where}", saving, missing
+        for loading in self._loading.values():
+            yield "loading of a checkpoint", loading, tuple(sorted(live - loading.arrived.keys()))
+
+
+def _named(saving: Saving) -> str:
+    steps = {message.step for _, message in saving.arrived.values()}
+    return CHECKPOINT if len(steps) != 1 else f"{CHECKPOINT} of step {min(steps)}"
 
 
 def _place(message: Save | Load) -> tuple[object, ...]:
@@ -230,13 +284,3 @@ def _place(message: Save | Load) -> tuple[object, ...]:
 
 def _differ(first: Member, said: tuple[object, ...], other: Member, says: tuple[object, ...]) -> str:
     return f"the workers do not agree: {first} names {said}, {other} names {says}; all must give the same arguments"
-
-
-def _done(one: Open) -> list[Effect]:
-    return [Send(member, Done(message.request)) for member, message in one.arrived.values()]
-
-
-def _failed(one: Open, reason: str) -> list[Effect]:
-    return [
-        Send(member, Failed(message.request, ErrorCode.CHECKPOINT, reason)) for member, message in one.arrived.values()
-    ]

@@ -5,10 +5,13 @@ of its worker, so a server knows it in time. Rules that hold here:
 
 * In synchronous mode all workers are in the same round, so the first mark fixes the moment: the version that has
   exactly those pushes. It is taken before a round is closed that has more; marks of other workers must say the same.
+  Who pushes through the leader of its host may be overtaken by its own push, but the leader's mark is in time then.
 * Otherwise a slice is taken when every live worker has marked it and all marked pushes are counted. Later pushes may
   be in it: nothing is lost, but it is not one moment of the whole store, and the manifest says so.
 * A weight is not copied: what is published never changes, so it is leased until it is written. States change in place;
   they are copied, one pass over them.
+* Every worker marks at every server, be it no slice, and every server reports once: when all live workers have marked
+  and its file is written, or something has failed. So nobody has to be told to stop, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from kvdist.nodes import Member
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import U32
-from kvdist.protocol.saving import Discard, Mark, Saved, SavedFile
+from kvdist.protocol.saving import Mark, Saved, SavedFile
 
 NO_FILE = SavedFile("", 0, "")
 
@@ -44,14 +47,21 @@ class Cut:
     marks: dict[int, dict[int, int]] = field(default_factory=dict)
     """Slice that is not taken yet → rank → its mark."""
     taken: dict[int, SavedSlice] = field(default_factory=dict)
-    counted: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Slice → rank → how many of its pushes are in what was taken; for slices of exact checkpoints."""
+    """What is not written yet."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Slice of a synchronous store → its version that was taken."""
     leased: list[Buffer] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
     """Ranks that have marked all their slices."""
+    is_begun: bool = False
+    """Its file is being written, or is there: it takes no more slices."""
     is_writing: bool = False
-    file: SavedFile | None = None
+    file: SavedFile = NO_FILE
     failure: str = ""
+
+    def fail(self, reason: str) -> None:
+        """Note why it cannot be made; the first reason counts."""
+        self.failure = self.failure or reason
 
     def release(self) -> None:
         """What was taken is not needed any more."""
@@ -73,32 +83,30 @@ class Cuts:
         self._cuts: dict[tuple[int, int], Cut] = {}
         self.awaited: dict[int, list[Cut]] = {}
         """Slice → the cuts that wait for it. Empty nearly always: asked whenever a round is closed."""
-        self._ready: list[Cut] = []
+        self.ready: dict[Cut, None] = {}
+        """The cuts to be looked at by `take_effects`, once each. Empty nearly always."""
 
-    def mark(self, sender: Member, message: Mark, shards: Mapping[int, Shard], name: str) -> list[Shard]:
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._cuts)
+
+    def mark(
+        self, sender: Member, message: Mark, shards: Mapping[int, Shard], workers: Mapping[int, Member], name: str
+    ) -> list[Shard]:
         """A worker says which of its pushes belong to a checkpoint; returns the slices to look at."""
         cut = self._cuts.get((message.store, message.counter))
         if cut is None:
             cut = Cut(message.store, message.counter, message.folder, message.contents)
             self._cuts[message.store, message.counter] = cut
-        if cut.folder != message.folder:
-            cut.failure = f"the workers save to {cut.folder} and, {sender}, to {message.folder}"
-        found = []
+        if (cut.folder, cut.contents) != (message.folder, message.contents):
+            ours, theirs = (f"{' and '.join(one.contents)} to {one.folder}" for one in (cut, message))
+            cut.fail(f"the workers do not agree: some save {ours}, {sender} saves {theirs}")
         rank = sender.node.rank
-        for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
-            shard = shards.get(number)
-            if shard is None:
-                cut.failure = f"slice {number} is not kept by {name}"
-            elif number in cut.counted:
-                self._compare(cut, shard, sender, step)
-            elif number not in cut.taken and not cut.is_writing:
-                if number not in cut.marks:
-                    self.awaited.setdefault(number, []).append(cut)
-                cut.marks.setdefault(number, {})[rank] = step
-                found.append(shard)
+        found = [] if cut.failure else self._enter(cut, message, rank, shards, name)
         if message.last:
             cut.marked.add(rank)
-            self._ready.append(cut)
+            _require_alike(cut, workers)
+        self.ready[cut] = None
         return found
 
     def awaits(self, ids: U32) -> bool:
@@ -114,73 +122,88 @@ class Cuts:
                 continue
             late = [rank for rank, step in marks.items() if is_exact and shard.counted.get(rank, 0) != step]
             if late:
-                cut.failure = cut.failure or _disagreement(shard, late[0], marks[late[0]], shard.counted)
+                cut.fail(_disagreement(shard, late[0], marks[late[0]], shard.counted.get(late[0], 0)))
             self._take(cut, shard, updater, is_exact)
 
     def roster(self, workers: Mapping[int, Member]) -> None:
         """Who has left marks nothing any more."""
-        self._ready += self._cuts.values()
-
-    def discard(self, message: Discard) -> None:
-        """The checkpoint has failed elsewhere."""
-        cut = self._cuts.pop((message.store, message.counter), None)
-        if cut is not None:
-            self._forget(cut)
-            if not cut.is_writing or cut.file is not None:
-                cut.release()
+        for cut in self._cuts.values():
+            _require_alike(cut, workers)
+            self.ready[cut] = None
 
     def take_effects(self, workers: Mapping[int, Member], name: str) -> list[Effect]:
         """What has to be written or said now."""
-        if not self._ready:
-            return []
-        effects: list[Effect] = []
-        ready, self._ready = self._ready, []
-        for cut in dict.fromkeys(ready):
-            if (cut.store, cut.counter) in self._cuts:
-                effects += self._advance(cut, workers, name)
-        return effects
+        ready, self.ready = self.ready, {}
+        return [effect for cut in ready for effect in self._advance(cut, workers, name)]
 
     def persisted(self, event: Persisted, workers: Mapping[int, Member], name: str) -> list[Effect]:
         """A file is written, or could not be."""
         cut = event.token
         assert isinstance(cut, Cut)
+        cut.is_writing = False
         cut.release()
-        cut.failure = cut.failure or event.failure
+        if event.failure:
+            cut.fail(event.failure)
         made = event.product
         cut.file = SavedFile(made.name, made.nbytes, made.sha256) if isinstance(made, FileRecord) else NO_FILE
-        self._ready.append(cut)
-        return self.take_effects(workers, name)
+        return self._advance(cut, workers, name)
 
-    def validate(self) -> None:
+    def validate(self, workers: Mapping[int, Member]) -> None:
         """Check every invariant."""
+        assert not self.ready, "what can go on has gone on"
         for number, cuts in self.awaited.items():
             assert cuts, "who waits for nothing is not listed"
             assert all(number in cut.marks and number not in cut.taken for cut in cuts), "what is awaited is not taken"
+        for place, cut in self._cuts.items():
+            assert place == (cut.store, cut.counter), "a checkpoint is known by its store and count"
+            assert all(cut in self.awaited[number] for number in cut.marks), "whoever waits is listed"
+            assert len(cut.leased) <= len(cut.taken), "what is leased is to be written"
+            assert not cut.failure or cut.is_writing or not (cut.marks or cut.taken), "what has failed keeps nothing"
+            waits = cut.is_writing or cut.marks or not workers.keys() <= cut.marked
+            assert waits, "what is complete is reported"
+
+    def _enter(self, cut: Cut, message: Mark, rank: int, shards: Mapping[int, Shard], name: str) -> list[Shard]:
+        """Note the marks of a message; returns the slices that are not taken yet."""
+        found = []
+        for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
+            shard = shards.get(number)
+            if shard is None:
+                cut.fail(f"slice {number} is not kept by {name}")
+            elif number in cut.versions:
+                # Each round since then had a push of every live worker.
+                step_then = shard.counted.get(rank, 0) - (shard.version - cut.versions[number])
+                if step_then != step:
+                    cut.fail(_disagreement(shard, rank, step, step_then))
+            elif not cut.is_begun:  # else it is of a key that others do not know: the scheduler finds that out
+                if number not in cut.marks:
+                    self.awaited.setdefault(number, []).append(cut)
+                cut.marks.setdefault(number, {})[rank] = step
+                found.append(shard)
+        return found
 
     def _advance(self, cut: Cut, workers: Mapping[int, Member], name: str) -> list[Effect]:
+        if cut.is_writing:
+            return []
         if cut.failure:
             self._forget(cut)
-            if not cut.is_writing:
-                cut.release()
-            if cut.file is None and cut.is_writing:
-                return []  # its file is removed when it is there
-            return [self._report(cut, cut.file or NO_FILE)]
-        if cut.file is not None:
-            return [self._report(cut, cut.file)] if workers.keys() <= cut.marked else []
-        if cut.marks or not cut.marked or cut.is_writing:
+        elif cut.marks:
             return []
-        cut.is_writing = True
-        return [Persist(cut, WriteShard(cut.folder, name, tuple(cut.taken.values())))]
-
-    def _report(self, cut: Cut, file: SavedFile) -> Effect:
+        elif cut.taken and cut.marked:
+            cut.is_begun = cut.is_writing = True
+            return [Persist(cut, WriteShard(cut.folder, name, tuple(cut.taken.values())))]
+        if not workers.keys() <= cut.marked:
+            return []
         del self._cuts[cut.store, cut.counter]
-        return Send(SCHEDULER_MEMBER, Saved(cut.store, cut.counter, file, cut.failure))
+        file = NO_FILE if cut.failure else cut.file
+        return [Send(SCHEDULER_MEMBER, Saved(cut.store, cut.counter, file, cut.failure))]
 
     def _forget(self, cut: Cut) -> None:
-        """Wait for no slice any more."""
+        """It has failed: wait for no slice any more, and keep none."""
+        cut.is_begun = True
         for number in cut.marks:
             self._stop_awaiting(number, cut)
         cut.marks.clear()
+        cut.release()
 
     def _stop_awaiting(self, number: int, cut: Cut) -> None:
         cuts = self.awaited[number]
@@ -191,10 +214,10 @@ class Cuts:
     def _take(self, cut: Cut, shard: Shard, updater: Updater | None, is_exact: bool) -> None:
         buffer = shard.published
         assert buffer is not None
-        state = self._state(cut, shard, updater)
+        state = None if cut.failure else self._state(cut, shard, updater)
         names = updater.optimizer.state_names if updater is not None and state is not None else ()
         weight = None
-        if WEIGHTS in cut.contents:
+        if WEIGHTS in cut.contents and not cut.failure:
             buffer.leases += 1
             cut.leased.append(buffer)
             weight = buffer.array
@@ -211,10 +234,10 @@ class Cuts:
             None if state is None else state.master,
         )
         if is_exact:
-            cut.counted[shard.number] = dict(shard.counted)
+            cut.versions[shard.number] = shard.version
         del cut.marks[shard.number]
         self._stop_awaiting(shard.number, cut)
-        self._ready.append(cut)
+        self.ready[cut] = None
 
     def _state(self, cut: Cut, shard: Shard, updater: Updater | None) -> SliceState | None:
         """A copy of what the optimizer remembers of the slice; a fresh one if it was never updated."""
@@ -226,11 +249,6 @@ class Cuts:
         assert shard.published is not None
         return SliceState.fresh(updater.optimizer, shard.published.array, shard.dtype, shard.extent, self._kernels)
 
-    def _compare(self, cut: Cut, shard: Shard, sender: Member, step: int) -> None:
-        counted = cut.counted[shard.number]
-        if counted.get(sender.node.rank, 0) != step:
-            cut.failure = cut.failure or _disagreement(shard, sender.node.rank, step, counted)
-
 
 def _is_due(shard: Shard, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
     if is_exact:
@@ -238,8 +256,22 @@ def _is_due(shard: Shard, marks: Mapping[int, int], workers: Mapping[int, Member
     return workers.keys() <= marks.keys() and all(shard.counted.get(rank, 0) >= step for rank, step in marks.items())
 
 
-def _disagreement(shard: Shard, rank: int, step: int, counted: Mapping[int, int]) -> str:
+def _require_alike(cut: Cut, workers: Mapping[int, Member]) -> None:
+    """Whether what is still awaited is marked by everybody, once all have marked; or it might be awaited for ever."""
+    if not workers.keys() <= cut.marked:
+        return
+    for number, marks in cut.marks.items():
+        if not workers.keys() <= marks.keys():
+            ranks = ", ".join(f"worker-{rank}" for rank in sorted(workers.keys() - marks.keys()))
+            cut.fail(
+                f"{ranks} did not know slice {number} yet, which other workers save:"
+                " call save_checkpoint when every init has returned"
+            )
+            return
+
+
+def _disagreement(shard: Shard, rank: int, step: int, step_then: int) -> str:
     return (
         f"worker-{rank} called save_checkpoint after {step} pushes of key {shard.key!r}, where the checkpoint of the"
-        f" other workers has {counted.get(rank, 0)}: every worker must call it at the same step"
+        f" other workers has {step_then}: every worker must call it at the same step"
     )

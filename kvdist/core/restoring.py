@@ -24,6 +24,8 @@ class Restoring:
 
     def read(self, message: Restore, shards: Sequence[Shard], updater: Updater | None) -> list[Effect]:
         """Begin to read these slices."""
+        if not shards:
+            return [Send(SCHEDULER_MEMBER, Done(message.request))]
         wanted = tuple(_wanted(shard, updater) for shard in shards)
         return [Persist(message, ReadShards(message.folder, wanted, message.contents))]
 

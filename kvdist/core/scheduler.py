@@ -210,13 +210,14 @@ class Scheduler(Machine):
         saving = self.checkpoints.oldest_wait(self.seats.workers.keys())
         if saving is not None:
             subject, since, missing = saving
-            return f"{subject} has waited {now - since:.1f} s for {_names(missing)}"
+            return f"{subject} has waited {now - since:.1f} s" + (f" for {_names(missing)}" if missing else "")
         return None
 
     def validate(self) -> None:
         """Check every invariant."""
         self.seats.validate()
         self.barriers.validate(self.seats.workers.keys())
+        self.checkpoints.validate()
 
     # Seats.
 

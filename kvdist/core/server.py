@@ -38,7 +38,7 @@ from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
 from kvdist.protocol.registration import Rejected, Roster, Welcome
-from kvdist.protocol.saving import Discard, DropRestored, Mark, Restore, TakeRestored
+from kvdist.protocol.saving import DropRestored, Mark, Restore, TakeRestored
 
 
 class Server(Machine):
@@ -188,8 +188,6 @@ class Server(Machine):
                 return [Send(SCHEDULER_MEMBER, Done(message.request))]
             case SetOptimizer():
                 return self._set_optimizer(message, now)
-            case Discard():
-                self.table.cuts.discard(message)
             case Restore():
                 return self.table.restore(message)
             case TakeRestored() | DropRestored():

@@ -130,7 +130,17 @@ class Table:
     def end_restoring(self, message: TakeRestored | DropRestored, now: float) -> list[Effect]:
         """Take over what was read, or forget it."""
         self._take_all_apart(now)
+        if isinstance(message, TakeRestored):
+            self._forget_departed(message.store)
         return self._restoring.end(message, self.shards, self._updaters.get(message.store))
+
+    def _forget_departed(self, store: int) -> None:
+        """What those who have left have pushed to open rounds was for the values that there were until now."""
+        for number in [number for number in self._open if self._store_of[number] == store]:
+            shard = self.shards[number]
+            shard.slots = {rank: one for rank, one in shard.slots.items() if rank in self.workers}
+            if not shard.slots and not shard.pulls:
+                self._open.discard(number)
 
     def persisted(self, event: Persisted) -> list[Effect]:
         """What came of a work with the disk."""
@@ -159,7 +169,7 @@ class Table:
     def validate(self) -> None:
         """Check every invariant."""
         assert not self._answers, "answers leave with the message that caused them"
-        self.cuts.validate()
+        self.cuts.validate(self.workers)
         for group in self._groups:
             group.validate(self.workers.keys())
         for number, shard in self.shards.items():
@@ -176,7 +186,7 @@ class Table:
     def mark(self, sender: Member, message: Mark, now: float) -> None:
         """A checkpoint is to have the sender's pushes up to here."""
         self._take_apart(message.ids, now)
-        for shard in self.cuts.mark(sender, message, self.shards, self._name):
+        for shard in self.cuts.mark(sender, message, self.shards, self.workers, self._name):
             self._look(shard)
 
     def _look(self, shard: Shard) -> None:
@@ -191,7 +201,8 @@ class Table:
             shard = self.shards[int(message.ids[i])]
             put = shard.replace if isinstance(message, ReplaceValues) else shard.initialise
             put(arrays[i])
-            self._look(shard)
+            if self.cuts.awaited:
+                self._look(shard)
             self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
             self._close_if_ready(shard, now)
 
@@ -375,7 +386,7 @@ class Table:
             else:
                 for shard, contributions in zip(shards, rounds, strict=True):
                     self._answer_round(shard, contributions)
-            for shard in shards:
+            for shard in shards if self.cuts.awaited else ():
                 self._look(shard)
         for shard in shards:
             self._answer_open(shard)
@@ -458,7 +469,9 @@ class Table:
                 continue  # It left, or was replaced, while others were still in the round.
             effects += answers.messages(member, self.limits.slice_bytes, self.traffic)
         self._answers = {}
-        return effects + self.cuts.take_effects(self.workers, self._name)
+        if self.cuts.ready:
+            effects += self.cuts.take_effects(self.workers, self._name)
+        return effects
 
     def hints(self, now: float) -> list[Effect]:
         """Tell those who have waited long in which round, and for whom. Groups among them are taken apart for that."""

@@ -243,9 +243,10 @@ class Worker(Machine):
         if oldest is None:
             return None
         text = f"{self.me}: {oldest.label} has waited {now - oldest.since:.1f} s"
-        if self._hint is not None:
-            names = ", ".join(self._named(rank) for rank in self._hint.ranks)
-            return f"{text}; {self._hint.subject} lacks {names or 'an answer'}"
+        hint = self._saving.hint if oldest.in_background else self._hint
+        if hint is not None:
+            names = ", ".join(self._named(rank) for rank in hint.ranks)
+            return f"{text}; {hint.subject} lacks {names or 'an answer'}"
         servers = self.transfers.awaited_servers(oldest.request)
         awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
         leader = self.neighbours.leader
@@ -281,7 +282,7 @@ class Worker(Machine):
                 self._open(request.request, "barrier", now, request.timeout_s)
                 return self._barriers.enter(request)
             case SaveStore():
-                self._open(request.request, f"checkpoint of step {request.step}", now)
+                self._open(request.request, f"checkpoint of step {request.step}", now).in_background = True
                 return self._saving.save(request, self.servers)
             case LoadStore():
                 self._open(request.request, "loading of a checkpoint", now)
@@ -317,7 +318,9 @@ class Worker(Machine):
         """Let everything leave that may."""
         if self.failure is not None:
             return []
-        effects = self.neighbours.settle(now) + self._saving.settle()
+        effects = self.neighbours.settle(now)
+        if self._saving.waiting:
+            effects += self._saving.settle()
         for rank, message, credit in self.transfers.take():
             leader = self.neighbours.leader
             to = leader if rank == LEADER and leader is not None else self.servers[rank]
@@ -423,7 +426,10 @@ class Worker(Machine):
     # Ends.
 
     def _close(self, pending: Pending, result: object = None) -> Effect:
-        self._hint = None
+        if pending.in_background:
+            self._saving.hint = None
+        else:
+            self._hint = None
         return self._pending.close(pending, result)
 
     def _fail_rest(self, error: Exception) -> list[Effect]:
@@ -458,6 +464,8 @@ class Worker(Machine):
     def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
         if not self.joining.complete:
             self.joining.hint = hint.subject
+            return []
+        if self._saving.hinted(hint):
             return []
         effects = self._barriers.hinted(hint, now)
         self._hint = None if effects else hint

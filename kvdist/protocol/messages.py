@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvdist.nodes import Member
 from kvdist.protocol.commands import Command, Perform
 from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
-from kvdist.protocol.saving import Discard, DropRestored, Load, Mark, Restore, Save, Saved, TakeRestored
+from kvdist.protocol.saving import DropRestored, Load, Mark, Restore, Save, Saved, TakeRestored
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -430,7 +430,7 @@ Message = (
     Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | Pull | Values | Counted | Refused | JoinedPush | HandedBack
     | Alive | Ack | Waiting | Goodbye | Abort | Stop
-    | Mark | Save | Saved | Discard | Load | Restore | TakeRestored | DropRestored | Command | Perform
+    | Mark | Save | Saved | Load | Restore | TakeRestored | DropRestored | Command | Perform
 )  # fmt: skip
 
 

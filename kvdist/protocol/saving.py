@@ -11,6 +11,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+CHECKPOINT = "checkpoint"
+"""How the subject of every hint begins that is about one which is being saved."""
 U32 = npt.NDArray[np.uint32]
 
 
@@ -27,7 +29,8 @@ class SavedFile:
 class Mark:
     """Worker → server: the `counter`-th checkpoint of this store has my first `steps` pushes of each slice.
 
-    It comes before any later push of this worker. Not answered: the server reports to the scheduler.
+    It comes before any later push of this worker, to every server, with no slices to one that keeps nothing of the
+    store. Not answered: the server reports to the scheduler.
     """
 
     KIND: ClassVar[int] = 40
@@ -56,6 +59,8 @@ class Save:
     step: int
     keep: int
     """How many checkpoints to keep beside each other; 0 = all."""
+    num_keys: int
+    """How many keys the store has, as this worker knows."""
     file: SavedFile
     """What the worker itself wants to have back."""
     failure: str
@@ -64,7 +69,8 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Server → scheduler: my slices are in this file; or they are not, because of `failure`."""
+    """Server → scheduler: all workers have marked, and my slices are in this file (none if I keep nothing),
+    or they are not, because of `failure`. Every server says it once for every checkpoint."""
 
     KIND: ClassVar[int] = 42
     SEQUENCED: ClassVar[bool] = True
@@ -72,16 +78,6 @@ class Saved:
     counter: int
     file: SavedFile
     failure: str
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Scheduler → server: this checkpoint has failed; write no more of it."""
-
-    KIND: ClassVar[int] = 43
-    SEQUENCED: ClassVar[bool] = True
-    store: int
-    counter: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,7 +319,8 @@ def _check_counted(message: messages.Counted, limits: WireLimits) -> None:
 
 
 def _check_mark(message: saving.Mark, limits: WireLimits) -> None:
-    _check_slices(_same_length((message.ids, message.steps)), limits)
+    if _same_length((message.ids, message.steps)):  # a server may keep nothing of a store
+        _check_slices(len(message.ids), limits)
 
 
 def _check_refused(message: messages.Refused | messages.HandedBack, limits: WireLimits) -> None:
@@ -398,9 +399,8 @@ _kind(messages.Stop)
 _kind(saving.Mark, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, last=fields.FLAG, ids=_NUMBERS,
       steps=_NUMBERS)  # fmt: skip
 _kind(saving.Save, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, step=_U64, keep=_U32,
-      file=_FILE, failure=_SENTENCE)  # fmt: skip
+      num_keys=_U32, file=_FILE, failure=_SENTENCE)  # fmt: skip
 _kind(saving.Saved, store=_U32, counter=_U64, file=_FILE, failure=_SENTENCE)
-_kind(saving.Discard, store=_U32, counter=_U64)
 _kind(saving.Load, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES)
 _kind(saving.Restore, request=_U64, store=_U32, folder=_NAME, contents=_NAMES)
 _kind(saving.TakeRestored, request=_U64, store=_U32)

@@ -127,12 +127,11 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Goodbye: st.builds(m.Goodbye, U64, NAMES),
     m.Abort: st.builds(m.Abort, NAMES, NAMES, NAMES, st.integers(-1, U32_MAX), NAMES),
     m.Stop: st.just(m.Stop()),
-    saving.Mark: LENGTHS.flatmap(
+    saving.Mark: (LENGTHS | st.just(0)).flatmap(
         lambda n: st.builds(saving.Mark, U32, U64, NAMES, CONTENTS, st.booleans(), numbers(n), numbers(n))
     ),
-    saving.Save: st.builds(saving.Save, U64, U32, U64, NAMES, CONTENTS, U64, U32, FILES, NAMES),
+    saving.Save: st.builds(saving.Save, U64, U32, U64, NAMES, CONTENTS, U64, U32, U32, FILES, NAMES),
     saving.Saved: st.builds(saving.Saved, U32, U64, FILES, NAMES),
-    saving.Discard: st.builds(saving.Discard, U32, U64),
     saving.Load: st.builds(saving.Load, U64, U32, U64, NAMES, CONTENTS),
     saving.Restore: st.builds(saving.Restore, U64, U32, NAMES, CONTENTS),
     saving.TakeRestored: st.builds(saving.TakeRestored, U64, U32),
