@@ -29,7 +29,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--force", action="store_true", help="replace OUT if it is there")
     one.set_defaults(command=_export)
     some = commands.add_parser("checkpoints", help="list the checkpoints in a folder")
-    some.add_argument("directory", type=Path, metavar="DIR", help="the folder that save_checkpoint was given")
+    some.add_argument("directory", type=Path, metavar="DIR", help="a folder of checkpoints, or of one step")
     some.add_argument("--verify", action="store_true", help="read all of them and compare their checksums")
     some.set_defaults(command=_list)
 
@@ -42,10 +42,11 @@ def _export(options: argparse.Namespace) -> tuple[str, int]:
 def _list(options: argparse.Namespace) -> tuple[str, int]:
     directory: Path = options.directory
     with explained(f"{directory} could not be searched for checkpoints"):
-        steps = all_steps(directory)
-    if not steps:
+        is_one = (directory / NAME).exists()
+        folders = [directory] if is_one else [folder_of(directory, step) for step in all_steps(directory)]
+    if not folders:
         raise CheckpointError(f"there is no checkpoint in {directory}: no folder step-<number>")
-    lines = [_line(folder_of(directory, step), options.verify) for step in steps]
+    lines = [_line(folder, options.verify) for folder in folders]
     return "\n".join(line for line, _ in lines), max(code for _, code in lines)
 
 

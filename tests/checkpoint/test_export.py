@@ -250,6 +250,13 @@ def test_a_folder_is_listed_step_by_step(tmp_path, capsys):
     ]
 
 
+def test_the_folder_of_one_step_is_listed_alone(tmp_path, capsys):
+    checkpoint(tmp_path, 8)
+    checkpoint(tmp_path, 9).rename(tmp_path / "best")
+    code, out, _ = told(capsys, "checkpoints", tmp_path / "best", "--verify")
+    assert code == 0 and out.startswith("best             intact: ") and out.count("\n") == 1
+
+
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone", "manifest"])
 def test_damage_is_listed_as_such_and_found_by_reading_all(tmp_path, capsys, how):
     checkpoint(tmp_path, 1)
