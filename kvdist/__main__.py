@@ -4,8 +4,10 @@
 of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with optimizers). It is the one way to run
 code of one's own here, and whoever starts the process chooses it, never a peer.
 
+``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.commands`.
+
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
-environment, 1 for anything else.
+environment or on the command line, 1 for anything else.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from kvdist.checkpoint.commands import add_commands
 from kvdist.config import (
     ClusterConfig,
     checkpoint_root_from_env,
@@ -62,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     options = _parser().parse_args(argv)
     try:
+        if options.command is not None:
+            text, code = options.command(options)
+            print(text)
+            return int(code)
         modules = server_modules_from_env() + module_names(",".join(options.server_module))
         for_optimizers = optimizer_modules_from_env() + module_names(",".join(options.optimizer_module))
         import_server_modules(modules)
@@ -106,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODULE",
         help="import a module that registers optimizers (kvdist.optimizer.register)",
     )
+    add_commands(parser)
     return parser
 
 

@@ -1,25 +1,28 @@
 """The manifest: what a checkpoint has, written last. A folder without one is no checkpoint.
 
 It is JSON with a checksum over everything else in it, so that a changed digit is found, and names every file with its
-length and checksum. A folder of checkpoints has one folder ``step-<K>`` for each.
+length and checksum. It may come from a stranger: every entry is checked, and it names no file outside its folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvdist.checkpoint.files import FileRecord, replace_file, require_present
 from kvdist.dtypes import from_name
 from kvdist.errors import CheckpointError
+from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import from_description
 from kvdist.version import __version__
+
+_Named = TypeVar("_Named")
 
 NAME = "manifest.json"
 FORMAT = "kvdist checkpoint"
@@ -31,9 +34,12 @@ WEIGHTS, STATES = "weights", "states"
 EVERYTHING = (WEIGHTS, STATES)
 """What a checkpoint can hold."""
 
-_STEP = re.compile(r"step-(\d{1,19})")
-_WORKER = re.compile(r"worker-(\d+)-[0-9a-f]+\.json")
-_OWN_FILE = re.compile(r"(server|worker)-\d+-[0-9a-f]+\.(safetensors|json)|(server|worker)-\d+.*\.part")
+DIMENSIONS_MAX = 64
+COUNT_MAX = (1 << 63) - 1
+
+SERVER_FILE = re.compile(r"server-[0-9]{1,9}-[0-9a-f]{1,64}\.safetensors")
+WORKER_FILE = re.compile(r"worker-([0-9]{1,9})-[0-9a-f]{1,64}\.json")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +83,12 @@ class Manifest:
     @property
     def shards(self) -> list[FileRecord]:
         """The files with arrays."""
-        return [file for file in self.files if not _WORKER.fullmatch(file.name)]
+        return [file for file in self.files if not WORKER_FILE.fullmatch(file.name)]
 
     @property
     def workers(self) -> dict[int, FileRecord]:
         """Rank → what that worker wanted to have back."""
-        found = [(_WORKER.fullmatch(file.name), file) for file in self.files]
+        found = [(WORKER_FILE.fullmatch(file.name), file) for file in self.files]
         return {int(match[1]): file for match, file in found if match}
 
     def require(self, keys: Iterable[SavedKey], optimizer: Mapping[str, Any] | None, contents: Sequence[str]) -> None:
@@ -95,10 +101,10 @@ class Manifest:
         if missing:
             raise CheckpointError(f"the checkpoint has no {' and no '.join(missing)}, only {', '.join(self.contents)}")
         saved, present = ({key.key: key for key in some} for some in (self.keys, keys))
-        for key in present.keys() - saved.keys():
-            raise CheckpointError(f"the checkpoint has no key {key!r}, which this store has")
-        for key in saved.keys() - present.keys():
-            raise CheckpointError(f"the checkpoint has a key {key!r}, which this store has not: init it before")
+        if new := [key for key in present if key not in saved]:
+            raise CheckpointError(f"the checkpoint has no {_listed(new)}, which this store has")
+        if old := [key for key in saved if key not in present]:
+            raise CheckpointError(f"the checkpoint has {_listed(old)}, which this store has not: init before you load")
         for key, one in saved.items():
             if one != present[key]:
                 raise CheckpointError(f"key {key!r} has {one} in the checkpoint, but {present[key]} in this store")
@@ -118,8 +124,25 @@ def _state_of(description: Mapping[str, Any] | None) -> object:
     """What must be equal for states to fit."""
     if description is None:
         return None
-    optimizer = from_description(dict(description))
+    optimizer = chosen_optimizer(description)
     return optimizer.name, optimizer.state_names, tuple(optimizer.initial_scalars), optimizer.multi_precision
+
+
+def chosen_optimizer(description: Mapping[str, Any]) -> Optimizer:
+    """The optimizer of a manifest.
+
+    Raises:
+        CheckpointError: this process knows none of that name, or not with these numbers.
+    """
+    try:
+        return from_description(dict(description))
+    except ValueError as error:
+        raise CheckpointError(f"the optimizer of the checkpoint cannot be used here: {error}") from None
+
+
+def _listed(keys: Sequence[int | str]) -> str:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"key {', '.join(map(repr, keys[:3]))}{more}"
 
 
 def _told(description: Mapping[str, Any] | None) -> str:
@@ -127,19 +150,6 @@ def _told(description: Mapping[str, Any] | None) -> str:
         return "no optimizer"
     options = ", ".join(f"{name}={value!r}" for name, value in description.items() if name != "name")
     return f"{description.get('name')}({options})"
-
-
-def folder_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return directory / f"step-{step}"
-
-
-def complete_steps(directory: Path) -> list[int]:
-    """The steps of which there is a checkpoint, in order."""
-    if not directory.is_dir():
-        return []
-    matches = [_STEP.fullmatch(folder.name) for folder in directory.iterdir() if (folder / NAME).is_file()]
-    return sorted(int(match[1]) for match in matches if match)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -163,8 +173,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        if path.stat().st_size > MANIFEST_BYTES_MAX:
-            raise CheckpointError(f"{path} is no manifest: it is longer than {MANIFEST_BYTES_MAX} bytes")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MANIFEST_BYTES_MAX:
+            raise CheckpointError(f"{path} is no manifest: no file, or longer than {MANIFEST_BYTES_MAX} bytes")
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{folder} is no checkpoint: {NAME} cannot be read ({error.strerror})") from None
@@ -172,7 +183,7 @@ def read_manifest(folder: Path) -> Manifest:
         body = json.loads(text)
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{path} is not the manifest of a checkpoint")
-        if body["version"] > VERSION:
+        if _count(body["version"]) > VERSION:
             raise CheckpointError(
                 f"{path} is of version {body['version']} of the format, written by kvdist {body.get('kvdist')}; this is"
                 f" kvdist {__version__}, which reads version {VERSION}: install a newer one"
@@ -186,28 +197,6 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: not readable ({error})") from None
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep`; 0 keeps all. The manifest goes first."""
-    for step in complete_steps(directory)[:-keep] if keep else ():
-        folder = folder_of(directory, step)
-        (folder / NAME).unlink(missing_ok=True)
-        sweep(folder)
-
-
-def sweep(folder: Path) -> None:
-    """Remove what no manifest names: files of attempts that failed, and the folder if nothing is left."""
-    named: set[str] = set()
-    if (folder / NAME).is_file():
-        named = {file.name for file in read_manifest(folder).files}
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
-        if _OWN_FILE.fullmatch(path.name) and path.name not in named:
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it is not empty
-        folder.rmdir()
-
-
 def _with_checksum(body: dict[str, Any]) -> bytes:
     """The text of a manifest; the same body always gives the same."""
     inner = json.dumps(body, sort_keys=True)
@@ -216,24 +205,50 @@ def _with_checksum(body: dict[str, Any]) -> bytes:
 
 
 def _parsed(body: dict[str, Any]) -> Manifest:
-    known = {name: body[name] for name in Manifest.__dataclass_fields__}
-    manifest = Manifest(**known)
-    return replace(
-        manifest,
-        contents=tuple(manifest.contents),
-        keys=tuple(_parsed_keys(body["keys"])),
-        files=tuple(FileRecord(**_plain_file(file)) for file in body["files"]),
+    optimizer, contents = body["optimizer"], tuple(body["contents"])
+    if optimizer is not None and type(optimizer) is not dict:
+        raise ValueError("the optimizer is no table")
+    if not contents or any(one not in EVERYTHING for one in contents):
+        raise ValueError(f"contents of {contents!r:.80}")
+    if type(body["exact"]) is not bool or type(body["mode"]) is not str:
+        raise ValueError("the mode is no text, or whether it is exact is no truth value")
+    return Manifest(
+        _count(body["step"]),
+        contents,
+        body["mode"],
+        body["exact"],
+        optimizer,
+        _count(body["num_workers"]),
+        _count(body["num_servers"]),
+        tuple(_without_twins([_parsed_key(**one) for one in body["keys"]], "key", lambda one: one.key)),
+        tuple(_without_twins([_parsed_file(**one) for one in body["files"]], "file", lambda one: one.name)),
     )
 
 
-def _parsed_keys(keys: Iterable[dict[str, Any]]) -> Iterator[SavedKey]:
-    for one in keys:
-        from_name(one["dtype"])
-        yield SavedKey(one["key"], tuple(int(length) for length in one["shape"]), one["dtype"])
+def _parsed_key(key: Any, shape: Any, dtype: Any) -> SavedKey:
+    if type(key) not in (int, str):
+        raise ValueError(f"a key {key!r:.80}")
+    if len(shape) > DIMENSIONS_MAX:
+        raise ValueError(f"a shape of {len(shape)} dimensions")
+    from_name(dtype)
+    return SavedKey(key, tuple(_count(length) for length in shape), dtype)
 
 
-def _plain_file(file: dict[str, Any]) -> dict[str, Any]:
-    """A file of the folder itself: a manifest may come from a stranger, and names nothing outside."""
-    if not _OWN_FILE.fullmatch(file["name"]):
-        raise ValueError(f"a file called {file['name']!r}")
-    return file
+def _parsed_file(name: Any, nbytes: Any, sha256: Any) -> FileRecord:
+    if not (SERVER_FILE.fullmatch(name) or WORKER_FILE.fullmatch(name)):
+        raise ValueError(f"a file called {name!r:.300}")
+    if not _SHA256.fullmatch(sha256):
+        raise ValueError(f"a checksum {sha256!r:.80}")
+    return FileRecord(name, _count(nbytes), sha256)
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or not 0 <= number <= COUNT_MAX:
+        raise ValueError(f"{number!r:.80} where a count belongs")
+    return number
+
+
+def _without_twins(found: Sequence[_Named], what: str, name: Callable[[_Named], object]) -> Sequence[_Named]:
+    if len({name(one) for one in found}) != len(found):
+        raise ValueError(f"one {what} is named twice")
+    return found

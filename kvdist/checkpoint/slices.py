@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.checkpoint.files import FileRecord, require_intact
+from kvdist.checkpoint.files import FileRecord, require_intact, require_present
 from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest
 from kvdist.checkpoint.tensors import Bits, Tensor, TensorFile, write_tensors
 from kvdist.dtypes import DType
@@ -135,34 +135,58 @@ class _Piece:
 
 
 class Shards:
-    """All files with arrays of a checkpoint.
+    """All files with arrays of a checkpoint. Nothing is taken out of a file before its checksum was compared.
 
     Args:
         folder: the checkpoint.
         manifest: its manifest.
 
     Raises:
-        CheckpointError: a file is missing or damaged. All of them are read once for that.
+        CheckpointError: a file is missing, or cut off, or no file of a server.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
+        self._unverified = {folder / record.name: record for record in manifest.shards}
         self._pieces: dict[int | str, list[_Piece]] = {}
-        for record in manifest.shards:
-            require_intact(folder, record)
-            file = TensorFile(folder / record.name)
-            for piece, key in _pieces(file):
-                self._pieces.setdefault(key, []).append(piece)
+        for path, record in list(self._unverified.items()):
+            require_present(folder, record)
+            try:
+                for piece, key in _pieces(TensorFile(path)):
+                    self._pieces.setdefault(key, []).append(piece)
+            except CheckpointError:
+                self._verify(path)  # that its content is not what was written says more
+                raise
         for pieces in self._pieces.values():
             pieces.sort(key=lambda piece: piece.start)
+
+    def verify(self) -> None:
+        """Compare all checksums; otherwise each file is read for that when something is first wanted of it.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        for path in list(self._unverified):
+            self._verify(path)
+
+    def _verify(self, path: Path) -> None:
+        record = self._unverified.pop(path, None)
+        if record is not None:
+            require_intact(self._folder, record)
 
     def read(self, wanted: WantedSlice, contents: Sequence[str]) -> ReadSlice:
         """The content of a slice.
 
         Raises:
-            CheckpointError: some of it is in no file.
+            CheckpointError: some of it is in no file, or a file is damaged.
         """
-        pieces = self._overlapping(wanted)
+        try:
+            pieces = self._covering(wanted)
+        except CheckpointError:
+            self.verify()  # perhaps it is the names that are damaged
+            raise
+        for piece in pieces:
+            self._verify(piece.file.path)
         weight, state = None, None
         if WEIGHTS in contents:
             weight = self._gather(wanted, pieces, lambda piece: f"{piece.name}/{WEIGHT}", wanted.dtype.storage, 1)
@@ -176,11 +200,23 @@ class Shards:
         assert weight is not None
         return weight
 
-    def _overlapping(self, wanted: WantedSlice) -> list[_Piece]:
-        stop = wanted.start + wanted.count
+    def _covering(self, wanted: WantedSlice) -> list[_Piece]:
+        """The pieces that have the slice, one after the other; each element in one of them."""
+        position, stop = wanted.start, wanted.start + wanted.count
         pieces = self._pieces.get(wanted.key, [])
         # An empty key has one empty slice.
-        return [one for one in pieces if (one.start < stop and wanted.start < one.stop) or wanted.count == 0]
+        found = [one for one in pieces if (one.start < stop and position < one.stop) or wanted.count == 0]
+        for piece in found:
+            if piece.start < position and piece is not found[0]:
+                raise CheckpointError(f"{self._folder} has element {piece.start} of key {wanted.key!r} twice")
+            if piece.start > position:
+                break
+            position = piece.stop
+        if position < stop or not found:
+            raise CheckpointError(
+                f"{self._folder} has no element {position} of key {wanted.key!r}: a file of a server is not in it"
+            )
+        return found
 
     def _state(self, wanted: WantedSlice, pieces: Sequence[_Piece]) -> SliceState:
         for piece in pieces:
@@ -190,6 +226,12 @@ class Shards:
                     f" optimizer has {', '.join(wanted.state_names) or 'none'}"
                 )
         accumulate, row = wanted.dtype.accumulate, wanted.row
+        ends = [wanted.start, wanted.count, *(end for piece in pieces for end in (piece.start, piece.stop))]
+        if any(end % row for end in ends):
+            raise CheckpointError(
+                f"key {wanted.key!r} is cut within its rows, in {self._folder} or in this store, and its states are by"
+                " rows: call set_optimizer before init, so that it is cut between rows"
+            )
 
         def gather(what: str, row: int) -> Bits:
             return self._gather(wanted, pieces, lambda piece: f"{piece.name}/{what}", accumulate, row)
@@ -204,26 +246,22 @@ class Shards:
         self, wanted: WantedSlice, pieces: Sequence[_Piece], name: Callable[[_Piece], str], dtype: Any, row: int
     ) -> Bits:
         out: Bits = np.empty(wanted.count // row, dtype)
-        position = wanted.start
         for piece in pieces:
             start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.start + wanted.count)
-            if start != position:
-                break
             low, high = (start - wanted.start) // row, (stop - wanted.start) // row
             piece.file.read_into(name(piece), (start - piece.start) // row, out[low:high])
-            position = stop
-        if position != wanted.start + wanted.count or not pieces:
-            raise CheckpointError(
-                f"{self._folder} has no element {position} of key {wanted.key!r}: a file of a server is not in it"
-            )
         return out
 
 
 def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
     try:
-        for key, start, count, _, updates, scalars, states in json.loads(file.metadata[SLICES]):
-            numbers = int(start), int(start) + int(count), int(updates)
+        for key, start, count, version, updates, scalars, states in json.loads(file.metadata[SLICES]):
+            if any(type(number) is not int or number < 0 for number in (start, count, version, updates)):
+                raise ValueError(f"a number of a slice of key {key!r:.80} is no count")
+            if type(key) not in (int, str):
+                raise ValueError(f"a key {key!r:.80}")
+            numbers = start, start + count, updates
             piece = _Piece(file, _name(key, start, count), *numbers, tuple(map(float, scalars)), tuple(states))
             yield piece, key
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged: its slices are not readable ({error})") from None

@@ -2,14 +2,15 @@
 
 Written from where the arrays lie and read into where they shall lie: no copy of a file is ever in memory, and bfloat16,
 which NumPy does not have, is written and read like everything else. Any program that knows the format reads what is
-written here. Nothing in a header is trusted: every offset is compared with its shape and with the length of the file.
+written here. Nothing in a header is trusted: every offset is compared with its shape, with its neighbours' and with the
+length of the file.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.checkpoint.files import FileRecord, write_file
+from kvdist.checkpoint.files import FileRecord, write_file, write_named_file
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 
@@ -29,6 +30,8 @@ METADATA = "__metadata__"
 HEADER_BYTES_MAX = 100_000_000
 """As other readers of the format have it."""
 ALIGNMENT_BYTES = 8
+DIMENSIONS_MAX = 64
+COUNT_MAX = (1 << 63) - 1
 
 NAMES = {
     DType.FLOAT64: "F64",
@@ -66,14 +69,36 @@ class Tensor:
 
 
 def write_tensors(folder: Path, stem: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a file of these arrays.
+    """Write a file of these arrays, named by its content.
 
     Raises:
-        CheckpointError: there are too many for one header.
+        CheckpointError: there are too many for one header, or a name is no text.
         OSError: the disk is full, say.
     """
-    # Wide elements first: so each array starts where its elements may.
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    ordered = _ordered(tensors)
+    return write_file(folder, stem, SUFFIX, _parts(_header(ordered, metadata), ordered))
+
+
+def write_named_tensors(
+    path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str], overwrite: bool
+) -> FileRecord:
+    """Write a file of these arrays under this very name.
+
+    Raises:
+        CheckpointError: as of `write_tensors`.
+        FileExistsError: there is one, and it is not to be overwritten.
+        OSError: the disk is full, say.
+    """
+    ordered = _ordered(tensors)
+    return write_named_file(path, _parts(_header(ordered, metadata), ordered), overwrite)
+
+
+def _ordered(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Wide elements first: so each array starts where its elements may."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _header(ordered: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, Any] = {METADATA: dict(metadata)}
     offset = 0
     for tensor in ordered:
@@ -84,21 +109,26 @@ def write_tensors(folder: Path, stem: str, tensors: Sequence[Tensor], metadata: 
             "data_offsets": [offset, end],
         }
         offset = end
-    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    if len(entries) != len(ordered) + 1:
+        raise CheckpointError(f"two arrays of one file cannot have one name, and none can be called {METADATA}")
+    try:
+        header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the name of an array is no text that a file can hold: {error}") from None
     header += b" " * (-len(header) % ALIGNMENT_BYTES)
     if len(header) > HEADER_BYTES_MAX:
         raise CheckpointError(
             f"{len(ordered)} arrays need a header of {len(header)} bytes, where files may have {HEADER_BYTES_MAX};"
             " use more servers, or a larger KVDIST_SLICE_BYTES"
         )
+    return header
 
-    def parts() -> Iterator[memoryview]:
-        yield memoryview(len(header).to_bytes(8, "little") + header)
-        for tensor in ordered:
-            if tensor.nbytes:
-                yield np.ascontiguousarray(tensor.read()).view(np.uint8).data
 
-    return write_file(folder, stem, SUFFIX, parts())
+def _parts(header: bytes, ordered: Sequence[Tensor]) -> Iterator[memoryview]:
+    yield memoryview(len(header).to_bytes(8, "little") + header)
+    for tensor in ordered:
+        if tensor.nbytes:
+            yield np.ascontiguousarray(tensor.read()).view(np.uint8).data
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +144,10 @@ class Entry:
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
 
 
 class TensorFile:
@@ -138,10 +172,11 @@ class TensorFile:
                 raise CheckpointError(f"{path} is no safetensors file, or cut off: its header does not fit into it")
             header = file.read(length)
         try:
-            entries = json.loads(header)
+            entries = json.loads(header, object_pairs_hook=_without_twins)
             metadata = entries.pop(METADATA, {})
-            self.metadata = {str(name): str(value) for name, value in metadata.items()}
-            self.entries = {str(name): _entry(entry, 8 + length, nbytes) for name, entry in entries.items()}
+            self.metadata = {name: str(value) for name, value in metadata.items()}
+            self.entries = {name: _entry(entry, 8 + length) for name, entry in entries.items()}
+            _require_back_to_back(self.entries.values(), 8 + length, nbytes)
         # A header is made of whatever JSON can say.
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: its header is not readable ({error})") from None
@@ -165,12 +200,32 @@ class TensorFile:
                 view = view[count:]
 
 
-def _entry(entry: Any, begin: int, nbytes: int) -> Entry:
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("one name stands there twice")
+    return found
+
+
+def _entry(entry: Any, begin: int) -> Entry:
     dtype = _TYPES[entry["dtype"]]
     shape, (low, high) = tuple(entry["shape"]), entry["data_offsets"]
-    numbers = [*shape, low, high]
-    if any(type(number) is not int or number < 0 for number in numbers):
+    if len(shape) > DIMENSIONS_MAX or any(not _is_count(number) for number in [*shape, low, high]):
         raise ValueError("a length or an offset is no count")
-    if high - low != math.prod(shape) * dtype.itemsize or begin + high > nbytes:
-        raise ValueError("an array lies outside the file, or not where its shape says")
+    if high - low != math.prod(shape) * dtype.itemsize:
+        raise ValueError("an array is not as long as its shape says")
     return Entry(dtype, shape, begin + low)
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number <= COUNT_MAX
+
+
+def _require_back_to_back(entries: Iterable[Entry], begin: int, nbytes: int) -> None:
+    """Whether the arrays fill the file: none outside, none over another, no room for anything else."""
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != begin:
+            raise ValueError("an array begins where another one lies, or beyond the end of the one before it")
+        begin += entry.nbytes
+    if begin != nbytes:
+        raise ValueError(f"its arrays end at byte {begin} and the file at byte {nbytes}")

@@ -9,14 +9,18 @@ chosen; within it only files of the names that checkpoints have.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvdist.checkpoint.files import FileRecord, explained
-from kvdist.checkpoint.manifest import Manifest, prune, read_manifest, sweep, write_manifest
+from kvdist.checkpoint.folders import prune, step_of, sweep
+from kvdist.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, Shards, WantedSlice, write_slices
 from kvdist.errors import CheckpointError
+
+LOG = logging.getLogger("kvdist")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +34,7 @@ class WriteShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteManifest:
-    """Make the folder a checkpoint and remove what is older than the newest `keep`; 0 keeps all. Gives None."""
+    """Make the folder a checkpoint, of which `keep` stay beside each other; 0 keeps all. Gives None."""
 
     folder: str
     manifest: Manifest
@@ -81,8 +85,7 @@ def perform(work: Work, root: Path | None = None) -> Product:
                 return write_slices(folder, work.stem, work.slices)
             case WriteManifest():
                 write_manifest(folder, work.manifest)
-                sweep(folder)
-                prune(folder.parent, work.keep)
+                _tidy(folder, work.keep, root)
             case ReadManifest():
                 return read_manifest(folder)
             case ReadShards():
@@ -96,11 +99,26 @@ def _read(shards: Shards, wanted: Iterable[WantedSlice], contents: tuple[str, ..
     return tuple(shards.read(one, contents) for one in wanted)
 
 
+def _tidy(folder: Path, keep: int, root: Path | None) -> None:
+    """Remove what is not needed beside a checkpoint that is complete: that it cannot be done makes it no worse."""
+    try:
+        sweep(folder)
+        step = step_of(folder)
+        if keep and step is not None:
+            prune(_allowed(str(folder.parent), root), keep, step)
+    except (OSError, CheckpointError) as error:
+        LOG.warning("the checkpoint %s is complete, but what is older could not be removed: %s", folder, error)
+
+
 def _allowed(name: str, root: Path | None) -> Path:
     folder = Path(name)
     if not folder.is_absolute() or ".." in folder.parts:
         raise CheckpointError(f"{name} is no absolute path of a folder")
-    if root is not None and not folder.resolve().is_relative_to(root.resolve()):
+    try:
+        is_below = root is None or folder.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a character that no path has
+        raise CheckpointError(f"{name!r} cannot be the path of a folder: {error}") from None
+    if not is_below:
         raise CheckpointError(
             f"{folder} lies outside {root}, below which this process keeps checkpoints: save them there, or start the"
             " job with KVDIST_CHECKPOINT_ROOT naming a folder above them (the default is the one it was started in)"

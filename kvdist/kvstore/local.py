@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, read_manifest
+from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError, InitMismatch, KeyNotInitialised, OptimizerMismatch, StoreClosed
 from kvdist.kernels.interface import Kernels
@@ -29,7 +29,7 @@ from kvdist.kvstore.commands import command_of
 from kvdist.kvstore.together import as_averaged, as_given, like
 from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.registry import create, from_description
+from kvdist.optimizer.registry import create
 from kvdist.optimizer.step import Extent
 from kvdist.optimizer.updater import Updater
 
@@ -278,7 +278,7 @@ class LocalStore(KVStore):
         folder = saved.absolute(fname)
         description = read_manifest(folder).optimizer
         if self._updater is None and description is not None:
-            self.set_optimizer(from_description(dict(description)))
+            self.set_optimizer(chosen_optimizer(description))
         local_saving.load(folder, (STATES,), self._held(), self._updater)
 
     def _held(self) -> list[local_saving.Held]:

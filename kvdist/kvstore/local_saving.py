@@ -5,6 +5,7 @@ The files are those that servers write, so a store on a cluster can go on from t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,8 @@ def save(
         manifest = Manifest(step, contents, MODE, True, description, 1, 1, _keys(held), tuple(files))
         perform(WriteManifest(str(folder), manifest, keep))
     except CheckpointError:
-        perform(Sweep(str(folder)))
+        with contextlib.suppress(CheckpointError):  # why it could not be written says more
+            perform(Sweep(str(folder)))
         raise
 
 

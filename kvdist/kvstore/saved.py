@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvdist.checkpoint.files import FileRecord, explained, require_intact, write_file
-from kvdist.checkpoint.manifest import Manifest, complete_steps, folder_of
-from kvdist.errors import CheckpointError
+from kvdist.checkpoint import folders
+from kvdist.checkpoint.files import FileRecord, explained, write_file
+from kvdist.checkpoint.manifest import Manifest
+from kvdist.checkpoint.workers import STATE_BYTES_MAX, read_workers
 from kvdist.protocol.limits import DEFAULT
 
 Names = Mapping[int | str, str]
 """Key → what the user calls it."""
 STEP_MAX = (1 << 63) - 1
-STATE_BYTES_MAX = 16 << 20
+DEPTH_MAX = 100
+"""Of a state: what JSON writes it must be able to read, on a smaller stack too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,13 @@ def place(directory: str | os.PathLike[str], step: int) -> Path:
     Raises:
         ValueError: the step is no count.
     """
+    _require_step(step)
+    return folders.folder_of(absolute(directory), step)
+
+
+def _require_step(step: object) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
         raise ValueError(f"the step of a checkpoint is {step!r}; it must be a number from 0, such as the steps made")
-    return folder_of(absolute(directory), step)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -56,7 +62,9 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: it is too long for a message, or no text.
     """
-    found = Path(os.path.abspath(path))
+    found = Path(os.path.abspath(os.fsdecode(path)))
+    if "\0" in str(found):
+        raise ValueError(f"the folder {str(path)[:80]!r} has a character that no path can have")
     try:
         nbytes = len(str(found).encode())
     except UnicodeEncodeError:
@@ -84,28 +92,25 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Path:
 
     Raises:
         CheckpointError: there is none.
+        ValueError: the step is no count.
     """
-    root = absolute(directory)
-    with explained(f"{root} could not be searched for checkpoints"):
-        steps = complete_steps(root)
-    if not steps:
-        raise CheckpointError(f"there is no checkpoint in {root}: no folder step-<number> with a manifest.json")
-    if step is not None and step not in steps:
-        raise CheckpointError(f"there is no checkpoint of step {step} in {root}, only of {', '.join(map(str, steps))}")
-    return folder_of(root, steps[-1] if step is None else step)
+    if step is not None:
+        _require_step(step)
+    return folders.find(absolute(directory), step)
 
 
 def own_file(state: Any, names: Names | None, rank: int) -> bytes:
     """What a worker keeps with a checkpoint, as it is written; empty for nothing.
 
     Raises:
-        TypeError: the state is not made of what JSON can say.
+        TypeError: the state is not made of what JSON can say, or the names are not by key.
         ValueError: it is too long.
     """
     if state is None and not names:
         return b""
+    named = _named({} if names is None else names)
     try:
-        named = [[key, str(name)] for key, name in (names or {}).items()]
+        _require_plain(state, 0)
         text = json.dumps({"rank": rank, "state": state, "names": named}, allow_nan=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
@@ -116,6 +121,29 @@ def own_file(state: Any, names: Names | None, rank: int) -> bytes:
     if len(content) > STATE_BYTES_MAX:
         raise ValueError(f"the state of a checkpoint has {len(content)} bytes as JSON; {STATE_BYTES_MAX} are allowed")
     return content
+
+
+def _require_plain(value: object, depth: int) -> None:
+    """JSON would make text of other keys of a dict, and nobody would notice before the state is used again."""
+    if depth > DEPTH_MAX:
+        raise TypeError(f"it is nested deeper than {DEPTH_MAX} times, or holds itself")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"a dict has the key {key!r:.80}, which is no text")
+            _require_plain(inner, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _require_plain(inner, depth + 1)
+
+
+def _named(names: Names) -> list[list[int | str]]:
+    if not isinstance(names, Mapping):
+        raise TypeError(f"names is a dict, key → name, not {type(names).__name__}")
+    for key in names:
+        if isinstance(key, bool) or not isinstance(key, (int, str)):
+            raise TypeError(f"names is a dict, key → name; {key!r:.80} is no key")
+    return [[key, str(name)] for key, name in names.items()]
 
 
 def write_own_file(folder: Path, rank: int, content: bytes) -> FileRecord:
@@ -134,24 +162,5 @@ def loaded(folder: Path, manifest: Manifest, rank: int) -> Checkpoint:
     Raises:
         CheckpointError: a worker's file is missing or damaged.
     """
-    states = {one: content["state"] for one, content in own_files(folder, manifest).items()}
+    states = {one: content.state for one, content in read_workers(folder, manifest).items()}
     return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact)
-
-
-def own_files(folder: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """Rank → what that worker kept.
-
-    Raises:
-        CheckpointError: as of `loaded`.
-    """
-    found: dict[int, dict[str, Any]] = {}
-    for rank, record in manifest.workers.items():
-        require_intact(folder, record)
-        with explained(f"{folder / record.name} could not be read"):
-            text = (folder / record.name).read_bytes()
-        try:
-            content = json.loads(text)
-            found[rank] = {"state": content["state"], "names": {key: str(name) for key, name in content["names"]}}
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CheckpointError(f"{folder / record.name} is damaged: not readable ({error})") from None
-    return found

@@ -13,13 +13,12 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, read_manifest
+from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
 from kvdist.core.requests import KeyInfo, LoadStore, Request, SaveStore
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
 from kvdist.mailbox import Finish
 from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.registry import from_description
 from kvdist.protocol.saving import SavedFile
 
 LOG = logging.getLogger("kvdist")
@@ -103,7 +102,7 @@ class Saving:
         folder = saved.absolute(fname)
         manifest = read_manifest(folder)
         if present is None and manifest.optimizer is not None:
-            choose(from_description(dict(manifest.optimizer)))
+            choose(chosen_optimizer(manifest.optimizer))
         self._load(folder, (STATES,))
 
     def _load(self, folder: Path, contents: tuple[str, ...]) -> None:
