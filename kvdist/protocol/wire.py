@@ -396,8 +396,8 @@ _kind(messages.Waiting, subject=_SENTENCE, ranks=fields.many(_U32, "members_max"
 _kind(messages.Goodbye, request=_U64, failure=_SENTENCE)
 _kind(messages.Abort, node=_NAME, host=_NAME, cause=_SENTENCE, step=_FROM_MINUS_1, sentence=_SENTENCE)
 _kind(messages.Stop)
-_kind(saving.Mark, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, last=fields.FLAG, ids=_NUMBERS,
-      steps=_NUMBERS)  # fmt: skip
+_kind(saving.Mark, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, last=fields.FLAG,
+      ids=fields.NUMBERS_OR_NONE, steps=fields.NUMBERS_OR_NONE)  # fmt: skip
 _kind(saving.Save, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, step=_U64, keep=_U32,
       num_keys=_U32, file=_FILE, failure=_SENTENCE)  # fmt: skip
 _kind(saving.Saved, store=_U32, counter=_U64, file=_FILE, failure=_SENTENCE)

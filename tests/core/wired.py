@@ -65,6 +65,7 @@ from kvdist.optimizer.registry import create
 from kvdist.protocol.layout import views
 from kvdist.protocol.messages import Flag, Message, Packet
 from kvdist.protocol.saving import SavedFile
+from kvdist.protocol.wire import encode
 from kvdist.version import __version__
 
 Array = npt.NDArray[Any]
@@ -374,6 +375,7 @@ class Wired:
 
     def _transmit(self, source: str, to: Member, packet: Packet) -> None:
         address = self._address(to)
+        encode(packet)  # raises for what no message can carry
         self.log.append(f"{self.now:.2f} {packet.stamp.source} -> {to}: {told(packet.message)}")
         self.wire.append((source, address, packet))
 
