@@ -336,8 +336,7 @@ def test_works_are_done_in_order_on_a_thread_that_ends_when_it_is_told(tmp_path)
     disk.begin(ReadManifest(folder), done)
     disk.begin(Sweep("/elsewhere"), done)
     disk.begin(Sweep(folder), done)
-    disk.close()
-    disk._thread.join(30)
+    disk.close(30.0)
     assert not disk._thread.is_alive()
     first, second, third, last = products
     assert isinstance(first[0], FileRecord) and first[1] == ""
@@ -347,7 +346,7 @@ def test_works_are_done_in_order_on_a_thread_that_ends_when_it_is_told(tmp_path)
 
 
 def test_a_disk_that_was_never_used_has_no_thread_to_end():
-    ThreadedDisk().close()
+    ThreadedDisk().close(1.0)
 
 
 def test_a_mistake_of_the_program_is_told_as_a_failure_too(tmp_path):
