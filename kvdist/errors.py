@@ -41,6 +41,10 @@ class CheckpointError(KvdistError, RuntimeError):
     """
 
 
+class NoCheckpoint(CheckpointError):
+    """There is no checkpoint where one was looked for, so a run begins at its beginning."""
+
+
 class StoreClosed(KvdistError, RuntimeError):
     """The store was used after `close()`."""
 

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from kvdist.checkpoint.slices import updates_in
 from kvdist.exchange import Exchange, Grads, divide
 from kvdist.finite import refuse_nonfinite
 from kvdist.kvstore import create as create_store
@@ -112,16 +113,14 @@ class Trainer:
         self._kvstore_wanted = kvstore
         self._update_on_kvstore_wanted = update_on_kvstore
         self._kvstore: KVStoreBase | None = None
-        self._exchange: Exchange | None = None
-        """There is one when there is a store."""
+        self._exchange: Exchange | None = None  # there is one when there is a store
         self._update_on_kvstore = False
         self._started = False
         self._closed = False
         self._overlaps = overlap
         self._shares = share_weights
         self._shared: SharedWeights | None = None
-        self._overlap: Overlap | None = None
-        """There is one once the first step has found a store to send to."""
+        self._overlap: Overlap | None = None  # there is one once the first step has found a store to send to
         self._rejects_nonfinite = reject_nonfinite
         self._nonfinite_steps = 0
         self._updates = 0
@@ -263,11 +262,12 @@ class Trainer:
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """Save what the optimizer remembers, not the weights; see `KVStore.save_optimizer_states`."""
-        self._state().save_states(fname)
+        self._state("save_states").save_states(fname)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Give the optimizer back what `save_states` saved; see `KVStore.load_optimizer_states`."""
-        self._state().load_states(fname)
+        """Give it back what `save_states` saved; see `KVStore.load_optimizer_states`."""
+        self._state("load_states").load_states(fname)
+        self._updates = updates_in(Path(fname))
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, *, state: Any = None, keep: int | None = None
@@ -276,15 +276,14 @@ class Trainer:
 
         Where workers update, this waits until all is written. Buffers, such as BatchNorm's, are not in it.
         """
-        self._require_nothing_sent("save_checkpoint", "step()")
-        return self._state().save_checkpoint(directory, step, state, keep)
+        return self._state("save_checkpoint").save_checkpoint(directory, step, state, keep)
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
     ) -> Checkpoint:
         """Go on from a checkpoint: weights and optimizer states, on every device; see `KVStore.load_checkpoint`."""
-        self._require_nothing_sent("load_checkpoint", "step()")
-        checkpoint = self._state().load_checkpoint(directory, step, states)
+        checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
+        self._updates = updates_in(checkpoint.folder) if states else self._updates
         if self._update_on_kvstore and self._exchange is not None:
             self._exchange.fetch()
         self._note_weights()
@@ -302,8 +301,8 @@ class Trainer:
     def close(self) -> None:
         """Let go of the parameters, and close the store if it was given by its name; a second call does nothing.
 
-        Backward passes send nothing any more, `step` raises. It waits for nothing: call it after a step. It is needed
-        only with ``overlap=True``, where another trainer is to have the same parameters.
+        Call it after a step. Backward passes send nothing any more, `step` raises. It is needed only with
+        ``overlap=True``, where another trainer is to have the same parameters.
         """
         if self._closed:
             return
@@ -315,7 +314,7 @@ class Trainer:
 
     @property
     def kvstore(self) -> KVStoreBase | None:
-        """The store in use; None before the first step, and when the weights are updated without one."""
+        """The store in use; None before the first step, and without one."""
         return self._kvstore
 
     @property
@@ -388,7 +387,8 @@ class Trainer:
             refresh = weakly(self._take_numbers)
             self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, refresh, ballot_key)
 
-    def _state(self) -> TrainingState:
+    def _state(self, method: str) -> TrainingState:
+        self._require_nothing_sent(method, "step()")
         self._start()
         return TrainingState(self._parameters, self._local, self._kvstore, self._update_on_kvstore)
 

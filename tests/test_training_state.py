@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvdist import CheckpointError, Trainer, kv
+from kvdist.lr_scheduler import FactorScheduler
 
 RULES = [
     ("sgd", {"learning_rate": 0.1, "momentum": 0.9}),
@@ -194,7 +195,60 @@ def test_gradients_under_way_come_first(tmp_path):
     trainer, replicas = made(kvstore="dist", overlap=True)
     train(trainer, replicas, 0, 1)
     sum((one[0] ** 2).sum() for one in replicas).backward()
-    for call in (lambda: trainer.save_checkpoint(tmp_path, 1), lambda: trainer.load_checkpoint(tmp_path)):
+    calls = [lambda: trainer.save_checkpoint(tmp_path, 1), lambda: trainer.load_checkpoint(tmp_path)]
+    calls += [lambda: trainer.save_states(tmp_path), lambda: trainer.load_states(tmp_path)]
+    for call in calls:
         with pytest.raises(RuntimeError, match="while gradients of a backward pass are under way"):
             call()
+    trainer.close()
+
+
+def test_what_was_never_updated_takes_no_room_for_states(tmp_path):
+    frozen = torch.nn.Parameter(torch.randn(50_000), requires_grad=False)
+    weight = torch.nn.Parameter(torch.randn(10))
+    trainer = Trainer([frozen, weight], "adam", kvstore="dist")
+    weight.grad = torch.ones(10)
+    trainer.step()
+    folder = trainer.save_checkpoint(tmp_path, 1).result()
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 210_000
+    frozen.data.fill_(0.0)
+    trainer.load_checkpoint(tmp_path)
+    assert frozen.abs().max() > 0
+    trainer.close()
+
+
+def test_states_that_are_loaded_are_as_fresh_as_they_were(tmp_path, where):
+    trainer, replicas = made(**where)
+    trainer.broadcast_parameters()
+    trainer.save_checkpoint(tmp_path, 0).result()
+    train(trainer, replicas, 0, 2)
+    expected = weights_of(replicas)
+    train(trainer, replicas, 5, 6)
+    trainer.load_checkpoint(tmp_path)
+    train(trainer, replicas, 0, 2)
+    assert same(weights_of(replicas), expected)
+    trainer.close()
+
+
+def test_the_learning_rate_of_a_schedule_goes_on_where_it_was(tmp_path, where):
+    options = {"learning_rate": 1.0, "lr_scheduler": FactorScheduler(1, 0.5, base_lr=1.0)}
+    trainer, replicas = made("sgd", options, **where)
+    train(trainer, replicas, 0, 4)
+    rate = trainer.learning_rate
+    trainer.save_checkpoint(tmp_path, 4).result()
+    trainer.close()
+    other, _ = made("sgd", options, seed=1, **where)
+    other.load_checkpoint(tmp_path)
+    assert other.learning_rate == rate < 1.0
+    other.close()
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told(tmp_path, where, caplog):
+    (tmp_path / "file").write_text("in the way")
+    trainer, replicas = made(**where)
+    train(trainer, replicas, 0, 1)
+    with pytest.raises(CheckpointError, match="File exists"):
+        trainer.save_checkpoint(tmp_path / "file", 1).result()
+    assert "no checkpoint was made" in caplog.text
+    train(trainer, replicas, 1, 2)
     trainer.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvdist.checkpoint.files import PART, explained, make_durable
 from kvdist.checkpoint.manifest import NAME, SERVER_FILE, WORKER_FILE, read_manifest
-from kvdist.errors import CheckpointError
+from kvdist.errors import CheckpointError, NoCheckpoint
 
 NAMED_MAX = 10
 """Steps that an error names."""
@@ -51,16 +51,17 @@ def find(directory: Path, step: int | None) -> Path:
     """The folder of a checkpoint that is to be read: of a step, or of the highest.
 
     Raises:
-        CheckpointError: there is none.
+        NoCheckpoint: there is none.
+        CheckpointError: it cannot be looked for.
     """
     with explained(f"{directory} could not be searched for checkpoints"):
         steps = complete_steps(directory)
     if not steps:
-        raise CheckpointError(f"there is no checkpoint in {directory}: no folder step-<number> with a {NAME}")
+        raise NoCheckpoint(f"there is no checkpoint in {directory}: no folder step-<number> with a {NAME}")
     if step is not None and step not in steps:
         more = f"{len(steps) - NAMED_MAX} more and " if len(steps) > NAMED_MAX else ""
         last = ", ".join(map(str, steps[-NAMED_MAX:]))
-        raise CheckpointError(f"there is no checkpoint of step {step!r} in {directory}, only of {more}{last}")
+        raise NoCheckpoint(f"there is no checkpoint of step {step!r} in {directory}, only of {more}{last}")
     return folder_of(directory, steps[-1] if step is None else step)
 
 

@@ -161,8 +161,19 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     for file in manifest.files:
         require_present(folder, file)
+    _require_ours(folder / NAME)
     body = {"format": FORMAT, "version": VERSION, "kvdist": __version__, **asdict(manifest)}
     replace_file(folder / NAME, _with_checksum(body))
+
+
+def _require_ours(path: Path) -> None:
+    """Many programs have files of this name.
+
+    Raises:
+        CheckpointError: the file is there, and is none of ours.
+    """
+    if path.exists() and FORMAT.encode() not in path.read_bytes():
+        raise CheckpointError(f"{path} belongs to another program; choose another folder for checkpoints")
 
 
 def read_manifest(folder: Path) -> Manifest:

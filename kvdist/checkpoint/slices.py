@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvdist.checkpoint.files import FileRecord, require_intact, require_present
-from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest
+from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest, read_manifest
 from kvdist.checkpoint.tensors import Bits, Tensor, TensorFile, write_tensors
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
@@ -74,6 +74,8 @@ class WantedSlice:
     has_master: bool = False
     has_state: bool = False
     """Whether an optimizer updates it."""
+    from_weight: bool = False
+    """Whether its states begin as copies of the weight, and not all as zeros."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +85,8 @@ class ReadSlice:
     number: int
     weight: Bits | None
     state: SliceState | None
+    is_fresh: bool = False
+    """States were asked for, and it was never updated."""
 
 
 def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice]) -> FileRecord:
@@ -187,12 +191,12 @@ class Shards:
             raise
         for piece in pieces:
             self._verify(piece.file.path)
-        weight, state = None, None
+        weight, state, asks_state = None, None, STATES in contents and wanted.has_state
         if WEIGHTS in contents:
             weight = self._gather(wanted, pieces, lambda piece: f"{piece.name}/{WEIGHT}", wanted.dtype.storage, 1)
-        if STATES in contents and wanted.has_state:
+        if asks_state:
             state = self._state(wanted, pieces)
-        return ReadSlice(wanted.number, weight, state)
+        return ReadSlice(wanted.number, weight, state, asks_state and state is None)
 
     def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
         """All elements of a key."""
@@ -218,8 +222,17 @@ class Shards:
             )
         return found
 
-    def _state(self, wanted: WantedSlice, pieces: Sequence[_Piece]) -> SliceState:
-        for piece in pieces:
+    def _state(self, wanted: WantedSlice, pieces: Sequence[_Piece]) -> SliceState | None:
+        """What was remembered of the slice; None if it was never updated."""
+        updated = [piece for piece in pieces if piece.updates]
+        if not updated:
+            return None
+        if len(updated) < len(pieces) and wanted.from_weight:
+            raise CheckpointError(
+                f"some of key {wanted.key!r} was never updated, in an asynchronous store, and other parts of it lie"
+                " on the same server now: load it with as many servers as it was saved with"
+            )
+        for piece in updated:
             if piece.states != wanted.state_names:
                 raise CheckpointError(
                     f"{piece.file.path} has states {', '.join(piece.states) or 'none'} of key {wanted.key!r}, where the"
@@ -234,23 +247,33 @@ class Shards:
             )
 
         def gather(what: str, row: int) -> Bits:
-            return self._gather(wanted, pieces, lambda piece: f"{piece.name}/{what}", accumulate, row)
+            return self._gather(wanted, updated, lambda piece: f"{piece.name}/{what}", accumulate, row)
 
         arrays = tuple(gather(f"{STATES}/{name}", row) for name in wanted.state_names)
         master = gather(MASTER, 1) if wanted.has_master else None
         # Slices of one key have had the same updates, but for asynchronous stores: then the furthest counts.
-        newest = max(pieces, key=lambda piece: piece.updates)
+        newest = max(updated, key=lambda piece: piece.updates)
         return SliceState(newest.updates, arrays, newest.scalars, master)
 
     def _gather(
         self, wanted: WantedSlice, pieces: Sequence[_Piece], name: Callable[[_Piece], str], dtype: Any, row: int
     ) -> Bits:
-        out: Bits = np.empty(wanted.count // row, dtype)
+        out: Bits = np.zeros(wanted.count // row, dtype)  # as states begin, where there is no piece
         for piece in pieces:
             start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.start + wanted.count)
             low, high = (start - wanted.start) // row, (stop - wanted.start) // row
             piece.file.read_into(name(piece), (start - piece.start) // row, out[low:high])
         return out
+
+
+def updates_in(folder: Path) -> int:
+    """How many updates the slice of a checkpoint has had that has had most. Reads headers alone.
+
+    Raises:
+        CheckpointError: a file is not readable.
+    """
+    files = [TensorFile(folder / record.name) for record in read_manifest(folder).shards]
+    return max((piece.updates for file in files for piece, _ in _pieces(file)), default=0)
 
 
 def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:

@@ -183,11 +183,14 @@ class Checkpoints:
             return []
         loading.is_reading = True
         (first, asked), *others = loading.arrived.values()
-        if not self._keys(asked.store):
-            return self._end_loading(asked, "the store has no keys: init them before")
+        for other, message in loading.arrived.values():
+            if message.failure:
+                return self._end_loading(asked, f"{other}: {message.failure}")
         for other, message in others:
             if _place(message) != _place(asked):
                 return self._end_loading(asked, _differ(first, _place(asked), other, _place(message)))
+        if not self._keys(asked.store):
+            return self._end_loading(asked, "the store has no keys: init them before")
         return [Persist(asked, ReadManifest(asked.folder))]
 
     def _check(self, asked: Load, manifest: Manifest) -> list[Effect]:
@@ -266,7 +269,8 @@ class Checkpoints:
             missing = tuple(sorted(live - saving.arrived.keys()))
             servers = [str(one) for one in self._seats.servers if one.node.rank not in saving.files]
             where = "" if missing or not saving.arrived else f" on {', '.join(servers) or 'the scheduler'}"
-            yield f"{_named(saving)}{where}", saving, missing
+            called = " (every worker must call save_checkpoint)" if missing and saving.arrived else ""
+            yield f"{_named(saving)}{where}{called}", saving, missing
         for loading in self._loading.values():
             yield "loading of a checkpoint", loading, tuple(sorted(live - loading.arrived.keys()))
 

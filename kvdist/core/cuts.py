@@ -240,14 +240,9 @@ class Cuts:
         self.ready[cut] = None
 
     def _state(self, cut: Cut, shard: Shard, updater: Updater | None) -> SliceState | None:
-        """A copy of what the optimizer remembers of the slice; a fresh one if it was never updated."""
-        if updater is None or STATES not in cut.contents:
-            return None
-        present = updater.states.get(shard.number)
-        if present is not None:
-            return present.copy()
-        assert shard.published is not None
-        return SliceState.fresh(updater.optimizer, shard.published.array, shard.dtype, shard.extent, self._kernels)
+        """A copy of what the optimizer remembers of the slice; None if that is nothing."""
+        present = None if updater is None or STATES not in cut.contents else updater.states.get(shard.number)
+        return None if present is None else present.copy()
 
 
 def _is_due(shard: Shard, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:

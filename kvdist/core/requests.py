@@ -286,6 +286,8 @@ class LoadStore:
     store: int
     folder: str
     contents: tuple[str, ...]
+    failure: str = ""
+    """Why this worker cannot take part, so that it fails for all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,7 +47,7 @@ class Restoring:
         for one in read if isinstance(message, TakeRestored) else ():
             if one.weight is not None:
                 shards[one.number].replace(one.weight)
-            if one.state is not None and updater is not None:
+            if updater is not None and (one.state is not None or one.is_fresh):
                 updater.restore(one.number, one.state)
         return [Send(SCHEDULER_MEMBER, Done(message.request))]
 
@@ -58,4 +58,6 @@ def _wanted(shard: Shard, updater: Updater | None) -> WantedSlice:
         return WantedSlice(*where)
     optimizer = updater.optimizer
     row = max(1, shard.extent.row_length) if optimizer.by_rows else 1
-    return WantedSlice(*where, optimizer.state_names, row, has_master(optimizer, shard.dtype), has_state=True)
+    master = has_master(optimizer, shard.dtype)
+    from_weight = master or bool(optimizer.states_from_weight)
+    return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)

@@ -71,7 +71,7 @@ class SavingCalls:
         for request in self.waiting:
             counter = self._loaded.get(request.store, 0)
             self._loaded[request.store] = counter + 1
-            load = Load(request.request, request.store, counter, request.folder, request.contents)
+            load = Load(request.request, request.store, counter, request.folder, request.contents, request.failure)
             effects.append(Send(SCHEDULER_MEMBER, load))
         self.waiting.clear()
         return effects

@@ -401,8 +401,12 @@ class KVStore(KVStoreBase):
         """
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Leave: the store cannot be used afterwards. A second call does nothing."""
+    def close(self, wait: bool = True) -> None:
+        """Leave: the store cannot be used afterwards. A second call does nothing.
+
+        Args:
+            wait: until a checkpoint that is under way is complete; not done where an exception leaves a ``with``.
+        """
 
     def __enter__(self) -> KVStore:
         return self
@@ -415,4 +419,4 @@ class KVStore(KVStoreBase):
             return
         # The error of the block says more than one of the closing that follows from it.
         with contextlib.suppress(KvdistError):
-            self.close()
+            self.close(wait=False)

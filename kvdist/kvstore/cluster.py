@@ -17,6 +17,7 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -78,6 +79,7 @@ class Cluster:
         self.rank = -1
         self.stores_open = 0
         self._next_store = 0
+        self._held: set[Future[Any]] = set()
         self._thread = threading.Thread(target=run, name="kvdist-node", daemon=True)
 
     def start(self) -> None:
@@ -149,8 +151,20 @@ class Cluster:
         """Whether this membership is over."""
         return self.node.stopped
 
-    def leave(self, failure: str = "") -> None:
-        """Say goodbye, wait until it is heard, and end the thread. With a `failure` the others end too."""
+    def hold(self, future: Future[Any]) -> None:
+        """Stay in the cluster until this is done: a checkpoint, which needs this process to be complete."""
+        self._held.add(future)
+        future.add_done_callback(self._held.discard)
+
+    def leave(self, failure: str = "", *, wait: bool = True) -> None:
+        """Say goodbye, wait until it is heard, and end the thread. With a `failure` the others end too.
+
+        Args:
+            failure: why this process cannot go on.
+            wait: first for what holds it.
+        """
+        if wait and not failure:
+            futures.wait(list(self._held))
         if not self.node.stopped:
             # If the cluster ended first, whoever waited for something has been told.
             with contextlib.suppress(KvdistError):

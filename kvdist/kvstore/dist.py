@@ -87,9 +87,8 @@ class DistStore(KVStore):
         self._closed = False
         self._errors: deque[BaseException] = deque()
         """Of pushes that nobody waited for."""
-        self._saving = Saving(
-            self._number, cluster.rank, self._submit, cluster.wait, cluster.memory.forget_shown
-        )
+        waits = (cluster.wait, cluster.hold)
+        self._saving = Saving(self._number, cluster.rank, self._submit, *waits, cluster.memory.forget_shown)
         self._together = Together(lambda: DistStore("dist", SYNC, cluster, kernels))
         node = cluster.node
         self._gatherings = Gatherings(
@@ -409,16 +408,17 @@ class DistStore(KVStore):
         nbytes = math.prod(lengths) * wanted.itemsize
         return self._cluster.memory.allocate(nbytes).view(wanted).reshape(lengths)
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Leave the store; the last store of the process leaves the cluster. Raises the error of a lost push."""
         if self._closed:
             return
         self._closed = True
-        self._saving.wait()
+        if wait:
+            self._saving.wait()
         self._together.close()
         self._cluster.stores_open -= 1
         if self._cluster.stores_open == 0:
-            self._cluster.leave()
+            self._cluster.leave(wait=wait)
         self._raise_lost_error()
 
     # Checks.

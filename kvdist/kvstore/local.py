@@ -292,7 +292,7 @@ class LocalStore(KVStore):
         """A new array in ordinary memory; see `KVStore.empty`."""
         return np.empty(shape, values.as_numpy_dtype(dtype))
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Let go of all values."""
         self._closed = True
         self._entries = {}

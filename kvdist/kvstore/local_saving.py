@@ -16,10 +16,9 @@ from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
 from kvdist.checkpoint.works import ReadManifest, ReadShards, Sweep, WriteManifest, WriteShard, perform
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
-from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import saved
 from kvdist.kvstore.values import Bits, Key, Shape
-from kvdist.optimizer.states import SliceState, has_master
+from kvdist.optimizer.states import has_master
 from kvdist.optimizer.step import Extent
 from kvdist.optimizer.updater import Updater
 
@@ -71,6 +70,15 @@ def load(folder: Path, contents: tuple[str, ...], held: Sequence[Held], updater:
     """Give the updater its states back; returns the values of the keys, None for each that was not asked for.
 
     Raises:
+        CheckpointError: as of `read`; nothing has changed.
+    """
+    return take(held, read(folder, contents, held, updater), updater)
+
+
+def read(folder: Path, contents: tuple[str, ...], held: Sequence[Held], updater: Updater | None) -> list[ReadSlice]:
+    """What a checkpoint has of these keys, in their order.
+
+    Raises:
         CheckpointError: there is none, it is damaged, or does not fit.
     """
     manifest = perform(ReadManifest(str(folder)))
@@ -79,6 +87,11 @@ def load(folder: Path, contents: tuple[str, ...], held: Sequence[Held], updater:
     wanted = tuple(_wanted(number, one, updater) for number, one in enumerate(held))
     found = perform(ReadShards(str(folder), wanted, contents))
     assert isinstance(found, tuple)
+    return list(found)
+
+
+def take(held: Sequence[Held], found: Sequence[ReadSlice], updater: Updater | None) -> list[Bits | None]:
+    """Give the updater what was read of its states; returns the values."""
     return [_taken(one, read, updater) for one, read in zip(held, found, strict=True)]
 
 
@@ -93,8 +106,7 @@ def _saved(one: Held, updater: Updater | None, contents: tuple[str, ...]) -> Sav
         return SavedSlice(*where)
     state = updater.states.get(one.key)
     if state is None:
-        extent = Extent(one.key, tuple(one.shape))
-        state = SliceState.fresh(updater.optimizer, one.bits, one.dtype, extent, REFERENCE)
+        return SavedSlice(*where)
     states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
     return SavedSlice(*where, states, state.count, state.scalars, state.master)
 
@@ -105,10 +117,12 @@ def _wanted(number: int, one: Held, updater: Updater | None) -> WantedSlice:
         return WantedSlice(*where)
     optimizer = updater.optimizer
     row = max(1, Extent(one.key, tuple(one.shape)).row_length) if optimizer.by_rows else 1
-    return WantedSlice(*where, optimizer.state_names, row, has_master(optimizer, one.dtype), has_state=True)
+    master = has_master(optimizer, one.dtype)
+    from_weight = master or bool(optimizer.states_from_weight)
+    return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)
 
 
 def _taken(one: Held, read: ReadSlice, updater: Updater | None) -> Bits | None:
-    if read.state is not None and updater is not None:
+    if updater is not None and (read.state is not None or read.is_fresh):
         updater.restore(one.key, read.state)
     return read.weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,13 +48,22 @@ def place(directory: str | os.PathLike[str], step: int) -> Path:
     Raises:
         ValueError: the step is no count.
     """
-    _require_step(step)
-    return folders.folder_of(absolute(directory), step)
+    return folders.folder_of(absolute(directory), checked_step(step))
 
 
-def _require_step(step: object) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+def checked_step(step: object) -> int:
+    """A count as Python's own: NumPy's are as good.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if not 0 <= found <= STEP_MAX:
         raise ValueError(f"the step of a checkpoint is {step!r}; it must be a number from 0, such as the steps made")
+    return found
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -94,9 +104,7 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Path:
         CheckpointError: there is none.
         ValueError: the step is no count.
     """
-    if step is not None:
-        _require_step(step)
-    return folders.find(absolute(directory), step)
+    return folders.find(absolute(directory), None if step is None else checked_step(step))
 
 
 def own_file(state: Any, names: Names | None, rank: int) -> bytes:

@@ -91,6 +91,8 @@ class Load:
     counter: int
     folder: str
     contents: tuple[str, ...]
+    failure: str
+    """Why the worker cannot take part; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -401,7 +401,8 @@ _kind(saving.Mark, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents
 _kind(saving.Save, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, step=_U64, keep=_U32,
       num_keys=_U32, file=_FILE, failure=_SENTENCE)  # fmt: skip
 _kind(saving.Saved, store=_U32, counter=_U64, file=_FILE, failure=_SENTENCE)
-_kind(saving.Load, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES)
+_kind(saving.Load, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES,
+      failure=_SENTENCE)  # fmt: skip
 _kind(saving.Restore, request=_U64, store=_U32, folder=_NAME, contents=_NAMES)
 _kind(saving.TakeRestored, request=_U64, store=_U32)
 _kind(saving.DropRestored, request=_U64, store=_U32)

@@ -234,11 +234,19 @@ def test_what_cannot_be_removed_makes_no_failure_of_a_checkpoint_that_is_complet
 def test_of_a_folder_whose_manifest_is_damaged_nothing_is_removed(tmp_path):
     save(tmp_path, 1)
     names = {path.name for path in (tmp_path / "step-1").iterdir()}
-    (tmp_path / "step-1" / NAME).write_text("{}")
+    (tmp_path / "step-1" / NAME).write_text('{"format": "kvdist checkpoint", ')
     perform(Sweep(str(tmp_path / "step-1")))
     assert {path.name for path in (tmp_path / "step-1").iterdir()} == names
     save(tmp_path, 1, value=4)
     assert restored(tmp_path, 1) == 4 and unnamed(tmp_path) == []
+
+
+def test_a_manifest_of_another_program_is_never_replaced(tmp_path):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / NAME).write_text('{"name": "a page of the web"}')
+    with pytest.raises(CheckpointError, match="belongs to another program"):
+        save(tmp_path, 1)
+    assert "a page" in (tmp_path / "step-1" / NAME).read_text()
 
 
 def test_sweeping_removes_files_of_checkpoints_that_no_manifest_names_and_nothing_else(tmp_path):

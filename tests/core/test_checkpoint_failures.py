@@ -91,7 +91,8 @@ def test_a_worker_that_never_calls_is_named_and_when_it_leaves_the_others_go_on(
     text = wired.workers[0].explain(wired.now)
     assert text is not None and "checkpoint of step 9" in text and "lacks worker-2 (host-2)" in text
     text = wired.scheduler.explain(wired.now)
-    assert text is not None and text.startswith("checkpoint of step 9 has waited") and text.endswith("for worker-2")
+    begun = "checkpoint of step 9 (every worker must call save_checkpoint) has waited"
+    assert text is not None and text.startswith(begun) and text.endswith("for worker-2")
     wired.leave(2)
     wired.settle_works()
     assert all(request in wired.completed for request in requests)
@@ -110,7 +111,7 @@ def test_a_checkpoint_in_the_background_does_not_explain_what_else_waits(tmp_pat
     push(wired, 1, 0)
     wired.advance(wired.limits.explain_after_s)
     text = wired.workers[0].explain(wired.now)
-    assert text is not None and "checkpoint of step 9 lacks worker-1" in text
+    assert text is not None and "(every worker must call save_checkpoint) lacks worker-1" in text
 
 
 def test_a_server_that_writes_for_long_is_named(tmp_path: Path) -> None:

@@ -93,3 +93,26 @@ def test_a_folder_that_the_servers_were_not_given_is_refused_with_what_to_do(job
     )
     assert any(job.finish().values())
     assert launcher.lines_with("start the job with KVDIST_CHECKPOINT_ROOT naming a folder above them")
+
+
+def test_a_checkpoint_is_completed_though_nobody_closes_the_store(job, tmp_path):
+    folder = tmp_path / "run"
+    launcher = job.launch(2, 2, "checkpoints.py", "unclosed", str(folder), KVDIST_CHECKPOINT_ROOT=str(tmp_path))
+    job.succeed()
+    assert len(launcher.lines_with("unclosed done on")) == 2
+    assert (folder / "step-1" / "manifest.json").is_file(), job.transcript()
+
+
+@pytest.mark.parametrize("where", ["there", "here"])
+@pytest.mark.parametrize(("scenario", "workers"), [("elsewhere", 2), ("mistaken", 2), ("fewer", 3)])
+def test_what_goes_wrong_on_one_worker_fails_on_all_and_keeps_nobody_waiting(job, tmp_path, scenario, workers, where):
+    variables = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
+    launcher = job.launch(workers, 1, "checkpoints.py", scenario, str(tmp_path / "run"), where, **variables)
+    job.succeed()
+    assert len(launcher.lines_with(f"{scenario} done on")) == workers, job.transcript()
+
+
+def test_an_exception_is_not_held_up_by_a_checkpoint(job, tmp_path):
+    launcher = job.launch(2, 1, "checkpoints.py", "broken", str(tmp_path), KVDIST_CHECKPOINT_ROOT=str(tmp_path))
+    job.succeed()
+    assert len(launcher.lines_with("broken done on")) == 2

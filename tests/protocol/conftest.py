@@ -75,7 +75,7 @@ def _messages() -> list[m.Message]:
         saving.Save(13, 1, 2, "/data/run/step-5", ("weights",), 5, 3, 2, saving.SavedFile("worker-0-ab.json", 9, "ab"),
                     ""),
         saving.Saved(1, 2, saving.SavedFile("", 0, ""), "the disk is full"),
-        saving.Load(14, 1, 0, "/data/run/step-5", ("states",)),
+        saving.Load(14, 1, 0, "/data/run/step-5", ("states",), "no such folder"),
         saving.Restore(15, 1, "/data/run/step-5", ("weights", "states")),
         saving.TakeRestored(16, 1),
         saving.DropRestored(17, 1),

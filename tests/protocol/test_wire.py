@@ -132,7 +132,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     saving.Save: st.builds(saving.Save, U64, U32, U64, NAMES, CONTENTS, U64, U32, U32, FILES, NAMES),
     saving.Saved: st.builds(saving.Saved, U32, U64, FILES, NAMES),
-    saving.Load: st.builds(saving.Load, U64, U32, U64, NAMES, CONTENTS),
+    saving.Load: st.builds(saving.Load, U64, U32, U64, NAMES, CONTENTS, NAMES),
     saving.Restore: st.builds(saving.Restore, U64, U32, NAMES, CONTENTS),
     saving.TakeRestored: st.builds(saving.TakeRestored, U64, U32),
     saving.DropRestored: st.builds(saving.DropRestored, U64, U32),

@@ -7,6 +7,7 @@
     checkpoints.py refused FOLDER     a checkpoint that servers cannot write, between two that they can
     checkpoints.py disagree FOLDER    workers call it at different steps
     checkpoints.py states FOLDER
+    checkpoints.py unclosed|broken FOLDER, elsewhere|mistaken|fewer FOLDER here|there
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist import CheckpointError, SplitSampler, kv
+from kvdist import CheckpointError, NoCheckpoint, SplitSampler, kv
 
 RULES: dict[str, dict[str, Any]] = {
     "sgd": {"learning_rate": 0.1, "momentum": 0.9},
@@ -209,6 +210,101 @@ def trainer(folder: Path, what: str, where: str) -> None:
     made.save_states(folder / "states")
     made.load_states(folder / "states")
     print(f"trainer came to {digest([one.detach().numpy() for one in net.parameters()])} on {store.rank}")
+
+
+def trainers(store: Any, where: str) -> Any:
+    import torch
+
+    from kvdist import Trainer
+
+    weight = torch.nn.Parameter(torch.zeros(2000))
+    made = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store, update_on_kvstore=where == "there")
+
+    def step(made: Any) -> float:
+        weight.grad = torch.ones(2000)
+        made.step()
+        return float(weight[0])
+
+    return made, step
+
+
+def unclosed(folder: Path) -> None:
+    """Nobody closes the store: the interpreter's end waits for the checkpoint."""
+    store = kv.create("dist")
+    store.init("a", np.zeros(3_000_000, np.float32))
+    store.pushpull("a", np.ones(3_000_000, np.float32))
+    store.save_checkpoint(folder, 1)
+    print(f"unclosed done on {store.rank}")
+
+
+def elsewhere(folder: Path, where: str) -> None:
+    """One worker does not find what it is to load: nobody does, and all go on together."""
+    store = kv.create("dist")
+    made, step = trainers(store, where)
+    step(made)
+    made.save_checkpoint(folder, 1).result()
+    step(made)
+    mine = folder if store.rank == 0 else folder / "nothing"
+    try:
+        made.load_checkpoint(mine)
+        raise AssertionError("it was loaded")
+    except NoCheckpoint:
+        assert store.rank == 1
+    except CheckpointError as error:
+        assert store.rank == 0, error
+        assert "worker" in str(error), error
+    assert step(made) == -3.0
+    made.load_checkpoint(folder)
+    assert step(made) == -2.0
+    print(f"elsewhere done on {store.rank}")
+
+
+def mistaken(folder: Path, where: str) -> None:
+    """One worker's arguments are wrong: that checkpoint fails on all, the next one does not."""
+    store = kv.create("dist")
+    made, step = trainers(store, where)
+    step(made)
+    try:
+        made.save_checkpoint(folder, 1, state={} if store.rank == 0 else {1: 2}).result()
+        raise AssertionError("it was written")
+    except TypeError as error:
+        assert store.rank == 1 and "no text" in str(error)
+    except CheckpointError as error:
+        assert store.rank == 0, error
+    assert made.save_checkpoint(folder, 2).result().name == "step-2"
+    print(f"mistaken done on {store.rank}")
+
+
+def fewer(folder: Path, where: str) -> None:
+    """Rank 0 has left: the others save without it."""
+    with kv.create("dist") as store:
+        made, step = trainers(store, where)
+        step(made)
+        if store.rank == 0:
+            print("fewer done on 0")
+            return
+        step(made)
+        step(made)  # rank 0 is gone for certain: nobody waits for it
+        made.save_checkpoint(folder, 3, state={"rank": store.rank}).result()
+        checkpoint = made.load_checkpoint(folder)
+        assert sorted(checkpoint.states) == [1, 2], checkpoint
+        assert checkpoint.state == {"rank": store.rank}
+        print(f"fewer done on {store.rank}")
+
+
+def broken(folder: Path) -> None:
+    """An exception ends the block of a store while a checkpoint waits for another worker."""
+    try:
+        with kv.create("dist") as store:
+            store.init("a", np.zeros(10, np.float32))
+            if store.rank == 0:
+                store.save_checkpoint(folder, 1)
+                raise ZeroDivisionError("of the user")
+            store.pushpull("a", np.ones(10, np.float32))
+    except ZeroDivisionError:
+        print("broken done on 0")
+    else:
+        print("broken done on 1")
 
 
 if __name__ == "__main__":
