@@ -60,36 +60,39 @@ class Place:
 
     def order(self) -> list[int]:
         """All examples that the part visits in the epoch, or since what was left of it was split again."""
-        examples = self._examples()
-        return self._share(examples, self.num_parts, self.part_index, self.drop_last, not self.generations)
+        return self.share_of(self.examples())
 
-    def count(self) -> int:
-        """How many they are."""
-        return part_length(len(self._examples()), self.num_parts, self.drop_last)
-
-    def _examples(self) -> Sequence[int]:
-        """What is split over the present parts."""
+    def examples(self) -> Sequence[int]:
+        """What is split over the present parts: the data, or what the generations have left of it."""
         examples: Sequence[int] = range(self.length)
-        for number, generation in enumerate(self.generations):
-            examples = self._left(examples, generation, number == 0)
+        for number in range(len(self.generations)):
+            examples = self.left_of(examples, number)
         return examples
 
-    def _left(self, examples: Sequence[int], generation: Generation, is_first: bool) -> list[int]:
-        """What no part visited in a generation. What two of them were to visit is in it at most once."""
+    def share_of(self, examples: Sequence[int]) -> list[int]:
+        """What of `examples` the part visits."""
+        return self._share(examples, self.num_parts, self.part_index, self.drop_last, not self.generations)
+
+    def left_of(self, examples: Sequence[int], number: int) -> list[int]:
+        """What of `examples` no part visited in a generation, each once, also what two parts were to visit."""
+        generation = self.generations[number]
         done: set[int] = set()
-        left: dict[int, None] = {}
+        left: list[int] = []
         for part, visited in enumerate(generation.visited):
-            share = self._share(examples, len(generation.visited), part, generation.drop_last, is_first)
+            share = self._share(examples, len(generation.visited), part, generation.drop_last, number == 0)
             _require_at_most(len(share), part, visited)
-            done.update(share[:visited])
-            left.update(dict.fromkeys(share[visited:]))
-        return [index for index in left if index not in done]
+            left += share[visited:]
+            if not generation.drop_last:
+                done.update(share[:visited])
+        return left if generation.drop_last else [index for index in dict.fromkeys(left) if index not in done]
 
     def _share(self, examples: Sequence[int], num_parts: int, part: int, drop_last: bool, is_first: bool) -> list[int]:
         """One part's share of `examples`; shuffled in an epoch's first generation, and so in those that follow."""
         length = len(examples)
         count = part_length(length, num_parts, drop_last)
-        share = [examples[position % length] for position in range(count * part, count * (part + 1))]
+        start, stop = count * part, count * (part + 1)
+        share = list(examples[start:stop])
+        share += [examples[position % length] for position in range(max(start, length), stop)]
         if is_first and self.shuffle:
             # A text seeds by its hash under SHA-512: the same on every machine, and no two epochs are related.
             seed = None if self.seed is None else f"{self.seed}/{self.epoch}/{part}"
@@ -127,23 +130,25 @@ def resume(here: Place, state: Any) -> tuple[Place, list[int] | None]:
     for place in places.values():
         _require_same_data(here, place)
     last = _require_together(places)
-    own = places.get(here.part_index)
-    if own is None or (own.num_parts, own.drop_last) != (here.num_parts, here.drop_last):
-        found = _split_again(here, places, last)
-    else:
-        found = own
+    examples = last.examples()
+    count = part_length(len(examples), last.num_parts, last.drop_last)
+    for place in places.values():
+        _require_at_most(count, place.part_index, place.visited)
+    found = places.get(here.part_index)
+    if found is None or (found.num_parts, found.drop_last) != (here.num_parts, here.drop_last):
+        found = _split_again(here, places, last, count)
+        if found.generations:
+            examples = found.left_of(examples, len(last.generations))
     if found.is_beginning:
         return found, None
-    rest = found.order()[found.visited :]
+    rest = found.share_of(examples)[found.visited :]
     return (found, rest) if rest else (found.beginning_of(found.epoch + 1), None)
 
 
 def _require_together(places: Mapping[int, Place]) -> Place:
     """Refuse states that are not of one moment, and return the place of a part that is not ahead of another."""
     last = min(places.values(), key=lambda place: place.epoch)
-    count = last.count()
     for place in places.values():
-        _require_at_most(count, place.part_index, place.visited)
         for name in ("num_parts", "drop_last", "epoch", "generations"):
             one, other = getattr(last, name), getattr(place, name)
             if one != other and not (_has_ended(place, last) and name in ("epoch", "generations")):
@@ -159,8 +164,8 @@ def _has_ended(place: Place, last: Place) -> bool:
     return place.is_beginning and place.epoch == last.epoch + 1
 
 
-def _split_again(here: Place, places: Mapping[int, Place], last: Place) -> Place:
-    """The beginning of the part of `here` in what the parts of `places` have left."""
+def _split_again(here: Place, places: Mapping[int, Place], last: Place, count: int) -> Place:
+    """The beginning of the part of `here` in what those of `places` have left, each of `count` examples."""
     if len(places) < last.num_parts:
         saved, present = (
             f"of {one.num_parts}" + f" with drop_last={one.drop_last}" * (last.drop_last != here.drop_last)
@@ -172,7 +177,6 @@ def _split_again(here: Place, places: Mapping[int, Place], last: Place) -> Place
         )
     if all(place.is_beginning and place.epoch == last.epoch for place in places.values()):
         return here.beginning_of(last.epoch)
-    count = last.count()
     visited = tuple(count if _has_ended(places[i], last) else places[i].visited for i in range(last.num_parts))
     generations = (*last.generations, Generation(last.drop_last, visited))
     return replace(here, epoch=last.epoch, visited=0, generations=generations)
