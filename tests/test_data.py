@@ -226,6 +226,23 @@ def test_a_part_that_has_ended_its_epoch_leaves_nothing_for_others():
     assert (ended.epoch, other.epoch, len(ended), len(other)) == (1, 0, 6, 4)
 
 
+@pytest.mark.parametrize("counts", [(0, 0, 4), (1, 0, 0), (4, 1, 3)])
+def test_what_padding_would_visit_twice_is_not_left_twice(counts):
+    samplers = [SplitSampler(10, 3, rank, seed=3, drop_last=False) for rank in range(3)]
+    seen, states = advance(samplers, counts)
+    (one,) = samplers_from(states, 10, 1, drop_last=False)
+    assert sorted(one) == sorted(set(range(10)) - set(seen))
+
+
+def test_at_the_beginning_of_an_epoch_another_number_of_parts_begins_a_whole_one():
+    _, states = advance([SplitSampler(20, 2, rank, seed=3) for rank in range(2)], [10, 10])
+    for rank, sampler in enumerate(samplers_from(states, 20, 3)):
+        new = SplitSampler(20, 3, rank, seed=3)
+        new.set_epoch(1)
+        assert sampler.state_dict() == new.state_dict()
+        assert list(sampler) == list(new)
+
+
 def test_what_is_left_and_is_too_little_for_every_part_ends_the_epoch():
     _, states = advance([SplitSampler(12, 2, rank, seed=3) for rank in range(2)], [5, 5])
     samplers = samplers_from(states, 12, 3)
