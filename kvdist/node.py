@@ -99,7 +99,7 @@ class Node:
         self.garbage_dropped = 0
         """Messages that were not valid."""
         self.trace: NodeTrace | None = None
-        """Notes what happens here; None while nobody wants to know."""
+        """Notes what happens here; None while nobody wants to know. Any thread sets it, so read it once."""
         self._explain_after_s = explain_after_s
         self._explained_until = NEVER
         self._clock = clock
@@ -143,7 +143,8 @@ class Node:
             growing: lets it wait a little, so that `make` may take in what is submitted meanwhile; see `hurry`.
         """
         self.check_fork()
-        since_ns = 0 if self.trace is None else self.trace.take_since()
+        trace = self.trace
+        since_ns = 0 if trace is None else trace.take_since()
         if not self._mailbox.put(Errand(make, answer, finish, growing, since_ns)):
             answer.set_exception(self._reason())
 
@@ -164,8 +165,9 @@ class Node:
         """The user has called a method: raise `ForkError` in a forked child, and note the time for the trace."""
         if self._forked:
             self.check_fork()
-        if self.trace is not None:
-            self.trace.called()
+        trace = self.trace
+        if trace is not None:
+            trace.called()
 
     def check_fork(self) -> None:
         """Raise `ForkError` in a forked child: threads and sockets stay with the parent."""
@@ -299,6 +301,7 @@ class Node:
     def _take_mail(self) -> bool:
         requests: list[Request] = []
         events: list[Event] = []
+        trace = self.trace
         for item in self._mailbox.take(self._clock()):
             if not isinstance(item, Errand):
                 events.append(item)
@@ -310,8 +313,8 @@ class Node:
             else:
                 self._answers[request.request] = (item.answer, item.finish)
                 requests.append(request)
-                if self.trace is not None:
-                    self.trace.asked(request, item.since_ns)
+                if trace is not None:
+                    trace.asked(request, item.since_ns)
         now = self._clock()
         for event in events:
             if isinstance(event, Persisted) and event.failure:
@@ -333,8 +336,9 @@ class Node:
                     self._keys_answered(request, keys, refusal)
                 case Fail(request, error):
                     answer, _ = self._answers.pop(request, (None, None))
-                    if self.trace is not None:
-                        self.trace.answered(request, error)
+                    trace = self.trace
+                    if trace is not None:
+                        trace.answered(request, error)
                     if answer is not None:
                         answer.set_exception(error)
                 case Connect(to, endpoint):
@@ -385,14 +389,15 @@ class Node:
         answer, finish = self._answers.pop(request, (None, None))
         if answer is None:
             return
+        trace = self.trace
         try:
             outcome = result if finish is None else finish()
-            if self.trace is not None:
-                self.trace.answered(request)
+            if trace is not None:
+                trace.answered(request)
             answer.set_result(outcome)
         except Exception as error:  # noqa: BLE001  # whatever the finishing raised belongs to its caller
-            if self.trace is not None:
-                self.trace.answered(request, error)
+            if trace is not None:
+                trace.answered(request, error)
             answer.set_exception(error)
 
     def _keys_answered(self, request: int, keys: Sequence[int], error: Exception | None) -> None:

@@ -2,7 +2,9 @@
 
 The names are those of the mirrored system's profiler. Each process writes a file of its own: ``profile.json`` becomes
 ``profile.worker-0.json``, ``profile.server-1.json``. Workers trace themselves; for servers give
-``profile_process='server'``, once a ``dist`` store is there: one worker is enough, more do no harm.
+``profile_process='server'``, once a ``dist`` store is there. Let one worker do that: the `start` of a second one that
+comes after the `dump` of the first begins a new trace, which takes the place of the finished one once it has something
+to tell.
 
 On a worker a trace has each call of the stores on a cluster, from the call to its completion, how long a thread waited,
 and each message that came. On a server it has each message, and each round that was closed: its key, version, number
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 from kvdist.core.requests import SendCommand
 from kvdist.errors import KvdistError
@@ -39,7 +42,7 @@ OF_THE_MIRRORED = {
 
 
 def set_config(
-    filename: str = "profile.json",
+    filename: str | os.PathLike[str] = "profile.json",
     *,
     max_events: int = 100_000,
     dump_period: float = 1.0,
@@ -48,20 +51,24 @@ def set_config(
 ) -> None:
     """Choose where the next trace goes, and how large it becomes.
 
+    A trace that ``MXNET_PROFILER_AUTOSTART`` began, and that no `start` has joined, goes on under the new settings with
+    all that it has; what was written under the old name stays.
+
     Args:
         filename: of a worker any path; one without a directory lies in ``KVDIST_PROFILE_DIR``, or where the process
             runs. Of servers a plain name, 1 to 64 of the characters A-Z a-z 0-9 . _ -, which lies in the
             ``KVDIST_PROFILE_DIR`` that whoever started the server chose.
         max_events: how many events are kept, the newest, 1 to 1000000; the file says how many are gone. One takes
             about half a kilobyte of memory.
-        dump_period: seconds between two renewals of the file; longer if renewing takes long.
+        dump_period: seconds between two renewals of the file, at most a day; longer if renewing takes long.
         profile_process: ``worker`` for this process, ``server`` for all servers.
         of_the_mirrored: ``profile_all`` and its kin are taken and change nothing.
 
     Raises:
         TypeError: an option is not known, or has a wrong type.
-        ValueError: a number is out of range, or a server's file name is not plain.
-        KvdistError: a trace is being made, with other settings.
+        ValueError: a number is out of range, or the name is none of a file, or a server's is not plain.
+        KvdistError: a trace is being made that a call began, with other settings; or an autostarted one cannot be
+            written to its new place.
     """
     unknown = of_the_mirrored.keys() - OF_THE_MIRRORED
     if unknown:
@@ -69,13 +76,10 @@ def set_config(
             f"set_config has no option {', '.join(sorted(unknown))}; it takes filename, max_events, dump_period,"
             f" profile_process, and, without effect, {', '.join(sorted(OF_THE_MIRRORED))}"
         )
-    if not isinstance(filename, str):
-        raise TypeError(f"the file name of a trace is a str, not {type(filename).__name__}")
-    if not isinstance(max_events, int):
-        raise TypeError(f"max_events is an int, not {type(max_events).__name__}")
-    settings = TraceSettings(filename, max_events, float(dump_period))
+    name = os.fspath(filename) if isinstance(filename, os.PathLike) else filename
+    settings = TraceSettings(name, max_events, dump_period)
     if _is_for_servers(profile_process):
-        require_plain(filename)
+        require_plain(name)
         _tell_servers(settings.as_command())
     else:
         MEMBERSHIP.profiler.set_config(settings)
@@ -101,11 +105,17 @@ def start(profile_process: str = "worker") -> None:
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "start"}))
     else:
-        MEMBERSHIP.profiler.start()
+        MEMBERSHIP.profiler.start(by_call=True)
 
 
 def stop(profile_process: str = "worker") -> None:
-    """Record no more, and write what there is. `start` goes on with the same trace, `dump` finishes it."""
+    """Record no more, and write what there is. `start` goes on with the same trace, `dump` finishes it.
+
+    Servers write beside their work, as in `dump`.
+
+    Raises:
+        KvdistError: it cannot be written.
+    """
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "stop"}))
     else:
@@ -131,12 +141,16 @@ def resume(profile_process: str = "worker") -> None:
 def dump(finished: bool = True, profile_process: str = "worker") -> None:
     """Write the trace.
 
+    Servers note what there is, answer, and write beside their work: their files are complete a moment later, and when
+    the job has ended at the latest.
+
     Args:
         finished: record no more, and let the next `start` make a new trace.
         profile_process: ``worker`` for this process, ``server`` for all servers.
 
     Raises:
-        KvdistError: it cannot be written; the file is as it was.
+        KvdistError: it cannot be written; the file is as it was. What a server finds out only while it writes, such as
+            a full disk, it logs.
     """
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "dump", "finished": bool(finished)}))

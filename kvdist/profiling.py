@@ -2,6 +2,12 @@
 
 While it runs, a thread renews the file now and then, each time a whole one. So however the process ends there is a
 valid file, in which at most the last moments are missing. Renewing takes at most a twentieth of one processor.
+
+Rules that hold here:
+
+* No file of a trace is written under the lock of a `Profiler`, so whoever begins or pauses a trace waits for none.
+* A command of a worker, which runs on the server's only thread, takes a snapshot; the profiler's thread writes it. The
+  command is answered before that. What a look at the place cannot tell, such as a full disk, is logged then.
 """
 
 from __future__ import annotations
@@ -9,8 +15,8 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import math
 import os
+import queue
 import re
 import socket
 import threading
@@ -24,7 +30,7 @@ from kvdist.errors import KvdistError
 from kvdist.node import Node
 from kvdist.nodes import UNRANKED
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX
-from kvdist.trace import EVENTS_MAX, Trace, now_ns, write
+from kvdist.trace import EVENTS_MAX, Trace, TraceCopy, TraceFiles, now_ns, require_writable
 from kvdist.tracing import NodeTrace, TracedRounds
 from kvdist.version import __version__
 
@@ -34,6 +40,8 @@ PROFILER_HEAD = HEAD_OF_USERS_MAX + 1
 """The number of the command that controls the profiler of a server."""
 REST = 20
 """How many times as long as it took to renew the file it is then left alone."""
+DUMP_PERIOD_MAX_S = 86_400.0
+"""The most that may lie between two renewals."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -42,7 +50,8 @@ class TraceSettings:
     """Where a trace goes and how large it becomes.
 
     Raises (on construction):
-        ValueError: a number is out of range, or the name is empty.
+        TypeError: something has a wrong type.
+        ValueError: a number is out of range, or the name cannot be that of a file.
     """
 
     filename: str = "profile.json"
@@ -50,16 +59,37 @@ class TraceSettings:
     dump_period_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.filename:
-            raise ValueError("the file name of a trace is empty")
+        _require_file_name(self.filename)
+        if not isinstance(self.events_max, int) or isinstance(self.events_max, bool):
+            raise TypeError(f"max_events is an int, not {type(self.events_max).__name__}")
         if not 1 <= self.events_max <= EVENTS_MAX:
             raise ValueError(f"a trace keeps 1 to {EVENTS_MAX} events, not {self.events_max}")
-        if not (math.isfinite(self.dump_period_s) and self.dump_period_s > 0):
-            raise ValueError(f"the time between two dumps is {self.dump_period_s}; it must be a positive number of s")
+        if not isinstance(self.dump_period_s, int | float) or isinstance(self.dump_period_s, bool):
+            raise TypeError(f"dump_period is a number of seconds, not {type(self.dump_period_s).__name__}")
+        if not 0 < self.dump_period_s <= DUMP_PERIOD_MAX_S:
+            raise ValueError(
+                f"the time between two dumps is {self.dump_period_s}; it must be more than 0 s and at most"
+                f" {DUMP_PERIOD_MAX_S:.0f} s, which is a day"
+            )
 
     def as_command(self) -> str:
         """The body of the command that gives these to a server."""
-        return json.dumps({"do": "set_config", **vars(self)})
+        return json.dumps({"do": "set_config", **vars(self), "dump_period_s": float(self.dump_period_s)})
+
+
+def _require_file_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the file name of a trace is a str or a path, not {type(name).__name__}")
+    if not name:
+        raise ValueError("the file name of a trace is empty")
+    if os.path.basename(name) in ("", ".", ".."):
+        raise ValueError(f"{name[:80]!r} names a directory: a trace needs the name of a file, such as profile.json")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        raise ValueError(f"{name[:80]!r} cannot be the name of a file: it has characters that files' cannot") from None
+    if "\0" in name:
+        raise ValueError(f"{name[:80]!r} cannot be the name of a file: it has a NUL")
 
 
 def require_plain(filename: str) -> None:
@@ -88,14 +118,17 @@ class Profiler:
         self._settings = TraceSettings()
         self._node: Node | None = None
         self._trace: Trace | None = None
+        self._trace_number = 0
         self._records = False
+        self._claimed = False
+        """A call has begun the present trace, or joined in; else the environment began it."""
         # Reentrant, because Ctrl-C may interrupt the thread that holds it, whose handler may dump.
         self._lock = threading.RLock()
-        self._ended = threading.Event()
-        """Set when the thread that renews the file shall end."""
+        self._files = TraceFiles()
+        self._copies: queue.SimpleQueue[TraceCopy | None] = queue.SimpleQueue()
+        """What the thread shall write; None to look whether it is wanted."""
         self._thread: threading.Thread | None = None
-        self._written = (-2, "")
-        """The newest event in the file, and its name."""
+        self._thread_wanted = False
         self._pid = os.getpid()
 
     def attach(self, node: Node) -> None:
@@ -106,53 +139,60 @@ class Profiler:
                 self._engage()
 
     def set_config(self, settings: TraceSettings) -> None:
-        """Choose where the next trace goes.
+        """Choose where the next trace goes; the present one too, if the environment began it and no call joined in.
 
         Raises:
-            KvdistError: one is being made, with other settings.
+            KvdistError: a trace is being made that a call began, with other settings; or the place cannot be written.
         """
         with self._lock:
             if settings == self._settings:
                 return
-            if self._trace is not None:
+            if self._trace is not None and self._claimed:
                 raise KvdistError("a trace is being made: finish it with profiler.dump() before it is configured anew")
-            self._settings = settings
+            before, self._settings = self._settings, settings
+            if self._trace is None:
+                return
+            try:
+                self._require_place()
+            except KvdistError:
+                self._settings = before
+                raise
+            self._trace.keep(settings.events_max)
+            self._trace_number += 1
+            self._hand_over(self._copy())
 
-    def start(self) -> None:
+    def start(self, by_call: bool = False) -> None:
         """Record from now on, into the trace that there is, if it has not been finished.
+
+        Args:
+            by_call: somebody asked for it, and not the environment.
 
         Raises:
             KvdistError: its file cannot be written.
         """
         with self._lock:
-            if self._records:
-                return
-            fresh = self._trace is None
-            self._trace = self._trace or Trace(self._settings.events_max)
-            if fresh:
-                self._written = (-2, "")
-                self._folder, self._pid = self._find_folder(), os.getpid()
-                try:
-                    self._write()
-                except KvdistError:
-                    self._trace = None
-                    raise
-                atexit.register(self._at_exit)
-            self._records = True
-            self._engage()
-            if self._thread is None:
-                self._ended = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._renew, args=(self._ended,), name="kvdist-profiler", daemon=True
-                )
-                self._thread.start()
+            if not self._records:
+                if self._trace is None:
+                    self._begin()
+                self._records = True
+                self._engage()
+                self._thread_wanted = True
+                self._hand_over(self._copy())
+            self._claimed = self._claimed or by_call
 
-    def stop(self) -> None:
-        """Record no more, and write what there is."""
-        self.pause()
+    def stop(self, waits: bool = True) -> None:
+        """Record no more, and write what there is.
+
+        Args:
+            waits: until it is written; else the profiler's thread writes it.
+        """
         with self._lock:
-            self._end_thread()
-            self._write()
+            self.pause()
+            self._thread_wanted = False
+        try:
+            self._write_out(waits)
+        finally:
+            self._look()
 
     def pause(self) -> None:
         """Record no more until `resume`."""
@@ -169,40 +209,45 @@ class Profiler:
             if self._trace is not None:
                 self.start()
 
-    def dump(self, finished: bool) -> Path | None:
+    def dump(self, finished: bool, waits: bool = True) -> Path | None:
         """Write what there is, and return where; None if no node has been traced.
 
         Args:
             finished: end the trace; another `start` makes a new one.
+            waits: until it is written; else the profiler's thread writes it.
 
         Raises:
             KvdistError: it cannot be written. What was there is there still.
         """
-        with self._lock:
-            path = self._write()
-            if finished:
+        path = self._write_out(waits)
+        if finished:
+            with self._lock:
                 self.pause()
-                self._end_thread()
-                self._trace = None
-                atexit.unregister(self._at_exit)
-            return path
+                if path is not None:
+                    self._files.finish(path, self._trace_number)
+                self._trace, self._claimed, self._thread_wanted = None, False, False
+                if self._thread is None:
+                    atexit.unregister(self._at_exit)
+            self._look()
+        return path
 
     def perform(self, head: int, body: str, rank: int) -> None:
-        """The handler of the command by which a worker controls this profiler; see `Handler`.
+        """The handler of the command by which a worker controls this profiler; see `Handler`. It writes no trace.
 
         Raises:
-            ValueError: the body is none of the calls that there are, or the file name is not plain.
+            TypeError, ValueError: the body is none of the calls that there are, or the file name is not plain.
+            KvdistError: a place cannot be written, or a trace is being made.
         """
         match json.loads(body):
             case {"do": "set_config", "filename": str(name), "events_max": int(most), "dump_period_s": float(period)}:
                 require_plain(name)
                 self.set_config(TraceSettings(name, most, period))
             case {"do": "dump", "finished": bool(finished)}:
-                self.dump(finished)
+                self.dump(finished, waits=False)
             case {"do": "start"}:
-                self.start()
+                self.start(by_call=True)
             case {"do": "stop"}:
-                self.stop()
+                self.stop(waits=False)
             case {"do": "pause"}:
                 self.pause()
             case {"do": "resume"}:
@@ -210,56 +255,135 @@ class Profiler:
             case _:
                 raise ValueError(f"the profiler knows no call {body[:80]!r}")
 
+    # Under the lock.
+
+    def _begin(self) -> None:
+        self._folder, self._pid = self._find_folder(), os.getpid()
+        self._trace = Trace(self._settings.events_max)
+        self._trace_number += 1
+        try:
+            self._require_place()
+        except KvdistError:
+            self._trace = None
+            raise
+
     def _engage(self) -> None:
         if self._node is not None and self._trace is not None:
             self._node.trace = NodeTrace(self._trace)
             if isinstance(self._node.machine, Server):
                 self._node.machine.table.rounds = TracedRounds(self._trace)
 
-    def _end_thread(self) -> None:
-        self._ended.set()
-        self._thread = None
+    def _path(self) -> Path | None:
+        node = self._node
+        # A forked child has a copy of this, but the file is its parent's.
+        if node is None or self._trace is None or node.machine.me.node.rank == UNRANKED or os.getpid() != self._pid:
+            return None
+        named = self._folder / self._settings.filename
+        return named.with_name(f"{named.stem}.{node.machine.me}{named.suffix}").absolute()
 
-    def _renew(self, ended: threading.Event) -> None:
-        """The thread's work: write the file again and again."""
+    def _require_place(self) -> None:
+        path, node = self._path(), self._node
+        if path is not None and node is not None:
+            try:
+                require_writable(path)
+            except OSError as error:
+                raise _unwritable(path, str(node.machine.me), error) from error
+
+    def _copy(self) -> TraceCopy | None:
+        """What there is to write; None if all that is known stands there already."""
+        path, node, trace = self._path(), self._node, self._trace
+        if path is None or node is None or trace is None or self._files.has(path, (self._trace_number, trace.last)):
+            return None
+        about = {"version": __version__, "host": socket.gethostname(), "clock": "time.monotonic_ns"}
+        return TraceCopy(path, self._trace_number, trace.snapshot(), str(node.machine.me), about)
+
+    def _hand_over(self, copy: TraceCopy | None) -> None:
+        """Let the thread write this."""
+        self._copies.put(copy)
+        if not self._thread_wanted:
+            self._copies.put(None)
+        if self._thread is None:
+            atexit.unregister(self._at_exit)
+            atexit.register(self._at_exit)
+            thread = threading.Thread(target=self._run, name="kvdist-profiler", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    # Without it.
+
+    def _write_out(self, waits: bool) -> Path | None:
+        with self._lock:
+            path, copy = self._path(), self._copy()
+            if copy is not None and not waits:
+                self._require_place()
+                self._hand_over(copy)
+        if copy is not None and waits:
+            self._write(copy)
+        return path
+
+    def _write(self, copy: TraceCopy) -> None:
+        try:
+            self._files.put(copy)
+        except OSError as error:
+            raise _unwritable(copy.path, copy.process, error) from error
+
+    def _look(self) -> None:
+        """Let the thread end when it has written what it was handed, if it is not wanted any more."""
+        if self._thread is not None:
+            self._copies.put(None)
+
+    def _run(self) -> None:
+        """The thread's work: write what it is handed, and renew the file again and again."""
         pause_s, complaint = self._settings.dump_period_s, ""
-        while not ended.wait(pause_s):
+        while True:
+            try:
+                copy = self._copies.get(timeout=pause_s)
+            except queue.Empty:
+                with self._lock:
+                    copy = self._copy()
+            else:
+                if copy is None and self._ends():
+                    return
             began = now_ns()
             try:
-                self._write()
-            except KvdistError as error:
+                if copy is not None:
+                    self._write(copy)
+            except Exception as error:  # noqa: BLE001  # whatever went wrong, the next time it may go well
                 if str(error) != complaint:
                     complaint = str(error)
                     LOG.warning("%s", error)
             pause_s = max(self._settings.dump_period_s, REST * (now_ns() - began) / 1e9)
+            del copy  # or a finished trace would stay
+
+    def _ends(self) -> bool:
+        with self._lock:
+            if self._thread_wanted or not self._copies.empty():
+                return False
+            self._thread = None
+            if self._trace is None:
+                atexit.unregister(self._at_exit)
+            return True
 
     def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            self._end_thread()
-            try:
-                self._write()
-            except KvdistError as error:
-                LOG.warning("%s", error)
+            self._thread_wanted = False
+            thread = self._thread
+        self._look()
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            copy = self._copy()
+        try:
+            if copy is not None:
+                self._write(copy)
+        except KvdistError as error:
+            LOG.warning("%s", error)
 
-    def _write(self) -> Path | None:
-        """Write the file, unless all that is known stands in it already."""
-        with self._lock:
-            node, trace = self._node, self._trace
-            # A forked child has a copy of this, but the file is its parent's.
-            if node is None or trace is None or node.machine.me.node.rank == UNRANKED or os.getpid() != self._pid:
-                return None
-            process = str(node.machine.me)
-            named = self._folder / self._settings.filename
-            path = named.with_name(f"{named.stem}.{process}{named.suffix}").absolute()
-            state = (trace.last, str(path))
-            if state != self._written:
-                about = {"version": __version__, "host": socket.gethostname(), "clock": "time.monotonic_ns"}
-                try:
-                    write(path, trace.text(process, about))
-                except OSError as error:
-                    raise KvdistError(
-                        f"the trace of {process} cannot be written to {path} ({error}); KVDIST_PROFILE_DIR and"
-                        " profiler.set_config(filename=...) choose where it goes"
-                    ) from error
-                self._written = state
-            return path
+
+def _unwritable(path: Path, process: str, error: OSError) -> KvdistError:
+    return KvdistError(
+        f"the trace of {process} cannot be written to {path} ({error}); KVDIST_PROFILE_DIR and"
+        " profiler.set_config(filename=...) choose where it goes"
+    )

@@ -28,15 +28,19 @@ from kvdist.core.rounds import Rounds
 from kvdist.core.shard import Contribution, Shard
 from kvdist.kernels.interface import Kernels
 from kvdist.optimizer.updater import Updater
+from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Perform
 from kvdist.protocol.messages import (
+    Ack,
     InitValues,
     JoinedPush,
     Packet,
     Pull,
     Push,
     ReplaceValues,
+    Stop,
     Values,
 )
+from kvdist.protocol.registration import Roster
 from kvdist.trace import Trace, now_ns
 
 CALLS_OPEN_MAX = 100_000
@@ -99,6 +103,7 @@ class NodeTrace:
 
     def handled(self, packet: Packet, since_ns: int) -> None:
         """A message has been dealt with, and what follows from it has been done."""
+        tells = True
         arguments: dict[str, Any] = {"from": str(packet.stamp.source), "step": packet.stamp.step}
         match packet.message:
             case (
@@ -111,7 +116,13 @@ class NodeTrace:
                 arguments |= {"slices": len(ids), "bytes": arrays.nbytes}
             case Pull(ids=ids):
                 arguments |= {"slices": len(ids)}
-        self.trace.add(type(packet.message).__name__, "message", since_ns, arguments)
+            case Perform(head=head):
+                # Commands of kvdist itself are those of the profiler.
+                arguments |= {"command": head}
+                tells = head <= HEAD_OF_USERS_MAX
+            case Ack() | Roster() | Stop():
+                tells = False
+        self.trace.add(type(packet.message).__name__, "message", since_ns, arguments, tells=tells)
 
 
 class TracedRounds(Rounds):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 
 from kvdist.config import Limits
+from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.requests import EnterBarrier, SendCommand
 from kvdist.errors import KvdistError
+from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Perform
+from kvdist.protocol.messages import Ack, Message, Packet, Pull, Stamp
 from kvdist.trace import Trace
 from kvdist.tracing import NodeTrace, TracedRounds
 from tests.core.wired import Wired
@@ -90,3 +94,19 @@ def test_waiting_is_noted_though_it_ends_with_an_error() -> None:
     with pytest.raises(KvdistError):
         node.wait(future)
     assert spans(node.trace) == [("wait", {})]
+
+
+@pytest.mark.parametrize(
+    ("message", "tells"),
+    [
+        (Ack(wanted=False), False),
+        (Perform(1, HEAD_OF_USERS_MAX + 1, ""), False),
+        (Perform(1, HEAD_OF_USERS_MAX, ""), True),
+        (Pull(*[np.zeros(1, np.uint32)] * 4), True),
+    ],
+)
+def test_what_comes_though_nobody_works_is_noted_but_tells_nothing(message: Message, tells: bool) -> None:
+    node = NodeTrace(Trace(10))
+    node.handled(Packet(Stamp(1, 1, 0, SCHEDULER_MEMBER, 0, 0, 0, 0), message), 1)
+    assert [name for name, _ in spans(node.trace)] == [type(message).__name__]
+    assert node.trace.snapshot().tells == tells

@@ -45,6 +45,48 @@ def test_what_a_handler_raises_is_raised_at_the_caller_and_the_others_have_run()
     assert not wired.stopped
 
 
+def test_a_handler_that_would_end_the_server_has_failed() -> None:
+    def handler(head: int, body: str, rank: int) -> None:
+        if body == "end":
+            raise SystemExit(3)
+
+    wired = Wired(1, 1, handlers={7: handler})
+    assert str(wired.failed[send(wired, 0, 7, "end")]) == "server-0: command 7 failed with SystemExit: 3"
+    assert send(wired, 0, 7) in wired.completed and not wired.stopped
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share"),
+    [
+        ("12", "2 of 3 servers failed: server-1, server-2"),
+        ("012", "all 3 servers failed: server-0, server-1, server-2"),
+    ],
+)
+def test_all_servers_that_failed_are_named_with_one_reason_in_full(ranks: str, share: str) -> None:
+    def handler(head: int, body: str, rank: int) -> None:
+        if str(rank) in body:
+            raise LookupError(f"on {rank}")
+
+    wired = Wired(1, 3, handlers={0: handler})
+    failure = wired.failed[send(wired, 0, 0, ranks)]
+    assert str(failure) == f"server-{ranks[0]}: command 0 failed with LookupError: on {ranks[0]} ({share})"
+
+
+def test_a_long_wait_names_the_servers_that_have_not_answered() -> None:
+    wired = Wired(1, 3, handlers={7: lambda head, body, rank: None})
+    request = wired.ask(0, lambda number: SendCommand(number, 7, ""))
+    told = []
+    while request not in wired.completed:
+        wired.now += 1.0
+        told.append(str(wired.workers[0].explain(wired.now)).partition("; ")[2])
+        wired.deliver()
+    assert "the command on server-0, server-1, server-2 lacks an answer" in told
+    assert "the command on server-1, server-2 lacks an answer" in told
+    assert told[-1] == "the command on server-2 lacks an answer"
+    wired.settle()
+    assert wired.workers[0].explain(wired.now) is None
+
+
 def test_an_unknown_command_is_an_error_that_lists_the_known_ones_but_not_the_reserved() -> None:
     reserved = HEAD_OF_USERS_MAX + 1
     wired = Wired(1, 2, handlers={12: print, 3: print, reserved: print})
