@@ -69,10 +69,12 @@ class Report:
             "Measured on {processor}, {cores} cores, Python {python}, kvdist {kvdist}; load before the run"
             " {load_before:.1f}; medians over {turns} turns.".format(**self._machine, turns=self._turns),
             "",
-            "| work | ours | ms | peer | ms | ratio | in single turns | target (stretch) | reached |",
-            "|---|---|---|---|---|---|---|---|---|",
         ]
-        for row in self.verdicts():
+        verdicts = self.verdicts()
+        if verdicts:
+            titles = ["work", "ours", "ms", "peer", "ms", "ratio", "in single turns", "target (stretch)", "reached"]
+            lines += ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+        for row in verdicts:
             work = self._held[row["contest"]][0].work
             ours, peer = label(work, row["ours"]), label(work, row["peer"])
             cells = [row["title"], ours, row["ours_ms"], peer, row["peer_ms"], row["ratio"]]
@@ -80,7 +82,8 @@ class Report:
             cells += [f"{min(turns):g} to {max(turns):g}" if turns else None]
             cells += [f"{row['target']:g} ({row['stretch']:g})", row["reached"]]
             lines.append("| " + " | ".join("–" if cell is None else str(cell) for cell in cells) + " |")
-        lines += ["", "| contest | system | median ms | p10 ms | p90 ms | steps | |", "|---|---|---|---|---|---|---|"]
+        lines += [""] if verdicts else []
+        lines += ["| contest | system | median ms | p10 ms | p90 ms | steps | |", "|---|---|---|---|---|---|---|"]
         lines += [self._contest_line(*held, name) for held in self._held.values() for name in held[1]]
         return "\n".join(lines)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdist.errors import (
     BarrierTimeout,
+    CheckpointError,
     ConfigError,
     DeadlineExceeded,
     FencedError,
@@ -18,6 +19,7 @@ from kvdist.errors import (
     InitMismatch,
     KeyNotInitialised,
     KvdistError,
+    NoCheckpoint,
     OptimizerMismatch,
     PeerLostError,
     ProtocolError,
@@ -28,14 +30,17 @@ from kvdist.version import __version__
 
 if TYPE_CHECKING:
     from kvdist import kvstore as kv
-    from kvdist import lr_scheduler, optimizer
+    from kvdist import lr_scheduler, optimizer, profiler
     from kvdist.buffers import sync_buffers
     from kvdist.data import SplitSampler, split_and_load, split_data
     from kvdist.kvstore.base import KVStore
+    from kvdist.kvstore.saved import Checkpoint
     from kvdist.trainer import Trainer
 
 __all__ = [
     "BarrierTimeout",
+    "Checkpoint",
+    "CheckpointError",
     "ConfigError",
     "DeadlineExceeded",
     "FencedError",
@@ -44,6 +49,7 @@ __all__ = [
     "KVStore",
     "KeyNotInitialised",
     "KvdistError",
+    "NoCheckpoint",
     "OptimizerMismatch",
     "PeerLostError",
     "ProtocolError",
@@ -55,13 +61,20 @@ __all__ = [
     "kv",
     "lr_scheduler",
     "optimizer",
+    "profiler",
     "split_and_load",
     "split_data",
     "sync_buffers",
 ]
 
-_MODULES = {"kv": "kvdist.kvstore", "lr_scheduler": "kvdist.lr_scheduler", "optimizer": "kvdist.optimizer"}
+_MODULES = {
+    "kv": "kvdist.kvstore",
+    "lr_scheduler": "kvdist.lr_scheduler",
+    "optimizer": "kvdist.optimizer",
+    "profiler": "kvdist.profiler",
+}
 _NAMES = {
+    "Checkpoint": "kvdist.kvstore.saved",
     "KVStore": "kvdist.kvstore.base",
     "SplitSampler": "kvdist.data",
     "Trainer": "kvdist.trainer",

@@ -1,10 +1,13 @@
 """``python -m kvdist``: be the scheduler or the server that the environment describes.
 
-``--optimizer-module my_rules``, or ``KVDIST_OPTIMIZER_MODULE=my_rules``, names modules that register optimizers. It is
-the one way to run code of one's own here, and whoever starts the process chooses it, never a peer.
+``--server-module my_rules``, or ``KVDIST_SERVER_MODULE=my_rules``, names modules that register optimizers and handlers
+of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with optimizers). It is the one way to run
+code of one's own here, and whoever starts the process chooses it, never a peer.
+
+``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.commands`.
 
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
-environment, 1 for anything else.
+environment or on the command line, 1 for anything else.
 """
 
 from __future__ import annotations
@@ -20,23 +23,30 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from kvdist.checkpoint.commands import add_commands
 from kvdist.config import (
     ClusterConfig,
+    checkpoint_root_from_env,
     kernels_from_env,
     local_address_towards,
     module_names,
     optimizer_modules_from_env,
+    profile_dir_from_env,
+    server_modules_from_env,
     tcp_endpoint,
 )
 from kvdist.core.effects import ChildEnded, LauncherGone
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
+from kvdist.disk import ThreadedDisk
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.kernels.choice import choose
-from kvdist.kvstore.cluster import introduction
+from kvdist.kvstore.cluster import begin_profiling, introduction
+from kvdist.kvstore.commands import HANDLERS
 from kvdist.node import Node
 from kvdist.nodes import NodeId, Role
 from kvdist.optimizer.registry import registered
+from kvdist.profiling import PROFILER_HEAD, Profiler
 from kvdist.transport.opening import open_transport
 from kvdist.transport.zeromq import ZeroMQTransport
 
@@ -55,7 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     options = _parser().parse_args(argv)
     try:
-        import_optimizers(optimizer_modules_from_env() + module_names(",".join(options.optimizer_module)))
+        if options.command is not None:
+            text, code = options.command(options)
+            print(text)
+            return int(code)
+        modules = server_modules_from_env() + module_names(",".join(options.server_module))
+        for_optimizers = optimizer_modules_from_env() + module_names(",".join(options.optimizer_module))
+        import_server_modules(modules)
+        import_optimizers([name for name in for_optimizers if name not in modules])
         config = ClusterConfig.from_env()
         if config is None or config.role is Role.WORKER:
             raise ConfigError(
@@ -82,12 +99,21 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
+        "--server-module",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a module that registers optimizers (kvdist.optimizer.register) or handlers of commands"
+        " (kvdist.kv.register_command)",
+    )
+    parser.add_argument(
         "--optimizer-module",
         action="append",
         default=[],
         metavar="MODULE",
         help="import a module that registers optimizers (kvdist.optimizer.register)",
     )
+    add_commands(parser)
     return parser
 
 
@@ -98,19 +124,39 @@ def import_optimizers(names: Sequence[str]) -> None:
         ConfigError: one cannot be imported, or registers no optimizer.
     """
     for name in dict.fromkeys(names):
-        before = registered()
-        try:
-            import_module(name)
-        except Exception as error:  # whatever went wrong in the module, its name belongs to the message
-            raise ConfigError(
-                f"the optimizer module {name} cannot be imported ({type(error).__name__}: {error}). It must be"
-                f" installed on this machine, or lie in {Path.cwd()} or on PYTHONPATH"
-            ) from error
+        before = None if name in sys.modules else registered()  # one named before it may have imported it
+        _import(f"the optimizer module {name}", name)
         if registered() == before:
             raise ConfigError(
                 f"the optimizer module {name} registers no optimizer: decorate its classes with"
                 " @kvdist.optimizer.register"
             )
+
+
+def import_server_modules(names: Sequence[str]) -> None:
+    """Import the modules in which the operator's own optimizers and handlers of commands are registered.
+
+    Raises:
+        ConfigError: one cannot be imported, or registers neither.
+    """
+    for name in dict.fromkeys(names):
+        before = None if name in sys.modules else (registered(), tuple(HANDLERS))
+        _import(f"the server module {name}", name)
+        if (registered(), tuple(HANDLERS)) == before:
+            raise ConfigError(
+                f"the server module {name} registers nothing: decorate optimizers with @kvdist.optimizer.register, and"
+                " handlers of commands with @kvdist.kv.register_command(number)"
+            )
+
+
+def _import(what: str, name: str) -> None:
+    try:
+        import_module(name)
+    except Exception as error:  # whatever went wrong in the module, its name belongs to the message
+        raise ConfigError(
+            f"{what} cannot be imported ({type(error).__name__}: {error}). It must be installed on this machine, or lie"
+            f" in {Path.cwd()} or on PYTHONPATH"
+        ) from error
 
 
 def _scheduler(config: ClusterConfig) -> Node:
@@ -119,7 +165,7 @@ def _scheduler(config: ClusterConfig) -> Node:
     transport.bind(config.scheduler_endpoint)
     first_incarnation = random.SystemRandom().getrandbits(48) + 2
     machine = Scheduler(config, time.monotonic(), first_incarnation)
-    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
     if config.supervised:
         threading.Thread(target=_listen, args=(node,), name="kvdist-launcher", daemon=True).start()
     return node
@@ -134,8 +180,17 @@ def _server(config: ClusterConfig) -> Node:
     endpoint = transport.bind(tcp_endpoint(host, 0))
     introduced = introduction(config, endpoint, config.scheduler_endpoint)
     kernels = choose(kernels_from_env())
-    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate)
-    return Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    profiler = Profiler(profile_dir_from_env)
+    handlers = {PROFILER_HEAD: profiler.perform, **HANDLERS}
+    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, handlers)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
+    begin_profiling(profiler, node)
+    return node
+
+
+def _disk() -> ThreadedDisk:
+    """Peers name folders, and whoever started this process says below which they may."""
+    return ThreadedDisk(checkpoint_root_from_env())
 
 
 def _tell_of_strangers(node: Node) -> None:

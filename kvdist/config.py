@@ -12,6 +12,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
@@ -28,6 +29,7 @@ TWINS = {
     "KVDIST_INTERFACE": "DMLC_INTERFACE",
     "KVDIST_BIGARRAY_BOUND": "MXNET_KVSTORE_BIGARRAY_BOUND",
     "KVDIST_UPDATE_ON_KVSTORE": "MXNET_UPDATE_ON_KVSTORE",
+    "KVDIST_PROFILER_AUTOSTART": "MXNET_PROFILER_AUTOSTART",
 }
 """Our name of a variable → the name in the mirrored system."""
 
@@ -281,6 +283,45 @@ def optimizer_modules_from_env(environ: Mapping[str, str] | None = None) -> tupl
     return module_names((os.environ if environ is None else environ).get("KVDIST_OPTIMIZER_MODULE") or "")
 
 
+def server_modules_from_env(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The modules with optimizers and commands of the operator's own (``KVDIST_SERVER_MODULE``).
+
+    Raises:
+        ConfigError: one cannot be the name of a module.
+    """
+    return module_names((os.environ if environ is None else environ).get("KVDIST_SERVER_MODULE") or "")
+
+
+def profiler_autostart_from_env(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether workers and servers trace themselves from their start (``MXNET_PROFILER_AUTOSTART``): for ``1``.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    env = _with_twins(os.environ if environ is None else environ)
+    setting = env.get("KVDIST_PROFILER_AUTOSTART") or "0"
+    _one_of("MXNET_PROFILER_AUTOSTART", setting, ("0", "1"))
+    return setting == "1"
+
+
+def profile_dir_from_env(environ: Mapping[str, str] | None = None) -> Path:
+    """Where traces lie whose names have no directory (``KVDIST_PROFILE_DIR``), else where the process started."""
+    return Path((os.environ if environ is None else environ).get("KVDIST_PROFILE_DIR") or ".").absolute()
+
+
+def checkpoint_root_from_env(environ: Mapping[str, str] | None = None) -> Path:
+    """Below which folder this process writes and reads checkpoints that others name: by default its own.
+
+    Raises:
+        ConfigError: it is no absolute path.
+    """
+    text = (os.environ if environ is None else environ).get("KVDIST_CHECKPOINT_ROOT")
+    root = Path(text) if text else Path.cwd()
+    if not root.is_absolute():
+        raise ConfigError(f"KVDIST_CHECKPOINT_ROOT is {text!r}, which is no absolute path of a folder")
+    return root
+
+
 def module_names(text: str) -> tuple[str, ...]:
     """The names of modules in a text like ``my_rules,team.rules``.
 
@@ -291,8 +332,8 @@ def module_names(text: str) -> tuple[str, ...]:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(
-                f"{name!r} is not the name of a module: --optimizer-module and KVDIST_OPTIMIZER_MODULE take what Python"
-                " imports, such as my_rules for the file my_rules.py"
+                f"{name!r} is not the name of a module: --server-module, --optimizer-module and the variables for them"
+                " take what Python imports, such as my_rules for the file my_rules.py"
             )
     return names
 

@@ -6,13 +6,15 @@ Neither imports torch: a sampler is anything that can be iterated and measured, 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kvdist.kvstore.values import is_tensor
+from kvdist.sampling import Place, State, part_length, resume
 
 
 class SplitSampler:
@@ -20,6 +22,12 @@ class SplitSampler:
 
     Each worker takes the part of its rank: ``SplitSampler(len(dataset), store.num_workers, store.rank)``. All parts
     have the same length, so all workers make the same number of steps.
+
+    A ``DataLoader`` with ``num_workers`` above 0 reads ahead: it asks for examples that no step has used yet, and
+    `state_dict` counts them as visited. There give the number that was used, ``state_dict(visited=batches_done *
+    batch_size)``, less what a shorter last batch lacks. It counts from the beginning of the epoch, also after a resume
+    within it; where the number of workers changed within the epoch, it counts from there. Either way,
+    ``state_dict()["visited"]`` after `load_state_dict` is the number to count on from.
 
     Args:
         length: examples in the data set.
@@ -51,34 +59,100 @@ class SplitSampler:
                 f"{length} examples in {num_parts} equal parts leave every part empty;"
                 " use fewer workers or drop_last=False"
             )
-        self._length = length
-        self._part_length = length // num_parts if drop_last else -(-length // num_parts)
-        self._start = self._part_length * part_index
-        self._part_index = part_index
-        self._shuffle = shuffle
-        self._seed = seed
-        self._epoch = 0
+        self._next = Place(length, shuffle, seed, num_parts, part_index, drop_last)
+        """Where the next iteration begins."""
+        self._rest: list[int] | None = None
+        """What the next iteration visits, where that is the rest of an epoch."""
+        self._begun: Place | None = None
+        """Where the latest iteration began; None if there was none since the next one was set."""
+        self._visited = 0
+        """How far the latest iteration is in its epoch."""
+        self._end = 0
+        """How far it goes."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next example is, from 0: the running one, and at the end of that the next.
+
+        After `load_state_dict`, ``for epoch in range(sampler.epoch, epochs)`` makes exactly what is left, wherever
+        the state was saved.
+        """
+        return self._place(None).epoch
 
     def __len__(self) -> int:
-        return self._part_length
+        if self._rest is not None:
+            return len(self._rest)
+        return part_length(self._next.length, self._next.num_parts, self._next.drop_last)
 
     def __iter__(self) -> Iterator[int]:
-        indices = [index % self._length for index in range(self._start, self._start + self._part_length)]
-        if self._shuffle:
-            # A text seeds by its hash under SHA-512: the same on every machine, and no two epochs are related.
-            seed = None if self._seed is None else f"{self._seed}/{self._epoch}/{self._part_index}"
-            random.Random(seed).shuffle(indices)
-        self._epoch += 1
-        return iter(indices)
+        order = self._next.order() if self._rest is None else self._rest
+        self._begun, self._visited = self._next, self._next.visited
+        self._end = self._visited + len(order)
+        self._next, self._rest = self._next.beginning_of(self._next.epoch + 1), None
+        return self._counted(order, self._visited)
+
+    def _counted(self, order: list[int], before: int) -> Iterator[int]:
+        for visited, index in enumerate(order, before + 1):
+            self._visited = visited
+            yield index
+
+    def state_dict(self, visited: int | None = None) -> State:
+        """The place in the data, to go on from there: in the same order, or with another number of workers.
+
+        It is made of numbers, so it can be the `state` of a checkpoint. At the end of an epoch it is the beginning of
+        the next one.
+
+        Args:
+            visited: how many examples of the epoch last begun this worker has used; see the class for what it counts
+                and when to give it. None: as many as were asked for.
+
+        Raises:
+            ValueError: an order without a seed cannot be made again, or `visited` is out of range.
+        """
+        place = self._place(visited)
+        if not (place.is_beginning or place.can_be_made_again):
+            raise ValueError("the order of this epoch cannot be made again: give SplitSampler a seed")
+        return place.to_state()
+
+    def _place(self, visited: int | None) -> Place:
+        if self._begun is None:
+            before, found, end = self._next, self._next.visited, self._next.visited
+        else:
+            before, found, end = self._begun, self._visited, self._end
+        if visited is not None:
+            found = operator.index(visited)
+        if not before.visited <= found <= end:
+            raise ValueError(
+                f"visited is {found}, but this worker has begun at {before.visited} of epoch {before.epoch} and was"
+                f" given examples up to {end}; it counts from the beginning of the epoch"
+            )
+        return self._next if found == end else replace(before, visited=found)
+
+    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
+        """Let the next iteration go on where a `state_dict` was made.
+
+        Args:
+            state: of the same part of as many parts; or those of all parts, by rank:
+                ``{rank: state["sampler"] for rank, state in checkpoint.states.items()}``, where each worker saved
+                ``{"sampler": sampler.state_dict()}``. Then what nobody had visited is split over the present parts.
+
+        Raises:
+            ValueError: it is no such state, it belongs to another data set or another order, or some parts are missing.
+        """
+        self._next, self._rest = resume(self._next, state)
+        self._begun = None
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next iteration is, so that a resumed run with a seed goes on in the same order.
 
-        Without this call the iterations count as epochs 0, 1, 2, ….
+        Without this call the iterations count as epochs 0, 1, 2, …. Of an epoch in the middle of which
+        `load_state_dict` has put the sampler, the next iteration is the rest.
         """
         if epoch < 0:
             raise ValueError(f"the epoch is {epoch}; epochs count from 0")
-        self._epoch = epoch
+        if epoch != self._next.epoch:
+            self._next, self._rest = self._next.beginning_of(epoch), None
+        self._begun = None
 
 
 def split_and_load(data: Any, devices: Sequence[Any], batch_axis: int = 0, even_split: bool = True) -> list[Any]:

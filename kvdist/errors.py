@@ -34,6 +34,17 @@ class PushRefused(KvdistError, ValueError):
     """A server refused a contribution; the message names the key and the reason."""
 
 
+class CheckpointError(KvdistError, RuntimeError):
+    """A checkpoint could not be written, or cannot be read; the message names the file and what is wrong with it.
+
+    What failed to be written has changed nothing: earlier checkpoints are as they were, and training can go on.
+    """
+
+
+class NoCheckpoint(CheckpointError):
+    """There is no checkpoint where one was looked for, so a run begins at its beginning."""
+
+
 class StoreClosed(KvdistError, RuntimeError):
     """The store was used after `close()`."""
 

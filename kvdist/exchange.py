@@ -58,6 +58,13 @@ class Exchange:
         replicas = [parameter.replicas for parameter in self._parameters]
         self._store.broadcast(list(range(len(replicas))), [one[0] for one in replicas], out=replicas)
 
+    def fetch(self) -> None:
+        """Write the store's present values into all parameters."""
+        if self._shared is not None:
+            self._shared.own()
+        assert isinstance(self._store, KVStore)
+        self._store.pull(list(range(len(self._parameters))), out=[one.replicas for one in self._parameters])
+
     def open_ballot(self) -> int | None:
         """Make the key in which workers say which gradients they have, needed for `sum`; None for one worker alone."""
         if self._store.num_workers == 1:
@@ -108,3 +115,10 @@ class Exchange:
         if keys:
             self._store.pushpull(keys, given, out=None if complete else places, average=average)
         return [share > 0 for share in ballot.tolist()]
+
+
+def divide(grads: Grads, divisor: float) -> None:
+    """Divide gradients in place."""
+    present = [grad for given in grads for grad in given or ()]
+    if present and divisor != 1:
+        torch._foreach_div_(present, divisor)

@@ -26,6 +26,17 @@ class LocalUpdate:
     def __init__(self, optimizer: Optimizer, num_devices: int) -> None:
         self._updaters = [Updater(optimizer) for _ in range(num_devices)]
 
+    @property
+    def updater(self) -> Updater:
+        """Of the first device; the others' have the same states."""
+        return self._updaters[0]
+
+    def spread(self) -> None:
+        """The first device's states are new: give the others copies of them."""
+        for other in self._updaters[1:]:
+            for key, state in self.updater.states.items():
+                other.restore(key, state.copy())
+
     def apply(self, parameters: Iterable[tuple[int, Parameter]]) -> None:
         """Update every replica that has a gradient, in place.
 

@@ -66,6 +66,8 @@ class Errand:
     finish: Finish | None
     growing: Growing | None = None
     """It is not urgent: it waits for as long as this says, or until anything urgent comes."""
+    since_ns: int = 0
+    """When the user's call began that it is for, if anybody wants to know; see `NodeTrace`."""
 
 
 class Mailbox:

@@ -13,9 +13,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from typing import Any
 
+from kvdist.checkpoint.works import Product
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -29,6 +31,8 @@ from kvdist.core.effects import (
     Fail,
     Forget,
     Machine,
+    Persist,
+    Persisted,
     Report,
     Send,
     Stop,
@@ -38,11 +42,14 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.requests import Request
 from kvdist.core.worker import Worker
+from kvdist.disk import Disk, ThreadedDisk
 from kvdist.errors import ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
 from kvdist.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Packet
 from kvdist.protocol.wire import VersionMismatch, decode, encode
+from kvdist.trace import now_ns
+from kvdist.tracing import NodeTrace
 from kvdist.transport.base import Arrived, Buffer, Route, Transport
 from kvdist.transport.base import Connected as RouteUp
 from kvdist.transport.base import Disconnected as RouteDown
@@ -70,6 +77,7 @@ class Node:
         job: the tag of the job.
         explain_after_s: a wait longer than this is explained, again at every multiple.
         clock: monotonic seconds.
+        disk: where the machine's state is kept; None for the disk of this machine.
     """
 
     def __init__(
@@ -79,8 +87,10 @@ class Node:
         job: int,
         explain_after_s: float,
         clock: Callable[[], float] = time.monotonic,
+        disk: Disk | None = None,
     ) -> None:
         self.machine = machine
+        self._disk = ThreadedDisk() if disk is None else disk
         self.transport = transport
         self.reliable = Reliable(machine, job)
         self.stopped = False
@@ -88,6 +98,8 @@ class Node:
         """Why the machine stopped; None if it stopped well."""
         self.garbage_dropped = 0
         """Messages that were not valid."""
+        self.trace: NodeTrace | None = None
+        """Notes what happens here; None while nobody wants to know. Any thread sets it, so read it once."""
         self._explain_after_s = explain_after_s
         self._explained_until = NEVER
         self._clock = clock
@@ -131,7 +143,9 @@ class Node:
             growing: lets it wait a little, so that `make` may take in what is submitted meanwhile; see `hurry`.
         """
         self.check_fork()
-        if not self._mailbox.put(Errand(make, answer, finish, growing)):
+        trace = self.trace
+        since_ns = 0 if trace is None else trace.take_since()
+        if not self._mailbox.put(Errand(make, answer, finish, growing, since_ns)):
             answer.set_exception(self._reason())
 
     def hurry(self) -> None:
@@ -146,6 +160,14 @@ class Node:
         """Whether what lies in the transport's memory is not carried to this member."""
         route = self._routes.get(member)
         return route is not None and self.transport.shares(route)
+
+    def begin_call(self) -> None:
+        """The user has called a method: raise `ForkError` in a forked child, and note the time for the trace."""
+        if self._forked:
+            self.check_fork()
+        trace = self.trace
+        if trace is not None:
+            trace.called()
 
     def check_fork(self) -> None:
         """Raise `ForkError` in a forked child: threads and sockets stay with the parent."""
@@ -209,6 +231,7 @@ class Node:
             self._carry_out(self.reliable.tick(self._clock() + ACK_DELAY_S))
             self._send_outgoing()
             self.transport.close(LINGER_S)
+            self._disk.close(LINGER_S)
         for item in self._mailbox.close():
             if isinstance(item, Errand):
                 item.answer.set_exception(self._reason())
@@ -244,7 +267,11 @@ class Node:
             self._members[route] = source
             if known is not None:
                 self._came_back(source)
+        trace = self.trace
+        since_ns = 0 if trace is None else now_ns()
         self._carry_out(self.reliable.receive(packet, self._clock()))
+        if trace is not None:
+            trace.handled(packet, since_ns)
 
     def _other_version(self, route: Route, error: VersionMismatch) -> None:
         """Whoever joins learns from the scheduler's first answer that it cannot; the scheduler answers once."""
@@ -274,6 +301,7 @@ class Node:
     def _take_mail(self) -> bool:
         requests: list[Request] = []
         events: list[Event] = []
+        trace = self.trace
         for item in self._mailbox.take(self._clock()):
             if not isinstance(item, Errand):
                 events.append(item)
@@ -285,8 +313,12 @@ class Node:
             else:
                 self._answers[request.request] = (item.answer, item.finish)
                 requests.append(request)
+                if trace is not None:
+                    trace.asked(request, item.since_ns)
         now = self._clock()
         for event in events:
+            if isinstance(event, Persisted) and event.failure:
+                LOG.error("%s: %s", self.machine.me, event.failure)
             self._carry_out(self.reliable.observe(event, now))
         machine = self.machine
         if requests and isinstance(machine, Worker):
@@ -304,6 +336,9 @@ class Node:
                     self._keys_answered(request, keys, refusal)
                 case Fail(request, error):
                     answer, _ = self._answers.pop(request, (None, None))
+                    trace = self.trace
+                    if trace is not None:
+                        trace.answered(request, error)
                     if answer is not None:
                         answer.set_exception(error)
                 case Connect(to, endpoint):
@@ -316,10 +351,15 @@ class Node:
                     self._members[route] = member
                 case Report(text):
                     LOG.warning("%s", text)
+                case Persist(token, work):
+                    self._disk.begin(work, partial(self._persisted, token))
                 case Stop(failure):
                     self._stop(failure)
                 case Send() | Forget():
                     raise AssertionError("Reliable takes these")
+
+    def _persisted(self, token: object, product: Product, failure: str) -> None:
+        self.post(Persisted(token, product, failure))
 
     def _transmit(self, to: Member, packet: Packet) -> None:
         route = self._routes.get(to)
@@ -349,9 +389,15 @@ class Node:
         answer, finish = self._answers.pop(request, (None, None))
         if answer is None:
             return
+        trace = self.trace
         try:
-            answer.set_result(result if finish is None else finish())
+            outcome = result if finish is None else finish()
+            if trace is not None:
+                trace.answered(request)
+            answer.set_result(outcome)
         except Exception as error:  # noqa: BLE001  # whatever the finishing raised belongs to its caller
+            if trace is not None:
+                trace.answered(request, error)
             answer.set_exception(error)
 
     def _keys_answered(self, request: int, keys: Sequence[int], error: Exception | None) -> None:

@@ -23,6 +23,7 @@ Rules that hold here:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
@@ -188,3 +189,15 @@ class Overlap(GradientBuckets):
             if parameter.replicas[device].grad is not grad or grad._version != version
         ]
         return ", ".join(dict.fromkeys(changed))
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A method for hooks, which must not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call

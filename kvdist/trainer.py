@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
-from kvdist.exchange import Exchange, Grads
+from kvdist.checkpoint.slices import updates_in
+from kvdist.exchange import Exchange, Grads, divide
 from kvdist.finite import refuse_nonfinite
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapted import Adapted
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.contract import KVStoreBase
+from kvdist.kvstore.saved import Checkpoint
 from kvdist.local_update import LocalUpdate
 from kvdist.opening import (
     choose_store,
@@ -36,13 +40,15 @@ from kvdist.opening import (
     statement,
 )
 from kvdist.optimizer.base import Optimizer
-from kvdist.overlap import Overlap
+from kvdist.overlap import Overlap, weakly
 from kvdist.parameters import collect, multipliers, require_shapes
+from kvdist.refusals import refuse_sent, refuse_size, refuse_updated_there
 from kvdist.shared_weights import SharedWeights
+from kvdist.training_state import TrainingState
 from kvdist.watch import Stale, Watch, refuse_changed, refuse_untrained
 
 try:
-    import torch
+    import torch  # noqa: F401 (whoever lacks it is told here what to install)
 except ImportError as error:
     raise ImportError("kvdist.Trainer needs torch, which is not installed: pip install 'kvdist[torch]'") from error
 
@@ -107,18 +113,17 @@ class Trainer:
         self._kvstore_wanted = kvstore
         self._update_on_kvstore_wanted = update_on_kvstore
         self._kvstore: KVStoreBase | None = None
-        self._exchange: Exchange | None = None
-        """There is one when there is a store."""
+        self._exchange: Exchange | None = None  # there is one when there is a store
         self._update_on_kvstore = False
         self._started = False
         self._closed = False
         self._overlaps = overlap
         self._shares = share_weights
         self._shared: SharedWeights | None = None
-        self._overlap: Overlap | None = None
-        """There is one once the first step has found a store to send to."""
+        self._overlap: Overlap | None = None  # there is one once the first step has found a store to send to
         self._rejects_nonfinite = reject_nonfinite
         self._nonfinite_steps = 0
+        self._updates = 0
         self._torch_optimizer: TorchOptimizer | None = None
         self._local = LocalUpdate(self._optimizer, self._num_devices)
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
@@ -157,7 +162,8 @@ class Trainer:
                 were changed after they had been sent by ``overlap=True``.
             FloatingPointError: a gradient is not finite, with ``reject_nonfinite=True``.
         """
-        self._require_no_size(batch_size)
+        if self._overlaps and batch_size is not None:
+            refuse_size(batch_size)
         self._start()
         self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
 
@@ -210,7 +216,8 @@ class Trainer:
                 " allreduce_grads(average=True), or make the trainer with overlap=False"
             )
         self._start()
-        self._require_update_here("allreduce_grads")
+        if self._update_on_kvstore:
+            refuse_updated_there("allreduce_grads")
         if self._overlap is not None:
             self._overlap.finish()
         elif self._exchange is not None:
@@ -230,7 +237,8 @@ class Trainer:
             RuntimeError: the store updates the weights, a gradient is stale, or gradients are still being summed.
         """
         self._start()
-        self._require_update_here("update")
+        if self._update_on_kvstore:
+            refuse_updated_there("update")
         self._require_nothing_sent("update", "allreduce_grads(average=True)")
         grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
         summed, self._summed = self._summed or [True] * len(grads), None
@@ -252,6 +260,35 @@ class Trainer:
             self._exchange.broadcast()
             self._note_weights()
 
+    def save_states(self, fname: str | os.PathLike[str]) -> None:
+        """Save what the optimizer remembers, not the weights; see `KVStore.save_optimizer_states`."""
+        self._state("save_states").save_states(fname)
+
+    def load_states(self, fname: str | os.PathLike[str]) -> None:
+        """Give it back what `save_states` saved; see `KVStore.load_optimizer_states`."""
+        self._state("load_states").load_states(fname)
+        self._updates = updates_in(Path(fname))
+
+    def save_checkpoint(
+        self, directory: str | os.PathLike[str], step: int, *, state: Any = None, keep: int | None = None
+    ) -> Future[Path]:
+        """Save weights and optimizer states as they are now; see `KVStore.save_checkpoint`.
+
+        Where workers update, this waits until all is written. Buffers, such as BatchNorm's, are not in it.
+        """
+        return self._state("save_checkpoint").save_checkpoint(directory, step, state, keep)
+
+    def load_checkpoint(
+        self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
+    ) -> Checkpoint:
+        """Go on from a checkpoint: weights and optimizer states, on every device; see `KVStore.load_checkpoint`."""
+        checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
+        self._updates = updates_in(checkpoint.folder) if states else self._updates
+        if self._update_on_kvstore and self._exchange is not None:
+            self._exchange.fetch()
+        self._note_weights()
+        return checkpoint
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Within this context backward passes only add to the gradients; nothing is sent.
 
@@ -264,8 +301,8 @@ class Trainer:
     def close(self) -> None:
         """Let go of the parameters, and close the store if it was given by its name; a second call does nothing.
 
-        Backward passes send nothing any more, `step` raises. It waits for nothing: call it after a step. It is needed
-        only with ``overlap=True``, where another trainer is to have the same parameters.
+        Call it after a step. Backward passes send nothing any more, `step` raises. It is needed only with
+        ``overlap=True``, where another trainer is to have the same parameters.
         """
         if self._closed:
             return
@@ -277,7 +314,7 @@ class Trainer:
 
     @property
     def kvstore(self) -> KVStoreBase | None:
-        """The store in use; None before the first step, and when the weights are updated without one."""
+        """The store in use; None before the first step, and without one."""
         return self._kvstore
 
     @property
@@ -287,9 +324,10 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The present learning rate, before the multipliers of groups; with a schedule its base."""
+        """The present learning rate, before the multipliers of groups; with a schedule that of the last step here."""
         self._take_numbers()
-        return self._optimizer.learning_rate
+        schedule = self._optimizer.lr_scheduler
+        return self._optimizer.learning_rate if schedule is None else schedule(self._updates)
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate from the next step on, on servers too; every worker must set the same.
@@ -346,8 +384,13 @@ class Trainer:
             assert isinstance(used, KVStore)
             self._optimizer.rescale_grad = self._scale / self._num_devices
             sent_or_none = sent if self._update_on_kvstore else None
-            refresh = _take_numbers(weakref.ref(self))
+            refresh = weakly(self._take_numbers)
             self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, refresh, ballot_key)
+
+    def _state(self, method: str) -> TrainingState:
+        self._require_nothing_sent(method, "step()")
+        self._start()
+        return TrainingState(self._parameters, self._local, self._kvstore, self._update_on_kvstore)
 
     def _divisor(self, batch_size: float | None) -> float:
         divisor = self._num_devices if batch_size is None else batch_size
@@ -377,7 +420,7 @@ class Trainer:
             self._update_there(grads, average, samples=0 if average else max(1, round(divisor)))
         else:
             # Each divides its own, before they are summed, as another may give another size, or skip this step.
-            _divide(grads, divisor)
+            divide(grads, divisor)
             self._update_here(1, self._exchange.sum(grads, average))
 
     def _skip_step(self) -> None:
@@ -404,9 +447,11 @@ class Trainer:
             given = overlap.finish(frozenset(position for position, _ in stale))
         finally:
             self._note_weights()  # it wrote to them, also where it could not finish
-        if not self._update_on_kvstore:
+        if self._update_on_kvstore:
+            self._updates += 1
+            self._watch.note_grads()
+        else:
             self._update_here(divisor, given)
-        self._watch.note_grads()
         if on_stale is Stale.REFUSE:
             self._watch.refuse(stale, "the others' gradients had left already, so this step was made without it")
         # What was sent had to be finished first; by now the store's weights are in the place of the changed ones.
@@ -418,6 +463,7 @@ class Trainer:
             self._exchange.update(grads, average, samples)
         finally:
             self._note_weights()  # it wrote to them, also where it could not finish
+        self._updates += 1
         self._watch.note_grads()
 
     def _update_here(self, divisor: float, given: list[bool]) -> None:
@@ -426,6 +472,7 @@ class Trainer:
         self._local.apply(one for one, is_given in zip(self._trained, given, strict=True) if is_given)
         for _, parameter in self._trained:
             parameter.drop_filled()
+        self._updates += 1
         self._watch.note_grads()
 
     def _take_numbers(self) -> None:
@@ -437,7 +484,9 @@ class Trainer:
         if self._update_on_kvstore:
             self._watch.note_weights()
 
-    # What is asked for at the wrong time.
+    def _require_nothing_sent(self, method: str, first: str) -> None:
+        if self._overlap is not None and self._overlap.is_open:
+            refuse_sent(method, first)
 
     def _require_weights_unchanged(self) -> None:
         if self._shared is not None:
@@ -445,48 +494,7 @@ class Trainer:
         refuse_changed(self._watch.changed(), "nothing was sent in this step")
 
     def _require_finite(self, grads: Grads) -> None:
+        self._nonfinite_steps += 1  # unless they are finite
         if self._rejects_nonfinite:
-            try:
-                refuse_nonfinite(self._trained, grads, 0 if self._kvstore is None else self._kvstore.rank)
-            except FloatingPointError:
-                self._nonfinite_steps += 1
-                raise
-
-    def _require_no_size(self, batch_size: float | None) -> None:
-        if self._overlaps and batch_size is not None:
-            raise ValueError(
-                f"step({batch_size}) with overlap=True: gradients have left during backward(), when nobody had said by"
-                " what to divide them. Make the loss a mean over its examples and call step() without a size, or make"
-                " the trainer with overlap=False"
-            )
-
-    def _require_nothing_sent(self, method: str, first: str) -> None:
-        if self._overlap is not None and self._overlap.is_open:
-            raise RuntimeError(
-                f"{method}() while gradients of a backward pass are under way (overlap=True): call {first} before it,"
-                " or put the pass into `with trainer.no_sync():` if its gradients are not to be used"
-            )
-
-    def _require_update_here(self, method: str) -> None:
-        if self._update_on_kvstore:
-            raise RuntimeError(
-                f"{method}() cannot be used while the store updates the weights: gradients never come back. Call"
-                " step(), or make the trainer with update_on_kvstore=False"
-            )
-
-
-def _take_numbers(owner: weakref.ref[Trainer]) -> Callable[[], None]:
-    """`Trainer._take_numbers` for hooks, which must not keep a trainer alive."""
-
-    def take_numbers() -> None:
-        trainer = owner()
-        if trainer is not None:
-            trainer._take_numbers()
-
-    return take_numbers
-
-
-def _divide(grads: Grads, divisor: float) -> None:
-    present = [grad for given in grads for grad in given or ()]
-    if present and divisor != 1:
-        torch._foreach_div_(present, divisor)
+            refuse_nonfinite(self._trained, grads, 0 if self._kvstore is None else self._kvstore.rank)
+        self._nonfinite_steps -= 1

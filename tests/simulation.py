@@ -36,13 +36,14 @@ from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.core.shard import Buffer, Shard
 from kvdist.core.worker import Worker
-from kvdist.errors import PeerLostError
+from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.node import Node
 from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.version import __version__
 from tests.core.network import Network, Process, SimulatedTransport, Weather
+from tests.core.shelf import FULL, Shelf, SimulatedDisk
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
 
 SCHEDULER_ENDPOINT = "memory://scheduler"
@@ -63,6 +64,8 @@ class Scenario:
     hosts: worker r and server r are on host r modulo this; None = nobody knows of hosts.
     local_reduce: what the workers of a host sum before it crosses the network.
     holds: whether results are read where servers keep them now and then.
+    saves: how probable it is that a checkpoint follows a round.
+    full: how probable it is that a work of a disk fails.
     victim: who is hit once the workers are in their `fault_round`-th round: killed, or paused for `pause_s`.
     """
 
@@ -76,6 +79,8 @@ class Scenario:
     hosts: int | None = None
     local_reduce: str = "auto"
     holds: bool = True
+    saves: float = 0.35
+    full: float = 0.04
     weather: Weather = Weather()
     forced_cuts: int = 0
     """Connections broken for certain while the workers work."""
@@ -111,6 +116,8 @@ class Cluster:
     network: Network
     processes: dict[str, Process] = field(default_factory=dict)
     users: dict[str, User] = field(default_factory=dict)
+    shelf: Shelf = field(default_factory=Shelf)
+    oracle: Oracle | None = None
     struck_at: float | None = None
 
 
@@ -198,15 +205,16 @@ def _build(cluster: Cluster) -> None:
         scenario.leaver_rounds,
         scenario.leaver,
         scenario.holds,
+        scenario.saves,
     )
-    oracle = Oracle(job, network.random)
+    oracle = cluster.oracle = Oracle(job, network.random)
 
     def start(name: str, role: Role, rank: int) -> None:
         process = cluster.processes[name] = Process(
-            name, network, lambda transport: _node(scenario, role, rank, transport)
+            name, network, lambda transport: _node(cluster, role, rank, transport)
         )
         if role is Role.WORKER:
-            user = cluster.users[name] = User(rank, process.node, job, oracle, network.random)
+            user = cluster.users[name] = User(rank, process.node, job, oracle, network.random, cluster.shelf)
             process.after_turn = lambda: _turned(cluster, user)
             user.advance()
 
@@ -217,8 +225,8 @@ def _build(cluster: Cluster) -> None:
         network.after(network.random.uniform(0, 0.3), partial(start, name, role, rank))
 
 
-def _node(scenario: Scenario, role: Role, rank: int, transport: SimulatedTransport) -> Node:
-    network = transport.network
+def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport) -> Node:
+    network, scenario = transport.network, cluster.scenario
     limits = scenario.limits
     machine: Scheduler | Server | Worker
     if role is Role.SCHEDULER:
@@ -254,7 +262,8 @@ def _node(scenario: Scenario, role: Role, rank: int, transport: SimulatedTranspo
             machine = Server(introduction, limits, REFERENCE, network.now)
         else:
             machine = Worker(introduction, limits, network.now, scenario.local_reduce)
-    return Node(machine, transport, job=4711, explain_after_s=limits.explain_after_s, clock=lambda: network.now)
+    disk = SimulatedDisk(network, cluster.shelf, scenario.full)
+    return Node(machine, transport, 4711, limits.explain_after_s, lambda: network.now, disk)
 
 
 def _turned(cluster: Cluster, user: User) -> None:
@@ -315,6 +324,7 @@ def _judge(cluster: Cluster) -> None:
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
         assert user.done, f"{name} did not come to its end"
+    _judge_checkpoints(cluster)
     survivors = [process for process in cluster.processes.values() if not process.crashed]
     for process in survivors:
         failure = process.node.failure
@@ -326,6 +336,36 @@ def _judge(cluster: Cluster) -> None:
             assert failure.node == cluster.scenario.victim, f"{process.name} blames {failure.node}: {failure}"
             late_s = process.ended_at - (cluster.struck_at or 0.0)
             assert late_s < VERDICT_S, f"{process.name} took {late_s:.2f} s to notice"
+
+
+def _judge_checkpoints(cluster: Cluster) -> None:
+    """What is there is right; what is not was refused to everybody; and nothing is left of it."""
+    shelf, oracle = cluster.shelf, cluster.oracle
+    assert oracle is not None
+    for folder in shelf.manifests:
+        oracle.require_saved(shelf, folder, int(folder[-3:]))
+        cluster.network.used["checkpoint"] += 1
+    if _must_abort(cluster):
+        return
+    stayed = [user for user in cluster.users.values() if user.job.rounds_of(user.rank) == user.job.rounds]
+    for user in stayed:
+        for turn, future in user.saves.items():
+            error = future.exception()
+            is_due_to_a_disk = isinstance(error, CheckpointError) and FULL in str(error)
+            assert error is None or is_due_to_a_disk, f"checkpoint {turn}: {error!r}"
+            exists = f"/checkpoints/step-{turn:03}" in shelf.manifests
+            assert exists == (error is None), f"worker {user.rank} was told {error!r} of checkpoint {turn}"
+    assert len({user.restored for user in stayed}) == 1, "all are told the same"
+    cluster.network.used["restored"] += stayed[0].restored is True
+    for folder, files in shelf.files.items():
+        named = shelf.manifests[folder].files if folder in shelf.manifests else ()
+        assert files.keys() == {file.name for file in named}, f"{sorted(files)} are left in {folder}"
+    for process in cluster.processes.values():
+        machine = process.node.machine
+        if isinstance(machine, Scheduler):
+            assert not len(machine.checkpoints), "the scheduler keeps checkpoints that are over"
+        if isinstance(machine, Server):
+            assert not len(machine.table.cuts), f"{process.name} keeps checkpoints that are over"
 
 
 def _must_abort(cluster: Cluster) -> bool:
@@ -356,6 +396,31 @@ SCENARIOS: dict[str, Scenario] = {
     "async": Scenario(rounds=5, mode="async", optimizer="sgd"),
     "long async": Scenario(num_workers=3, rounds=10, mode="async", optimizer="sgd"),
     "cuts": Scenario(optimizer="sgd", forced_cuts=4),
+    "checkpoints": Scenario(num_workers=3, rounds=6, optimizer="momentum", saves=0.7),
+    "checkpoints in a storm": Scenario(
+        num_workers=3, rounds=4, optimizer="momentum", saves=0.7, full=0.1, weather=STORM, limits=STORM_LIMITS
+    ),
+    "checkpoints of hosts": Scenario(
+        num_workers=4, rounds=5, optimizer="momentum", saves=0.7, hosts=2, local_reduce="on", limits=IMPATIENT
+    ),
+    "checkpoints of hosts in a storm": Scenario(
+        num_workers=4,
+        rounds=5,
+        optimizer="momentum",
+        saves=0.7,
+        hosts=2,
+        local_reduce="on",
+        weather=STORM,
+        limits=STORM_LIMITS,
+    ),
+    "checkpoints and a leaver": Scenario(
+        num_workers=3, rounds=5, leaver_rounds=3, leaver=0, optimizer="momentum", saves=0.7
+    ),
+    "async checkpoints": Scenario(num_workers=3, rounds=6, mode="async", optimizer="sgd", saves=0.7, full=0.1),
+    "checkpoint and a killed server": Scenario(rounds=5, saves=0.8, victim="server-0", fault_round=2),
+    "checkpoint and a paused worker": Scenario(
+        num_workers=3, rounds=5, saves=0.8, victim="worker-1", pause_s=2.5, limits=PROMPT
+    ),
     "storm": Scenario(weather=STORM, limits=STORM_LIMITS),
     "async storm": Scenario(mode="async", optimizer="test", weather=STORM, limits=STORM_LIMITS),
     "leaver": Scenario(num_workers=3, rounds=4, leaver_rounds=2, optimizer="test"),
@@ -407,7 +472,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), help="one scenario only")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     options = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     names = [options.scenario] if options.scenario else list(SCENARIOS)
     seeds = range(options.first, options.first + options.seeds) if options.seed is None else [options.seed]
     failed = 0

@@ -1,5 +1,9 @@
 """Every example is visited by the right worker and goes to the right device."""
 
+import json
+import random
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -44,6 +48,347 @@ def test_without_a_seed_every_order_is_new():
 
 def test_without_shuffling_the_order_is_ascending():
     assert list(SplitSampler(10, 2, 1, shuffle=False)) == [5, 6, 7, 8, 9]
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("visited", [0, 1, 7, 33])
+def test_a_sampler_goes_on_where_another_stopped_in_the_same_order(visited, drop_last):
+    def sampler():
+        return SplitSampler(100, 3, 1, seed=5, drop_last=drop_last)
+
+    whole, first = sampler(), sampler()
+    expected = [list(whole) for _ in range(3)]
+    assert list(first) == expected[0]
+    running = iter(first)
+    begun = [next(running) for _ in range(visited)]
+    resumed = sampler()
+    resumed.load_state_dict(through_json(first.state_dict()))
+    assert len(resumed) == (len(expected[1]) - visited or len(expected[2]))
+    rest = list(resumed)
+    if visited == len(expected[1]):
+        assert rest == expected[2]  # the end of an epoch is the beginning of the next
+    else:
+        assert begun + rest == expected[1]
+        assert list(resumed) == expected[2] and len(resumed) == len(expected[2])
+
+
+def test_an_epoch_can_be_gone_on_with_twice():
+    whole = list(SplitSampler(50, 2, 0, seed=1))
+    state, seen = SplitSampler(50, 2, 0, seed=1).state_dict(), []
+    for count in (5, 8, 12):
+        sampler = SplitSampler(50, 2, 0, seed=1)
+        sampler.load_state_dict(through_json(state))
+        running = iter(sampler)
+        seen += [next(running) for _ in range(count)]
+        state = sampler.state_dict()
+    assert seen == whole
+    assert (state["epoch"], state["visited"]) == (1, 0)
+
+
+def test_with_another_number_of_parts_every_example_that_is_left_is_visited_once():
+    def visit(samplers, count):
+        runs = [iter(sampler) for sampler in samplers]
+        seen = [next(run) for run in runs for _ in range(count)]
+        return seen, {rank: through_json(sampler.state_dict()) for rank, sampler in enumerate(samplers)}
+
+    def parts(count, states):
+        samplers = [SplitSampler(60, count, rank, seed=3) for rank in range(count)]
+        for sampler in samplers:
+            sampler.load_state_dict(states)
+        return samplers
+
+    seen, states = visit([SplitSampler(60, 3, rank, seed=3) for rank in range(3)], 5)
+    more, states = visit(parts(5, states), 4)
+    samplers = parts(1, states)
+    assert len(samplers[0]) == 25
+    rest = list(samplers[0])
+    assert sorted(seen + more + rest) == list(range(60))
+    assert sorted(samplers[0]) == list(range(60)) and len(samplers[0]) == 60
+
+
+EPOCHS = 3
+
+
+def epochs_of(sampler, batch_size, drop_last):
+    """The loop of a training script: (epoch, batch, place after it)."""
+    loader = DataLoader(TensorDataset(torch.arange(1000)), batch_size, sampler=sampler, drop_last=drop_last)
+    for epoch in range(sampler.epoch, EPOCHS):
+        for (batch,) in loader:
+            yield epoch, batch.tolist(), through_json(sampler.state_dict())
+
+
+@pytest.mark.parametrize("loader_drops", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 4, 7, 11])
+@pytest.mark.parametrize(("length", "drop_last"), [(22, True), (23, True), (21, False)])
+def test_a_run_that_was_saved_at_any_step_visits_what_it_would_have_without_a_stop(
+    length, drop_last, batch_size, loader_drops
+):
+    def begin(state):
+        sampler = SplitSampler(length, 2, 1, seed=5, drop_last=drop_last)
+        sampler.load_state_dict(state)
+        return [*epochs_of(sampler, batch_size, loader_drops)], sampler
+
+    start = SplitSampler(length, 2, 1, seed=5, drop_last=drop_last).state_dict()
+    whole, sampler = begin(start)
+    assert sampler.epoch == EPOCHS or loader_drops
+    for step, (_, _, state) in enumerate([(0, [], start), *whole]):
+        assert begin(state)[0] == whole[step:]
+
+
+def test_the_epoch_is_that_of_the_next_example():
+    sampler = SplitSampler(3, seed=1)
+    seen = [sampler.epoch, *(sampler.epoch for _ in range(2) for _ in sampler), sampler.epoch]
+    assert seen == [0, 0, 0, 1, 1, 1, 2, 2]
+    sampler.set_epoch(7)
+    assert sampler.epoch == sampler.state_dict()["epoch"] == 7
+    next(iter(sampler))
+    assert sampler.epoch == sampler.state_dict()["epoch"] == 7
+    with pytest.raises(AttributeError):
+        sampler.epoch = 1
+
+
+def test_naming_the_epoch_keeps_the_rest_of_it_and_makes_another_a_whole_one():
+    def resumed():
+        sampler = SplitSampler(20, seed=2)
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": 1, "visited": 6})
+        return sampler
+
+    orders = SplitSampler(20, seed=2)
+    _, second, third = (list(orders) for _ in range(3))
+    sampler = resumed()
+    sampler.set_epoch(1)
+    assert list(sampler) == second[6:]
+    sampler.set_epoch(1)
+    assert list(sampler) == second
+    sampler = resumed()
+    sampler.set_epoch(2)
+    assert list(sampler) == third
+
+
+def advance(samplers, counts):
+    """Visit so many of each, and give what was visited and the places, as a checkpoint has them."""
+    seen = []
+    for sampler, count in zip(samplers, counts, strict=True):
+        running = iter(sampler)
+        seen += [next(running) for _ in range(count)]
+    return seen, through_json({rank: sampler.state_dict() for rank, sampler in enumerate(samplers)})
+
+
+def samplers_from(states, length, num_parts, drop_last=True):
+    samplers = [SplitSampler(length, num_parts, rank, seed=3, drop_last=drop_last) for rank in range(num_parts)]
+    for sampler in samplers:
+        sampler.load_state_dict(states)
+    return samplers
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_parts_may_change_often_and_be_of_unequal_progress(drop_last):
+    length, changes = 1009, [3, 1, 4, 2, 7, 5, 3, 8, 2, 6]
+    samplers = [SplitSampler(length, 3, rank, seed=3, drop_last=drop_last) for rank in range(3)]
+    visited, sizes, progress = Counter(), [], random.Random(1)
+    for num_parts in changes[1:]:
+        seen, states = advance(samplers, [progress.randrange(len(one) // 4) for one in samplers])
+        visited.update(seen)
+        sizes.append(len(json.dumps(states["0"])))
+        samplers = samplers_from(states, length, num_parts, drop_last)
+        assert len({len(sampler) for sampler in samplers}) == 1
+    visited.update(index for sampler in samplers for index in sampler)
+    missed, surplus = length - len(visited), visited.total() - len(visited)
+    most = sum(num_parts - 1 for num_parts in changes)  # by which equal parts can differ from what there is
+    assert (missed <= most and surplus == 0) if drop_last else (missed == 0 and surplus <= most)
+    assert max(sizes) < sizes[0] + 80 * len(changes)
+    assert [sorted(sampler) for sampler in samplers] == [
+        sorted(SplitSampler(length, 6, rank, drop_last=drop_last)) for rank in range(6)
+    ]
+
+
+def test_after_a_change_of_parts_a_run_goes_on_in_the_same_order_too():
+    _, states = advance([SplitSampler(60, 3, rank, seed=3) for rank in range(3)], [5, 0, 19])
+    whole = [list(sampler) for sampler in samplers_from(states, 60, 4)]
+    assert [len(order) for order in whole] == [9] * 4
+    for visited in range(9):
+        seen, again = advance(samplers_from(states, 60, 4), [visited] * 4)
+        assert seen == [index for order in whole for index in order[:visited]]
+        assert [list(sampler) for sampler in samplers_from(again, 60, 4)] == [order[visited:] for order in whole]
+
+
+def test_a_part_that_has_ended_its_epoch_leaves_nothing_for_others():
+    seen, states = advance([SplitSampler(12, 2, rank, seed=3) for rank in range(2)], [6, 2])
+    assert (states["0"]["epoch"], states["1"]["epoch"]) == (1, 0)
+    (one,) = samplers_from(states, 12, 1)
+    assert one.epoch == 0
+    assert sorted(seen + list(one)) == list(range(12))
+    ended, other = samplers_from(states, 12, 2)
+    assert (ended.epoch, other.epoch, len(ended), len(other)) == (1, 0, 6, 4)
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 4), (1, 0, 0), (4, 1, 3)])
+def test_what_padding_would_visit_twice_is_not_left_twice(counts):
+    samplers = [SplitSampler(10, 3, rank, seed=3, drop_last=False) for rank in range(3)]
+    seen, states = advance(samplers, counts)
+    (one,) = samplers_from(states, 10, 1, drop_last=False)
+    assert sorted(one) == sorted(set(range(10)) - set(seen))
+
+
+def test_at_the_beginning_of_an_epoch_another_number_of_parts_begins_a_whole_one():
+    _, states = advance([SplitSampler(20, 2, rank, seed=3) for rank in range(2)], [10, 10])
+    for rank, sampler in enumerate(samplers_from(states, 20, 3)):
+        new = SplitSampler(20, 3, rank, seed=3)
+        new.set_epoch(1)
+        assert sampler.state_dict() == new.state_dict()
+        assert list(sampler) == list(new)
+
+
+def test_what_is_left_and_is_too_little_for_every_part_ends_the_epoch():
+    _, states = advance([SplitSampler(12, 2, rank, seed=3) for rank in range(2)], [5, 5])
+    samplers = samplers_from(states, 12, 3)
+    assert [(sampler.epoch, len(sampler)) for sampler in samplers] == [(1, 4)] * 3
+
+
+def test_another_drop_last_needs_the_states_of_all_parts():
+    seen, states = advance([SplitSampler(11, 2, rank, seed=3) for rank in range(2)], [2, 2])
+    samplers = samplers_from(states, 11, 2, drop_last=False)
+    assert sorted(seen + [index for sampler in samplers for index in sampler]) == list(range(10))
+    with pytest.raises(ValueError, match="part 1 of 2 with drop_last=True, and this is part 0 of 2 with drop_last=F"):
+        samplers[0].load_state_dict(states["1"])
+
+
+def test_a_place_is_told_without_making_the_order_again(monkeypatch):
+    sampler = SplitSampler(20, 2, 1, seed=1)
+    running = iter(sampler)
+    next(running)
+    monkeypatch.setattr(random.Random, "shuffle", lambda *_: pytest.fail("the order was made again"))
+    assert sampler.state_dict()["visited"] == 1
+    assert sampler.state_dict(visited=0)["visited"] == 0
+    assert sampler.epoch == 0
+
+
+def test_examples_that_were_read_ahead_can_be_left_out():
+    sampler = SplitSampler(20, seed=2)
+    order = list(SplitSampler(20, seed=2))
+    running = iter(sampler)
+    for _ in range(10):
+        next(running)
+    resumed = SplitSampler(20, seed=2)
+    resumed.load_state_dict(sampler.state_dict(visited=6))
+    assert list(resumed) == order[6:]  # all of it is read ahead now, and the number counts from the epoch's beginning
+    assert resumed.state_dict()["epoch"] == 1
+    resumed.load_state_dict(resumed.state_dict(visited=6 + 3))
+    assert resumed.state_dict()["visited"] == 9
+    assert list(resumed) == order[9:]
+    for wrong in (8, 21):
+        with pytest.raises(ValueError, match=f"visited is {wrong}, but this worker has begun at 9 of epoch 0"):
+            resumed.state_dict(visited=wrong)
+    assert resumed.state_dict(visited=20) == {**sampler.state_dict(), "epoch": 1, "visited": 0}
+
+
+def test_after_a_change_of_parts_the_number_counts_from_there():
+    _, states = advance([SplitSampler(20, 2, rank, seed=3) for rank in range(2)], [4, 4])
+    (sampler,) = samplers_from(states, 20, 1)
+    assert sampler.state_dict()["visited"] == 0
+    order = list(sampler)
+    (resumed,) = samplers_from(sampler.state_dict(visited=5), 20, 1)
+    assert list(resumed) == order[5:]
+
+
+def test_before_the_first_example_none_can_have_been_visited():
+    sampler = SplitSampler(20, seed=2)
+    assert sampler.state_dict(visited=0) == sampler.state_dict()
+    assert sampler.state_dict()["epoch"] == 0
+    with pytest.raises(ValueError, match="visited is 1, but this worker has begun at 0 of epoch 0"):
+        sampler.state_dict(visited=1)
+
+
+def test_a_number_of_any_integer_type_can_be_saved():
+    sampler = SplitSampler(20, seed=2)
+    list(sampler)
+    assert through_json(sampler.state_dict(visited=np.int64(6)))["visited"] == 6
+
+
+def places(**changes):
+    """The states of two workers at the same step, by rank; the second with changes."""
+    _, states = advance([SplitSampler(20, 2, rank, seed=1) for rank in range(2)], [3, 3])
+    return {0: states["0"], 1: {**states["1"], **changes}}
+
+
+GENERATION = {"drop_last": True, "visited": [2, 2, 2]}
+HOW = r"sampler.load_state_dict\(\{rank: state\[\"sampler\"\] for rank, state in checkpoint.states.items\(\)\}\)"
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "the state is None: nothing was saved there"),
+        (3, "the state is of type int"),
+        ({}, r"the state lacks length, shuffle, .*generations \(it has nothing\)"),
+        ({"part_index": 0}, r"the state lacks length, .* \(it has part_index\)"),
+        ({"epoch": 1, "sampler": places()[0]}, r"the state lacks length, .* \(it has epoch, sampler\)"),
+        ({0: None, 1: places()[1]}, "the state of rank 0 is None: nothing was saved there"),
+        ({"0": {"epoch": 0, "sampler": places()[0]}}, r"the state of rank 0 lacks .* \(it has epoch, sampler\)"),
+        ({0: places()[0], 1: places()[0]}, "there are 2 states of 1 parts"),
+        (places(visited=-5), "rank 1 has visited=-5, which must be a whole number of at least 0"),
+        (places(visited=11), "part 1 is said to have visited=11, but it had 10 examples"),
+        (places(visited=1000)[1], "part 1 is said to have visited=1000, but it had 10 examples"),
+        (places(visited=2.5), "rank 1 has visited=2.5"),
+        (places(visited=True), "rank 1 has visited=True"),
+        (places(epoch="1"), "rank 1 has epoch='1'"),
+        (places(num_parts=0), "rank 1 has num_parts=0, which must be a whole number of at least 1"),
+        (places(part_index=2), "rank 1 is of part_index=2, but num_parts is 2"),
+        (places(drop_last=1), "rank 1 has drop_last=1, which must be true or false"),
+        (places(num_parts=3), "not of one moment: num_parts is 2 in that of part 0 and 3 in that of part 1"),
+        (places(drop_last=False), "not of one moment: drop_last is True in that of part 0 and False in"),
+        (places(epoch=1), "not of one moment: epoch is 0 in that of part 0 and 1 in that of part 1"),
+        (places(epoch=2, visited=0), "not of one moment: epoch is 0 in that of part 0 and 2 in that of part 1"),
+        (places(generations=[GENERATION]), "not of one moment: generations is"),
+        (places(generations=None), "rank 1 has generations=None, which must be a list"),
+        (places(generations=[[2, 2]]), r"has the generation \[2, 2\], which must hold drop_last"),
+        (places(generations=[{**GENERATION, "visited": [1, -1]}]), "has the generation .*-1.*, which must hold"),
+        (places(generations=[{**GENERATION, "visited": []}]), "has the generation .*, which must hold"),
+        (
+            places(generations=[{**GENERATION, "visited": [7, 0, 0]}])[1],
+            "part 0 is said to have visited=7, but it had 6",
+        ),
+    ],
+)
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_what_is_no_state_is_refused_with_what_to_give(state, message, num_parts):
+    sampler = SplitSampler(20, num_parts, 1, seed=1)
+    with pytest.raises(ValueError, match=f"{message}.*{HOW}"):
+        sampler.load_state_dict(state)
+    assert sampler.epoch == 0 and len(sampler) == 20 // num_parts
+
+
+def test_as_many_parts_need_their_own_state_and_another_number_those_of_all():
+    _, states = advance([SplitSampler(20, 2, rank, seed=3) for rank in range(2)], [3, 3])
+    own = SplitSampler(20, 2, 1, seed=3)
+    own.load_state_dict({1: states["1"]})
+    assert len(own) == 7
+    for state in ({1: states["1"]}, states["1"]):
+        with pytest.raises(ValueError, match=f"part 1 of 2, and this is part 0 of 3: that of every part.*{HOW}"):
+            SplitSampler(20, 3, 0, seed=3).load_state_dict(state)
+
+
+def test_a_place_within_an_order_that_nobody_can_make_again_is_refused():
+    with pytest.raises(ValueError, match="order cannot be made again without a seed"):
+        SplitSampler(20).load_state_dict({**SplitSampler(20).state_dict(), "visited": 3})
+
+
+def test_a_place_that_does_not_belong_here_is_refused():
+    running = SplitSampler(20)
+    next(iter(running))
+    with pytest.raises(ValueError, match="give SplitSampler a seed"):
+        running.state_dict()
+    place = SplitSampler(20, 2, 0, seed=1).state_dict()
+    with pytest.raises(ValueError, match=r"length=20, but this sampler has length=21"):
+        SplitSampler(21, 2, 0, seed=1).load_state_dict(place)
+    with pytest.raises(ValueError, match=r"seed=1, but this sampler has seed=2"):
+        SplitSampler(20, 2, 0, seed=2).load_state_dict(place)
+    with pytest.raises(ValueError, match="part 0 of 2, and this is part 1 of 2: that of every part is needed; give"):
+        SplitSampler(20, 2, 1, seed=1).load_state_dict(place)
 
 
 def test_a_data_loader_takes_the_sampler():

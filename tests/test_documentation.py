@@ -269,6 +269,7 @@ def test_a_python_example_runs_alone_in_the_embedded_cluster(path: Path, body: s
     script.write_text(body, "utf-8")
     run = subprocess.run(
         [sys.executable, "-W", "error", script],
+        cwd=tmp_path,
         env=plain_environment(),
         capture_output=True,
         text=True,

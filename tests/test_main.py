@@ -12,8 +12,9 @@ from kvdist import __main__ as command
 from kvdist.config import optimizer_modules_from_env
 from kvdist.core.effects import ChildEnded
 from kvdist.errors import ConfigError
+from kvdist.kvstore import commands
 from kvdist.nodes import SCHEDULER, server, worker
-from kvdist.optimizer import create
+from kvdist.optimizer import create, registry
 
 CLUSTER = {
     "DMLC_ROLE": "scheduler",
@@ -125,6 +126,12 @@ def test_a_module_that_the_operator_names_makes_its_optimizers_known(folder):
     assert "rules_of_test_main" in sys.modules
 
 
+def test_a_module_that_another_one_has_imported_may_be_named_too(folder):
+    (folder / "inner_of_test_main.py").write_text(RULE.replace("halving", "thirding"))
+    (folder / "outer_of_test_main.py").write_text("import inner_of_test_main\n" + RULE.replace("halving", "outer"))
+    command.import_optimizers(["outer_of_test_main", "inner_of_test_main"])
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -141,6 +148,47 @@ def test_a_module_that_is_of_no_use_is_named_with_the_reason(folder, monkeypatch
     with pytest.raises(ConfigError, match=f"the optimizer module broken_of_test {words}"):
         command.import_optimizers(["broken_of_test"])
     monkeypatch.delitem(sys.modules, "broken_of_test", raising=False)
+
+
+COMMAND = """
+from kvdist import kv
+
+
+@kv.register_command(1_900_000_001)
+def note(head, body, rank):
+    pass
+"""
+
+
+@pytest.fixture
+def handlers(monkeypatch):
+    fresh = {}
+    monkeypatch.setattr(commands, "HANDLERS", fresh)
+    monkeypatch.setattr(command, "HANDLERS", fresh)
+    return fresh
+
+
+@pytest.mark.parametrize("text", [COMMAND, RULE.replace("halving", "server_halving"), COMMAND + RULE])
+def test_a_server_module_may_register_commands_or_optimizers_or_both(folder, monkeypatch, handlers, text):
+    name = f"module_of_test_main_{len(text)}"
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.setattr(registry, "_BY_NAME", {})
+    command.import_server_modules([name, name])
+    assert list(handlers) == ([1_900_000_001] if COMMAND in text else [])
+
+
+def test_a_server_module_that_registers_nothing_is_named_with_what_to_do(folder):
+    (folder / "idle_of_test_main.py").write_text("x = 1")
+    with pytest.raises(ConfigError, match="the server module idle_of_test_main registers nothing: .*register_command"):
+        command.import_server_modules(["idle_of_test_main"])
+
+
+def test_a_module_that_both_options_name_is_imported_once(folder, monkeypatch, capsys, handlers):
+    (folder / "twice_of_test_main.py").write_text(COMMAND)
+    monkeypatch.setenv("KVDIST_SERVER_MODULE", "twice_of_test_main")
+    assert command.main(["--optimizer-module", "twice_of_test_main"]) == command.EXIT_CONFIG
+    assert "DMLC_ROLE says neither" in capsys.readouterr().err, "nothing is wrong with the module"
+    assert list(handlers) == [1_900_000_001]
 
 
 @pytest.mark.parametrize("name", ["a/b", "my-rules", "../rules", "rules.", "a b", "3rules"])

@@ -33,6 +33,7 @@ STORE = [
     "pushpull",
     "pushpull_async",
     "rank",
+    "send_command_to_servers",
     "set_optimizer",
     "set_updater",
     "type",

@@ -132,3 +132,21 @@ def test_a_schedule_in_the_optimizer_and_one_on_the_worker_give_the_same_weights
         assert torch.equal(with_schedule, by_hand)
     for trainer in trainers:
         trainer.close()
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_the_learning_rate_with_a_schedule_is_that_of_the_last_step(on_store):
+    weight = torch.nn.Parameter(torch.zeros(10))
+    schedule = FactorScheduler(2, 0.1, base_lr=1.0)
+    options = {"learning_rate": 1.0, "lr_scheduler": schedule}
+    trainer = Trainer([weight], "sgd", options, kvstore="dist", update_on_kvstore=on_store)
+    rate = 1.0
+    for step in range(10):
+        weight.grad = torch.ones(10)
+        before = weight.detach().clone()
+        trainer.step(1)
+        assert torch.allclose(before - weight.detach(), torch.full((10,), trainer.learning_rate), atol=1e-6)
+        if step % 2 == 0:
+            assert trainer.learning_rate == pytest.approx(rate)
+            rate *= 0.1
+    trainer.close()

@@ -10,6 +10,7 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvdist.checkpoint.works import Product, Work
 from kvdist.nodes import Member, NodeId
 from kvdist.protocol.messages import Message, Packet
 
@@ -87,6 +88,14 @@ class Report:
     text: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Persist:
+    """Do this with the disk while everything else goes on; what came of it is `Persisted` with the same token."""
+
+    token: object
+    work: Work
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """This process's part is over; with an error if it ends because something failed."""
@@ -94,7 +103,7 @@ class Stop:
     error: Exception | None = None
 
 
-Effect = Send | Transmit | Connect | Adopt | Forget | Complete | Answered | Fail | Report | Stop
+Effect = Send | Transmit | Connect | Adopt | Forget | Complete | Answered | Fail | Report | Persist | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,16 @@ class LauncherGone:
     """The launcher that supervised this job has ended."""
 
 
-Event = Connected | Disconnected | ChildEnded | LauncherGone
+@dataclass(frozen=True, slots=True, eq=False)
+class Persisted:
+    """A work with the disk is done, or could not be done; then `failure` says why."""
+
+    token: object
+    product: Product = None
+    failure: str = ""
+
+
+Event = Connected | Disconnected | ChildEnded | LauncherGone | Persisted
 
 NEVER = float("inf")
 

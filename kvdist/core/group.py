@@ -24,8 +24,13 @@ from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member
 from kvdist.optimizer.states import Part
 from kvdist.optimizer.updater import Updater
-from kvdist.protocol.layout import offsets
-from kvdist.protocol.messages import U8, U32
+from kvdist.protocol.layout import PayloadView, offsets, stretches
+from kvdist.protocol.messages import U8, U32, Flag, Push
+
+SLICES_MIN = 2
+"""A group of one would gain nothing."""
+_APART = int(Flag.EMPTY | Flag.HOLD)
+"""What adds nothing is no gradient, and what is held is kept back slice by slice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +47,29 @@ class GroupPush:
     values: Bits
     """The payload as it came, padding included."""
     pull: bool
+
+    @classmethod
+    def of(
+        cls, sender: Member, message: Push, stretch: slice, payload: PayloadView, settings: Sequence[Setting]
+    ) -> GroupPush | None:
+        """These slices of a message as one contribution; None where they count or look differently."""
+        flags, setting_of = message.flags[stretch], message.setting_of[stretch]
+        codes, runs = message.arrays.dtypes[stretch], message.runs[stretch]
+        if len(codes) < SLICES_MIN or flags[0] & _APART or (runs != runs[0]).any():
+            return None
+        if (flags != flags[0]).any() or (setting_of != setting_of[0]).any() or (codes != codes[0]).any():
+            return None
+        return cls(
+            sender,
+            int(runs[0]),
+            message.steps[stretch],
+            message.versions[stretch],
+            message.samples[stretch],
+            int(flags[0]),
+            settings[int(setting_of[0])],
+            payload.stretch(stretch.start, stretch.stop, DType(int(codes[0]))),
+            message.pull,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,3 +263,16 @@ class Group:
             )
         ]
         return GroupBuffer(array, memory.data, slices)
+
+
+def joined_stretches(runs: U32) -> list[tuple[int, int]]:
+    """The stretches of equal runs; neighbours that are too short for a group as one, to be looked at slice by slice."""
+    joined: list[tuple[int, int]] = []
+    short = False
+    for begin, end in stretches(runs):
+        was_short, short = short, end - begin < SLICES_MIN
+        if short and was_short:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvdist.core.group import Group
+from kvdist.core.group import SLICES_MIN, Group
 from kvdist.protocol.messages import U32
 
-SLICES_MIN = 2
-"""A group of one would gain nothing."""
 ROUNDS_WORTH_IT = 16
 STRIKES_MAX = 8
 """After so many groups of the same slices in a row, each dissolved sooner than that, the slices stay apart."""

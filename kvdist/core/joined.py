@@ -15,7 +15,7 @@ import numpy as np
 from kvdist.core.host_sum import HostRound, Share
 from kvdist.core.outbox import SETTINGS_PER_MESSAGE_MAX, Ready
 from kvdist.core.requests import ALONE_BYTES_MIN
-from kvdist.core.shard import Allocate, Bits, Contribution, Setting, setting_of
+from kvdist.core.shard import Allocate, Bits, Contribution, Setting, Shard, setting_of
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
@@ -237,3 +237,17 @@ def slices_of(sender: Member, message: JoinedPush, neighbours: Mapping[int, Memb
             [arrays[i].size for i in with_bytes],
             [codes[i] for i in with_bytes],
         )
+
+
+def obstacle_to(joined: JoinedSlice, shard: Shard) -> str:
+    """Why the contributions of a host cannot be taken; '' if they can."""
+    if joined.strangers or not any(not contribution.silent for contribution in joined.contributions):
+        names = ", ".join(f"worker-{rank}" for rank in joined.strangers) or "others only"
+        return f"the sender speaks for {names}, and may speak for itself and the workers of its host"
+    if len({contribution.member for contribution in joined.contributions}) < len(joined.contributions):
+        return f"slice {joined.number} has two contributions of one worker"
+    if shard.policy.close is not None:
+        return f"key {shard.key!r} is asynchronous: its contributions are applied one by one, not summed on the way"
+    if any(count != shard.count for count in joined.counts) or any(code != shard.dtype for code in joined.dtypes):
+        return f"slice {joined.number} has another size or dtype than was declared"
+    return ""

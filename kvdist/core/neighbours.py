@@ -28,18 +28,8 @@ from kvdist.core.transfers import LEADER, Transfers
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
 from kvdist.protocol.layout import offsets
-from kvdist.protocol.messages import (
-    U32,
-    Arrays,
-    Counted,
-    Done,
-    Goodbye,
-    HandedBack,
-    Peer,
-    Push,
-    Refused,
-    Values,
-)
+from kvdist.protocol.messages import U32, Arrays, Counted, Done, Goodbye, HandedBack, Push, Refused, Values
+from kvdist.protocol.registration import Peer
 
 Answer = Values | Counted | Refused
 

@@ -19,6 +19,8 @@ class Pending:
     """When it fails for lateness."""
     asked: bool = False
     """It is late, and the scheduler was asked who is missing."""
+    in_background: bool = False
+    """Its user goes on meanwhile, so that what else waits is of more interest."""
 
 
 class PendingRequests:
@@ -42,8 +44,13 @@ class PendingRequests:
 
     @property
     def oldest(self) -> Pending | None:
-        """The one that has waited longest."""
-        return next(iter(self._all.values()), None)
+        """The one that has waited longest; of those in the background if there is no other."""
+        found = None
+        for pending in self._all.values():
+            if not pending.in_background:
+                return pending
+            found = found or pending
+        return found
 
     @property
     def timed(self) -> list[Pending]:

@@ -30,18 +30,8 @@ from kvdist.core.effects import (
     Transmit,
 )
 from kvdist.nodes import UNRANKED, Member, Role
-from kvdist.protocol.messages import (
-    Ack,
-    InitValues,
-    JoinedPush,
-    Message,
-    Packet,
-    Push,
-    Rejected,
-    ReplaceValues,
-    Stamp,
-    Values,
-)
+from kvdist.protocol.messages import Ack, InitValues, JoinedPush, Message, Packet, Push, ReplaceValues, Stamp, Values
+from kvdist.protocol.registration import Rejected
 
 ACK_DELAY_S = 0.02
 """An acknowledgement waits this long for a message to ride on."""

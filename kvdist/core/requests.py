@@ -9,13 +9,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
-from kvdist.protocol.messages import U8, U32, padded
+from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Command
+from kvdist.protocol.messages import U8, U32, Configure, padded
+from kvdist.protocol.saving import SavedFile
 
 Bits = npt.NDArray[np.generic]
 
@@ -217,6 +220,32 @@ class SetStoreOptimizer:
     request: int
     store: int
     description: dict[str, str | int | float | bool | None]
+    label: ClassVar[str] = "set_optimizer"
+
+    @property
+    def message(self) -> Configure:
+        """What the scheduler is asked."""
+        return Configure(self.request, self.store, self.description)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendCommand:
+    """Let every server run the handler `head` with `body`; completes when all have."""
+
+    request: int
+    head: int
+    body: str
+
+    @property
+    def label(self) -> str:
+        """What is asked, for people."""
+        which = f"command {self.head}" if self.head <= HEAD_OF_USERS_MAX else "a command of kvdist"
+        return f"{which} to the servers"
+
+    @property
+    def message(self) -> Command:
+        """What the scheduler is asked."""
+        return Command(self.request, self.head, self.body)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,6 +262,35 @@ class EnterBarrier:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SaveStore:
+    """Save what the store has after the pushes that were submitted before; completes when it is a checkpoint."""
+
+    request: int
+    store: int
+    folder: str
+    contents: tuple[str, ...]
+    step: int
+    keep: int
+    file: SavedFile
+    keys: tuple[KeyInfo, ...]
+    """All of the store."""
+    failure: str = ""
+    """Why this worker cannot take part, so that it fails for all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadStore:
+    """Restore the store, once no push of this worker is under way; completes when every server has done so."""
+
+    request: int
+    store: int
+    folder: str
+    contents: tuple[str, ...]
+    failure: str = ""
+    """Why this worker cannot take part, so that it fails for all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Leave:
     """Say goodbye once everything that was pushed has arrived; a `failure` says so at once and ends the job."""
 
@@ -240,4 +298,14 @@ class Leave:
     failure: str = ""
 
 
-Request = Register | DeclareKeys | Transfer | SetStoreOptimizer | EnterBarrier | Leave
+Request = (
+    Register
+    | DeclareKeys
+    | Transfer
+    | SetStoreOptimizer
+    | SendCommand
+    | EnterBarrier
+    | SaveStore
+    | LoadStore
+    | Leave
+)

@@ -6,12 +6,13 @@ never from counts of messages, so a repeated request changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from kvdist.config import ClusterConfig
+from kvdist.core.agreements import Agreements
 from kvdist.core.barriers import Barriers
-from kvdist.core.chosen import Description, Optimizer, choose
+from kvdist.core.checkpoints import Checkpoints
+from kvdist.core.commands import pass_on
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -22,54 +23,38 @@ from kvdist.core.effects import (
     Event,
     LauncherGone,
     Machine,
+    Persisted,
     Report,
     Send,
     Stop,
 )
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.keybook import Entry, KeyBook
-from kvdist.core.policy import POLICIES
 from kvdist.core.seats import Seats
-from kvdist.core.sharding import Keep, Placer, row_length
-from kvdist.dtypes import DType
-from kvdist.errors import ConfigError, InitMismatch, PeerLostError
+from kvdist.core.servers_asked import ServersAsked
+from kvdist.core.sharding import Placer
+from kvdist.errors import ConfigError, PeerLostError
 from kvdist.nodes import UNRANKED, Member, Role
+from kvdist.protocol.commands import Command
 from kvdist.protocol.messages import (
     Abort,
-    Assign,
     Barrier,
     Configure,
     Declare,
     Done,
-    ErrorCode,
     Failed,
     Goodbye,
-    Hello,
     Message,
-    Placed,
-    Rejected,
-    Roster,
-    SetOptimizer,
     Waiting,
-    Welcome,
 )
 from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
+from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
+from kvdist.protocol.saving import Load, Save, Saved
 
 ROSTER_GAP_S = 0.001
 """Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers
 leave at nearly the same time."""
-
-
-@dataclass(slots=True)
-class Broadcast:
-    """A request to every server, and what to do when the last one has answered."""
-
-    awaited: set[Member]
-    then: Callable[[str], list[Effect]]
-    """Called with '' or with the first failure."""
-    failure: str = ""
 
 
 class Scheduler(Machine):
@@ -91,14 +76,13 @@ class Scheduler(Machine):
         self.complete = False
         self.seats = Seats(config, first_incarnation)
         self.steps: dict[Member, int] = {}
-        self.books: dict[int, KeyBook] = {}
-        self.optimizers: dict[int, Optimizer] = {}
         self.barriers = Barriers()
-        self.placer = Placer(
+        self.asked = ServersAsked()
+        placer = Placer(
             config.num_servers, config.bigarray_bound, config.limits.slice_bytes, config.placement == "hash"
         )
-        self._broadcasts: dict[int, Broadcast] = {}
-        self._next_request = 0
+        self.agreements = Agreements(self.seats, placer, self.asked)
+        self.checkpoints = Checkpoints(self.seats, self.agreements, self.asked)
         self._suspects: dict[Member, tuple[float, str]] = {}
         """Member → when it counts as lost, and why."""
         self._servers_gone: set[int] = set()
@@ -136,17 +120,25 @@ class Scheduler(Machine):
             case Hello():
                 return self._hello(sender, message)
             case Declare() if is_worker:
-                return self._declare(sender, message, now)
+                return self.agreements.declare(sender, message, now)
             case Configure() if is_worker:
-                return self._configure(sender, message)
+                return self.agreements.configure(sender, message)
             case Barrier() if is_worker:
                 return self.barriers.enter(sender, message, self.seats.workers.keys(), now)
+            case Save() if is_worker:
+                return self.checkpoints.save(sender, message, now)
+            case Load() if is_worker:
+                return self.checkpoints.load(sender, message, now)
+            case Saved() if not is_worker:
+                return self.checkpoints.saved(sender, message, now)
+            case Command() if is_worker:
+                return pass_on(sender, message, self.seats, self.asked)
             case Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
             case Done():
-                return self._answered(sender, message.request, "")
+                return self.asked.answered(sender, message.request, "")
             case Failed():
-                return self._answered(sender, message.request, f"{sender}: {message.reason}")
+                return self.asked.answered(sender, message.request, f"{sender}: {message.reason}")
             case _:
                 return []
 
@@ -160,6 +152,8 @@ class Scheduler(Machine):
                 self._suspects.pop(member, None)
             case ChildEnded():
                 return self._child_ended(event, now)
+            case Persisted():
+                return self.checkpoints.persisted(event)
             case LauncherGone():
                 return self._abort(
                     "launcher", self.config.root_host, "it ended or was killed", None, "the launcher is gone"
@@ -203,7 +197,7 @@ class Scheduler(Machine):
         """Who is awaited, by the oldest of those who wait."""
         if not self.complete:
             return f"waiting for {', '.join(self.seats.missing())} to register"
-        for book in self.books.values():
+        for book in self.agreements.books.values():
             wait = book.oldest_wait(self.seats.workers.keys())
             if wait is not None:
                 request, key, missing = wait
@@ -213,12 +207,17 @@ class Scheduler(Machine):
         if barrier is not None:
             counter, since, missing = barrier
             return f"barrier {counter} has waited {now - since:.1f} s for {_names(missing)}"
+        saving = self.checkpoints.oldest_wait(self.seats.workers.keys())
+        if saving is not None:
+            subject, since, missing = saving
+            return f"{subject} has waited {now - since:.1f} s" + (f" for {_names(missing)}" if missing else "")
         return None
 
     def validate(self) -> None:
         """Check every invariant."""
         self.seats.validate()
         self.barriers.validate(self.seats.workers.keys())
+        self.checkpoints.validate()
 
     # Seats.
 
@@ -255,112 +254,6 @@ class Scheduler(Machine):
         present = self.seats.present
         return [Send(peer.member, Roster(present)) for peer in present]
 
-    # Keys and optimizers.
-
-    def _declare(self, sender: Member, message: Declare, now: float) -> list[Effect]:
-        if message.mode not in POLICIES:
-            reason = f"this scheduler knows no policy {message.mode!r}, only {', '.join(POLICIES)}"
-            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
-        book = self.books.get(message.store)
-        if book is None:
-            book = self.books[message.store] = KeyBook(message.store, message.mode, sender, self.limits.slice_bytes)
-        effects: list[Effect] = []
-        try:
-            book.declare(sender, message, now)
-        except InitMismatch as error:
-            effects.append(Send(sender, Failed(message.request, ErrorCode.INIT_MISMATCH, str(error))))
-            for request, reason in book.take_conflicts():
-                if request.member != sender or request.request != message.request:
-                    effects.append(Send(request.member, Failed(request.request, ErrorCode.INIT_MISMATCH, reason)))
-            return effects
-        return self._advance(book)
-
-    def _advance(self, book: KeyBook) -> list[Effect]:
-        """Place what is agreed, answer what is placed."""
-        entries = book.take_agreed(self.seats.workers.keys())
-        effects: list[Effect] = []
-        if entries:
-            effects += self._place(book, entries)
-        for request in book.take_answerable():
-            givers = tuple(book.entries[key].giver for key in request.keys)
-            effects.append(Send(request.member, Placed(request.request, book.placement(request.keys), givers)))
-        return effects
-
-    def _place(self, book: KeyBook, entries: list[Entry]) -> list[Effect]:
-        keys = [entry.key for entry in entries]
-        sizes, shapes = [entry.size for entry in entries], [entry.shape for entry in entries]
-        dtypes = [DType(entry.dtype) for entry in entries]
-        optimizer = self.optimizers.get(book.store)
-        keep = Keep.NOTHING if optimizer is None else optimizer.keep
-        rows = [row_length(shape) for shape in shapes]
-        placement = self.placer.place(keys, sizes, [dtype.itemsize for dtype in dtypes], keep, rows)
-        for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
-            entry.first_slice, entry.home = first, home
-            # Rank 0, or who comes after it if that has left.
-            entry.giver = min(self.seats.workers, default=0)
-
-        def placed(_: str) -> list[Effect]:
-            book.mark_placed(entries)
-            return self._advance(book)
-
-        return self._ask_servers(
-            lambda request: Assign(
-                request, book.store, book.mode, tuple(keys), tuple(shapes), tuple(int(d) for d in dtypes), placement
-            ),
-            placed,
-        )
-
-    def _configure(self, sender: Member, message: Configure) -> list[Effect]:
-        present = self.optimizers.get(message.store)
-        if present is None or present.failure:
-            try:
-                book = self.books.get(message.store)
-                optimizer = choose(message, sender, book, self.placer.num_servers)
-            except ValueError as error:
-                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, str(error)))]
-            self.optimizers[message.store] = optimizer
-            return self._ask_servers(
-                lambda request: SetOptimizer(request, message.store, message.description),
-                lambda failure: self._configured(optimizer, failure),
-            )
-        if present.description != message.description:
-            reason = (
-                f"{present.chosen_by} set the optimizer of this store to {_shown(present.description)}, but {sender}"
-                f" asks for {_shown(message.description)}: every worker must set the same one, and only once"
-            )
-            return [Send(sender, Failed(message.request, ErrorCode.OPTIMIZER_MISMATCH, reason))]
-        if present.installed:
-            return [Send(sender, Done(message.request))]
-        present.waiters.append((sender, message.request))
-        return []
-
-    def _configured(self, optimizer: Optimizer, failure: str) -> list[Effect]:
-        optimizer.installed = not failure
-        optimizer.failure = failure
-        answers: list[Effect] = []
-        for member, request in optimizer.waiters:
-            answer = Failed(request, ErrorCode.CONFIG, failure) if failure else Done(request)
-            answers.append(Send(member, answer))
-        optimizer.waiters = []
-        return answers
-
-    def _ask_servers(self, make: Callable[[int], Message], then: Callable[[str], list[Effect]]) -> list[Effect]:
-        self._next_request += 1
-        request = self._next_request
-        self._broadcasts[request] = Broadcast(set(self.seats.servers), then)
-        return [Send(server, make(request)) for server in self.seats.servers]
-
-    def _answered(self, sender: Member, request: int, failure: str) -> list[Effect]:
-        broadcast = self._broadcasts.get(request)
-        if broadcast is None or sender not in broadcast.awaited:
-            return []
-        broadcast.awaited.discard(sender)
-        broadcast.failure = broadcast.failure or failure
-        if broadcast.awaited:
-            return []
-        del self._broadcasts[request]
-        return broadcast.then(broadcast.failure)
-
     # Leaving, dying, ending.
 
     def _goodbye(self, sender: Member, message: Goodbye, now: float) -> list[Effect]:
@@ -373,9 +266,8 @@ class Scheduler(Machine):
         self._suspects.pop(sender, None)
         effects += self._announce_soon(now)
         effects += self.barriers.release(self.seats.workers.keys())
-        for book in self.books.values():
-            effects += self._advance(book)
-        return effects + self._end_if_alone(now)
+        effects += self.checkpoints.release()
+        return effects + self.agreements.advance_all() + self._end_if_alone(now)
 
     @property
     def _is_over(self) -> bool:
@@ -462,8 +354,8 @@ class Scheduler(Machine):
             hint = Waiting(f"{', '.join(self.seats.missing())} to register", (), now - self._started_at)
             return [Send(peer.member, hint) for peer in self.seats.present]
         live = self.seats.workers.keys()
-        effects = list(self.barriers.hints(live, now))
-        for book in self.books.values():
+        effects = [*self.barriers.hints(live, now), *self.checkpoints.hints(live, now)]
+        for book in self.agreements.books.values():
             wait = book.oldest_wait(live)
             if wait is not None:
                 request, key, missing = wait
@@ -474,8 +366,3 @@ class Scheduler(Machine):
 
 def _names(ranks: Sequence[int]) -> str:
     return ", ".join(f"worker-{rank}" for rank in ranks) or "the servers"
-
-
-def _shown(description: Description) -> str:
-    options = ", ".join(f"{name}={value!r}" for name, value in description.items() if name != "name")
-    return f"{description.get('name')}({options})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvdist.config import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.messages import Hello, Peer
+from kvdist.protocol.registration import Hello, Peer
 from kvdist.version import __version__
 
 

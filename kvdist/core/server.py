@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from kvdist.config import Limits
-from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Report, Send, Stop
+from kvdist.core.commands import Handler, perform
+from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Persisted, Report, Send, Stop
 from kvdist.core.group import GroupBuffer
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.shard import Allocate, Buffer, ordinary_memory
@@ -15,6 +17,7 @@ from kvdist.errors import KvdistError
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
 from kvdist.optimizer.registry import from_description
+from kvdist.protocol.commands import Perform
 from kvdist.protocol.messages import (
     Abort,
     Alive,
@@ -27,16 +30,15 @@ from kvdist.protocol.messages import (
     Message,
     Pull,
     Push,
-    Rejected,
     ReplaceValues,
-    Roster,
     SetOptimizer,
     Waiting,
-    Welcome,
 )
 from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
+from kvdist.protocol.registration import Rejected, Roster, Welcome
+from kvdist.protocol.saving import DropRestored, Mark, Restore, TakeRestored
 
 
 class Server(Machine):
@@ -48,6 +50,7 @@ class Server(Machine):
         kernels: who does the arithmetic.
         now: the time.
         allocate: gives memory for values.
+        handlers: what runs when a worker sends a command, by the command's number.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Server(Machine):
         kernels: Kernels,
         now: float,
         allocate: Allocate = ordinary_memory,
+        handlers: Mapping[int, Handler] = MappingProxyType({}),
     ) -> None:
         self.limits = limits
         self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
@@ -71,6 +75,7 @@ class Server(Machine):
         self._left: set[Member] = set()
         """Workers that said goodbye; their last words are not worth an answer."""
         self.table = Table(limits, kernels, allocate)
+        self._handlers = handlers
         self._next_alive = NEVER
         self._next_look = NEVER
         self._scheduler_lost_at = NEVER
@@ -103,6 +108,8 @@ class Server(Machine):
                 self.table.push_joined(sender, message, self._neighbours_of(sender), now)
             case Pull():
                 self.table.pull(sender, message, now)
+            case Mark():
+                self.table.mark(sender, message, now)
             case InitValues() | ReplaceValues():
                 self.table.initialise(sender, message, now)
             case _:
@@ -118,6 +125,8 @@ class Server(Machine):
                 if self.joining.welcomed:
                     self._next_alive = now
                     self._scheduler_lost_at = now + self.limits.reconnect_grace_s
+        elif isinstance(event, Persisted):
+            return self.table.persisted(event)
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER
         return []
@@ -179,6 +188,12 @@ class Server(Machine):
                 return [Send(SCHEDULER_MEMBER, Done(message.request))]
             case SetOptimizer():
                 return self._set_optimizer(message, now)
+            case Restore():
+                return self.table.restore(message)
+            case TakeRestored() | DropRestored():
+                return self.table.end_restoring(message, now)
+            case Perform():
+                return [Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
             case Abort():
                 return [Stop(lost(message))]
             case Waiting():

@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence, Set
 
 from kvdist.config import Limits
 from kvdist.core.answers import Answers
-from kvdist.core.effects import Effect, Send
+from kvdist.core.cuts import Cuts
+from kvdist.core.effects import Effect, Persisted, Send
 from kvdist.core.forms import Forms
-from kvdist.core.group import Group, GroupPull, GroupPush
-from kvdist.core.groups import SLICES_MIN, Groups
-from kvdist.core.joined import JoinedSlice, slices_of
+from kvdist.core.group import Group, GroupPull, GroupPush, joined_stretches
+from kvdist.core.groups import Groups
+from kvdist.core.joined import obstacle_to, slices_of
 from kvdist.core.policy import POLICIES
+from kvdist.core.restoring import Restoring
+from kvdist.core.rounds import Rounds
 from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
 from kvdist.core.sharding import cut, row_length
 from kvdist.core.traffic import Traffic
-from kvdist.core.whole import Wholes, close, contributors, next_round
+from kvdist.core.whole import Wholes, contributors, next_round
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
@@ -35,7 +38,6 @@ from kvdist.protocol.messages import (
     Arrays,
     Assign,
     ErrorCode,
-    Flag,
     InitValues,
     JoinedPush,
     Outcome,
@@ -44,9 +46,7 @@ from kvdist.protocol.messages import (
     ReplaceValues,
     Waiting,
 )
-
-# Plain numbers: operators of enums are written in Python.
-_EMPTY, _HOLD = int(Flag.EMPTY), int(Flag.HOLD)
+from kvdist.protocol.saving import DropRestored, Mark, Restore, TakeRestored
 
 
 class Table:
@@ -65,6 +65,7 @@ class Table:
         self.workers: Mapping[int, Member] = {}
         """Rank → the live worker there."""
         self.traffic = Traffic()
+        self.rounds = Rounds()
         self._name = "this server"
         self._allocate = allocate
         self._updaters: dict[int, Updater] = {}
@@ -77,6 +78,8 @@ class Table:
         self._wholes = Wholes()
         self._open: set[int] = set()
         """Slices with an open round or waiting pulls."""
+        self.cuts = Cuts(kernels)
+        self._restoring = Restoring()
 
     # What the scheduler decides.
 
@@ -115,6 +118,35 @@ class Table:
             shard = self.shards[number]
             shard.pulls = [pull for pull in shard.pulls if pull.member.node.rank not in gone]
             self._close_if_ready(shard, now)
+        for number in list(self.cuts.awaited):
+            self._look(self.shards[number])
+        self.cuts.roster(workers)
+
+    def restore(self, message: Restore) -> list[Effect]:
+        """Read what a checkpoint has of the slices of a store."""
+        mine = [shard for number, shard in self.shards.items() if self._store_of[number] == message.store]
+        return self._restoring.read(message, mine, self._updaters.get(message.store))
+
+    def end_restoring(self, message: TakeRestored | DropRestored, now: float) -> list[Effect]:
+        """Take over what was read, or forget it."""
+        self._take_all_apart(now)
+        if isinstance(message, TakeRestored):
+            self._forget_departed(message.store)
+        return self._restoring.end(message, self.shards, self._updaters.get(message.store))
+
+    def _forget_departed(self, store: int) -> None:
+        """What those who have left have pushed to open rounds was for the values that there were until now."""
+        for number in [number for number in self._open if self._store_of[number] == store]:
+            shard = self.shards[number]
+            shard.slots = {rank: one for rank, one in shard.slots.items() if rank in self.workers}
+            if not shard.slots and not shard.pulls:
+                self._open.discard(number)
+
+    def persisted(self, event: Persisted) -> list[Effect]:
+        """What came of a work with the disk."""
+        if isinstance(event.token, Restore):
+            return self._restoring.persisted(event)
+        return self.cuts.persisted(event, self.workers, self._name)
 
     def explain(self, now: float) -> str | None:
         """The oldest open round, and who is missing in it."""
@@ -137,6 +169,7 @@ class Table:
     def validate(self) -> None:
         """Check every invariant."""
         assert not self._answers, "answers leave with the message that caused them"
+        self.cuts.validate(self.workers)
         for group in self._groups:
             group.validate(self.workers.keys())
         for number, shard in self.shards.items():
@@ -150,6 +183,16 @@ class Table:
 
     # What workers say.
 
+    def mark(self, sender: Member, message: Mark, now: float) -> None:
+        """A checkpoint is to have the sender's pushes up to here."""
+        self._take_apart(message.ids, now)
+        for shard in self.cuts.mark(sender, message, self.shards, self.workers, self._name):
+            self._look(shard)
+
+    def _look(self, shard: Shard) -> None:
+        """Its counters have changed: perhaps this is the moment for a checkpoint."""
+        self.cuts.look(shard, self._updaters.get(self._store_of[shard.number]), self.workers)
+
     def initialise(self, sender: Member, message: InitValues | ReplaceValues, now: float) -> None:
         payload = PayloadView(message.arrays)
         self._take_apart(message.ids, now)
@@ -158,6 +201,8 @@ class Table:
             shard = self.shards[int(message.ids[i])]
             put = shard.replace if isinstance(message, ReplaceValues) else shard.initialise
             put(arrays[i])
+            if self.cuts.awaited:
+                self._look(shard)
             self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
             self._close_if_ready(shard, now)
 
@@ -165,11 +210,10 @@ class Table:
         payload = PayloadView(message.arrays)
         settings = [setting_of(numbers) for numbers in message.settings]
         good = self._checked(sender, message.runs, message.ids, message.arrays, message.flags)
-        for begin, end in _joined_stretches(message.runs):
+        for begin, end in joined_stretches(message.runs):
             stretch = slice(begin, end)
-            push = (
-                self._group_push(sender, message, stretch, payload, settings) if len(good) == len(message.ids) else None
-            )
+            whole = len(good) == len(message.ids)
+            push = GroupPush.of(sender, message, stretch, payload, settings) if whole else None
             group = None if push is None else self._group_for(message.ids[stretch], push)
             if group is not None and push is not None:
                 group.offer(push, now)
@@ -192,7 +236,7 @@ class Table:
             shard = self.shards.get(joined.number)
             obstacle = f"slice {joined.number} is not kept by {self._name}"
             if shard is not None:
-                obstacle = _obstacle(joined, shard)
+                obstacle = obstacle_to(joined, shard)
             if shard is None or obstacle:
                 self._to(sender).refuse(joined.run, joined.number, ErrorCode.REFUSED, obstacle)
                 continue
@@ -208,35 +252,12 @@ class Table:
                 for contribution in joined.contributions:
                     self._answer_contribution(shard, contribution)
 
-    def _group_push(
-        self, sender: Member, message: Push, stretch: slice, payload: PayloadView, settings: Sequence[Setting]
-    ) -> GroupPush | None:
-        """These slices of a message as one contribution; None where they count or look differently."""
-        flags, setting_of = message.flags[stretch], message.setting_of[stretch]
-        codes = message.arrays.dtypes[stretch]
-        runs = message.runs[stretch]
-        if len(codes) < SLICES_MIN or flags[0] & (_EMPTY | _HOLD) or (runs != runs[0]).any():
-            return None  # what is held is kept back slice by slice
-        if (flags != flags[0]).any() or (setting_of != setting_of[0]).any() or (codes != codes[0]).any():
-            return None
-        return GroupPush(
-            sender,
-            int(runs[0]),
-            message.steps[stretch],
-            message.versions[stretch],
-            message.samples[stretch],
-            int(flags[0]),
-            settings[int(setting_of[0])],
-            payload.stretch(stretch.start, stretch.stop, DType(int(codes[0]))),
-            message.pull,
-        )
-
     def _group_for(self, ids: U32, push: GroupPush) -> Group | None:
         """The group of these slices, made now if need be; None if the contribution is not for one."""
         group = self._groups.find(ids)
         if group is not None:
             return group if group.fits(push) else None
-        if not self._groups.is_worth_it(ids) or self._groups.of(ids):
+        if not self._groups.is_worth_it(ids) or self._groups.of(ids) or self.cuts.awaits(ids):
             return None
         shards = [self.shards[number] for number in ids.tolist()]
         if any(shard.slots or shard.pulls or shard.published is None for shard in shards):
@@ -333,14 +354,17 @@ class Table:
         if updater is not None:
             self._close_whole_if_ready(self._wholes.of(shard), updater)
             return
+        updater = self._updaters.get(self._store_of[shard.number])
         while shard.is_ready(self.workers.keys()):
             contributions = list(shard.slots.values())
             try:
-                contributions = shard.close(self._updaters.get(self._store_of[shard.number]), self.kernels)
+                contributions = self.rounds.close_slice(shard, updater, self.kernels)
             except (OptimizerMismatch, PushRefused) as error:
                 self._refuse(shard, contributions, error)
             else:
                 self._answer_round(shard, contributions)
+            if self.cuts.awaited:
+                self._look(shard)
         self._answer_open(shard)
 
     def _norms_for(self, shard: Shard) -> Updater | None:
@@ -355,13 +379,15 @@ class Table:
     def _close_whole_if_ready(self, shards: Sequence[Shard], updater: Updater) -> None:
         while rounds := next_round(shards, self.workers.keys()):
             try:
-                close(shards, rounds, updater)
+                self.rounds.close_whole(shards, rounds, updater)
             except (OptimizerMismatch, PushRefused) as error:
                 for shard, contributions in zip(shards, rounds, strict=True):
                     self._refuse(shard, contributions, error)
             else:
                 for shard, contributions in zip(shards, rounds, strict=True):
                     self._answer_round(shard, contributions)
+            for shard in shards if self.cuts.awaited else ():
+                self._look(shard)
         for shard in shards:
             self._answer_open(shard)
 
@@ -384,7 +410,7 @@ class Table:
 
     def _close_group_if_ready(self, group: Group, now: float) -> None:
         while group.is_ready(self.workers.keys()):
-            pushes = group.close(self.kernels)
+            pushes = self.rounds.close_group(group, self.kernels)
             if pushes is None:
                 self._dissolve(group, now)
                 return
@@ -443,6 +469,8 @@ class Table:
                 continue  # It left, or was replaced, while others were still in the round.
             effects += answers.messages(member, self.limits.slice_bytes, self.traffic)
         self._answers = {}
+        if self.cuts.ready:
+            effects += self.cuts.take_effects(self.workers, self._name)
         return effects
 
     def hints(self, now: float) -> list[Effect]:
@@ -463,30 +491,3 @@ class Table:
             for member in waiters:
                 hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
         return [Send(member, hint) for member, hint in hints.items()]
-
-
-def _joined_stretches(runs: U32) -> list[tuple[int, int]]:
-    """The stretches of equal runs; neighbours that are too short for a group as one, to be looked at slice by slice."""
-    joined: list[tuple[int, int]] = []
-    short = False
-    for begin, end in stretches(runs):
-        was_short, short = short, end - begin < SLICES_MIN
-        if short and was_short:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _obstacle(joined: JoinedSlice, shard: Shard) -> str:
-    """Why the contributions of a host cannot be taken; '' if they can."""
-    if joined.strangers or not any(not contribution.silent for contribution in joined.contributions):
-        names = ", ".join(f"worker-{rank}" for rank in joined.strangers) or "others only"
-        return f"the sender speaks for {names}, and may speak for itself and the workers of its host"
-    if len({contribution.member for contribution in joined.contributions}) < len(joined.contributions):
-        return f"slice {joined.number} has two contributions of one worker"
-    if shard.policy.close is not None:
-        return f"key {shard.key!r} is asynchronous: its contributions are applied one by one, not summed on the way"
-    if any(count != shard.count for count in joined.counts) or any(code != shard.dtype for code in joined.dtypes):
-        return f"slice {joined.number} has another size or dtype than was declared"
-    return ""

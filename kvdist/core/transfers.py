@@ -191,6 +191,11 @@ class Transfers:
         return sorted({run.data.plan.server for run in self._runs.values() if run.request == request})
 
     @property
+    def is_idle(self) -> bool:
+        """Whether all that was ever submitted has its answer."""
+        return not self._runs_left
+
+    @property
     def everything_arrived(self) -> bool:
         """Whether all that was ever submitted has been received by its server."""
         waiting = self._flying_messages or self.slices.has_lines or self._detours

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from kvdist.errors import ConfigError, InitMismatch, KvdistError, OptimizerMismatch, PeerLostError, PushRefused
+from kvdist.errors import (
+    CheckpointError,
+    ConfigError,
+    InitMismatch,
+    KvdistError,
+    OptimizerMismatch,
+    PeerLostError,
+    PushRefused,
+)
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Abort, ErrorCode
 
@@ -12,6 +20,7 @@ _REFUSALS: dict[int, type[KvdistError]] = {
     ErrorCode.OPTIMIZER_MISMATCH: OptimizerMismatch,
     ErrorCode.REFUSED: PushRefused,
     ErrorCode.CONFIG: ConfigError,
+    ErrorCode.CHECKPOINT: CheckpointError,
 }
 
 

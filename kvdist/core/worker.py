@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from kvdist.config import Limits, stays_on_host
+from kvdist.core.barrier_calls import BarrierCalls
 from kvdist.core.effects import (
     NEVER,
     Answered,
@@ -34,25 +35,27 @@ from kvdist.core.requests import (
     EnterBarrier,
     KeyInfo,
     Leave,
+    LoadStore,
     Register,
     Request,
+    SaveStore,
+    SendCommand,
     SetStoreOptimizer,
     Transfer,
 )
+from kvdist.core.saving_calls import SavingCalls
 from kvdist.core.shard import Allocate, ordinary_memory
 from kvdist.core.sharding import cut, row_length
 from kvdist.core.traffic import Traffic
 from kvdist.core.transfers import LEADER, Transfers
 from kvdist.core.verdict import link_lost, lost, refusal, scheduler_lost
-from kvdist.errors import BarrierTimeout, FencedError, KvdistError, StoreClosed
+from kvdist.errors import FencedError, KvdistError, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
     Abort,
     Alive,
-    Barrier,
-    Configure,
     Counted,
     Declare,
     Done,
@@ -60,16 +63,13 @@ from kvdist.protocol.messages import (
     Goodbye,
     HandedBack,
     Message,
-    Peer,
     Placed,
     Push,
     Refused,
-    Rejected,
-    Roster,
     Values,
     Waiting,
-    Welcome,
 )
+from kvdist.protocol.registration import Peer, Rejected, Roster, Welcome
 
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""
@@ -77,8 +77,6 @@ VERDICT_WAIT_S = 2.0
 NEIGHBOUR_WAIT_S = 10.0
 """The same for another worker of this host, which hangs up when it has left; the roster may say so late."""
 
-ASK_AGAIN_S = 1.0
-"""How long the scheduler has to say who is missing at a barrier that is late."""
 
 class Worker(Machine):
     """The pure machine of a worker.
@@ -115,9 +113,8 @@ class Worker(Machine):
         """Why every request fails from now on."""
         self._pending = PendingRequests()
         self._declared: dict[int, DeclareKeys] = {}
-        self._barriers_passed: dict[int, int] = {}
-        self._barrier_of: dict[int, Barrier] = {}
-        """Request → (store, counter)"""
+        self._barriers = BarrierCalls(self._pending, self._named)
+        self._saving = SavingCalls(self.transfers)
         self._registering: list[int] = []
         self._leaving: Leave | None = None
         self._goodbye_said = False
@@ -246,9 +243,10 @@ class Worker(Machine):
         if oldest is None:
             return None
         text = f"{self.me}: {oldest.label} has waited {now - oldest.since:.1f} s"
-        if self._hint is not None:
-            names = ", ".join(self._named(rank) for rank in self._hint.ranks)
-            return f"{text}; {self._hint.subject} lacks {names or 'an answer'}"
+        hint = self._saving.hint if oldest.in_background else self._hint
+        if hint is not None:
+            names = ", ".join(self._named(rank) for rank in hint.ranks)
+            return f"{text}; {hint.subject} lacks {names or 'an answer'}"
         servers = self.transfers.awaited_servers(oldest.request)
         awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
         leader = self.neighbours.leader
@@ -277,15 +275,19 @@ class Worker(Machine):
                 return [Send(SCHEDULER_MEMBER, declare)]
             case Transfer():
                 return self._transfer(request, now)
-            case SetStoreOptimizer():
-                self._open(request.request, "set_optimizer", now)
-                return [Send(SCHEDULER_MEMBER, Configure(request.request, request.store, request.description))]
+            case SetStoreOptimizer() | SendCommand():
+                self._open(request.request, request.label, now)
+                return [Send(SCHEDULER_MEMBER, request.message)]
             case EnterBarrier():
                 self._open(request.request, "barrier", now, request.timeout_s)
-                counter = self._barriers_passed.get(request.store, 0)
-                barrier = Barrier(request.request, request.store, counter, request.statement)
-                self._barrier_of[request.request] = barrier
-                return [Send(SCHEDULER_MEMBER, barrier)]
+                return self._barriers.enter(request)
+            case SaveStore():
+                self._open(request.request, f"checkpoint of step {request.step}", now).in_background = True
+                return self._saving.save(request, self.servers)
+            case LoadStore():
+                self._open(request.request, "loading of a checkpoint", now)
+                self._saving.load(request)
+                return []
             case Leave():
                 return self._leave(request, now)
 
@@ -317,6 +319,8 @@ class Worker(Machine):
         if self.failure is not None:
             return []
         effects = self.neighbours.settle(now)
+        if self._saving.waiting:
+            effects += self._saving.settle()
         for rank, message, credit in self.transfers.take():
             leader = self.neighbours.leader
             to = leader if rank == LEADER and leader is not None else self.servers[rank]
@@ -346,7 +350,7 @@ class Worker(Machine):
                 return self._done(message.request)
             case Failed():
                 pending = self._pending.get(message.request)
-                self._leave_barrier(message.request)
+                self._barriers.answered(message.request)
                 if pending is not None:
                     pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
@@ -398,17 +402,10 @@ class Worker(Machine):
         pending = self._pending.get(request)
         if pending is None:
             return []
-        self._leave_barrier(request)
+        self._barriers.answered(request)
         if self._leaving is not None and request == self._leaving.request:
             return [self._close(pending), *self._fail_rest(StoreClosed("the store was closed meanwhile")), Stop()]
         return [self._close(pending)]
-
-    def _leave_barrier(self, request: int) -> None:
-        """Everybody has been there: the next one of this store is another."""
-        barrier = self._barrier_of.pop(request, None)
-        if barrier is not None:
-            passed = self._barriers_passed.get(barrier.store, 0)
-            self._barriers_passed[barrier.store] = max(passed, barrier.counter + 1)
 
     # Answers of servers.
 
@@ -429,7 +426,10 @@ class Worker(Machine):
     # Ends.
 
     def _close(self, pending: Pending, result: object = None) -> Effect:
-        self._hint = None
+        if pending.in_background:
+            self._saving.hint = None
+        else:
+            self._hint = None
         return self._pending.close(pending, result)
 
     def _fail_rest(self, error: Exception) -> list[Effect]:
@@ -456,34 +456,20 @@ class Worker(Machine):
         ]
 
     def _late(self, pending: Pending, now: float) -> list[Effect]:
-        """A deadline has passed: of a goodbye, or of a barrier, which first asks once more who is missing."""
-        barrier = self._barrier_of.get(pending.request)
-        if barrier is None:
-            return [self._close(pending), Stop()]
-        if not pending.asked:
-            pending.asked = True
-            pending.due = now + ASK_AGAIN_S
-            return [Send(SCHEDULER_MEMBER, barrier)]
-        return [self._barrier_timed_out(pending, (), now)]
+        """A deadline has passed: of a barrier or of a goodbye."""
+        effects = self._barriers.late(pending, now)
+        self._hint = None
+        return [self._close(pending), Stop()] if effects is None else effects
 
     def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
         if not self.joining.complete:
             self.joining.hint = hint.subject
             return []
-        self._hint = hint
-        asked = [
-            pending
-            for pending in self._pending.timed
-            if pending.asked and hint.subject == f"barrier {self._barrier_of[pending.request].counter}"
-        ]
-        return [self._barrier_timed_out(pending, hint.ranks, now) for pending in asked]
-
-    def _barrier_timed_out(self, pending: Pending, missing: tuple[int, ...], now: float) -> Effect:
-        counter = self._barrier_of.pop(pending.request).counter
-        names = ", ".join(self._named(rank) for rank in missing) or "every worker"
-        waited = now - pending.since
-        pending.error = BarrierTimeout(f"barrier {counter} was not reached by {names} within {waited:.1f} s", missing)
-        return self._close(pending)
+        if self._saving.hinted(hint):
+            return []
+        effects = self._barriers.hinted(hint, now)
+        self._hint = None if effects else hint
+        return effects
 
     def _host(self, member: Member) -> str:
         return next((peer.host for peer in self.peers if peer.member == member), "unknown host")

@@ -1,4 +1,7 @@
-"""Stores by name: `create`, and `register` for stores of your own. Public as ``kvdist.kv``."""
+"""Stores by name: `create`, and `register` for stores of your own, `register_command` for handlers on servers.
+
+Public as ``kvdist.kv``.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from kvdist.kernels.choice import choose
 from kvdist.kvstore import own
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.cluster import MEMBERSHIP
+from kvdist.kvstore.commands import register_command
 from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.dist import DistStore
 from kvdist.kvstore.local import LocalStore
 from kvdist.kvstore.names import DIST_NAMES, ELSEWHERE, LOCAL_NAMES
 from kvdist.kvstore.own import register
 
-__all__ = ["KVStore", "KVStoreBase", "create", "register"]
+__all__ = ["KVStore", "KVStoreBase", "create", "register", "register_command"]
 
 LOG = logging.getLogger("kvdist")
 

@@ -20,13 +20,16 @@ from __future__ import annotations
 import abc
 import builtins
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
 from kvdist.errors import KvdistError
 from kvdist.kvstore.contract import KVStoreBase
+from kvdist.kvstore.saved import Checkpoint, Names
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 
@@ -284,6 +287,99 @@ class KVStore(KVStoreBase):
         """
 
     @abc.abstractmethod
+    def send_command_to_servers(self, head: int, body: str = "") -> None:
+        """Let every server run the handler that is registered there for `head`; returns when all have.
+
+        Handlers are those of modules that whoever started the servers named; see `kvdist.kv.register_command`. A
+        server runs one between two messages. Pushes that are under way may come before it or after. A store within a
+        process has no servers and does nothing.
+
+        Args:
+            head: the number of the command, 0 to 2147483647.
+            body: a text for the handler, at most 65536 bytes of UTF-8.
+
+        Raises:
+            KvdistError: a server has no such handler, or it raised; the message names the server, the command and the
+                exception. The other servers have run theirs all the same.
+        """
+
+    @abc.abstractmethod
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        step: int,
+        *,
+        state: Any = None,
+        keep: int | None = None,
+        names: Names | None = None,
+    ) -> Future[Path]:
+        """Save values and optimizer states as they are after this worker's pushes so far; training goes on meanwhile.
+
+        Every worker calls it at the same step with the same arguments, but for `state`. In a synchronous store the
+        checkpoint is that very moment on all servers; in an asynchronous one each slice has at least the pushes that
+        precede the call. Servers write in parallel into ``<directory>/step-<step>/``: all processes of the cluster
+        must see it under the same path, below the servers' ``KVDIST_CHECKPOINT_ROOT``. A second call waits until the
+        first checkpoint is complete.
+
+        Args:
+            directory: where checkpoints lie. Each store needs one of its own.
+            step: a number from 0, such as how many steps were made.
+            state: what this worker wants to have back, such as ``sampler.state_dict()``: whatever JSON can say.
+            keep: how many of the newest checkpoints in `directory` stay; None for all.
+            names: key → what `kvdist export` is to call it; of rank 0 alone.
+
+        Returns:
+            A future of the checkpoint's folder, resolved when it is complete and durable. It fails with
+            `CheckpointError` if anybody could not write: the checkpoints that were there before are as they were.
+
+        Raises:
+            TypeError, ValueError: an argument is not what is said above, or the store has no keys.
+        """
+
+    @abc.abstractmethod
+    def load_checkpoint(
+        self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
+    ) -> Checkpoint:
+        """Go on from a checkpoint, made by any number of workers and servers; every worker calls it.
+
+        The keys must have been initialised, with the shapes and dtypes they had, and `set_optimizer` called as it was.
+        Nothing has changed if it fails. Values that were pulled before are the old ones: pull again.
+
+        Args:
+            directory: where checkpoints lie.
+            step: of which step; None for the newest.
+            states: whether the optimizer's states come back too; else they stay as they are.
+
+        Returns:
+            The step, and what the workers gave as their `state`.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, cut off or of a newer version, or it does not fit the store.
+        """
+
+    @abc.abstractmethod
+    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
+        """Save what the optimizer remembers of every key, without the values; every worker calls it, and waits.
+
+        Args:
+            fname: a folder, made here: a checkpoint that holds states only. One that is there is replaced at the end.
+            dump_optimizer: changes nothing; the optimizer's name and numbers are always in it.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+
+    @abc.abstractmethod
+    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Give the optimizer back what `save_optimizer_states` saved; every worker calls it, and waits.
+
+        A store without an optimizer gets the one that was saved.
+
+        Raises:
+            CheckpointError: there is nothing there, or it is damaged, or it does not fit the store.
+        """
+
+    @abc.abstractmethod
     def is_capable(self, capability: str) -> bool:
         """Whether the store can do something; ``optimizer`` (update values itself) is the one capability there is.
 
@@ -305,8 +401,12 @@ class KVStore(KVStoreBase):
         """
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Leave: the store cannot be used afterwards. A second call does nothing."""
+    def close(self, wait: bool = True) -> None:
+        """Leave: the store cannot be used afterwards. A second call does nothing.
+
+        Args:
+            wait: until a checkpoint that is under way is complete; not done where an exception leaves a ``with``.
+        """
 
     def __enter__(self) -> KVStore:
         return self
@@ -319,4 +419,4 @@ class KVStore(KVStoreBase):
             return
         # The error of the block says more than one of the closing that follows from it.
         with contextlib.suppress(KvdistError):
-            self.close()
+            self.close(wait=False)

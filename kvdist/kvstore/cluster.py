@@ -15,12 +15,22 @@ import random
 import sys
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvdist.config import ClusterConfig, host_name, kernels_from_env, tcp_endpoint, without_effect
+from kvdist.config import (
+    ClusterConfig,
+    host_name,
+    kernels_from_env,
+    profile_dir_from_env,
+    profiler_autostart_from_env,
+    tcp_endpoint,
+    without_effect,
+)
 from kvdist.core.joining import Introduction
 from kvdist.core.requests import Leave, Register, Request, RunPlan
 from kvdist.core.scheduler import Scheduler
@@ -29,9 +39,11 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker import Worker
 from kvdist.errors import ConfigError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
+from kvdist.kvstore.commands import HANDLERS
 from kvdist.mailbox import Finish
 from kvdist.node import Node, run_together
 from kvdist.nodes import Role
+from kvdist.profiling import PROFILER_HEAD, Profiler
 from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.memory import Memory, OrdinaryMemory
@@ -67,6 +79,7 @@ class Cluster:
         self.rank = -1
         self.stores_open = 0
         self._next_store = 0
+        self._held: set[Future[Any]] = set()
         self._thread = threading.Thread(target=run, name="kvdist-node", daemon=True)
 
     def start(self) -> None:
@@ -108,7 +121,8 @@ class Cluster:
                 "this call waits for the cluster, but it is made in a callback of a future, on the thread that brings"
                 " the answers; use the *_async calls there, or wait on another thread"
             )
-        return future.result()
+        trace = self.node.trace
+        return future.result() if trace is None else trace.wait(future)
 
     @property
     def traffic(self) -> Traffic:
@@ -137,8 +151,20 @@ class Cluster:
         """Whether this membership is over."""
         return self.node.stopped
 
-    def leave(self, failure: str = "") -> None:
-        """Say goodbye, wait until it is heard, and end the thread. With a `failure` the others end too."""
+    def hold(self, future: Future[Any]) -> None:
+        """Stay in the cluster until this is done: a checkpoint, which needs this process to be complete."""
+        self._held.add(future)
+        future.add_done_callback(self._held.discard)
+
+    def leave(self, failure: str = "", *, wait: bool = True) -> None:
+        """Say goodbye, wait until it is heard, and end the thread. With a `failure` the others end too.
+
+        Args:
+            failure: why this process cannot go on.
+            wait: first for what holds it.
+        """
+        if wait and not failure:
+            futures.wait(list(self._held))
         if not self.node.stopped:
             # If the cluster ended first, whoever waited for something has been told.
             with contextlib.suppress(KvdistError):
@@ -154,6 +180,14 @@ class Membership:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._present: Cluster | None = None
+        self.profiler = Profiler(profile_dir_from_env)
+        """Traces this process's worker."""
+
+    @property
+    def present(self) -> Cluster | None:
+        """The cluster that this process is in, if it is in one."""
+        cluster = self._present
+        return None if cluster is None or cluster.has_left else cluster
 
     def join(self) -> Cluster:
         """The cluster of this process, joined now if it has not been."""
@@ -169,6 +203,7 @@ class Membership:
                     )
             config = ClusterConfig.from_env()
             cluster = _embedded() if config is None else _joined(config)
+            begin_profiling(self.profiler, cluster.node)
             cluster.start()
             self._present = cluster
             for sentence in without_effect() if cluster.rank == 0 else ():
@@ -190,6 +225,13 @@ class Membership:
 
 MEMBERSHIP = Membership()
 atexit.register(MEMBERSHIP.leave_at_exit)
+
+
+def begin_profiling(profiler: Profiler, node: Node) -> None:
+    """Let the profiler trace this node: at once, if the environment says so, else when it is started."""
+    profiler.attach(node)
+    if profiler_autostart_from_env():
+        profiler.start()
 
 
 def introduction(config: ClusterConfig, endpoint: str, scheduler_endpoint: str) -> Introduction:
@@ -248,11 +290,16 @@ def _embedded() -> Cluster:
     network = InprocNetwork()
     now = time.monotonic()
     server_config = replace(config, role=Role.SERVER)
+    profiler = Profiler(profile_dir_from_env)
     machines = (
         (Scheduler(replace(config, role=Role.SCHEDULER), now), EMBEDDED_ENDPOINT),
         (
             Server(
-                introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT), config.limits, kernels, now
+                introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT),
+                config.limits,
+                kernels,
+                now,
+                handlers=ChainMap({PROFILER_HEAD: profiler.perform}, HANDLERS),
             ),
             EMBEDDED_SERVER_ENDPOINT,
         ),
@@ -264,4 +311,5 @@ def _embedded() -> Cluster:
         if endpoint:
             transport.bind(endpoint)
         nodes.append(Node(machine, transport, config.job_tag, config.limits.explain_after_s))
+    begin_profiling(profiler, nodes[1])
     return Cluster(config, nodes[-1], OrdinaryMemory(), lambda: run_together(nodes, network.wait), is_embedded=True)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kvdist.core.policy import SYNC, Policy
 from kvdist.core.requests import (
@@ -41,10 +41,13 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.cluster import Cluster
+from kvdist.kvstore.commands import command_of
 from kvdist.kvstore.contribution import Contribution, Terms, contribute
 from kvdist.kvstore.gathering import PLAIN, SMALL_BYTES_MAX, Gatherings, is_small
-from kvdist.kvstore.handed import Given, Taken, cut, given, named, plain_one, taken
+from kvdist.kvstore.handed import Given, Taken, cut, given, made, named, plain_one, taken
 from kvdist.kvstore.key_table import KeyTable
+from kvdist.kvstore.saved import Checkpoint, Names
+from kvdist.kvstore.saving import Saving
 from kvdist.kvstore.settings import Setting, gathered, setting_of, settings_of
 from kvdist.kvstore.staging import Lending, Reads, Shares, Staging, Stagings, lend, reaches_another
 from kvdist.kvstore.together import Together
@@ -84,6 +87,8 @@ class DistStore(KVStore):
         self._closed = False
         self._errors: deque[BaseException] = deque()
         """Of pushes that nobody waited for."""
+        waits = (cluster.wait, cluster.hold)
+        self._saving = Saving(self._number, cluster.rank, self._submit, *waits, cluster.memory.forget_shown)
         self._together = Together(lambda: DistStore("dist", SYNC, cluster, kernels))
         node = cluster.node
         self._gatherings = Gatherings(
@@ -219,23 +224,7 @@ class DistStore(KVStore):
 
     def _pull(self, key: Keys, out: Value | None, priority: int) -> Future[Any]:
         if out is None:
-            names = values.keys(key)
-            order = {one: i for i, one in enumerate(dict.fromkeys(names))}
-            infos = [self._keys[one] for one in order]
-            results = [np.empty(info.size, info.dtype.storage) for info in infos]
-
-            def copies(one: Key) -> Any:
-                info, bits = infos[order[one]], results[order[one]]
-                return self._keys.like(info, bits.copy())
-
-            def finish() -> Any:
-                made = {info.key: self._keys.like(info, bits) for info, bits in zip(infos, results, strict=True)}
-                if not isinstance(key, (list, tuple)):
-                    return made[names[0]]
-                # A key that is named twice gives two arrays.
-                return [made.pop(one) if one in made else copies(one) for one in names]
-
-            return self._pull_to(infos, results, finish, priority)
+            return self._pull_to(*made(self._keys, key), priority)
         return self._pull_into(taken(self._keys, key, out), priority)
 
     def _pull_into(self, places: Taken, priority: int) -> Future[Any]:
@@ -363,8 +352,7 @@ class DistStore(KVStore):
                     f" {chosen}. Create a second store for that"
                 )
         else:
-            description = chosen.describe()
-            self._ask(lambda number: SetStoreOptimizer(number, self._number, description))
+            self._ask(lambda number: SetStoreOptimizer(number, self._number, chosen.describe()))
         self._optimizer = chosen
 
     def set_updater(self, updater: UpdaterFunction) -> None:
@@ -373,6 +361,41 @@ class DistStore(KVStore):
             f"a {self._type!r} store keeps its values on servers, and servers run no functions from workers;"
             " use set_optimizer, or a 'local' store"
         )
+
+    def send_command_to_servers(self, head: int, body: str = "") -> None:
+        """Let every server run a registered handler. See `KVStore.send_command_to_servers`."""
+        self._require_usable()
+        self._ask(command_of(head, body))
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        step: int,
+        *,
+        state: Any = None,
+        keep: int | None = None,
+        names: Names | None = None,
+    ) -> Future[Path]:
+        """Let the servers save what they keep. See `KVStore.save_checkpoint`."""
+        self._require_usable()
+        return self._saving.save(self._keys.all, directory, step, state, keep, names)
+
+    def load_checkpoint(
+        self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
+    ) -> Checkpoint:
+        """Let the servers go on from a checkpoint. See `KVStore.load_checkpoint`."""
+        self._require_usable()
+        return self._saving.load(directory, step, states)
+
+    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
+        """Let the servers save what their optimizer remembers. See `KVStore.save_optimizer_states`."""
+        self._require_usable()
+        self._cluster.wait(self._saving.save_states(self._keys.all, fname))
+
+    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Give it back to them. See `KVStore.load_optimizer_states`."""
+        self._require_usable()
+        self._saving.load_states(fname, self._optimizer, self.set_optimizer)
 
     def is_capable(self, capability: str) -> bool:
         """True for ``optimizer``. See `KVStore.is_capable`."""
@@ -385,15 +408,17 @@ class DistStore(KVStore):
         nbytes = math.prod(lengths) * wanted.itemsize
         return self._cluster.memory.allocate(nbytes).view(wanted).reshape(lengths)
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Leave the store; the last store of the process leaves the cluster. Raises the error of a lost push."""
         if self._closed:
             return
         self._closed = True
+        if wait:
+            self._saving.wait()
         self._together.close()
         self._cluster.stores_open -= 1
         if self._cluster.stores_open == 0:
-            self._cluster.leave()
+            self._cluster.leave(wait=wait)
         self._raise_lost_error()
 
     # Checks.
@@ -401,7 +426,7 @@ class DistStore(KVStore):
     def _require_usable(self) -> None:
         if self._closed:
             raise StoreClosed(f"this {self._type!r} store has been closed; create another one")
-        self._cluster.node.check_fork()
+        self._cluster.node.begin_call()
         self._raise_lost_error()
 
     def _raise_lost_error(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,3 +132,28 @@ def cut(run: RunPlan, results: Sequence[Bits]) -> list[Bits]:
     if run.whole_keys is not None:
         return [results[index] for index in run.whole_keys]
     return [results[piece.index][piece.start : piece.stop] for piece in run.pieces]
+
+
+def made(table: KeyTable, key: Keys) -> tuple[list[KeyInfo], list[Bits], Callable[[], Any]]:
+    """For a pull without `out`: the keys, memory for their values, and what makes arrays of it once it is filled.
+
+    Raises:
+        KeyNotInitialised: a key is not known.
+    """
+    names = values.keys(key)
+    order = {one: i for i, one in enumerate(dict.fromkeys(names))}
+    infos = [table[one] for one in order]
+    results: list[Bits] = [np.empty(info.size, info.dtype.storage) for info in infos]
+
+    def finish() -> Any:
+        arrays = {info.key: table.like(info, bits) for info, bits in zip(infos, results, strict=True)}
+        if not isinstance(key, (list, tuple)):
+            return arrays[names[0]]
+        # A key that is named twice gives two arrays.
+        return [arrays.pop(one) if one in arrays else _copy(table, infos, results, order[one]) for one in names]
+
+    return infos, results, finish
+
+
+def _copy(table: KeyTable, infos: Sequence[KeyInfo], results: Sequence[Bits], index: int) -> Any:
+    return table.like(infos[index], results[index].copy())

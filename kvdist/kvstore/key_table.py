@@ -56,6 +56,11 @@ class KeyTable:
             raise KeyNotInitialised(values.unknown_key(key, self.infos))
         return info
 
+    @property
+    def all(self) -> tuple[KeyInfo, ...]:
+        """What is known of every key, in the order of their initialisation."""
+        return tuple(self.infos.values())
+
     def add(self, info: KeyInfo, array: Any) -> None:
         """Enter a key that was agreed on; values that come back are of the kind of `array`."""
         self.infos[info.key] = info

@@ -8,25 +8,32 @@ Everything is done when a call returns, so the futures of the ``*_async`` method
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
 from kvdist.dtypes import DType
-from kvdist.errors import InitMismatch, KeyNotInitialised, OptimizerMismatch, StoreClosed
+from kvdist.errors import CheckpointError, InitMismatch, KeyNotInitialised, OptimizerMismatch, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore import values
+from kvdist.kvstore import local_saving, saved, values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
+from kvdist.kvstore.commands import command_of
 from kvdist.kvstore.together import as_averaged, as_given, like
 from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.step import Extent
 from kvdist.optimizer.updater import Updater
+
+LOG = logging.getLogger("kvdist")
 
 
 @dataclass(slots=True, eq=False)
@@ -220,6 +227,63 @@ class LocalStore(KVStore):
         self._function = updater
         self._updater = None
 
+    def send_command_to_servers(self, head: int, body: str = "") -> None:
+        """Nothing: there are no servers."""
+        self._require_open()
+        command_of(head, body)  # which checks them
+
+    def save_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        step: int,
+        *,
+        state: Any = None,
+        keep: int | None = None,
+        names: saved.Names | None = None,
+    ) -> Future[Path]:
+        """Write values and states; complete when the call returns. See `KVStore.save_checkpoint`."""
+        self._require_open()
+        folder, number = saved.place(directory, step), saved.checked_keep(keep)
+        content = saved.own_file(state, names, 0)
+        future: Future[Path] = Future()
+        try:
+            local_saving.save(folder, EVERYTHING, self._held(), self._updater, step, number, content)
+            future.set_result(folder)
+        except CheckpointError as error:
+            LOG.error("no checkpoint was made: %s", error)
+            future.set_exception(error)
+        return future
+
+    def load_checkpoint(
+        self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
+    ) -> saved.Checkpoint:
+        """Read values and states; see `KVStore.load_checkpoint`."""
+        self._require_open()
+        folder = saved.find(directory, step)
+        checkpoint = saved.loaded(folder, read_manifest(folder), 0)
+        contents = EVERYTHING if states else (WEIGHTS,)
+        found = local_saving.load(folder, contents, self._held(), self._updater)
+        for entry, bits in zip(self._entries.values(), found, strict=True):
+            entry.bits[...] = bits
+        return checkpoint
+
+    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
+        """Write the states; see `KVStore.save_optimizer_states`."""
+        self._require_open()
+        local_saving.save(saved.absolute(fname), (STATES,), self._held(), self._updater)
+
+    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Read the states; see `KVStore.load_optimizer_states`."""
+        self._require_open()
+        folder = saved.absolute(fname)
+        description = read_manifest(folder).optimizer
+        if self._updater is None and description is not None:
+            self.set_optimizer(chosen_optimizer(description))
+        local_saving.load(folder, (STATES,), self._held(), self._updater)
+
+    def _held(self) -> list[local_saving.Held]:
+        return [local_saving.Held(one.key, one.shape, one.dtype, one.bits) for one in self._entries.values()]
+
     def is_capable(self, capability: str) -> bool:
         """True for ``optimizer``; see `KVStore.is_capable`."""
         return values.is_optimizer_capability(capability)
@@ -228,7 +292,7 @@ class LocalStore(KVStore):
         """A new array in ordinary memory; see `KVStore.empty`."""
         return np.empty(shape, values.as_numpy_dtype(dtype))
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Let go of all values."""
         self._closed = True
         self._entries = {}

@@ -43,7 +43,7 @@ class Ftrl(Optimizer):
 
     Attributes:
         lamda1: λ1, weight of the absolute values, at least 0.
-        beta: β, at least 0.
+        beta: β, at least 0; with 0 and no decay an element that never had a gradient becomes NaN.
     """
 
     name: ClassVar[str] = "ftrl"

@@ -47,6 +47,11 @@ class SliceState:
         """What must be equal in neighbours that are to go on as one."""
         return self.count, self.scalars
 
+    def copy(self) -> SliceState:
+        """The same in memory of its own."""
+        master = None if self.master is None else self.master.copy()
+        return SliceState(self.count, tuple(array.copy() for array in self.arrays), self.scalars, master)
+
     def part(self, start: int, count: int) -> SliceState:
         """The state of the `count` elements from `start`; it shows this one's memory. Not for rules by rows."""
         stretch = slice(start, start + count)

@@ -137,6 +137,15 @@ class Updater:
         for run in runs:
             self._apply(run, dtype)
 
+    def restore(self, index: Hashable, state: SliceState | None) -> None:
+        """Go on from this state, which is the updater's from now on. It fits the array called `index`.
+
+        None: as if it had never been updated.
+        """
+        self._states.pop(index, None)
+        if state is not None:
+            self._states[index] = state
+
     def joinable(self, indices: Iterable[Hashable]) -> bool:
         """Whether these have had the same history, so that they can go on as one."""
         states = [self._states.get(index) for index in indices]

@@ -278,9 +278,16 @@ def _pack_u8(values: Any) -> bytes:
 
 
 def _read_u32(source: Source) -> Any:
-    data = source.reader.unpack()
-    if type(data) is not bytes or len(data) % 4 or not data:
+    numbers = _read_u32_or_none(source)
+    if not len(numbers):
         raise ProtocolError("expected a run of bytes that holds one or more numbers of four bytes")
+    return numbers
+
+
+def _read_u32_or_none(source: Source) -> Any:
+    data = source.reader.unpack()
+    if type(data) is not bytes or len(data) % 4:
+        raise ProtocolError("expected a run of bytes that holds numbers of four bytes")
     return np.frombuffer(data, _U32)
 
 
@@ -315,5 +322,6 @@ MEMBER = Field(lambda member: [ROLE_CODES[member.node.role], member.node.rank, m
 DESCRIPTION = Field(_same, _read_description)
 SETTINGS = Field(_pack_settings, _read_settings)
 NUMBERS = Field(_pack_u32, _read_u32)
+NUMBERS_OR_NONE = Field(_pack_u32, _read_u32_or_none)
 OCTETS = Field(_pack_u8, _read_u8)
 ARRAYS = Field(_pack_arrays, _read_arrays)

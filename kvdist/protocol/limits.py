@@ -37,6 +37,8 @@ class WireLimits:
     """A host, an end point, a mode, a version, the name of a process."""
     sentence_bytes_max: int = 8192
     """A text for people; a sender cuts longer ones."""
+    body_bytes_max: int = 64 << 10
+    """The text of a command."""
     members_max: int = 1 << 16
     """Processes in a roster, and workers awaited."""
     entries_max: int = 64

@@ -19,6 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.nodes import Member
+from kvdist.protocol.commands import Command, Perform
+from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
+from kvdist.protocol.saving import DropRestored, Load, Mark, Restore, Save, Saved, TakeRestored
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -66,6 +69,7 @@ class ErrorCode(enum.IntEnum):
     OPTIMIZER_MISMATCH = 2
     REFUSED = 3
     CONFIG = 4
+    CHECKPOINT = 5
 
 
 class Flag(enum.IntFlag):
@@ -105,64 +109,6 @@ class Arrays:
     def nbytes(self) -> int:
         """Of all payload frames."""
         return sum(len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in self.frames)
-
-
-# Registration. Spoken between a process and the scheduler before sequence numbers exist, hence idempotent.
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Process → scheduler: here I am. Repeated until answered; the stamp's incarnation is the process's token."""
-
-    KIND: ClassVar[int] = 1
-    SEQUENCED: ClassVar[bool] = False
-    wanted_rank: int
-    """The rank asked for, or -1."""
-    host: str
-    pid: int
-    endpoint: str
-    """Where a server accepts workers, or a worker the others of its host; empty for a worker that sums alone."""
-    num_workers: int
-    num_servers: int
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Scheduler → process: your rank and incarnation."""
-
-    KIND: ClassVar[int] = 2
-    SEQUENCED: ClassVar[bool] = False
-    rank: int
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """Anybody → a process that may not take part: why not. Final."""
-
-    KIND: ClassVar[int] = 3
-    SEQUENCED: ClassVar[bool] = False
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One line of the roster."""
-
-    member: Member
-    host: str
-    pid: int
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Roster:
-    """Scheduler → all: who is in the cluster now. The first one says that it is complete."""
-
-    KIND: ClassVar[int] = 4
-    SEQUENCED: ClassVar[bool] = True
-    peers: tuple[Peer, ...]
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -484,6 +430,7 @@ Message = (
     Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | Pull | Values | Counted | Refused | JoinedPush | HandedBack
     | Alive | Ack | Waiting | Goodbye | Abort | Stop
+    | Mark | Save | Saved | Load | Restore | TakeRestored | DropRestored | Command | Perform
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 
 from kvdist.errors import ProtocolError
-from kvdist.protocol import fields, messages
+from kvdist.protocol import commands, fields, messages, registration, saving
 from kvdist.protocol.fields import Field, Source
 from kvdist.protocol.layout import ITEMSIZES, padded_sizes
 from kvdist.protocol.limits import DEFAULT, SLICE_BYTES_MIN, WireLimits
@@ -176,7 +176,9 @@ def _reader(header: memoryview | bytes, limits: WireLimits) -> Any:
     reader = msgpack.Unpacker(
         use_list=False,
         max_buffer_size=max(len(header), 1),
-        max_str_len=max(limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max),
+        max_str_len=max(
+            limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max, limits.body_bytes_max
+        ),
         max_array_len=max(limits.settings_max, limits.dims_max),
         max_map_len=limits.entries_max,
         max_ext_len=0,
@@ -316,6 +318,11 @@ def _check_counted(message: messages.Counted, limits: WireLimits) -> None:
     _check_outcomes(message.outcomes)
 
 
+def _check_mark(message: saving.Mark, limits: WireLimits) -> None:
+    if _same_length((message.ids, message.steps)):  # a server may keep nothing of a store
+        _check_slices(len(message.ids), limits)
+
+
 def _check_refused(message: messages.Refused | messages.HandedBack, limits: WireLimits) -> None:
     _check_slices(_same_length((message.runs, message.ids)), limits)
 
@@ -327,6 +334,7 @@ _U64 = fields.integer(0, (1 << 64) - 1)
 _FROM_MINUS_1 = fields.integer(-1, (1 << 32) - 1)
 _NAME = fields.text("name_bytes_max")
 _SENTENCE = fields.sentence(DEFAULT.sentence_bytes_max)
+_BODY = fields.text("body_bytes_max")
 _KEYS = fields.many(fields.KEY, "keys_max")
 _DTYPES = fields.many(fields.DTYPE, "keys_max")
 _SHAPES = fields.many(fields.SHAPE, "keys_max")
@@ -338,7 +346,10 @@ _PLACEMENT = fields.record(
     homes=fields.many(_U32, "keys_max"),
     slice_bytes=fields.integer(SLICE_BYTES_MIN, (1 << 32) - 1),
 )
-_PEER = fields.record(messages.Peer, member=fields.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
+_PEER = fields.record(registration.Peer, member=fields.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
+
+_NAMES = fields.many(_NAME, "entries_max")
+_FILE = fields.record(saving.SavedFile, name=_NAME, nbytes=_U64, sha256=_NAME)
 
 KINDS: dict[int, Kind] = {}
 """Code of a kind → how it travels."""
@@ -351,11 +362,11 @@ def _kind(message: type[Any], check: Callable[[Any, WireLimits], None] = _nothin
     KINDS[message.KIND] = _KIND_OF[message] = kind
 
 
-_kind(messages.Hello, wanted_rank=_FROM_MINUS_1, host=_NAME, pid=_U32, endpoint=_NAME, num_workers=_U32,
+_kind(registration.Hello, wanted_rank=_FROM_MINUS_1, host=_NAME, pid=_U32, endpoint=_NAME, num_workers=_U32,
       num_servers=_U32, version=_NAME)  # fmt: skip
-_kind(messages.Welcome, rank=_U32, incarnation=_U64)
-_kind(messages.Rejected, reason=_SENTENCE)
-_kind(messages.Roster, peers=fields.many(_PEER, "members_max"))
+_kind(registration.Welcome, rank=_U32, incarnation=_U64)
+_kind(registration.Rejected, reason=_SENTENCE)
+_kind(registration.Roster, peers=fields.many(_PEER, "members_max"))
 _kind(messages.Declare, _check_declare, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
       shapes=_SHAPES, dtypes=_DTYPES)  # fmt: skip
 _kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=fields.many(_U32, "keys_max"))
@@ -385,3 +396,15 @@ _kind(messages.Waiting, subject=_SENTENCE, ranks=fields.many(_U32, "members_max"
 _kind(messages.Goodbye, request=_U64, failure=_SENTENCE)
 _kind(messages.Abort, node=_NAME, host=_NAME, cause=_SENTENCE, step=_FROM_MINUS_1, sentence=_SENTENCE)
 _kind(messages.Stop)
+_kind(saving.Mark, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, last=fields.FLAG,
+      ids=fields.NUMBERS_OR_NONE, steps=fields.NUMBERS_OR_NONE)  # fmt: skip
+_kind(saving.Save, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, step=_U64, keep=_U32,
+      num_keys=_U32, file=_FILE, failure=_SENTENCE)  # fmt: skip
+_kind(saving.Saved, store=_U32, counter=_U64, file=_FILE, failure=_SENTENCE)
+_kind(saving.Load, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES,
+      failure=_SENTENCE)  # fmt: skip
+_kind(saving.Restore, request=_U64, store=_U32, folder=_NAME, contents=_NAMES)
+_kind(saving.TakeRestored, request=_U64, store=_U32)
+_kind(saving.DropRestored, request=_U64, store=_U32)
+_kind(commands.Command, request=_U64, head=_U32, body=_BODY)
+_kind(commands.Perform, request=_U64, head=_U32, body=_BODY)

@@ -57,6 +57,11 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--env-server",), {"action": "append", "metavar": "NAME=VALUE", "help": "set a variable for the servers"}),
     (("--env-worker",), {"action": "append", "metavar": "NAME=VALUE", "help": "set a variable for the workers"}),
     (
+        ("--server-module",),
+        {"action": "append", "metavar": "MODULE", "help": "a module with optimizers or handlers of commands of your"
+         " own, which scheduler and servers import"},
+    ),
+    (
         ("--optimizer-module",),
         {"action": "append", "metavar": "MODULE", "help": "a module with optimizers of your own, which scheduler and"
          " servers import"},
@@ -160,7 +165,9 @@ def _job(
         num_workers=options.num_workers,
         num_servers=num_servers,
         command=parse_command(words, {**environ, **env, **env_worker}.get("PATH")),
-        role_command=role_command + _module_words(options.optimizer_module or ()),
+        role_command=role_command
+        + _module_words("--server-module", options.server_module or ())
+        + _module_words("--optimizer-module", options.optimizer_module or ()),
         port=free_port(HOST),
         name=os.urandom(8).hex(),
         host=HOST,
@@ -171,10 +178,10 @@ def _job(
     )
 
 
-def _module_words(texts: Sequence[str]) -> tuple[str, ...]:
+def _module_words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
     """The words with which schedulers and servers are told of modules; misspelt names end the job before it starts."""
     names = [name for text in texts for name in module_names(text)]
-    return tuple(word for name in names for word in ("--optimizer-module", name))
+    return tuple(word for name in names for word in (option, name))
 
 
 def _patience(grace_s: float) -> Patience:

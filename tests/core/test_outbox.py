@@ -266,9 +266,7 @@ def test_priority_is_kept_when_large_runs_leave_together() -> None:
 
 @pytest.mark.parametrize("first_is_small", [False, True])
 def test_a_message_has_no_more_frames_than_a_receiver_takes(first_is_small: bool) -> None:
-    runs = [
-        run(i, size=1 if (i % 2 == 0) is first_is_small else ALONE_BYTES_MIN // 4, stays=True) for i in range(150)
-    ]
+    runs = [run(i, size=1 if (i % 2 == 0) is first_is_small else ALONE_BYTES_MIN // 4, stays=True) for i in range(150)]
     outbox = filled(*runs, window=1 << 30)
     seen: list[int] = []
     while (pair := outbox.take()) is not None:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from kvdist.core import cuts
+from kvdist.core.checkpoints import Checkpoints, Saving
+from kvdist.core.cuts import Cut, Cuts
 from kvdist.core.group import Group, GroupBuffer, GroupPull, GroupPush
 from kvdist.core.host_sum import HostRound, HostSum
 from kvdist.core.outbox import Part
 from kvdist.core.reliable import Link, Reliable
+from kvdist.core.restoring import Restoring
 from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
 from kvdist.core.slices import SliceTable
 from kvdist.core.transfers import LEADER, Transfers
 from kvdist.nodes import Member
+from kvdist.optimizer.states import SliceState
+from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Push
+from kvdist.protocol.saving import TakeRestored
 from tests.simulation import IMPATIENT, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
 
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "10"))
@@ -44,6 +52,10 @@ FAULTS = {
     "killed server": ("crash",),
     "killed scheduler": ("crash",),
     "short pause": ("pause",),
+    "checkpoints of hosts in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "checkpoints in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "checkpoint and a killed server": ("crash",),
+    "checkpoint and a paused worker": ("pause",),
     "long pause": ("pause",),
 }
 """Scenario → the faults that must have struck, or it has shown nothing."""
@@ -60,6 +72,11 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         yield "round of a group"  # sums of hosts do not go into groups
     if scenario.hosts is not None and scenario.mode == "sync":
         yield "summed on a host"
+    if not scenario.victim or (scenario.pause_s is not None and scenario.pause_s < scenario.limits.silence_s):
+        yield "checkpoint"
+        yield "restored"
+    if scenario.full >= 0.1:
+        yield "full disk"
     if scenario.hosts is not None and (scenario.leaver == 0 or scenario.limits in (IMPATIENT, PROMPT)):
         yield "handed back"
 
@@ -197,13 +214,51 @@ def says_nothing_again(self: Transfers) -> None:
     self._outboxes[LEADER].forget()
 
 
+def leases_nothing(self: Cuts, cut: Cut, shard: Shard, updater: Updater | None, is_exact: bool) -> None:
+    """What is being saved may be written again."""
+    ORIGINAL_TAKE(self, cut, shard, updater, is_exact)
+    taken = dict(cut.taken)
+    cut.release()
+    cut.taken = taken
+
+
+def copies_nothing(self: SliceState) -> SliceState:
+    return self
+
+
+def waits_for_all_marks(shard: Shard, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+    """The moment has passed by then, if anybody runs ahead."""
+    return ORIGINAL_IS_DUE(shard, marks, workers, False)
+
+
+def waits_for_one_mark(shard: Shard, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+    """An asynchronous store is saved without what others have pushed."""
+    return ORIGINAL_IS_DUE(shard, marks, workers, True)
+
+
+def takes_over_a_half(self: Restoring, message: Any, shards: Any, updater: Any) -> Any:
+    """What this server could read counts, whatever the others say."""
+    return ORIGINAL_END(self, TakeRestored(message.request, message.store), shards, updater)
+
+
+def restores_no_state(self: Updater, index: Any, state: SliceState) -> None:
+    """Only weights come back."""
+
+
+def is_complete_without_servers(self: Checkpoints, saving: Saving) -> bool:
+    return bool(saving.arrived) and self._seats.workers.keys() <= saving.arrived.keys()
+
+
 ORIGINAL_COMPLETE = HostSum._complete
+ORIGINAL_TAKE = Cuts._take
+ORIGINAL_IS_DUE = cuts._is_due
+ORIGINAL_END = Restoring.end
 ORIGINAL_SEQUENCE = Reliable._sequence
 ORIGINAL_ACKNOWLEDGE = Reliable._acknowledge
 ORIGINAL_ENTER = SliceTable.enter
 ORIGINAL_HOLD = Shard.hold
 
-Patches = list[tuple[type, str, Callable[..., Any]]]
+Patches = list[tuple[type | ModuleType, str, Callable[..., Any]]]
 MUTANTS: dict[str, tuple[str, Patches]] = {
     "a round counts messages, and they come twice": (
         "storm",
@@ -225,6 +280,19 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "leader leaves one host",
         [(Transfers, "take_back", says_nothing_again)],
     ),
+    "what is being saved is written": ("checkpoints", [(Cuts, "_take", leases_nothing)]),
+    "states are saved that go on changing": ("checkpoints", [(SliceState, "copy", copies_nothing)]),
+    "the moment of a checkpoint passes by": (
+        "checkpoints of hosts in a storm",
+        [(cuts, "_is_due", waits_for_all_marks)],
+    ),
+    "some pushes before a checkpoint are not in it": ("async checkpoints", [(cuts, "_is_due", waits_for_one_mark)]),
+    "a checkpoint does not wait for servers": (
+        "checkpoints",
+        [(Checkpoints, "_is_complete", is_complete_without_servers)],
+    ),
+    "half a checkpoint is loaded": ("async checkpoints", [(Restoring, "end", takes_over_a_half)]),
+    "states are not loaded": ("checkpoints", [(Updater, "restore", restores_no_state)]),
     "two pushes of a slice are under way": ("calm", [(SliceTable, "enter", forgets_the_line)]),
 }
 

@@ -1,7 +1,8 @@
 """Machines wired back to back: what one transmits the other receives, in order, when the test says so. No network.
 
 `Wired(...)` starts the processes; `settle()` delivers until nobody has anything more to say; `advance(seconds)` lets
-time pass. Everything said is in `log`, one readable line a message.
+time pass. Everything said is in `log`, one readable line a message. What is to be done with the disk waits in `works`,
+until the test lets it be done: really, or not.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdist.checkpoint.manifest import EVERYTHING
+from kvdist.checkpoint.works import Work
 from kvdist.config import ClusterConfig, Limits
+from kvdist.core.commands import Handler
 from kvdist.core.effects import (
     Adopt,
     Answered,
@@ -24,6 +29,8 @@ from kvdist.core.effects import (
     Effect,
     Event,
     Fail,
+    Persist,
+    Persisted,
     Report,
     Send,
     Stop,
@@ -37,10 +44,12 @@ from kvdist.core.requests import (
     KeyInfo,
     Kind,
     Leave,
+    LoadStore,
     Register,
     Request,
     RunData,
     RunPlan,
+    SaveStore,
     SetStoreOptimizer,
     Transfer,
     make_plan,
@@ -48,18 +57,30 @@ from kvdist.core.requests import (
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.core.worker import Worker
+from kvdist.disk import outcome
 from kvdist.dtypes import DType, from_name
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.optimizer.registry import create
 from kvdist.protocol.layout import views
 from kvdist.protocol.messages import Flag, Message, Packet
+from kvdist.protocol.saving import SavedFile
+from kvdist.protocol.wire import encode
 from kvdist.version import __version__
 
 Array = npt.NDArray[Any]
 JOB = 4711
 NAN = math.nan
 SERVER_DECIDES = (NAN, NAN, NAN)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenWork:
+    """A work that nobody has done yet."""
+
+    who: str
+    token: object
+    work: Work
 
 
 class Wired:
@@ -76,7 +97,10 @@ class Wired:
         hosts: Sequence[str] = (),
         local_reduce: str = "auto",
         servers_on: str = "elsewhere",
+        handlers: Mapping[int, Handler] | None = None,
     ) -> None:
+        self.handlers = handlers or {}
+        """What servers run when they are sent a command."""
         self.hosts = hosts
         """Per worker the host whose processes can share its memory."""
         self.servers_on = servers_on
@@ -97,6 +121,8 @@ class Wired:
         self.infos: dict[int | str, KeyInfo] = {}
         self.wire: deque[tuple[str, str, Packet]] = deque()
         """(from, to, what), not delivered yet."""
+        self.works: deque[OpenWork] = deque()
+        """What is to be done with the disk."""
         self._addresses: dict[tuple[Role, int], str] = {(Role.SCHEDULER, 1): "scheduler"}
         self._next_request = 0
         config = ClusterConfig(
@@ -129,6 +155,26 @@ class Wired:
         """Deliver until nothing is under way."""
         while self.wire:
             self.deliver()
+
+    def work(self, failure: str = "") -> Work:
+        """Do the oldest work that waits for the disk, or let it fail; returns it."""
+        one = self.works.popleft()
+        self.finish(one, failure)
+        return one.work
+
+    def finish(self, one: OpenWork, failure: str = "") -> None:
+        """Do a work that was taken out of `works`; what comes of it is not delivered yet."""
+        product, reason = (None, failure) if failure else outcome(one.work, None)
+        self.observe(one.who, Persisted(one.token, product, reason))
+
+    def settle_works(self, kind: type = object, failure: str = "") -> list[Work]:
+        """Deliver and do works until nothing is left; those of a kind fail if there is a `failure`."""
+        done = []
+        self.settle()
+        while self.works:
+            done.append(self.work(failure if isinstance(self.works[0].work, kind) else ""))
+            self.settle()
+        return done
 
     def lose(self) -> int:
         """What is under way is gone; returns how many messages that were."""
@@ -189,6 +235,8 @@ class Wired:
                     self.carry_out(name, self.processes[name].tick(self.now + ACK_DELAY_S))
                 case Report(text):
                     self.reports.append(text)
+                case Persist(token, work):
+                    self.works.append(OpenWork(name, token, work))
                 case Connect() | Stop():
                     pass
                 case Send():
@@ -210,20 +258,25 @@ class Wired:
         self.carry_out(f"worker-{rank}", process.perform(lambda: worker.submit(requests, self.now), self.now))
 
     def declare(
-        self, rank: int, keys: Mapping[int | str, tuple[int, ...]], mode: str = "sync", dtype: str = "float32"
+        self,
+        rank: int,
+        keys: Mapping[int | str, tuple[int, ...]],
+        mode: str = "sync",
+        dtype: str = "float32",
+        store: int = 0,
     ) -> int:
         """Declare keys by their shapes."""
         kind = from_name(dtype)
-        return self.ask(
-            rank,
-            lambda number: DeclareKeys(number, 0, mode, tuple(keys), tuple(keys.values()), tuple(kind for _ in keys)),
-        )
+        kinds = tuple(kind for _ in keys)
+        return self.ask(rank, lambda n: DeclareKeys(n, store, mode, tuple(keys), tuple(keys.values()), kinds))
 
-    def initialise(self, values: Mapping[int | str, Sequence[float]], mode: str = "sync") -> None:
+    def initialise(
+        self, values: Mapping[int | str, Sequence[float]], mode: str = "sync", dtype: str = "float32", store: int = 0
+    ) -> None:
         """All workers declare, worker 0 gives the values, and everything is settled."""
         shapes = {key: (len(value),) for key, value in values.items()}
         for rank in range(len(self.workers)):
-            self.declare(rank, shapes, mode)
+            self.declare(rank, shapes, mode, dtype, store)
         self.settle()
         self.give(0, values)
         self.settle()
@@ -257,6 +310,25 @@ class Wired:
         description = create(name, **numbers).describe()
         return self.ask(rank, lambda number: SetStoreOptimizer(number, 0, description))
 
+    def save(
+        self,
+        rank: int,
+        folder: Path | str,
+        *keys: int | str,
+        contents: tuple[str, ...] = EVERYTHING,
+        step: int = 0,
+        store: int = 0,
+        **options: Any,
+    ) -> int:
+        """Save some keys, which are all of the store."""
+        infos = tuple(self.infos[key] for key in keys)
+        given = {"keep": 0, "file": SavedFile("", 0, ""), **options}
+        return self.ask(rank, lambda n: SaveStore(n, store, str(folder), contents, step, keys=infos, **given))
+
+    def load(self, rank: int, folder: Path | str, contents: tuple[str, ...] = EVERYTHING, store: int = 0) -> int:
+        """Restore the store."""
+        return self.ask(rank, lambda n: LoadStore(n, store, str(folder), contents))
+
     def leave(self, rank: int, failure: str = "") -> int:
         """Say goodbye."""
         return self.ask(rank, lambda number: Leave(number, failure))
@@ -288,7 +360,7 @@ class Wired:
 
     def _server(self, rank: int, num_workers: int, num_servers: int) -> Server:
         introduction = self._introduction(Role.SERVER, rank, num_workers, num_servers)
-        machine = Server(introduction, self.limits, REFERENCE, 0.0)
+        machine = Server(introduction, self.limits, REFERENCE, 0.0, handlers=self.handlers)
         self.processes[f"server-{rank}"] = Reliable(machine, JOB)
         return machine
 
@@ -303,6 +375,7 @@ class Wired:
 
     def _transmit(self, source: str, to: Member, packet: Packet) -> None:
         address = self._address(to)
+        encode(packet)  # raises for what no message can carry
         self.log.append(f"{self.now:.2f} {packet.stamp.source} -> {to}: {told(packet.message)}")
         self.wire.append((source, address, packet))
 

@@ -4,13 +4,16 @@ A worker contributes to every key once a round, in an order and in lists of its 
 without waiting, and reads in between; a few small keys most workers push as the same list. A value that it reads must
 be one that the servers had at some version, not older than its own pushes before the read, nor than what it has read
 before; and one that it reads where the server keeps it must not change until its successor has come.
+
+After some rounds, the same for all, every worker saves a checkpoint and goes on. At the end they go back to the newest
+one and make one more round.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,25 +21,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvdist.checkpoint.manifest import EVERYTHING, WEIGHTS
 from kvdist.core.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
     Kind,
     Leave,
+    LoadStore,
     Register,
     RunData,
     RunPlan,
+    SaveStore,
     SetStoreOptimizer,
     Transfer,
     make_plan,
 )
 from kvdist.dtypes import DType
-from kvdist.errors import KvdistError
+from kvdist.errors import CheckpointError, KvdistError
 from kvdist.mailbox import AnswerByKey
 from kvdist.node import Node
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Flag
+from kvdist.protocol.saving import SavedFile
+from tests.core.shelf import Shelf
 
 Array = npt.NDArray[Any]
 Program = Generator[Sequence["Future[Any]"], None, None]
@@ -77,10 +85,11 @@ BIGARRAY_BOUND = 42
 class Job:
     """What is to be done.
 
-    optimizer: None, ``test`` (w += g) or ``sgd`` with learning rate 1 (w -= g).
+    optimizer: None, ``test`` (w += g), ``sgd`` with learning rate 1 (w -= g), or ``momentum`` of a half beside that.
     leaver_rounds: after how many rounds one worker leaves; None = with all others.
     leaver: which one; None = the last.
     holds: whether results are read where servers keep them now and then.
+    saves: how probable it is that a checkpoint follows a round.
     """
 
     num_workers: int
@@ -90,6 +99,7 @@ class Job:
     leaver_rounds: int | None = None
     leaver: int | None = None
     holds: bool = True
+    saves: float = 0.0
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -108,6 +118,10 @@ class Oracle:
         """(rank, round, key) → the gradient, or None for an empty contribution."""
         self.states: dict[int | str, list[Array]] = {}
         """Key → its value at each version, of a synchronous store."""
+        self.momenta: dict[int | str, list[Array]] = {}
+        """The same of what the optimizer remembers, if anything."""
+        self.saves = [generator.random() < job.saves for _ in range(job.rounds)]
+        """Round → whether a checkpoint follows it."""
         self.together = [generator.random() < 0.8 for _ in range(job.rounds)]
         """Round → whether the workers push the small keys as one list."""
         for number, key in enumerate(KEYS):
@@ -117,25 +131,70 @@ class Oracle:
                     grad = np.arange(key.size) % 7 + 1 + 10 * rank + 100 * turn
                     empty = generator.random() < (0.005 if key.name in TOGETHER else 0.1)
                     self.given[rank, turn, key.name] = None if empty else grad.astype(key.dtype.storage)
-            self.states[key.name] = self._states(key)
+            self.states[key.name], self.momenta[key.name] = self._states(key)
+
+    def encore(self, key: Key, weight: Array, momentum: Array | None) -> Array:
+        """The value after one more round of ones by all who are there at the end."""
+        summed = np.full(key.size, sum(self.job.rounds_of(rank) == self.job.rounds for rank in self._ranks))
+        return self._updated(key, weight, np.zeros(key.size) if momentum is None else momentum, summed)[0]
+
+    def require_saved(self, shelf: Shelf, folder: str, turn: int) -> None:
+        """Whether a checkpoint that was called for after a round has what it must."""
+        manifest = shelf.manifests[folder]
+        assert [one.key for one in manifest.keys] == [key.name for key in KEYS]
+        assert manifest.exact == (self.job.mode == "sync")
+        weights = shelf.gathered(folder, WEIGHTS)
+        momenta = shelf.gathered(folder, "momentum") if self.job.optimizer == "momentum" else {}
+        for key in KEYS:
+            found = weights[key.name]
+            if manifest.exact:
+                wanted = self.states[key.name][turn + 1]
+                assert np.array_equal(found, wanted), f"{folder} has {found} of key {key.name!r}, not {wanted}"
+            else:
+                change = (found - self.firsts[key.name]) * self._sign
+                least, most = self._pushed(key, turn + 1), self._pushed(key, self.job.rounds)
+                assert (change >= least).all() and (change <= most).all(), f"{folder} of {key.name!r}: {change}"
+            if momenta:
+                assert np.array_equal(momenta[key.name], self.momenta[key.name][turn + 1]), f"{folder}: {key.name!r}"
 
     def final(self, key: Key) -> Array:
         """The value at the end, in whichever order a synchronous or asynchronous store counted."""
         return self.states[key.name][-1]
 
-    def _states(self, key: Key) -> list[Array]:
-        states = [self.firsts[key.name]]
+    @property
+    def _ranks(self) -> range:
+        return range(self.job.num_workers)
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self.job.optimizer == "test" else -1
+
+    def _pushed(self, key: Key, rounds: int) -> Array:
+        """What all have pushed in the first rounds."""
+        turns = [self.given.get((rank, turn, key.name)) for rank in self._ranks for turn in range(rounds)]
+        return np.sum([np.zeros(key.size), *(grad for grad in turns if grad is not None)], axis=0)
+
+    def _states(self, key: Key) -> tuple[list[Array], list[Array]]:
+        states, momenta = [self.firsts[key.name]], [np.zeros(key.size, key.dtype.storage)]
         for turn in range(self.job.rounds):
-            given = [self.given.get((rank, turn, key.name)) for rank in range(self.job.num_workers)]
+            given = [self.given.get((rank, turn, key.name)) for rank in self._ranks]
             present = [grad for grad in given if grad is not None]
-            if not present:
-                states.append(states[-1])
-            elif self.job.optimizer is None:
-                states.append(np.sum(present, axis=0, dtype=key.dtype.storage))
-            else:
-                sign = 1 if self.job.optimizer == "test" else -1
-                states.append(states[-1] + sign * np.sum(present, axis=0, dtype=key.dtype.storage))
-        return states
+            state, momentum = states[-1], momenta[-1]
+            if present:
+                summed = np.sum(present, axis=0, dtype=key.dtype.storage)
+                state, momentum = self._updated(key, state, momentum, summed)
+            states.append(state)
+            momenta.append(momentum)
+        return states, momenta
+
+    def _updated(self, key: Key, state: Array, momentum: Array, summed: Array) -> tuple[Array, Array]:
+        summed = summed.astype(key.dtype.storage)
+        if self.job.optimizer is None:
+            return summed, momentum
+        if self.job.optimizer == "momentum":
+            momentum = momentum.astype(key.dtype.storage) / 2 - summed
+            return state + momentum, momentum
+        return state + self._sign * summed, momentum
 
 
 @dataclass
@@ -159,12 +218,19 @@ class User:
     job: Job
     oracle: Oracle
     random: random.Random
+    shelf: Shelf
     infos: dict[int | str, KeyInfo] = field(default_factory=dict)
     round: int = -1
     done: bool = False
     error: BaseException | None = None
     asked: list[Future[Any]] = field(default_factory=list)
     reads: int = 0
+    saves: dict[int, Future[Any]] = field(default_factory=dict)
+    """Round → the checkpoint that was called for after it."""
+    restored: bool | None = None
+    """Whether the newest checkpoint could be loaded at the end; None if there was none."""
+    _landed: list[Future[Any]] = field(default_factory=list)
+    """Per checkpoint: done when it is there or has failed."""
     _waiting: Sequence[Future[Any]] = ()
     _program: Program | None = None
     _last_turn: list[Future[Any]] = field(default_factory=list)
@@ -214,15 +280,21 @@ class User:
         yield [declared]
         self.infos = {info.key: info for info in declared.result()}
         if self.job.optimizer is not None:
-            description = create(self.job.optimizer, learning_rate=1.0).describe()
+            name, more = ("sgd", {"momentum": 0.5}) if self.job.optimizer == "momentum" else (self.job.optimizer, {})
+            description = create(name, learning_rate=1.0, **more).describe()
             yield [self._ask(lambda number: SetStoreOptimizer(number, STORE, description))]
         if self.rank == 0:
             yield [self._initialise()]
         for turn in range(self.job.rounds_of(self.rank)):
             self.round = turn
             yield from self._take_turn(turn)
+            if self.oracle.saves[turn]:
+                yield from self._save(turn)
         if self.job.rounds_of(self.rank) == self.job.rounds:
             yield from self._check_the_end()
+            yield from self._go_back()
+        elif self.random.random() < 0.5:
+            yield self._landed
         self._let_go()
         yield [self._ask(Leave)]
 
@@ -270,9 +342,9 @@ class User:
     def _check_the_end(self) -> Program:
         last_alone = self.job.mode == "sync"
         if not last_alone:
-            yield list(self.asked)
+            yield [future for future in self.asked if future not in self.saves.values()]
             yield [self._ask(lambda number: EnterBarrier(number, STORE))]
-        reading, future = self._read(list(self.infos), exact=True)
+        reading, future = self._read(list(self.infos))
         yield [future]
         for info, result in zip(reading.infos, reading.results, strict=True):
             key = next(key for key in KEYS if key.name == info.key)
@@ -280,7 +352,50 @@ class User:
                 f"worker {self.rank}: key {info.key!r} ended as {result}, not {self.oracle.final(key)}"
             )
 
+    def _go_back(self) -> Program:
+        """To the newest checkpoint, if there is one; and one round more from there."""
+        yield self._landed
+        if not self.shelf.manifests:
+            return
+        folder = max(self.shelf.manifests)
+        loading = self._ask(lambda number: LoadStore(number, STORE, folder, EVERYTHING))
+        yield [_landing(loading)]
+        self.restored = loading.exception() is None
+        if not self.restored:
+            values = {key.name: self.oracle.final(key) for key in KEYS}
+            yield from self._require(values, "a checkpoint that could not be loaded has changed something")
+            return
+        weights = self.shelf.gathered(folder, WEIGHTS)
+        yield from self._require(weights, "what was saved is not what was loaded")
+        yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+        plan = make_plan(list(self.infos.values()), 64)
+        ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}
+        runs = [RunData(run, memoryview(_payload(run, plan.keys, ones)), settings=SERVER_DECIDES) for run in plan.runs]
+        runs = [replace(run, flags=np.zeros(len(run.plan.ids), np.uint8)) for run in runs]
+        yield [self._ask(lambda number: Transfer(number, Kind.PUSH, "encore", runs))]
+        yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+        momenta = self.shelf.gathered(folder, "momentum") if self.job.optimizer == "momentum" else {}
+        after = {key.name: self.oracle.encore(key, weights[key.name], momenta.get(key.name)) for key in KEYS}
+        yield from self._require(after, "a round after loading came to something else")
+
+    def _require(self, values: Mapping[int | str, Array], complaint: str) -> Program:
+        """All present values are these."""
+        reading, future = self._read(list(self.infos), is_checked=False)
+        yield [future]
+        for info, result in zip(reading.infos, reading.results, strict=True):
+            wanted = values[info.key]
+            assert np.array_equal(result, wanted), f"{complaint}: key {info.key!r} is {result}, not {wanted}"
+
     # Calls.
+
+    def _save(self, turn: int) -> Program:
+        """Save what there is after a round; sometimes wait for it, or for an earlier one."""
+        place = (STORE, f"/checkpoints/step-{turn:03}", EVERYTHING, turn, 0, SavedFile("", 0, ""))
+        future = self._ask(lambda number: SaveStore(number, *place, tuple(self.infos.values())))
+        self.saves[turn] = future
+        self._landed.append(_landing(future))
+        if self.random.random() < 0.5:
+            yield self._landed[: self.random.randint(1, len(self._landed))]
 
     def _contribute(self, turn: int, names: list[int | str], pull: bool) -> Future[Any]:
         infos = [self.infos[name] for name in names]
@@ -331,13 +446,14 @@ class User:
         self.node.submit_for(answer, lambda number: Transfer(number, Kind.PULL, "pull of each", runs, key_by_key=True))
         return dict(zip(names, futures, strict=True))
 
-    def _read(self, names: list[int | str], exact: bool = False) -> tuple[Reading, Future[Any]]:
+    def _read(self, names: list[int | str], is_checked: bool = True) -> tuple[Reading, Future[Any]]:
         infos = [self.infos[name] for name in names]
         reading = self._reading(infos)
         runs = [RunData(run, sinks=_sinks(run, reading.results)) for run in make_plan(infos, 64).runs]
         priority = self.random.randint(-2, 2)
         future = self._ask(
-            lambda number: Transfer(number, Kind.PULL, "pull", runs, priority), lambda: self._check(reading)
+            lambda number: Transfer(number, Kind.PULL, "pull", runs, priority),
+            lambda: self._check(reading) if is_checked else None,
         )
         return reading, future
 
@@ -434,6 +550,21 @@ class Kept(dict[int, Array]):
         for position, array in values:
             self._sinks[position][...] = array
             self._hold(int(self._run.ids[position]), array)
+
+
+def _landing(future: Future[Any]) -> Future[Any]:
+    """Done when the checkpoint is there, and when it could not be made or loaded."""
+    landed: Future[Any] = Future()
+
+    def end(_: Future[Any]) -> None:
+        error = future.exception()
+        if error is None or isinstance(error, CheckpointError):
+            landed.set_result(None)
+        else:
+            landed.set_exception(error)
+
+    future.add_done_callback(end)
+    return landed
 
 
 def _payload(run: RunPlan, keys: Sequence[KeyInfo], values: dict[int | str, Any]) -> bytearray:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -84,9 +84,11 @@ class Job:
         self._selector.register(self._ends[name], selectors.EVENT_READ, process)
         return process
 
-    def launch(self, workers: int, servers: int, *command: str, **variables: str) -> Process:
+    def launch(
+        self, workers: int, servers: int, *command: str, options: Sequence[str] = (), **variables: str
+    ) -> Process:
         """Start kvdist-launch; `command` is a program of this folder, or an executable, and its arguments."""
-        words = ["-m", "kvdist_launch", "-n", str(workers), "-s", str(servers), "--", *program(*command)]
+        words = ["-m", "kvdist_launch", "-n", str(workers), "-s", str(servers), *options, "--", *program(*command)]
         return self.start("launcher", [sys.executable, *words], **variables)
 
     def cluster(self, workers: int, servers: int, *command: str, **variables: str) -> None:

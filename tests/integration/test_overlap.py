@@ -24,7 +24,14 @@ def printed(job):
 
 @pytest.mark.parametrize(
     ("workers", "scenario"),
-    [(2, "bfloat16"), (2, "unused"), (2, "accumulation"), (2, "loader"), (3, "floats"), (3, "unused")],
+    [
+        (2, "bfloat16"),
+        (2, "unused"),
+        (2, "accumulation"),
+        (2, "loader"),
+        (3, "floats"),
+        pytest.param(3, "unused", marks=pytest.mark.slow),
+    ],
 )
 def test_all_workers_have_the_bits_that_they_have_without_overlap(job, workers, scenario):
     digests = Counter(line for line in run(job, workers, scenario) if line.startswith("digest"))
@@ -32,7 +39,13 @@ def test_all_workers_have_the_bits_that_they_have_without_overlap(job, workers, 
 
 
 @pytest.mark.parametrize("scenario", ["integers", "asynchronous"])
-@pytest.mark.parametrize("variables", [{}, {"KVDIST_TRANSPORT": "tcp"}], ids=["shared memory", "tcp"])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({}, id="shared memory"),
+        pytest.param({"KVDIST_TRANSPORT": "tcp"}, id="tcp", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_integers_give_the_exact_weights(job, scenario, variables):
     run(job, 3, scenario, **variables)
 

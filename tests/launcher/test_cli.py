@@ -42,6 +42,7 @@ def test_options_after_the_command_belong_to_the_command(words, own, command):
         (["-n", "1", "--sync-dst-dir", "/d", "true"], 2, "leave out --sync-dst-dir /d"),
         (["-n", "1", "--env", "A", "true"], 2, "'A' does not set a variable"),
         (["-n", "1", "--env", "KVDIST_SLICE_BYTES=x", "true"], 2, "KVDIST_SLICE_BYTES is 'x'"),
+        (["-n", "1", "--server-module", "a-b", "true"], 2, "'a-b' is not the name of a module"),
         (["-n", "1", "--optimizer-module", "a/b.py", "true"], 2, "'a/b.py' is not the name of a module"),
         (["-n", "1", "--grace", "-1", "true"], 2, "--grace is -1.0; it must be a number of seconds"),
     ],
@@ -75,6 +76,15 @@ def test_schedulers_and_servers_are_told_of_optimizer_modules_and_workers_are_no
     lines = capfd.readouterr().out.splitlines()
     told = "role --optimizer-module my_rules --optimizer-module team.rules --optimizer-module more"
     assert sorted(line.partition("] ")[2] for line in lines) in ([told, told, "worker"], [told, told])
+
+
+def test_schedulers_and_servers_are_told_of_server_modules_too(capfd):
+    words = ["-n", "1", "--optimizer-module", "rules", "--server-module", "a,b.c", "true"]
+    main(words, role_command=["echo", "role"])
+    lines = capfd.readouterr().out.splitlines()
+    assert {line.partition("] ")[2] for line in lines} == {
+        "role --server-module a --server-module b.c --optimizer-module rules"
+    }
 
 
 def test_a_role_program_that_cannot_be_started_leaves_nothing_behind(capfd):

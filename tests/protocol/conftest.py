@@ -12,7 +12,9 @@ import pytest
 
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol import messages as m
+from kvdist.protocol import saving
 from kvdist.protocol.layout import offsets
+from kvdist.protocol.registration import Peer
 
 NAN = math.nan
 
@@ -35,8 +37,8 @@ def _messages() -> list[m.Message]:
     placement = m.Placement((0, 1), (1, m.Placement.CUT), 4 << 20)
     description = {"name": "adam", "beta1": 0.9, "clip_gradient": None, "lazy": True, "begin": -3}
     peers = (
-        m.Peer(Member(server(0), 1 << 63), "höst", 4242, "tcp://[::1]:9000"),
-        m.Peer(Member(worker(2), 7), "", 0, ""),
+        Peer(Member(server(0), 1 << 63), "höst", 4242, "tcp://[::1]:9000"),
+        Peer(Member(worker(2), 7), "", 0, ""),
     )
     keys: tuple[int | str, ...] = ("fc1.weight", -(1 << 63))
     return [
@@ -69,6 +71,16 @@ def _messages() -> list[m.Message]:
         m.Goodbye(12, "boom"),
         m.Abort("worker-3", "node7", "killed by signal 9", -1, "worker-3 is gone"),
         m.Stop(),
+        saving.Mark(1, 2, "/data/run/step-5", ("weights", "states"), True, u32(3, 4), u32(0, 7)),
+        saving.Save(13, 1, 2, "/data/run/step-5", ("weights",), 5, 3, 2, saving.SavedFile("worker-0-ab.json", 9, "ab"),
+                    ""),
+        saving.Saved(1, 2, saving.SavedFile("", 0, ""), "the disk is full"),
+        saving.Load(14, 1, 0, "/data/run/step-5", ("states",), "no such folder"),
+        saving.Restore(15, 1, "/data/run/step-5", ("weights", "states")),
+        saving.TakeRestored(16, 1),
+        saving.DropRestored(17, 1),
+        m.Command(13, 7, "größer"),
+        m.Perform(14, (1 << 32) - 1, ""),
     ]  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from kvdist.dtypes import DType
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
 from kvdist.protocol import messages as m
-from kvdist.protocol import wire
+from kvdist.protocol import saving, wire
 from kvdist.protocol.layout import offsets, views
 from kvdist.protocol.limits import DEFAULT, WireLimits
+from kvdist.protocol.registration import Peer
 
 U32_MAX, U64_MAX = (1 << 32) - 1, (1 << 64) - 1
 U32, U64 = st.integers(0, U32_MAX), st.integers(0, U64_MAX)
@@ -33,7 +34,9 @@ KEYS = I64 | NAMES
 SHAPES = st.lists(st.integers(0, 9), max_size=6).map(tuple)
 RANKED = st.builds(NodeId, st.sampled_from([Role.SERVER, Role.WORKER]), U32 | st.just(UNRANKED))
 MEMBERS = st.builds(Member, RANKED | st.just(SCHEDULER), U64)
-PEERS = st.lists(st.builds(m.Peer, MEMBERS, NAMES, U32, NAMES), max_size=4).map(tuple)
+PEERS = st.lists(st.builds(Peer, MEMBERS, NAMES, U32, NAMES), max_size=4).map(tuple)
+CONTENTS = st.lists(NAMES, max_size=3).map(tuple)
+FILES = st.builds(saving.SavedFile, NAMES, U64, NAMES)
 LENGTHS = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 65])
 
 
@@ -124,6 +127,17 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Goodbye: st.builds(m.Goodbye, U64, NAMES),
     m.Abort: st.builds(m.Abort, NAMES, NAMES, NAMES, st.integers(-1, U32_MAX), NAMES),
     m.Stop: st.just(m.Stop()),
+    saving.Mark: (LENGTHS | st.just(0)).flatmap(
+        lambda n: st.builds(saving.Mark, U32, U64, NAMES, CONTENTS, st.booleans(), numbers(n), numbers(n))
+    ),
+    saving.Save: st.builds(saving.Save, U64, U32, U64, NAMES, CONTENTS, U64, U32, U32, FILES, NAMES),
+    saving.Saved: st.builds(saving.Saved, U32, U64, FILES, NAMES),
+    saving.Load: st.builds(saving.Load, U64, U32, U64, NAMES, CONTENTS, NAMES),
+    saving.Restore: st.builds(saving.Restore, U64, U32, NAMES, CONTENTS),
+    saving.TakeRestored: st.builds(saving.TakeRestored, U64, U32),
+    saving.DropRestored: st.builds(saving.DropRestored, U64, U32),
+    m.Command: st.builds(m.Command, U64, U32, NAMES),
+    m.Perform: st.builds(m.Perform, U64, U32, NAMES),
 }
 
 
@@ -226,7 +240,7 @@ REFUSED_CHANGES = [
     ("Push", {"settings": ((math.inf, 0.0, 1.0),)}, "infinite"),
     ("Placed", {"placement": m.Placement((0,), (0,), 7)}, "from 8"),
     ("Assign", {"shapes": ((1,), ((1 << 38) + 1,))}, "shapes"),
-    ("Failed", {"code": 5}, "code of an error"),
+    ("Failed", {"code": 6}, "code of an error"),
     ("Waiting", {"since_s": math.inf}, "finite"),
     ("Ack", {"wanted": 1}, "true or false"),
     ("Hello", {"wanted_rank": -2}, "wanted_rank"),
@@ -247,6 +261,9 @@ REFUSED_CHANGES = [
     ("Push", {"arrays": m.Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"", 1)}, "unknown encoding 1"),
     ("Push", {"settings": ((0.1, 0.0, 1.0),) * 257}, "257 settings, where 256"),
     ("Counted", {"outcomes": np.array([0, 4], np.uint8)}, "unknown outcome 4"),
+    ("Command", {"body": "é" * (1 << 15) + "x"}, "body: not readable"),
+    ("Command", {"head": -1}, "head: expected an integer"),
+    ("Perform", {"body": b"x"}, "body.*found a bytes"),
     ("Pull", dict.fromkeys(("runs", "ids", "steps", "versions"), np.zeros(0, np.uint32)), "0 slices"),
 ]
 

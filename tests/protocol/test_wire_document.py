@@ -140,6 +140,7 @@ def told_packet(told: dict[str, Any]) -> m.Packet:
     (row,) = [row for row in ROWS if row["message"] == told["message"]]
     make = {
         "u32s": lambda value: np.array(value, np.uint32),
+        "numbers": lambda value: np.array(value, np.uint32),
         "u8s": lambda value: np.array(value, np.uint8),
         "arrays": told_arrays,
         "settings": lambda value: tuple(map(tuple, value)),

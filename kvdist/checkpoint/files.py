@@ -1,0 +1,227 @@
+"""Durable files: written whole, checked and made permanent before they have their name.
+
+Rules that hold here:
+
+* A file gets its final name only when all its bytes are on the disk; until then it ends in ``.part``.
+* The name has the first digits of the SHA-256 of the content, so it never replaces a file with another content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from kvdist.errors import CheckpointError
+
+CHUNK_BYTES = 8 << 20
+DIGITS = 16
+"""Of the checksum, in a name."""
+PART = ".part"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What is known of a file without opening it.
+
+    Attributes:
+        name: within its folder.
+        nbytes: its length.
+        sha256: of its content, 64 hexadecimal digits.
+    """
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+def write_file(folder: Path, stem: str, suffix: str, parts: Iterable[memoryview]) -> FileRecord:
+    """Write ``<stem>-<digits><suffix>`` into the folder, which is made if need be. One pass over the bytes.
+
+    Args:
+        folder: where.
+        stem: how its name begins.
+        suffix: how its name ends, with the dot.
+        parts: the content; each a contiguous view of bytes.
+
+    Raises:
+        OSError: the disk is full, say. Nothing unfinished is left. If it could not be made permanent the file may be
+            there, whole: it is not removed, for an earlier attempt may have written the very same.
+    """
+    make_folder(folder)
+    with _unfinished(folder / f"{stem}{suffix}") as unfinished:
+        nbytes, digits = _write(unfinished, parts)
+        record = FileRecord(f"{stem}-{digits[:DIGITS]}{suffix}", nbytes, digits)
+        os.replace(unfinished, folder / record.name)
+    make_durable(folder)
+    return record
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give the file this content at one stroke: whoever reads it finds the old one or the new one."""
+    with _unfinished(path) as unfinished:
+        _write(unfinished, [memoryview(content)])
+        os.replace(unfinished, path)
+    make_durable(path.parent)
+
+
+def write_named_file(path: Path, parts: Iterable[memoryview], overwrite: bool) -> FileRecord:
+    """Write a file under this very name, at one stroke. Its folder must be there.
+
+    Raises:
+        FileExistsError: there is one, and it is not to be overwritten.
+        OSError: the disk is full, say. Nothing unfinished is left.
+    """
+    with _unfinished(path) as unfinished:
+        nbytes, digits = _write(unfinished, parts)
+        if overwrite:
+            os.replace(unfinished, path)
+        else:
+            _rename_to_nothing(unfinished, path)
+    make_durable(path.parent)
+    return FileRecord(path.name, nbytes, digits)
+
+
+@contextlib.contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """The name that a file has while it is written. Whatever fails, no file of that name is left."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    unfinished.unlink(missing_ok=True)  # of a process that had this number and was killed, or of a stranger
+    try:
+        yield unfinished
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def _write(unfinished: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
+    """Write a new file and make its bytes permanent; returns its length and its checksum."""
+    digest, nbytes = hashlib.sha256(), 0
+    with open(unfinished, "xb", buffering=0) as file:
+        for part in parts:
+            nbytes += len(part)
+            _write_part(file, digest, part)
+            del part  # or two parts would be in memory at once
+        os.fsync(file.fileno())
+    return nbytes, digest.hexdigest()
+
+
+def _write_part(file: IO[bytes], digest: hashlib._Hash, part: memoryview) -> None:
+    for start in range(0, len(part), CHUNK_BYTES):
+        chunk = part[start : start + CHUNK_BYTES]
+        digest.update(chunk)
+        while chunk:
+            chunk = chunk[file.write(chunk) :]
+
+
+def _rename_to_nothing(unfinished: Path, path: Path) -> None:
+    """Rename a file, unless there is another of the new name."""
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without a second name for a file
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(unfinished, path)
+    else:
+        unfinished.unlink()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each of them permanent: a file is lost with the name of its folder."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)  # another process may be making it too
+    make_durable(folder.parent)
+
+
+def make_durable(folder: Path) -> None:
+    """Make what was named, renamed and removed in the folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such operation on folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def require_present(folder: Path, record: FileRecord) -> None:
+    """Whether the file is there, with its length.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    path = folder / record.name
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is not there ({error.strerror}). Servers, workers and scheduler must all see the folder of"
+            " checkpoints under the same path: on several hosts it must be on a file system that they share. And no"
+            " other store may save into it"
+        ) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is no file")
+    if found.st_size != record.nbytes:
+        raise CheckpointError(
+            f"{path} has {found.st_size} bytes where {record.nbytes} were written: it is cut off or changed"
+        )
+
+
+def require_intact(folder: Path, record: FileRecord) -> None:
+    """Whether the file is there and has its content, by its checksum; one pass over it.
+
+    Raises:
+        CheckpointError: it is not, or has another.
+    """
+    require_present(folder, record)
+    path = folder / record.name
+    with explained(f"{path} could not be read"):
+        found = record_of(folder, record.name)
+    if found.sha256 != record.sha256:
+        raise CheckpointError(f"{path} is damaged: its content does not have the checksum with which it was written")
+
+
+def record_of(folder: Path, name: str) -> FileRecord:
+    """What is known of a file that is there; one pass over it."""
+    digest, nbytes = hashlib.sha256(), 0
+    with open(folder / name, "rb", buffering=0) as file:
+        for chunk in iter(lambda: file.read(CHUNK_BYTES), b""):
+            digest.update(chunk)
+            nbytes += len(chunk)
+    return FileRecord(name, nbytes, digest.hexdigest())
+
+
+def read_intact(folder: Path, record: FileRecord) -> bytes:
+    """The content of a short file.
+
+    Raises:
+        CheckpointError: it is not there, cannot be read, or has another checksum.
+    """
+    require_present(folder, record)
+    path = folder / record.name
+    with explained(f"{path} could not be read"):
+        content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != record.sha256:
+        raise CheckpointError(f"{path} is damaged: its content does not have the checksum with which it was written")
+    return content
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Say of an `OSError` what could not be done."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error.strerror or error}") from error

@@ -1,0 +1,290 @@
+"""What a server keeps of a store, as arrays of a file; and back, for servers that cut the keys otherwise.
+
+Each slice is stored by itself: its weight, its states and its master, 1-D, named by the key and the range of its
+elements. A reader takes for each of its own slices whatever overlaps, so any number of servers can read what any other
+number has written. Where all is copied, nothing is computed: the bits are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvdist.checkpoint.files import FileRecord, require_intact, require_present
+from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest, read_manifest
+from kvdist.checkpoint.tensors import Bits, Tensor, TensorFile, write_tensors
+from kvdist.dtypes import DType
+from kvdist.errors import CheckpointError
+from kvdist.optimizer.states import SliceState
+
+WEIGHT, MASTER = "weight", "master"
+SLICES = "kvdist.slices"
+"""In the metadata of a file: what is known of each of its slices beside arrays."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedSlice:
+    """One slice at the moment of a checkpoint.
+
+    Attributes:
+        key: its key.
+        start: its first element.
+        dtype: element type.
+        version: how many rounds had been closed.
+        weight: its value; None if only states are saved.
+        states: name → array, of `DType.accumulate`.
+        updates: how many updates the states have had.
+        scalars: numbers beside the arrays.
+        master: the float32 weight behind a half one.
+    """
+
+    key: int | str
+    start: int
+    count: int
+    dtype: DType
+    version: int
+    weight: Bits | None
+    states: Mapping[str, Bits] = field(default_factory=dict)
+    updates: int = 0
+    scalars: tuple[float, ...] = ()
+    master: Bits | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedSlice:
+    """One slice that a server keeps, to be filled.
+
+    Attributes:
+        number: the server's name for it.
+        row: elements of the key for each element of a state: more than 1 only for rules by rows.
+    """
+
+    number: int
+    key: int | str
+    start: int
+    count: int
+    dtype: DType
+    state_names: tuple[str, ...] = ()
+    row: int = 1
+    has_master: bool = False
+    has_state: bool = False
+    """Whether an optimizer updates it."""
+    from_weight: bool = False
+    """Whether its states begin as copies of the weight, and not all as zeros."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadSlice:
+    """What was found for it."""
+
+    number: int
+    weight: Bits | None
+    state: SliceState | None
+    is_fresh: bool = False
+    """States were asked for, and it was never updated."""
+
+
+def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice]) -> FileRecord:
+    """Write the file of one server.
+
+    Raises:
+        CheckpointError, OSError: as of `write_tensors`.
+    """
+    tensors = [tensor for one in slices for tensor in _tensors(one)]
+    told = [
+        [one.key, one.start, one.count, one.version, one.updates, list(one.scalars), list(one.states)] for one in slices
+    ]
+    return write_tensors(folder, stem, tensors, {SLICES: json.dumps(told), "format": "kvdist"})
+
+
+def _tensors(one: SavedSlice) -> Iterator[Tensor]:
+    name = _name(one.key, one.start, one.count)
+    if one.weight is not None:
+        yield _tensor(f"{name}/{WEIGHT}", one.dtype, one.weight)
+    for state, bits in one.states.items():
+        yield _tensor(f"{name}/{STATES}/{state}", _wide(one.dtype), bits)
+    if one.master is not None:
+        yield _tensor(f"{name}/{MASTER}", _wide(one.dtype), one.master)
+
+
+def _tensor(name: str, dtype: DType, bits: Bits) -> Tensor:
+    return Tensor(name, dtype, (bits.size,), lambda: bits)
+
+
+def _wide(dtype: DType) -> DType:
+    """The type of the states of such an element."""
+    return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
+
+
+def _name(key: int | str, start: int, count: int) -> str:
+    return f"{json.dumps(key, ensure_ascii=False)}[{start}:{start + count}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A saved slice in its file."""
+
+    file: TensorFile
+    name: str
+    start: int
+    stop: int
+    updates: int
+    scalars: tuple[float, ...]
+    states: tuple[str, ...]
+
+
+class Shards:
+    """All files with arrays of a checkpoint. Nothing is taken out of a file before its checksum was compared.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+
+    Raises:
+        CheckpointError: a file is missing, or cut off, or no file of a server.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._unverified = {folder / record.name: record for record in manifest.shards}
+        self._pieces: dict[int | str, list[_Piece]] = {}
+        for path, record in list(self._unverified.items()):
+            require_present(folder, record)
+            try:
+                for piece, key in _pieces(TensorFile(path)):
+                    self._pieces.setdefault(key, []).append(piece)
+            except CheckpointError:
+                self._verify(path)  # that its content is not what was written says more
+                raise
+        for pieces in self._pieces.values():
+            pieces.sort(key=lambda piece: piece.start)
+
+    def verify(self) -> None:
+        """Compare all checksums; otherwise each file is read for that when something is first wanted of it.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        for path in list(self._unverified):
+            self._verify(path)
+
+    def _verify(self, path: Path) -> None:
+        record = self._unverified.pop(path, None)
+        if record is not None:
+            require_intact(self._folder, record)
+
+    def read(self, wanted: WantedSlice, contents: Sequence[str]) -> ReadSlice:
+        """The content of a slice.
+
+        Raises:
+            CheckpointError: some of it is in no file, or a file is damaged.
+        """
+        try:
+            pieces = self._covering(wanted)
+        except CheckpointError:
+            self.verify()  # perhaps it is the names that are damaged
+            raise
+        for piece in pieces:
+            self._verify(piece.file.path)
+        weight, state, asks_state = None, None, STATES in contents and wanted.has_state
+        if WEIGHTS in contents:
+            weight = self._gather(wanted, pieces, lambda piece: f"{piece.name}/{WEIGHT}", wanted.dtype.storage, 1)
+        if asks_state:
+            state = self._state(wanted, pieces)
+        return ReadSlice(wanted.number, weight, state, asks_state and state is None)
+
+    def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
+        """All elements of a key."""
+        weight = self.read(WantedSlice(0, key, 0, size, dtype), (WEIGHTS,)).weight
+        assert weight is not None
+        return weight
+
+    def _covering(self, wanted: WantedSlice) -> list[_Piece]:
+        """The pieces that have the slice, one after the other; each element in one of them."""
+        position, stop = wanted.start, wanted.start + wanted.count
+        pieces = self._pieces.get(wanted.key, [])
+        # An empty key has one empty slice.
+        found = [one for one in pieces if (one.start < stop and position < one.stop) or wanted.count == 0]
+        for piece in found:
+            if piece.start < position and piece is not found[0]:
+                raise CheckpointError(f"{self._folder} has element {piece.start} of key {wanted.key!r} twice")
+            if piece.start > position:
+                break
+            position = piece.stop
+        if position < stop or not found:
+            raise CheckpointError(
+                f"{self._folder} has no element {position} of key {wanted.key!r}: a file of a server is not in it"
+            )
+        return found
+
+    def _state(self, wanted: WantedSlice, pieces: Sequence[_Piece]) -> SliceState | None:
+        """What was remembered of the slice; None if it was never updated."""
+        updated = [piece for piece in pieces if piece.updates]
+        if not updated:
+            return None
+        if len(updated) < len(pieces) and wanted.from_weight:
+            raise CheckpointError(
+                f"some of key {wanted.key!r} was never updated, in an asynchronous store, and other parts of it lie"
+                " on the same server now: load it with as many servers as it was saved with"
+            )
+        for piece in updated:
+            if piece.states != wanted.state_names:
+                raise CheckpointError(
+                    f"{piece.file.path} has states {', '.join(piece.states) or 'none'} of key {wanted.key!r}, where the"
+                    f" optimizer has {', '.join(wanted.state_names) or 'none'}"
+                )
+        accumulate, row = wanted.dtype.accumulate, wanted.row
+        ends = [wanted.start, wanted.count, *(end for piece in pieces for end in (piece.start, piece.stop))]
+        if any(end % row for end in ends):
+            raise CheckpointError(
+                f"key {wanted.key!r} is cut within its rows, in {self._folder} or in this store, and its states are by"
+                " rows: call set_optimizer before init, so that it is cut between rows"
+            )
+
+        def gather(what: str, row: int) -> Bits:
+            return self._gather(wanted, updated, lambda piece: f"{piece.name}/{what}", accumulate, row)
+
+        arrays = tuple(gather(f"{STATES}/{name}", row) for name in wanted.state_names)
+        master = gather(MASTER, 1) if wanted.has_master else None
+        # Slices of one key have had the same updates, but for asynchronous stores: then the furthest counts.
+        newest = max(updated, key=lambda piece: piece.updates)
+        return SliceState(newest.updates, arrays, newest.scalars, master)
+
+    def _gather(
+        self, wanted: WantedSlice, pieces: Sequence[_Piece], name: Callable[[_Piece], str], dtype: Any, row: int
+    ) -> Bits:
+        out: Bits = np.zeros(wanted.count // row, dtype)  # as states begin, where there is no piece
+        for piece in pieces:
+            start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.start + wanted.count)
+            low, high = (start - wanted.start) // row, (stop - wanted.start) // row
+            piece.file.read_into(name(piece), (start - piece.start) // row, out[low:high])
+        return out
+
+
+def updates_in(folder: Path) -> int:
+    """How many updates the slice of a checkpoint has had that has had most. Reads headers alone.
+
+    Raises:
+        CheckpointError: a file is not readable.
+    """
+    files = [TensorFile(folder / record.name) for record in read_manifest(folder).shards]
+    return max((piece.updates for file in files for piece, _ in _pieces(file)), default=0)
+
+
+def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
+    try:
+        for key, start, count, version, updates, scalars, states in json.loads(file.metadata[SLICES]):
+            if any(type(number) is not int or number < 0 for number in (start, count, version, updates)):
+                raise ValueError(f"a number of a slice of key {key!r:.80} is no count")
+            if type(key) not in (int, str):
+                raise ValueError(f"a key {key!r:.80}")
+            numbers = start, start + count, updates
+            piece = _Piece(file, _name(key, start, count), *numbers, tuple(map(float, scalars)), tuple(states))
+            yield piece, key
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{file.path} is damaged: its slices are not readable ({error})") from None

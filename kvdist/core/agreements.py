@@ -1,0 +1,145 @@
+"""What the workers of a cluster agree on, store by store: keys and their places, and the optimizer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvdist.core.chosen import Description, Optimizer, choose
+from kvdist.core.effects import Effect, Send
+from kvdist.core.keybook import Entry, KeyBook
+from kvdist.core.policy import POLICIES
+from kvdist.core.seats import Seats
+from kvdist.core.servers_asked import ServersAsked, Then
+from kvdist.core.sharding import Keep, Placer, row_length
+from kvdist.dtypes import DType
+from kvdist.errors import InitMismatch
+from kvdist.nodes import Member
+from kvdist.protocol.messages import (
+    Assign,
+    Configure,
+    Declare,
+    Done,
+    ErrorCode,
+    Failed,
+    Message,
+    Placed,
+    SetOptimizer,
+)
+
+
+class Agreements:
+    """The keys and optimizers of all stores, as the scheduler knows them.
+
+    Args:
+        seats: who is in the cluster.
+        placer: chooses where keys live.
+        asked: what servers are asked.
+    """
+
+    def __init__(self, seats: Seats, placer: Placer, asked: ServersAsked) -> None:
+        self.books: dict[int, KeyBook] = {}
+        self.optimizers: dict[int, Optimizer] = {}
+        self.placer = placer
+        self._seats = seats
+        self._asked = asked
+
+    def declare(self, sender: Member, message: Declare, now: float) -> list[Effect]:
+        """A worker is about to initialise keys."""
+        if message.mode not in POLICIES:
+            reason = f"this scheduler knows no policy {message.mode!r}, only {', '.join(POLICIES)}"
+            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+        book = self.books.get(message.store)
+        if book is None:
+            book = self.books[message.store] = KeyBook(message.store, message.mode, sender, self.placer.slice_bytes)
+        effects: list[Effect] = []
+        try:
+            book.declare(sender, message, now)
+        except InitMismatch as error:
+            effects.append(Send(sender, Failed(message.request, ErrorCode.INIT_MISMATCH, str(error))))
+            for request, reason in book.take_conflicts():
+                if request.member != sender or request.request != message.request:
+                    effects.append(Send(request.member, Failed(request.request, ErrorCode.INIT_MISMATCH, reason)))
+            return effects
+        return self._advance(book)
+
+    def advance_all(self) -> list[Effect]:
+        """Fewer workers are awaited: place what is agreed now."""
+        return [effect for book in self.books.values() for effect in self._advance(book)]
+
+    def _advance(self, book: KeyBook) -> list[Effect]:
+        """Place what is agreed, answer what is placed."""
+        entries = book.take_agreed(self._seats.workers.keys())
+        effects: list[Effect] = []
+        if entries:
+            effects += self._place(book, entries)
+        for request in book.take_answerable():
+            givers = tuple(book.entries[key].giver for key in request.keys)
+            effects.append(Send(request.member, Placed(request.request, book.placement(request.keys), givers)))
+        return effects
+
+    def _place(self, book: KeyBook, entries: list[Entry]) -> list[Effect]:
+        keys = [entry.key for entry in entries]
+        sizes, shapes = [entry.size for entry in entries], [entry.shape for entry in entries]
+        dtypes = [DType(entry.dtype) for entry in entries]
+        optimizer = self.optimizers.get(book.store)
+        keep = Keep.NOTHING if optimizer is None else optimizer.keep
+        rows = [row_length(shape) for shape in shapes]
+        placement = self.placer.place(keys, sizes, [dtype.itemsize for dtype in dtypes], keep, rows)
+        for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
+            entry.first_slice, entry.home = first, home
+            # Rank 0, or who comes after it if that has left.
+            entry.giver = min(self._seats.workers, default=0)
+
+        def placed(_: str) -> list[Effect]:
+            book.mark_placed(entries)
+            return self._advance(book)
+
+        return self._ask(
+            lambda request: Assign(
+                request, book.store, book.mode, tuple(keys), tuple(shapes), tuple(int(d) for d in dtypes), placement
+            ),
+            placed,
+        )
+
+    def configure(self, sender: Member, message: Configure) -> list[Effect]:
+        """A worker chooses an optimizer."""
+        present = self.optimizers.get(message.store)
+        if present is None or present.failure:
+            try:
+                book = self.books.get(message.store)
+                optimizer = choose(message, sender, book, self.placer.num_servers)
+            except ValueError as error:
+                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, str(error)))]
+            self.optimizers[message.store] = optimizer
+            return self._ask(
+                lambda request: SetOptimizer(request, message.store, message.description),
+                lambda failure: self._configured(optimizer, failure),
+            )
+        if present.description != message.description:
+            reason = (
+                f"{present.chosen_by} set the optimizer of this store to {_shown(present.description)}, but {sender}"
+                f" asks for {_shown(message.description)}: every worker must set the same one, and only once"
+            )
+            return [Send(sender, Failed(message.request, ErrorCode.OPTIMIZER_MISMATCH, reason))]
+        if present.installed:
+            return [Send(sender, Done(message.request))]
+        present.waiters.append((sender, message.request))
+        return []
+
+    def _configured(self, optimizer: Optimizer, failure: str) -> list[Effect]:
+        optimizer.installed = not failure
+        optimizer.failure = failure
+        answers: list[Effect] = []
+        for member, request in optimizer.waiters:
+            answer = Failed(request, ErrorCode.CONFIG, failure) if failure else Done(request)
+            answers.append(Send(member, answer))
+        optimizer.waiters = []
+        return answers
+
+    def _ask(self, make: Callable[[int], Message], then: Then) -> list[Effect]:
+        return self._asked.ask(self._seats.servers, make, then)
+
+
+def _shown(description: Description) -> str:
+    options = ", ".join(f"{name}={value!r}" for name, value in description.items() if name != "name")
+    return f"{description.get('name')}({options})"

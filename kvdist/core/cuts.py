@@ -1,0 +1,272 @@
+"""A server's part in checkpoints: which moment of each slice is saved, while training goes on. Pure.
+
+Every worker marks its pushes: *the checkpoint has my first n pushes of this slice*. A mark leaves before any later push
+of its worker, so a server knows it in time. Rules that hold here:
+
+* In synchronous mode all workers are in the same round, so the first mark fixes the moment: the version that has
+  exactly those pushes. It is taken before a round is closed that has more; marks of other workers must say the same.
+  Who pushes through the leader of its host may be overtaken by its own push, but the leader's mark is in time then.
+* Otherwise a slice is taken when every live worker has marked it and all marked pushes are counted. Later pushes may
+  be in it: nothing is lost, but it is not one moment of the whole store, and the manifest says so.
+* A weight is not copied: what is published never changes, so it is leased until it is written. States change in place;
+  they are copied, one pass over them.
+* Every worker marks at every server, be it no slice, and every server reports once: when all live workers have marked
+  and its file is written, or something has failed. So nobody has to be told to stop, and nothing is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvdist.checkpoint.files import FileRecord
+from kvdist.checkpoint.manifest import STATES, WEIGHTS
+from kvdist.checkpoint.slices import SavedSlice
+from kvdist.checkpoint.works import WriteShard
+from kvdist.core.effects import Effect, Persist, Persisted, Send
+from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.shard import Buffer, Shard
+from kvdist.kernels.interface import Kernels
+from kvdist.nodes import Member
+from kvdist.optimizer.states import SliceState
+from kvdist.optimizer.updater import Updater
+from kvdist.protocol.messages import U32
+from kvdist.protocol.saving import Mark, Saved, SavedFile
+
+NO_FILE = SavedFile("", 0, "")
+
+
+@dataclass(slots=True, eq=False)
+class Cut:
+    """One checkpoint under way."""
+
+    store: int
+    counter: int
+    folder: str
+    contents: tuple[str, ...]
+    marks: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Slice that is not taken yet → rank → its mark."""
+    taken: dict[int, SavedSlice] = field(default_factory=dict)
+    """What is not written yet."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Slice of a synchronous store → its version that was taken."""
+    leased: list[Buffer] = field(default_factory=list)
+    marked: set[int] = field(default_factory=set)
+    """Ranks that have marked all their slices."""
+    is_begun: bool = False
+    """Its file is being written, or is there: it takes no more slices."""
+    is_writing: bool = False
+    file: SavedFile = NO_FILE
+    failure: str = ""
+
+    def fail(self, reason: str) -> None:
+        """Note why it cannot be made; the first reason counts."""
+        self.failure = self.failure or reason
+
+    def release(self) -> None:
+        """What was taken is not needed any more."""
+        for buffer in self.leased:
+            buffer.leases -= 1
+        self.leased.clear()
+        self.taken.clear()
+
+
+class Cuts:
+    """All checkpoints that are under way on a server.
+
+    Args:
+        kernels: what widens weights, for the states of slices that were never updated.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._cuts: dict[tuple[int, int], Cut] = {}
+        self.awaited: dict[int, list[Cut]] = {}
+        """Slice → the cuts that wait for it. Empty nearly always: asked whenever a round is closed."""
+        self.ready: dict[Cut, None] = {}
+        """The cuts to be looked at by `take_effects`, once each. Empty nearly always."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._cuts)
+
+    def mark(
+        self, sender: Member, message: Mark, shards: Mapping[int, Shard], workers: Mapping[int, Member], name: str
+    ) -> list[Shard]:
+        """A worker says which of its pushes belong to a checkpoint; returns the slices to look at."""
+        cut = self._cuts.get((message.store, message.counter))
+        if cut is None:
+            cut = Cut(message.store, message.counter, message.folder, message.contents)
+            self._cuts[message.store, message.counter] = cut
+        if (cut.folder, cut.contents) != (message.folder, message.contents):
+            ours, theirs = (f"{' and '.join(one.contents)} to {one.folder}" for one in (cut, message))
+            cut.fail(f"the workers do not agree: some save {ours}, {sender} saves {theirs}")
+        rank = sender.node.rank
+        found = [] if cut.failure else self._enter(cut, message, rank, shards, name)
+        if message.last:
+            cut.marked.add(rank)
+            _require_alike(cut, workers)
+        self.ready[cut] = None
+        return found
+
+    def awaits(self, ids: U32) -> bool:
+        """Whether any of these slices is still to be taken, one by one."""
+        return bool(self.awaited) and any(number in self.awaited for number in ids.tolist())
+
+    def look(self, shard: Shard, updater: Updater | None, workers: Mapping[int, Member]) -> None:
+        """Take the slice for every checkpoint whose moment this is. Called when its counters have changed."""
+        for cut in list(self.awaited.get(shard.number, ())):
+            marks = cut.marks[shard.number]
+            is_exact = shard.policy.close is None
+            if shard.published is None or not _is_due(shard, marks, workers, is_exact):
+                continue
+            late = [rank for rank, step in marks.items() if is_exact and shard.counted.get(rank, 0) != step]
+            if late:
+                cut.fail(_disagreement(shard, late[0], marks[late[0]], shard.counted.get(late[0], 0)))
+            self._take(cut, shard, updater, is_exact)
+
+    def roster(self, workers: Mapping[int, Member]) -> None:
+        """Who has left marks nothing any more."""
+        for cut in self._cuts.values():
+            _require_alike(cut, workers)
+            self.ready[cut] = None
+
+    def take_effects(self, workers: Mapping[int, Member], name: str) -> list[Effect]:
+        """What has to be written or said now."""
+        ready, self.ready = self.ready, {}
+        return [effect for cut in ready for effect in self._advance(cut, workers, name)]
+
+    def persisted(self, event: Persisted, workers: Mapping[int, Member], name: str) -> list[Effect]:
+        """A file is written, or could not be."""
+        cut = event.token
+        assert isinstance(cut, Cut)
+        cut.is_writing = False
+        cut.release()
+        if event.failure:
+            cut.fail(event.failure)
+        made = event.product
+        cut.file = SavedFile(made.name, made.nbytes, made.sha256) if isinstance(made, FileRecord) else NO_FILE
+        return self._advance(cut, workers, name)
+
+    def validate(self, workers: Mapping[int, Member]) -> None:
+        """Check every invariant."""
+        assert not self.ready, "what can go on has gone on"
+        for number, cuts in self.awaited.items():
+            assert cuts, "who waits for nothing is not listed"
+            assert all(number in cut.marks and number not in cut.taken for cut in cuts), "what is awaited is not taken"
+        for place, cut in self._cuts.items():
+            assert place == (cut.store, cut.counter), "a checkpoint is known by its store and count"
+            assert all(cut in self.awaited[number] for number in cut.marks), "whoever waits is listed"
+            assert len(cut.leased) <= len(cut.taken), "what is leased is to be written"
+            assert not cut.failure or cut.is_writing or not (cut.marks or cut.taken), "what has failed keeps nothing"
+            waits = cut.is_writing or cut.marks or not workers.keys() <= cut.marked
+            assert waits, "what is complete is reported"
+
+    def _enter(self, cut: Cut, message: Mark, rank: int, shards: Mapping[int, Shard], name: str) -> list[Shard]:
+        """Note the marks of a message; returns the slices that are not taken yet."""
+        found = []
+        for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
+            shard = shards.get(number)
+            if shard is None:
+                cut.fail(f"slice {number} is not kept by {name}")
+            elif number in cut.versions:
+                # Each round since then had a push of every live worker.
+                step_then = shard.counted.get(rank, 0) - (shard.version - cut.versions[number])
+                if step_then != step:
+                    cut.fail(_disagreement(shard, rank, step, step_then))
+            elif not cut.is_begun:  # else it is of a key that others do not know: the scheduler finds that out
+                if number not in cut.marks:
+                    self.awaited.setdefault(number, []).append(cut)
+                cut.marks.setdefault(number, {})[rank] = step
+                found.append(shard)
+        return found
+
+    def _advance(self, cut: Cut, workers: Mapping[int, Member], name: str) -> list[Effect]:
+        if cut.is_writing:
+            return []
+        if cut.failure:
+            self._forget(cut)
+        elif cut.marks:
+            return []
+        elif cut.taken and cut.marked:
+            cut.is_begun = cut.is_writing = True
+            return [Persist(cut, WriteShard(cut.folder, name, tuple(cut.taken.values())))]
+        if not workers.keys() <= cut.marked:
+            return []
+        del self._cuts[cut.store, cut.counter]
+        file = NO_FILE if cut.failure else cut.file
+        return [Send(SCHEDULER_MEMBER, Saved(cut.store, cut.counter, file, cut.failure))]
+
+    def _forget(self, cut: Cut) -> None:
+        """It has failed: wait for no slice any more, and keep none."""
+        cut.is_begun = True
+        for number in cut.marks:
+            self._stop_awaiting(number, cut)
+        cut.marks.clear()
+        cut.release()
+
+    def _stop_awaiting(self, number: int, cut: Cut) -> None:
+        cuts = self.awaited[number]
+        cuts.remove(cut)
+        if not cuts:
+            del self.awaited[number]
+
+    def _take(self, cut: Cut, shard: Shard, updater: Updater | None, is_exact: bool) -> None:
+        buffer = shard.published
+        assert buffer is not None
+        state = None if cut.failure else self._state(cut, shard, updater)
+        names = updater.optimizer.state_names if updater is not None and state is not None else ()
+        weight = None
+        if WEIGHTS in cut.contents and not cut.failure:
+            buffer.leases += 1
+            cut.leased.append(buffer)
+            weight = buffer.array
+        cut.taken[shard.number] = SavedSlice(
+            shard.key,
+            shard.extent.start,
+            shard.count,
+            shard.dtype,
+            shard.version,
+            weight,
+            {} if state is None else dict(zip(names, state.arrays, strict=True)),
+            0 if state is None else state.count,
+            () if state is None else state.scalars,
+            None if state is None else state.master,
+        )
+        if is_exact:
+            cut.versions[shard.number] = shard.version
+        del cut.marks[shard.number]
+        self._stop_awaiting(shard.number, cut)
+        self.ready[cut] = None
+
+    def _state(self, cut: Cut, shard: Shard, updater: Updater | None) -> SliceState | None:
+        """A copy of what the optimizer remembers of the slice; None if that is nothing."""
+        present = None if updater is None or STATES not in cut.contents else updater.states.get(shard.number)
+        return None if present is None else present.copy()
+
+
+def _is_due(shard: Shard, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+    if is_exact:
+        return any(shard.counted.get(rank, 0) >= step for rank, step in marks.items())
+    return workers.keys() <= marks.keys() and all(shard.counted.get(rank, 0) >= step for rank, step in marks.items())
+
+
+def _require_alike(cut: Cut, workers: Mapping[int, Member]) -> None:
+    """Whether what is still awaited is marked by everybody, once all have marked; or it might be awaited for ever."""
+    if not workers.keys() <= cut.marked:
+        return
+    for number, marks in cut.marks.items():
+        if not workers.keys() <= marks.keys():
+            ranks = ", ".join(f"worker-{rank}" for rank in sorted(workers.keys() - marks.keys()))
+            cut.fail(
+                f"{ranks} did not know slice {number} yet, which other workers save:"
+                " call save_checkpoint when every init has returned"
+            )
+            return
+
+
+def _disagreement(shard: Shard, rank: int, step: int, step_then: int) -> str:
+    return (
+        f"worker-{rank} called save_checkpoint after {step} pushes of key {shard.key!r}, where the checkpoint of the"
+        f" other workers has {step_then}: every worker must call it at the same step"
+    )

@@ -1,0 +1,70 @@
+"""Does works with a disk beside the loop of a node: one after the other, on a thread that starts with the first."""
+
+from __future__ import annotations
+
+import abc
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from kvdist.checkpoint.works import Product, Work, perform
+from kvdist.errors import CheckpointError
+
+Done = Callable[[Product, str], None]
+"""Takes what came of a work, or why nothing did. Called on another thread."""
+
+
+class Disk(abc.ABC):
+    """Where works are done."""
+
+    @abc.abstractmethod
+    def begin(self, work: Work, done: Done) -> None:
+        """Do it after those that were begun before, and call `done`. Returns at once."""
+
+    @abc.abstractmethod
+    def close(self, linger_s: float) -> None:
+        """Do nothing more after what is under way, which has this long to end."""
+
+
+class ThreadedDisk(Disk):
+    """The disk of this machine.
+
+    Args:
+        root: below which folder it may be used; None for everywhere.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root
+        self._waiting: queue.SimpleQueue[tuple[Work, Done] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, work: Work, done: Done) -> None:
+        """See `Disk.begin`."""
+        self._waiting.put((work, done))
+        if self._thread is None:
+            # Not waited for at the end: what is not complete by then is no checkpoint.
+            self._thread = threading.Thread(target=self._run, name="kvdist-disk", daemon=True)
+            self._thread.start()
+
+    def close(self, linger_s: float) -> None:
+        """See `Disk.close`."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(linger_s)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            work, done = item
+            done(*outcome(work, self._root))
+            del item, work, done  # or the arrays of the last one would stay until the next
+
+
+def outcome(work: Work, root: Path | None) -> tuple[Product, str]:
+    """What came of a work, and '' or why it could not be done."""
+    try:
+        return perform(work, root), ""
+    except CheckpointError as error:
+        return None, str(error)
+    except Exception as error:  # noqa: BLE001  # whatever went wrong, somebody waits to hear of it
+        return None, f"a checkpoint in {work.folder} failed: {type(error).__name__}: {error}"

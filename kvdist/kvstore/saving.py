@@ -1,0 +1,168 @@
+"""The part of a `DistStore` that saves it and restores it.
+
+The servers write and read; a worker marks its pushes, adds what it wants to have back itself, and waits on a future.
+One checkpoint at a time: a second one waits until the first is complete, so that servers copy states once at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
+from kvdist.core.requests import KeyInfo, LoadStore, Request, SaveStore
+from kvdist.errors import CheckpointError, KvdistError
+from kvdist.kvstore import saved
+from kvdist.mailbox import Finish
+from kvdist.optimizer.base import Optimizer
+from kvdist.protocol.saving import SavedFile
+
+LOG = logging.getLogger("kvdist")
+
+Submit = Callable[[Callable[[int], Request], Finish], Future[Any]]
+Wait = Callable[[Future[Any]], Any]
+
+
+NO_FILE = SavedFile("", 0, "")
+_NOWHERE = Path("/nowhere")
+"""Named where a worker fails before it has a folder to name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a checkpoint goes, and what it is."""
+
+    folder: Path
+    contents: tuple[str, ...]
+    step: int = 0
+    keep: int = 0
+
+
+class Saving:
+    """What a store needs for `save_checkpoint` and its kin.
+
+    Args:
+        number: the store's.
+        rank: this worker's.
+        submit: hands a request to the worker.
+        result_of: waits for a future.
+        hold: keeps the process in the cluster until a future is done.
+        forget_shown: lets go of values that are shown: they will be others.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        rank: int,
+        submit: Submit,
+        result_of: Wait,
+        hold: Callable[[Future[Path]], None],
+        forget_shown: Callable[[], None],
+    ) -> None:
+        self._number = number
+        self._rank = rank
+        self._submit = submit
+        self._result_of = result_of
+        self._hold = hold
+        self._forget_shown = forget_shown
+        self._last: Future[Path] | None = None
+
+    def save(
+        self,
+        keys: Sequence[KeyInfo],
+        directory: str | os.PathLike[str],
+        step: int,
+        state: Any,
+        keep: int | None,
+        names: saved.Names | None,
+    ) -> Future[Path]:
+        """See `KVStore.save_checkpoint`."""
+        self._prepare(keys)
+        place = _Place(_NOWHERE, EVERYTHING)
+        try:
+            place = _Place(saved.place(directory, step), EVERYTHING, saved.checked_step(step), saved.checked_keep(keep))
+            content = saved.own_file(state, names, self._rank)
+        except (TypeError, ValueError) as error:
+            self._begin(keys, place, NO_FILE, str(error))
+            raise
+        try:
+            record = saved.write_own_file(place.folder, self._rank, content) if content else None
+        except CheckpointError as error:
+            return self._begin(keys, place, NO_FILE, str(error))
+        file = NO_FILE if record is None else SavedFile(record.name, record.nbytes, record.sha256)
+        return self._begin(keys, place, file)
+
+    def save_states(self, keys: Sequence[KeyInfo], fname: str | os.PathLike[str]) -> Future[Path]:
+        """See `KVStore.save_optimizer_states`."""
+        self._prepare(keys)
+        return self._begin(keys, _Place(saved.absolute(fname), (STATES,)), NO_FILE)
+
+    def _prepare(self, keys: Sequence[KeyInfo]) -> None:
+        if not keys:
+            raise ValueError("the store has no keys to save: init them before")
+        self.wait()
+
+    def _begin(self, keys: Sequence[KeyInfo], place: _Place, file: SavedFile, failure: str = "") -> Future[Path]:
+        """Take part. A failure of this worker is told to all, or they would wait for it."""
+        where = (str(place.folder), place.contents, place.step, place.keep)
+
+        def make(request: int) -> Request:
+            return SaveStore(request, self._number, *where, file, tuple(keys), failure)
+
+        self._last = self._submit(make, lambda: place.folder)
+        self._last.add_done_callback(self._tell)
+        self._hold(self._last)
+        return self._last
+
+    def load(self, directory: str | os.PathLike[str], step: int | None, with_states: bool) -> saved.Checkpoint:
+        """See `KVStore.load_checkpoint`."""
+        contents = EVERYTHING if with_states else (WEIGHTS,)
+        with self._told_to_all(contents):
+            folder = saved.find(directory, step)
+            checkpoint = saved.loaded(folder, read_manifest(folder), self._rank)
+        self._load(folder, contents)
+        return checkpoint
+
+    def load_states(
+        self, fname: str | os.PathLike[str], present: Optimizer | None, choose: Callable[[Optimizer], None]
+    ) -> None:
+        """See `KVStore.load_optimizer_states`."""
+        with self._told_to_all((STATES,)):
+            folder = saved.absolute(fname)
+            manifest = read_manifest(folder)
+        if present is None and manifest.optimizer is not None:
+            choose(chosen_optimizer(manifest.optimizer))
+        self._load(folder, (STATES,))
+
+    @contextlib.contextmanager
+    def _told_to_all(self, contents: tuple[str, ...]) -> Iterator[None]:
+        """What goes wrong on this worker alone fails the loading of all, or the others would wait for it."""
+        try:
+            yield
+        except (CheckpointError, TypeError, ValueError) as error:
+            with contextlib.suppress(CheckpointError):
+                self._load(_NOWHERE, contents, str(error))
+            raise
+
+    def _load(self, folder: Path, contents: tuple[str, ...], failure: str = "") -> None:
+        self.wait()
+        where = (self._number, str(folder), contents, failure)
+        self._result_of(self._submit(lambda request: LoadStore(request, *where), self._forget_shown))
+
+    def wait(self) -> None:
+        """Until what was begun is complete, or has failed; its own future says which."""
+        if self._last is not None:
+            with contextlib.suppress(KvdistError):
+                self._result_of(self._last)
+            self._last = None
+
+    def _tell(self, future: Future[Path]) -> None:
+        error = future.exception()
+        if self._rank == 0 and error is not None:
+            LOG.error("no checkpoint was made: %s", error)

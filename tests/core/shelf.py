@@ -1,0 +1,159 @@
+"""A disk that exists only in memory: works take their time, one after the other, and fail when the seed says so.
+
+All processes of a cluster share one shelf, as they would a folder. What is being written is compared at the end with
+what it was at the beginning: whoever goes on training meanwhile must keep its hands off.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.checkpoint.files import FileRecord
+from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest
+from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.works import Product, ReadManifest, ReadShards, Sweep, Work, WriteManifest, WriteShard
+from kvdist.disk import Disk, Done
+from kvdist.optimizer.states import SliceState
+from tests.core.network import Network
+
+WORK_S = 0.04
+"""The longest that a work takes, about as long as a few rounds."""
+FULL = "the disk is full"
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(eq=False)
+class Shelf:
+    """What all disks of a cluster hold."""
+
+    files: dict[str, dict[str, tuple[SavedSlice, ...]]] = field(default_factory=dict)
+    """Folder → name → slices."""
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    """By folder."""
+    written: int = 0
+
+    def slices(self, folder: str) -> list[SavedSlice]:
+        """All slices of a checkpoint, in the order of their elements."""
+        files = self.files.get(folder, {})
+        found = [one for record in self.manifests[folder].files for one in files[record.name]]
+        return sorted(found, key=lambda one: (str(one.key), one.start))
+
+    def gathered(self, folder: str, what: str) -> dict[int | str, Array]:
+        """Key → its weights, or the state of this name, put together."""
+        parts: dict[int | str, list[Array]] = {}
+        ends: dict[int | str, int] = {}
+        for one in self.slices(folder):
+            assert ends.get(one.key, 0) == one.start, f"key {one.key!r} has a gap or an overlap at {one.start}"
+            ends[one.key] = one.start + one.count
+            array = one.weight if what == WEIGHTS else one.states[what]
+            assert array is not None
+            parts.setdefault(one.key, []).append(array)
+        return {key: np.concatenate(arrays) for key, arrays in parts.items()}
+
+    def perform(self, work: Work) -> Product:
+        """Do a work."""
+        folder = self.files.setdefault(work.folder, {})
+        match work:
+            case WriteShard():
+                self.written += 1
+                name = f"{work.stem}-{self.written:016x}.safetensors"
+                folder[name] = work.slices
+                return FileRecord(name, 8, f"{self.written:064x}")
+            case WriteManifest():
+                missing = [one.name for one in work.manifest.files if one.name not in folder]
+                assert not missing, f"{missing} are in the manifest of {work.folder} and not there"
+                self.manifests[work.folder] = work.manifest
+                self._sweep(work.folder)
+            case ReadManifest():
+                return self.manifests[work.folder]
+            case ReadShards():
+                return tuple(self._read(work.folder, one, work.contents) for one in work.wanted)
+            case Sweep():
+                self._sweep(work.folder)
+        return None
+
+    def _sweep(self, folder: str) -> None:
+        named = {file.name for file in self.manifests[folder].files} if folder in self.manifests else set()
+        self.files[folder] = {name: one for name, one in self.files[folder].items() if name in named}
+
+    def _read(self, folder: str, wanted: WantedSlice, contents: Sequence[str]) -> ReadSlice:
+        stretch = slice(wanted.start, wanted.start + wanted.count)
+        weight = self.gathered(folder, WEIGHTS)[wanted.key][stretch] if WEIGHTS in contents else None
+        state = None
+        if STATES in contents and wanted.has_state:
+            arrays = tuple(self.gathered(folder, name)[wanted.key][stretch].copy() for name in wanted.state_names)
+            updates = max(one.updates for one in self.slices(folder) if one.key == wanted.key)
+            state = SliceState(updates, arrays)
+        return ReadSlice(wanted.number, weight, state)
+
+
+class SimulatedDisk(Disk):
+    """The disk of one process.
+
+    Args:
+        network: the clock, and chance.
+        shelf: what is there.
+        full: how probable it is that a work fails.
+    """
+
+    def __init__(self, network: Network, shelf: Shelf, full: float) -> None:
+        self._network = network
+        self._shelf = shelf
+        self._full = full
+        self._waiting: deque[tuple[Work, Done]] = deque()
+
+    def begin(self, work: Work, done: Done) -> None:
+        self._waiting.append((work, done))
+        if len(self._waiting) == 1:
+            self._start()
+
+    def close(self, linger_s: float) -> None:
+        while len(self._waiting) > 1:
+            self._waiting.pop()
+
+    def _start(self) -> None:
+        work = self._waiting[0][0]
+        self._network.say(f"disk begins {type(work).__name__} {work.folder}")
+        before = _copied(work.slices) if isinstance(work, WriteShard) else ()
+        self._network.after(self._network.random.uniform(0, WORK_S), lambda: self._end(before))
+
+    def _end(self, before: tuple[SavedSlice, ...]) -> None:
+        work, done = self._waiting.popleft()
+        if isinstance(work, WriteShard):
+            for then, now in zip(before, work.slices, strict=True):
+                assert _content(then) == _content(now), f"slice {now.start} of {now.key!r} changed while it was saved"
+            work = replace(work, slices=before)
+        if self._waiting:
+            self._start()
+        if not isinstance(work, Sweep | ReadManifest) and self._network.random.random() < self._full:
+            self._network.used["full disk"] += 1
+            done(None, FULL)
+        else:
+            done(self._shelf.perform(work), "")
+
+
+def _copied(slices: Sequence[SavedSlice]) -> tuple[SavedSlice, ...]:
+    def own(array: Array | None) -> Array | None:
+        return None if array is None else array.copy()
+
+    return tuple(
+        replace(
+            one,
+            weight=own(one.weight),
+            states={name: array.copy() for name, array in one.states.items()},
+            master=own(one.master),
+        )
+        for one in slices
+    )
+
+
+def _content(one: SavedSlice) -> tuple[bytes, Mapping[str, bytes], int]:
+    weight = b"" if one.weight is None else one.weight.tobytes()
+    return weight, {name: array.tobytes() for name, array in one.states.items()}, one.updates
