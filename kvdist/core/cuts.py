@@ -26,7 +26,6 @@ from kvdist.checkpoint.works import WriteShard
 from kvdist.core.effects import Effect, Persist, Persisted, Send
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.shard import Buffer, Shard
-from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
@@ -72,14 +71,9 @@ class Cut:
 
 
 class Cuts:
-    """All checkpoints that are under way on a server.
+    """All checkpoints that are under way on a server."""
 
-    Args:
-        kernels: what widens weights, for the states of slices that were never updated.
-    """
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+    def __init__(self) -> None:
         self._cuts: dict[tuple[int, int], Cut] = {}
         self.awaited: dict[int, list[Cut]] = {}
         """Slice → the cuts that wait for it. Empty nearly always: asked whenever a round is closed."""

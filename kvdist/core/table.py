@@ -78,7 +78,7 @@ class Table:
         self._wholes = Wholes()
         self._open: set[int] = set()
         """Slices with an open round or waiting pulls."""
-        self.cuts = Cuts(kernels)
+        self.cuts = Cuts()
         self._restoring = Restoring()
 
     # What the scheduler decides.
