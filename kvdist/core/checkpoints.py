@@ -14,7 +14,7 @@ from kvdist.checkpoint.files import FileRecord
 from kvdist.checkpoint.manifest import Manifest, SavedKey
 from kvdist.checkpoint.works import ReadManifest, Sweep, WriteManifest
 from kvdist.core.agreements import Agreements
-from kvdist.core.effects import Effect, Persist, Persisted, Send
+from kvdist.core.effects import Effect, Persist, Persisted, Report, Send
 from kvdist.core.policy import SYNC
 from kvdist.core.seats import Seats
 from kvdist.core.servers_asked import ServersAsked
@@ -32,6 +32,8 @@ class Saving:
     store: int
     counter: int
     since: float
+    live: frozenset[int]
+    """The ranks of the workers that were there when it began."""
     arrived: dict[int, tuple[Member, Save]] = field(default_factory=dict)
     """Rank → the worker and what it said."""
     files: dict[int, SavedFile] = field(default_factory=dict)
@@ -120,7 +122,7 @@ class Checkpoints:
         place = (message.store, message.counter)
         saving = self._saving.get(place)
         if saving is None:
-            saving = self._saving[place] = Saving(*place, now)
+            saving = self._saving[place] = Saving(*place, now, frozenset(self._seats.workers))
         return saving
 
     def _is_complete(self, saving: Saving) -> bool:
@@ -135,7 +137,10 @@ class Checkpoints:
         if saving.failure:
             return self._sweep(saving)
         first = next(iter(saving.arrived.values()))[1]
-        return [Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))]
+        names = ", ".join(f"worker-{rank}" for rank in sorted(saving.live - saving.arrived.keys()))
+        lacks = f"{_named(saving)} has no state of {names}, which left instead of calling save_checkpoint"
+        written = Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))
+        return [*([Report(lacks)] if names else []), written]
 
     def _sweep(self, saving: Saving) -> list[Effect]:
         """Remove what was written; only then may anybody try again, perhaps in the same folder."""

@@ -340,7 +340,7 @@ class KVStore(KVStoreBase):
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
     ) -> Checkpoint:
-        """Go on from a checkpoint, made by any number of workers and servers; every worker calls it.
+        """Go on from a checkpoint of any number of workers and servers; every worker calls it, after equal pushes.
 
         The keys must have been initialised, with the shapes and dtypes they had, and `set_optimizer` called as it was.
         Nothing has changed if it fails. Values that were pulled before are the old ones: pull again.
