@@ -42,7 +42,7 @@ def named(victim):
     return f"{victim} (host {socket.gethostname()}, pid "
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [*CALLS[:2], *(pytest.param(call, marks=pytest.mark.slow) for call in CALLS[2:])])
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
     job.cluster(2, 2, "faults.py", "blocked", call)

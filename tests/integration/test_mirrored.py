@@ -18,7 +18,12 @@ def run(job, workers, servers, *command, **variables):
 
 @pytest.mark.parametrize(
     ("workers", "transport", "store"),
-    [(1, "auto", "dist"), (2, "auto", "dist_sync"), (2, "tcp", "p3"), (4, "auto", "dist_device_sync")],
+    [
+        (1, "auto", "dist"),
+        (2, "auto", "dist_sync"),
+        pytest.param(2, "tcp", "p3", marks=pytest.mark.slow),
+        (4, "auto", "dist_device_sync"),
+    ],
 )
 def test_dense_values_have_the_known_numbers(job, workers, transport, store):
     run(job, workers, 2, "mirrored.py", "numpy", store, KVDIST_TRANSPORT=transport)
