@@ -156,12 +156,6 @@ class KeyBook:
             tuple(entry.first_slice for entry in entries), tuple(entry.home for entry in entries), self.slice_bytes
         )
 
-    def holders(self, num_servers: int) -> set[int]:
-        """The ranks of the servers that keep slices."""
-        homes = {entry.home for entry in self.entries.values() if entry.placed}
-        is_cut = homes & {Placement.CUT, Placement.CUT_AT_ROWS}
-        return set(range(num_servers)) if is_cut else homes
-
     def torn(self, keep: Keep, num_servers: int) -> list[int | str]:
         """The keys that have been placed otherwise than an optimizer needs that must have so much together."""
         return [key for key, one in self.entries.items() if one.is_torn(keep, num_servers, self.slice_bytes)]
