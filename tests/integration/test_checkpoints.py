@@ -99,7 +99,7 @@ def test_a_checkpoint_is_completed_though_nobody_closes_the_store(job, tmp_path)
     folder = tmp_path / "run"
     launcher = job.launch(2, 2, "checkpoints.py", "unclosed", str(folder), KVDIST_CHECKPOINT_ROOT=str(tmp_path))
     job.succeed()
-    assert len(launcher.lines_with("unclosed done on")) == 2
+    assert len(launcher.lines_with("under way: True")) == 2, job.transcript()
     assert (folder / "step-1" / "manifest.json").is_file(), job.transcript()
 
 
