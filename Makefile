@@ -1,12 +1,16 @@
 # make demo      the main job: a launched cluster of real processes trains a network
 # make test      lint, strict types, and the tests but for the slow ones
-# make test-all  the slow tests too
+# make test-machines  jobs on several machines: namespaces with real ssh daemons, Slurm, Open MPI; as root it installs those
+# make test-tensorflow  the tests of kvdist.tensorflow, in an environment of its own
+# make test-all  the slow tests too, those of kvdist.tensorflow, and those of the bridge to MXNet, in an environment of its own; numba's kernels compiled for GPUs
 # make soak      thousands of seeds of the simulated cluster; SOAK_SEEDS=20000 for more
 # make lint      ruff
 # make types     mypy, strict
 # make bench     the headline numbers beside MXNet, Horovod, gloo and DDP, within 20 minutes; BENCH_FLAGS="--only mlp"
 # make bench-full  what those leave out: sizes, numbers of keys and workers, models, modes; an hour or two
-# make bench-other start-up, memory of servers, and how soon a killed process is noticed
+# make bench-other start-up, memory of servers, how soon a killed process is noticed, tables of rows, thin lines, encryption
+# make gpu       on a machine with a CUDA device: the tests that need one, and the benchmark of the GPU kernels. Installs nothing: it takes
+#                the machine's python3, or PYTHON=..., with torch, CuPy or numba-cuda, and pytest
 # make clean     back to a fresh checkout
 #
 # Everything is installed into .venv with the versions of constraints.txt; a stamp there remembers what for, so a
@@ -20,12 +24,14 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 TEST_PROCESSES ?= 2
 BENCH_FLAGS ?=
+GPU_PYTHON = PYTHONPATH="$(CURDIR):$(CURDIR)/launcher:$$PYTHONPATH" $(or $(PYTHON),python3)
+GPU_FLAGS ?=
 SOAK_SEEDS ?= 2000
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all soak lint types bench bench-full bench-other clean
+.PHONY: help demo test test-machines test-tensorflow test-all soak lint types bench bench-full bench-other gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -35,10 +41,25 @@ demo: $(VENV)/.installed-examples
 	PATH="$(CURDIR)/$(BIN):$$PATH" kvdist-launch -n 2 -s 2 python examples/digits.py
 
 test: lint types
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not machines"
+
+test-machines: $(VENV)/.installed-dev
+	@tests/machines/packages.sh
+	$(PYTEST) --dist loadfile -m "machines and not slow"
 
 test-all: lint types
+	@tests/machines/packages.sh
+	@# Not in the environment from the start: numba-cuda has every Python that starts there begin with code of its own.
+	@$(PIP_INSTALL) numba-cuda nvidia-nvvm || echo "make: numba-cuda cannot be installed here: ITS KERNELS ARE NOT COMPILED" >&2
+	@examples/mxnet_bridge/environment.sh >/dev/null || \
+	  echo "make: MXNet cannot be installed here: THE TESTS OF examples/mxnet_bridge ARE SKIPPED" >&2
 	$(PYTEST)
+	@$(MAKE) --no-print-directory test-tensorflow
+
+test-tensorflow:
+	@python=$$(tests/tensorflow/environment.sh) || { \
+	  echo "make: TensorFlow cannot be installed here: THE TESTS OF kvdist.tensorflow ARE SKIPPED" >&2; exit 0; }; \
+	"$$python" -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/tensorflow
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation --seeds $(SOAK_SEEDS)
@@ -61,9 +82,22 @@ bench-other: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/failure.py
+	$(BIN)/python benchmarks/sparse.py
+	$(BIN)/python benchmarks/compression.py
+	$(BIN)/python benchmarks/p3.py
+	$(BIN)/python benchmarks/encryption.py
+
+# The device is looked for first, so that nobody takes skipped tests for passed ones. The benchmark checks its results
+# itself, so a test that fails does not keep it from running on a machine that may be there only for an hour.
+gpu:
+	@$(GPU_PYTHON) benchmarks/gpu.py --check
+	failed=0; \
+	$(GPU_PYTHON) -m pytest -m gpu || failed=1; \
+	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_FLAGS) || failed=1; \
+	exit $$failed
 
 clean:
-	rm -rf $(VENV) .venv-mxnet .venv-horovod build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-mxnet .venv-bridge .venv-horovod .venv-tensorflow build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python

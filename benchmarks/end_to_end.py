@@ -26,9 +26,11 @@ SYSTEMS = {
     "kvdist": "kvdist Trainer",
     "kvdist-overlap": "kvdist Trainer, overlap=True",
     "kvdist-share": "kvdist Trainer, share_weights=True",
+    "collective": "kvdist Trainer, collective",
+    "collective-overlap": "kvdist Trainer, collective, overlap=True",
     "ddp": "torch DDP (gloo)",
 }
-TRAINER_ARGUMENTS = {"kvdist-overlap": "overlap", "kvdist-share": "share_weights"}
+TRAINER_ARGUMENTS = {"kvdist-overlap": "overlap", "kvdist-share": "share_weights", "collective-overlap": "overlap"}
 MOVED_TOLERANCE = 0.01
 """Relative, of how far all weights together have moved: the systems add floats in different orders, and training
 magnifies that: 2 % of a single parameter within 5 steps of ResNet-18. A sum instead of an average doubles it."""
@@ -95,8 +97,9 @@ def starts(training: Training, system: str, folder: str) -> list[Start]:
         return torch_starts(training.workers, command, ONE_THREAD)
     if system == "alone":
         return [Start(command, environment(**ONE_THREAD))]
+    servers = 0 if system.startswith("collective") else training.servers
     require_argument(TRAINER_ARGUMENTS.get(system))
-    return [Start(launch_command(training.workers, training.servers, command), environment(**ONE_THREAD))]
+    return [Start(launch_command(training.workers, servers, command), environment(**ONE_THREAD))]
 
 
 def require_argument(name: str | None) -> None:

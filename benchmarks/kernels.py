@@ -4,7 +4,8 @@
 
 A row is one kernel on slices of one size. Every call works on other slices than the one before, out of more memory
 than the caches hold, as a server's keys do; except for the small size, which is about the cost of a call. The bound is
-the bytes that must be read and written, at the speed of copying a large array. torch's fused optimizers take a single
+the bytes that must be read and written, at the speed of copying a large array; where little is written a kernel can be
+faster than that, because a copy waits for what it writes. torch's fused optimizers take a single
 gradient and update in place, so that they move fewer bytes: their rows stand beside ours in place, with one source.
 """
 
@@ -120,7 +121,56 @@ def rows(elements: int, repeats: int, copy: float, with_torch: bool) -> list[Res
             row(name, sources, states, False, calls)
         fused = {"torch": torch_call(name)} if with_torch else {}
         row(name, 1, states, True, {**calls, **fused})
+    return found + coding_rows(backends, elements, repeats, copy)
+
+
+CODERS: dict[str, tuple[float, float]] = {
+    "2-bit": (12, 1 / 4), "2-bit back": (4, 1 / 4), "1-bit": (12, 1 / 8), "1-bit back": (4, 1 / 8),
+    "fp16": (12, 2), "bf16": (12, 2), "from half": (4, 2), "to half": (4, 2),
+}  # fmt: skip
+"""What is encoded or decoded → bytes of an element in float32 arrays, and in the encoded one, read and written."""
+
+
+def coding_rows(backends: dict[str, Kernels], elements: int, repeats: int, copy: float) -> list[Result]:
+    """What compression costs: with a residual (read and written) where it has one."""
+    found = []
+    for name, widths in CODERS.items():
+        moved = sum(widths) * elements
+        slices = make_slices(elements, 1, 1, False)
+        calls = {backend: coding(kernels, name) for backend, kernels in backends.items()}
+        for backend, seconds in measure(calls, slices, repeats, elements).items():
+            rate = moved / seconds
+            found.append(Result(name, 1, False, elements, backend, seconds * 1e6, rate / 1e9, rate / copy))
     return found
+
+
+def coding(kernels: Kernels, name: str) -> Callable[[Slices], None]:
+    """Encode or decode one array of the slices; the codes lie where the result of an optimizer would."""
+
+    def call(slices: Slices) -> None:
+        (grad,), (residual,) = slices.sources, slices.states
+        octets = slices.out.view(np.uint8)
+        words2, words1 = octets[: -(-grad.size // 16) * 4], octets[: -(-grad.size // 32) * 4]
+        halves = octets[: 2 * grad.size].view(np.float16)
+        match name:
+            case "2-bit":
+                kernels.quantise_2bit(grad, residual, 0.5, words2)
+            case "2-bit back":
+                kernels.dequantise_2bit(words2, 0.5, residual)
+            case "1-bit":
+                kernels.quantise_1bit(grad, residual, 0.5, words1)
+            case "1-bit back":
+                kernels.dequantise_1bit(words1, 0.5, residual)
+            case "fp16":
+                kernels.round_to_half(grad, residual, DType.FLOAT16, halves)
+            case "bf16":
+                kernels.round_to_half(grad, residual, DType.BFLOAT16, halves.view(np.uint16))
+            case "from half":
+                kernels.to_float32(halves, DType.FLOAT16, residual)
+            case "to half":
+                kernels.from_float32(grad, DType.FLOAT16, halves)
+
+    return call
 
 
 def make_slices(elements: int, sources: int, states: int, in_place: bool) -> list[Slices]:

@@ -262,7 +262,7 @@ class ModelledTransport(Transport):
         self.network.listening[endpoint] = self
         return endpoint
 
-    def connect(self, endpoint: str) -> Route:
+    def connect(self, endpoint: str, to: object = None) -> Route:
         peer = self.network.listening[endpoint]
         link = Link(self, peer)
         link.other = Link(peer, self, link)

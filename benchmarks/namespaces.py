@@ -152,8 +152,9 @@ def cluster_variables(hosts: list[Host], per_host: int = 1) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def limited_hosts(mbit: int) -> Iterator[list[Host]]:
-    """Two namespaces, joined by a pair of virtual cards that send no more than `mbit` each; gone when the block ends.
+def limited_hosts(mbit: int | None) -> Iterator[list[Host]]:
+    """Two namespaces, joined by a pair of virtual cards that send no more than `mbit` each (None: as fast as they can);
+    gone when the block ends.
 
     Raises:
         Absent: not root, or the tools or the kernel lack something.
@@ -174,10 +175,12 @@ def limited_hosts(mbit: int) -> Iterator[list[Host]]:
         remove([host.name for host in hosts])
 
 
-def configure(host: Host, mbit: int) -> None:
+def configure(host: Host, mbit: int | None) -> None:
     ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
     for interface in ("lo", host.interface):
         ip("-n", host.name, "link", "set", interface, "up")
+    if mbit is None:
+        return
     limit = ["rate", f"{mbit}mbit", "burst", f"{BURST_KILOBYTES}kb", "latency", f"{LATENCY_MS}ms"]
     run_tool(["tc", "-n", host.name, "qdisc", "add", "dev", host.interface, "root", "tbf", *limit])
 

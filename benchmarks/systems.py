@@ -100,6 +100,17 @@ def kvdist_system(label: str, arrays: str = "plain", **variables: str) -> System
     return System(label, starts, refuses) if arrays == "shared" else System(label, starts)
 
 
+def _without_servers(label: str) -> System:
+    """kvdist's store that sums among the workers, in place, as all-reduce does."""
+
+    def starts(work: Work, arguments: list[str]) -> list[Start]:
+        words = [*arguments, "--store", "collective"]  # the last one counts
+        command = launch_command(work.workers, 0, worker_command("kvdist_worker.py", *words))
+        return [Start(command, environment())]
+
+    return System(label, starts, _collective_refuses)
+
+
 def _mxnet_refuses(work: Work) -> str:
     return "a store within one process is no cluster" if work.store in IN_PROCESS_STORES else ""
 
@@ -126,6 +137,7 @@ SYSTEMS: dict[str, System] = {
     "kvdist-resident": kvdist_system("kvdist, resident", "resident"),
     "kvdist-shared": kvdist_system("kvdist, resident and shown", "shared"),
     "kvdist-tcp": kvdist_system("kvdist, TCP", KVDIST_TRANSPORT="tcp"),
+    "collective": _without_servers("kvdist, collective"),
     "mxnet": System(
         "MXNet 1.9.1", lambda work, words: mxnet_starts(work.workers, work.servers, words), _mxnet_refuses
     ),
@@ -134,6 +146,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "gloo-tensors": _torch_system("torch gloo, per tensor"),
     "gloo-flat": _torch_system("torch gloo, one flat tensor"),
+    "gloo-packed": _torch_system("torch gloo, one flat tensor, packed"),
     "ddp": _torch_system("torch DDP (gloo)"),
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 from torch.utils.data import DataLoader, TensorDataset
 
-from kvdist import SplitSampler, Trainer, kv, split_and_load
+from kvdist import Replicas, SplitSampler, Trainer, kv, replicate, split_and_load
 
 WHERE = "get https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz, unpack it, and give --data cifar-10-batches-bin"
 IMAGE_BYTES = 3 * 32 * 32
@@ -42,9 +42,8 @@ def main() -> None:
 
     # Step 3: the network once on every device of this worker; the trainer keeps the copies the same.
     devices = [torch.device(name) for name in args.devices.split(",")]
-    nets = [ResNet18().to(device) for device in devices]
-    replicas = list(zip(*(net.parameters() for net in nets), strict=True))
-    trainer = Trainer(replicas, "adam", {"learning_rate": args.lr}, kvstore=store)
+    nets = replicate(ResNet18(), devices)
+    trainer = Trainer(nets.parameters(), "adam", {"learning_rate": args.lr}, kvstore=store)
 
     for epoch in range(args.epochs):
         for images, labels in train_data:
@@ -54,16 +53,14 @@ def main() -> None:
     store.close()
 
 
-def train_batch(
-    images: Tensor, labels: Tensor, devices: list[torch.device], nets: list[nn.Module], trainer: Trainer
-) -> None:
+def train_batch(images: Tensor, labels: Tensor, devices: list[torch.device], nets: Replicas, trainer: Trainer) -> None:
     """Run one batch on all devices of this worker and update the weights."""
     # The last batch of an epoch may have any size, so the devices' parts may differ by one image.
     parts = split_and_load(images, devices, even_split=False)
     targets = split_and_load(labels, devices, even_split=False)
+    nets.train()
+    nets.zero_grad()
     for net, part, target in zip(nets, parts, targets, strict=True):
-        net.train()
-        net.zero_grad()
         if len(part):  # fewer images than devices leave the last ones without any
             cross_entropy(net(scaled(flipped(part))), target, reduction="sum").backward()
     # The losses are sums over images: the trainer divides by how many there were on all devices.

@@ -10,10 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvdist.errors import (
+    AuthenticationError,
     BarrierTimeout,
     CheckpointError,
+    CollectiveError,
+    CollectiveMismatch,
     ConfigError,
     DeadlineExceeded,
+    DeviceError,
     FencedError,
     ForkError,
     InitMismatch,
@@ -24,50 +28,68 @@ from kvdist.errors import (
     PeerLostError,
     ProtocolError,
     PushRefused,
+    RankLostError,
     StoreClosed,
 )
 from kvdist.version import __version__
 
 if TYPE_CHECKING:
+    from kvdist import collective, horovod, lr_scheduler, optimizer, profiler
     from kvdist import kvstore as kv
-    from kvdist import lr_scheduler, optimizer, profiler
     from kvdist.buffers import sync_buffers
     from kvdist.data import SplitSampler, split_and_load, split_data
+    from kvdist.embedding import Embedding
     from kvdist.kvstore.base import KVStore
     from kvdist.kvstore.saved import Checkpoint
+    from kvdist.replicas import Replicas, replicate
+    from kvdist.rowsparse import LazyRows, RowSparse
     from kvdist.trainer import Trainer
 
 __all__ = [
     "BarrierTimeout",
     "Checkpoint",
+    "AuthenticationError",
     "CheckpointError",
+    "CollectiveError",
+    "CollectiveMismatch",
     "ConfigError",
     "DeadlineExceeded",
+    "DeviceError",
+    "Embedding",
     "FencedError",
     "ForkError",
     "InitMismatch",
     "KVStore",
     "KeyNotInitialised",
     "KvdistError",
+    "LazyRows",
     "NoCheckpoint",
     "OptimizerMismatch",
     "PeerLostError",
     "ProtocolError",
     "PushRefused",
+    "RankLostError",
+    "Replicas",
+    "RowSparse",
     "SplitSampler",
     "StoreClosed",
     "Trainer",
     "__version__",
+    "collective",
+    "horovod",
     "kv",
     "lr_scheduler",
     "optimizer",
     "profiler",
+    "replicate",
     "split_and_load",
     "split_data",
     "sync_buffers",
 ]
 
 _MODULES = {
+    "collective": "kvdist.collective",
+    "horovod": "kvdist.horovod",
     "kv": "kvdist.kvstore",
     "lr_scheduler": "kvdist.lr_scheduler",
     "optimizer": "kvdist.optimizer",
@@ -75,9 +97,14 @@ _MODULES = {
 }
 _NAMES = {
     "Checkpoint": "kvdist.kvstore.saved",
+    "Embedding": "kvdist.embedding",
     "KVStore": "kvdist.kvstore.base",
+    "LazyRows": "kvdist.rowsparse",
+    "Replicas": "kvdist.replicas",
+    "RowSparse": "kvdist.rowsparse",
     "SplitSampler": "kvdist.data",
     "Trainer": "kvdist.trainer",
+    "replicate": "kvdist.replicas",
     "split_and_load": "kvdist.data",
     "split_data": "kvdist.data",
     "sync_buffers": "kvdist.buffers",

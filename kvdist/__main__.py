@@ -4,7 +4,8 @@
 of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with optimizers). It is the one way to run
 code of one's own here, and whoever starts the process chooses it, never a peer.
 
-``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.commands`.
+``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.commands`. ``kvdist
+doctor`` and ``kvdist estimate`` are the launcher's.
 
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
 environment or on the command line, 1 for anything else.
@@ -14,28 +15,29 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+from kvdist.addresses import local_address_towards, own_addresses_of, tcp_endpoint
 from kvdist.checkpoint.commands import add_commands
 from kvdist.config import (
     ClusterConfig,
     checkpoint_root_from_env,
     kernels_from_env,
-    local_address_towards,
     module_names,
     optimizer_modules_from_env,
     profile_dir_from_env,
     server_modules_from_env,
-    tcp_endpoint,
 )
-from kvdist.core.effects import ChildEnded, LauncherGone
+from kvdist.core.effects import ChildEnded, LauncherGone, Placed
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.disk import ThreadedDisk
@@ -43,17 +45,25 @@ from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import begin_profiling, introduction
 from kvdist.kvstore.commands import HANDLERS
+from kvdist.kvstore.server_device import open_server_device
 from kvdist.node import Node
 from kvdist.nodes import NodeId, Role
+from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import registered
 from kvdist.profiling import PROFILER_HEAD, Profiler
-from kvdist.transport.opening import open_transport
-from kvdist.transport.zeromq import ZeroMQTransport
+from kvdist.transport.inherited import address_of_listener
+from kvdist.transport.opening import bind_port, open_sockets, open_transport
+from kvdist.variables import device_names
 
 LOG = logging.getLogger("kvdist")
 
 EXIT_PEER_LOST = 75
 EXIT_CONFIG = 2
+
+LAUNCHER_COMMANDS = {
+    "doctor": "look at hosts as before a job, and measure latency and bandwidth between them",
+    "estimate": "say what a step will cost on the network",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes those this process was started with.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    options = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] in LAUNCHER_COMMANDS:
+        # The launcher knows hosts, and nothing here knows the launcher: it takes this process's place.
+        os.execv(sys.executable, [sys.executable, "-m", f"kvdist_launch.{words[0]}", *words[1:]])
+    options = _parser().parse_args(words)
     try:
         if options.command is not None:
             text, code = options.command(options)
@@ -79,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "python -m kvdist runs a scheduler or a server, and DMLC_ROLE says neither; workers run your own"
                 " script. kvdist-launch starts all three"
             )
+        if options.server_device is not None:
+            config = replace(config, server_devices=device_names("--server-device", options.server_device))
         node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
         node.run()
         _tell_of_strangers(node)
@@ -96,6 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvdist",
         description="Be the scheduler or the server that the environment describes. kvdist-launch starts these.",
+        epilog="other commands, each with --help: "
+        + "; ".join(f"kvdist {name}: {what}" for name, what in LAUNCHER_COMMANDS.items()),
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -112,6 +130,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="MODULE",
         help="import a module that registers optimizers (kvdist.optimizer.register)",
+    )
+    parser.add_argument(
+        "--server-device",
+        metavar="DEVICE",
+        help="where a server sums and updates: cpu, cuda:0, or a list such as cuda:0,cuda:1 that servers take in turn"
+        " (default: what KVDIST_SERVER_DEVICE says, or cpu)",
     )
     add_commands(parser)
     return parser
@@ -161,8 +185,22 @@ def _import(what: str, name: str) -> None:
 
 def _scheduler(config: ClusterConfig) -> Node:
     config.require_private(config.root_host)
-    transport = ZeroMQTransport(config.limits)
-    transport.bind(config.scheduler_endpoint)
+    transport = open_sockets(config)
+    if config.listen_fd is not None:
+        host, port = address_of_listener(config.listen_fd)
+        config.require_private(host)
+        if port != config.root_port:
+            raise ConfigError(
+                f"KVDIST_LISTEN_FD is {config.listen_fd}, a socket that listens at port {port}, but everybody dials"
+                f" {config.root_port} (DMLC_PS_ROOT_PORT): give both the same port"
+            )
+        transport.bind_listening(config.listen_fd)
+    else:
+        hosts = own_addresses_of(config.root_host, config.node_host)
+        for host in hosts:
+            config.require_private(host)
+        for host in hosts:
+            transport.bind(tcp_endpoint(host, config.root_port))
     first_incarnation = random.SystemRandom().getrandbits(48) + 2
     machine = Scheduler(config, time.monotonic(), first_incarnation)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
@@ -172,17 +210,22 @@ def _scheduler(config: ClusterConfig) -> Node:
 
 
 def _server(config: ClusterConfig) -> Node:
+    # First of all: without its GPU this process should end before anybody counts on it.
+    device = open_server_device(config.server_device(config.rank))
     host = config.node_host or local_address_towards(config.root_host, config.root_port)
     config.require_private(host)
     if host in ("0.0.0.0", "::", "*"):
         raise ConfigError(f"DMLC_NODE_HOST is {host}, which workers cannot dial; give this machine's own address")
     transport, memory = open_transport(config)
-    endpoint = transport.bind(tcp_endpoint(host, 0))
+    endpoint = bind_port(transport, config, host)
     introduced = introduction(config, endpoint, config.scheduler_endpoint)
-    kernels = choose(kernels_from_env())
+    kernels, arithmetic = choose(kernels_from_env()), None
+    if device is not None:
+        memory.pin(device.pin)
+        arithmetic = arithmetic_on(device, kernels)
     profiler = Profiler(profile_dir_from_env)
     handlers = {PROFILER_HEAD: profiler.perform, **HANDLERS}
-    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, handlers)
+    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, handlers, arithmetic)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
     begin_profiling(profiler, node)
     return node
@@ -196,40 +239,48 @@ def _disk() -> ThreadedDisk:
 def _tell_of_strangers(node: Node) -> None:
     """Say how often somebody came to the port who was not of this job, if anybody did."""
     refused = node.reliable.strangers_refused + node.transport.strangers_refused
-    if refused or node.garbage_dropped:
+    if refused or node.garbage_dropped or node.forgeries:
         LOG.warning(
-            "%s refused %d stranger(s) and dropped %d invalid message(s)",
+            "%s refused %d stranger(s) and dropped %d invalid message(s)%s",
             node.machine.me,
             refused,
             node.garbage_dropped,
+            f" and {node.forgeries} forged one(s)" if node.forgeries else "",
         )
 
 
 def _listen(node: Node) -> None:
-    """What the launcher saw, line by line: ``ended worker 1 signal 9``. The end of the stream is the launcher's."""
+    """What the launcher does and sees, line by line. The end of the stream is the launcher's."""
     # Unbuffered: the interpreter aborts if it ends while a thread waits inside the buffered standard input.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
         for line in lines:
-            event = parse_ended(line.decode("utf-8", "replace"))
+            event = parse_report(line.decode("utf-8", "replace"))
             if event is not None:
                 node.post(event)
     node.post(LauncherGone())
 
 
-def parse_ended(line: str) -> ChildEnded | None:
-    """The event that a launcher's line tells of; None for a line of another form."""
+def parse_report(line: str) -> ChildEnded | Placed | None:
+    """The event that a launcher's line tells of; None for a line of another form.
+
+    The forms: ``ended worker 1 signal 9``, ``... exit 3``, ``... lost d2`` (its host), ``placed worker 1 d2 4242``.
+    """
     words = line.split()
-    if len(words) != 5 or words[0] != "ended" or not words[2].isdigit() or not words[4].isdigit():
+    if len(words) != 5 or not words[2].isdigit():
         return None
     try:
         node = NodeId(Role(words[1]), int(words[2]))
     except ValueError:
         return None
-    number = int(words[4])
-    if words[3] == "signal":
-        return ChildEnded(node, f"killed by signal {number} ({_signal_name(number)})", clean=False)
-    if words[3] == "exit":
-        return ChildEnded(node, f"exited with code {number}", clean=number == 0)
+    match words[0], words[3], words[4]:
+        case "ended", "lost", host:
+            return ChildEnded(node, f"lost with its host {host}, which the launcher cannot reach any more", clean=False)
+        case "ended", "signal", number if number.isdigit():
+            return ChildEnded(node, f"killed by signal {number} ({_signal_name(int(number))})", clean=False)
+        case "ended", "exit", code if code.isdigit():
+            return ChildEnded(node, f"exited with code {code}", clean=int(code) == 0)
+        case "placed", host, pid if pid.isdigit():
+            return Placed(node, host, int(pid))
     return None
 
 

@@ -8,8 +8,8 @@ This is the one owner of overlap. What is done with a full bucket is left to who
 * The layers that the next forward pass needs first are the last to be ready. So each bucket has a higher priority than
   the one before it.
 * A bucket starts when every replica of every one of its parameters has had its gradient accumulated since the last
-  `complete`. What has not started by then starts in `complete`, with the gradients that there are: a parameter that the
-  loss does not depend on delays its bucket, and stops nobody.
+  `complete`, as many times as there are passes to a step. What has not started by then starts in `complete`, with the
+  gradients that there are: a parameter that the loss does not depend on delays its bucket, and stops nobody.
 * No hook can know which backward pass is the last one before a step. So passes that only accumulate are marked with
   `paused`, and a gradient that comes after its bucket has started is an error, in the backward pass that made it.
 * Hooks run on the threads of autograd, one per device. All that they touch is under one lock, so buckets start one at a
@@ -72,14 +72,27 @@ class GradientBuckets(abc.ABC):
         names: what the user calls the parameters.
         parameters: each one's replicas, one per device. Those without ``requires_grad`` are not watched.
         bucket_bytes: the size of a bucket, counted on one device.
+        buckets: the buckets, where sizes do not say which they are.
+        passes: backward passes whose gradients add up before a bucket is full.
+        in_order: a bucket starts only after all that are before it in `buckets`. Where what is started is matched with
+            other workers by its order, this must be so: they may reach parameters in different orders.
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[Sequence[torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Sequence[torch.Tensor]],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        buckets: list[Bucket] | None = None,
+        passes: int = 1,
+        in_order: bool = False,
     ) -> None:
         self._names = names
+        self._passes = passes
+        self._in_order = in_order
         sizes = [replicas[0].numel() * replicas[0].element_size() for replicas in parameters]
-        self.buckets = arrange(sizes, bucket_bytes)
+        self.buckets = arrange(sizes, bucket_bytes) if buckets is None else buckets
         self._bucket_of = {member: bucket for bucket in self.buckets for member in bucket.members}
         self._num_devices = len(parameters[0])
         self._lock = threading.Lock()
@@ -103,6 +116,16 @@ class GradientBuckets(abc.ABC):
     @abc.abstractmethod
     def start(self, bucket: Bucket) -> None:
         """Do what is to be done with the gradients of a bucket. An error leaves the bucket as it was."""
+
+    def too_late(self, member: int) -> Exception:
+        """What to raise where a gradient comes after its bucket has started."""
+        return RuntimeError(
+            f"a backward pass adds to the gradient of {self._names[member]}, which an earlier one has sent already and"
+            " no step() has taken since. With overlap=True each step sends the gradients of one backward pass: put all"
+            " passes but the last before a step, and those whose gradients are not to be used, into `with"
+            " trainer.no_sync():`. If a pass was abandoned, call step() before the next one, as the other workers do,"
+            " or they wait for this one's part"
+        )
 
     @property
     def is_open(self) -> bool:
@@ -139,7 +162,7 @@ class GradientBuckets(abc.ABC):
         self._is_open = False
         self._started: set[Bucket] = set()
         self._missing = {
-            bucket: {(member, device) for member in bucket.members for device in range(self._num_devices)}
+            bucket: {(member, device): self._passes for member in bucket.members for device in range(self._num_devices)}
             for bucket in self.buckets
         }
 
@@ -153,21 +176,25 @@ class GradientBuckets(abc.ABC):
         with self._lock:
             bucket = self._bucket_of[member]
             if bucket in self._started:
-                raise RuntimeError(
-                    f"a backward pass adds to the gradient of {self._names[member]}, which an earlier one has sent"
-                    " already and no step() has taken since. With overlap=True each step sends the gradients of one"
-                    " backward pass: put all passes but the last before a step, and those whose gradients are not to be"
-                    " used, into `with trainer.no_sync():`. If a pass was abandoned, call step() before the next one,"
-                    " as the other workers do, or they wait for this one's part"
-                )
+                raise self.too_late(member)
             if self._paused:
                 return
             self._open()
             missing = self._missing[bucket]
-            missing.discard((member, device))
-            if not missing:
-                self.start(bucket)
-                self._started.add(bucket)
+            passes = missing.pop((member, device), 1) - 1
+            if passes:
+                missing[member, device] = passes
+            elif not missing:
+                self._start_full(bucket)
+
+    def _start_full(self, bucket: Bucket) -> None:
+        """Start a full bucket, and those that have waited for it; not yet one that has to wait itself."""
+        for one in self.buckets if self._in_order else [bucket]:
+            if one not in self._started:
+                if self._missing[one]:
+                    break
+                self.start(one)
+                self._started.add(one)
 
 
 def _hook(owner: weakref.ref[GradientBuckets], member: int, device: int) -> Callable[[torch.Tensor], None]:

@@ -6,6 +6,7 @@
 | one device, a store by the name of one within a process | none: it would only copy | no |
 | a store of rounds | yes | as wanted; else where it can, the environment allows it, and (``local``) none is big |
 | an asynchronous store | yes | always: there are no sums to give back; to want otherwise is an error |
+| some gradient is sparse | yes | on servers always, to want otherwise is an error; in a process only if wanted |
 | a store that cannot update | yes | no; to want otherwise is an error |
 
 Everything here is a function of what is asked and what the store can do: no store is touched.
@@ -28,7 +29,14 @@ def would_only_copy(devices: int, workers: int, servers: int) -> bool:
 
 
 def store_updates(
-    store_type: str, capable: bool, wanted: bool | None, *, by_default: bool = True, sizes: Iterable[int] = ()
+    store_type: str,
+    capable: bool,
+    wanted: bool | None,
+    *,
+    by_default: bool = True,
+    sizes: Iterable[int] = (),
+    has_servers: bool = False,
+    has_sparse_grads: bool = False,
 ) -> bool:
     """Whether the store holds the optimizer.
 
@@ -38,6 +46,8 @@ def store_updates(
         wanted: what the user said; None for nothing.
         by_default: what the environment says for those who said nothing.
         sizes: elements of each parameter; they count for a store that was asked for as ``local``.
+        has_servers: whether its values rest on servers.
+        has_sparse_grads: whether some gradient is sparse.
 
     Raises:
         ValueError: what is wanted cannot be.
@@ -54,6 +64,13 @@ def store_updates(
                 " there are no sums for the workers to update with. Leave update_on_kvstore out, or take 'dist'"
             )
         return True
+    if has_sparse_grads and has_servers and wanted is False:
+        raise ValueError(
+            f"some gradients are sparse, and the store {store_type!r} keeps its values on servers, which needs"
+            " update_on_kvstore=True then. Leave update_on_kvstore out, or make the layer with sparse=False"
+        )
     if wanted is not None:
         return wanted
+    if has_sparse_grads:
+        return capable and has_servers
     return capable and by_default and all(size <= BIG_PARAMETER_ELEMENTS for size in sizes)

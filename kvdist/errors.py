@@ -14,6 +14,10 @@ class ConfigError(KvdistError, ValueError):
     """The cluster described by the environment or the arguments is impossible or incomplete."""
 
 
+class AuthenticationError(ConfigError):
+    """The keys of this process are not those that its cluster expects; the message says where and what to check."""
+
+
 class KeyNotInitialised(KvdistError, KeyError):
     """A key was pushed or pulled before `init` or `broadcast` had given it a value."""
 
@@ -32,6 +36,10 @@ class OptimizerMismatch(KvdistError, ValueError):
 
 class PushRefused(KvdistError, ValueError):
     """A server refused a contribution; the message names the key and the reason."""
+
+
+class DeviceError(KvdistError, RuntimeError):
+    """A GPU cannot do what was asked: it, its driver or its library is missing, or its memory is full."""
 
 
 class CheckpointError(KvdistError, RuntimeError):
@@ -81,6 +89,18 @@ class PeerLostError(KvdistError, ConnectionError):
         self.host = host
         self.cause = cause
         self.step = step
+
+
+class CollectiveError(KvdistError, RuntimeError):
+    """A collective operation failed or cannot be begun; the message names it, and who is to blame if that is known."""
+
+
+class CollectiveMismatch(CollectiveError, ValueError):
+    """Ranks called different operations at the same place of their programs; all of them get the same error."""
+
+
+class RankLostError(PeerLostError, CollectiveError):
+    """A rank of a collective job is gone. `node` is its name, such as ``rank 3``."""
 
 
 class FencedError(KvdistError, RuntimeError):

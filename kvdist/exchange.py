@@ -5,7 +5,8 @@ Rules that hold here:
 * All parameters travel in one list call, in the order given, so the first layers, which the next forward pass needs
   first, come first. Their keys are their positions, 0, 1, 2, ….
 * Where workers update, all must update the same parameters, or their weights would part. So they say, in one more key,
-  which gradients they have: a parameter for which nobody has one stays as it is, everywhere.
+  which gradients they have: a parameter for which nobody has one stays as it is, everywhere. There they also say
+  whether they average: where no server divides for each of them, all that have gradients must do the same.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ import torch
 
 from kvdist.kvstore.adapted import Adapted
 from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.names import DIST_NAMES
 from kvdist.parameters import Parameter
 from kvdist.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+CONVENTIONS = 2
+"""Elements of a ballot behind those of the parameters: one for averages, one for sums."""
 
 Grads: TypeAlias = "Sequence[list[Tensor] | None]"
 """For each trained parameter its gradients, one per device; None where there is none."""
@@ -50,6 +55,8 @@ class Exchange:
         self._keys = [key for key, _ in trained]
         self._ballot_key = len(parameters)
         self._shared = shared
+        self.always_averages = False
+        """Whether sums are averages in steps with a batch size too."""
 
     def broadcast(self) -> None:
         """Make rank 0's weights everybody's."""
@@ -69,7 +76,8 @@ class Exchange:
         """Make the key in which workers say which gradients they have, needed for `sum`; None for one worker alone."""
         if self._store.num_workers == 1:
             return None
-        ballot = torch.zeros(len(self._trained), dtype=torch.float32, device="cpu")
+        self._store.leave_uncompressed([self._ballot_key])
+        ballot = torch.zeros(len(self._trained) + CONVENTIONS, dtype=torch.float32, device="cpu")
         self._store.broadcast([self._ballot_key], [ballot], out=[[ballot]])
         return self._ballot_key
 
@@ -88,7 +96,11 @@ class Exchange:
 
         Returns:
             For each trained parameter whether anybody had a gradient. Where nobody had one, there is none afterwards.
+
+        Raises:
+            ValueError: some workers average and others do not, where that cannot be.
         """
+        average = average or self.always_averages
         if self._store.num_workers == 1:
             here = [grad is not None for grad in grads]
             self._sum([position for position, is_here in enumerate(here) if is_here], grads, average)
@@ -107,14 +119,23 @@ class Exchange:
         keys = [key for key, _ in members]
         given = [grads[position] for position in positions]
         places = [parameter.grads() or [] for _, parameter in members]
-        ballot = torch.tensor([float(grad is not None) for grad in given], dtype=torch.float32, device="cpu")
+        here = [grad is not None for grad in given]
+        # Who has nothing to give, as in a step that is skipped, goes along with the others.
+        convention = [any(here) and average, any(here) and not average]
+        ballot = torch.tensor([*here, *convention], dtype=torch.float32, device="cpu")
         if is_voted:
             keys, given, places = [*keys, self._ballot_key], [*given, [ballot]], [*places, [ballot]]
         # In place is the shorter way, and the usual case: all that is written was given.
         complete = all(one is not None and len(one) == len(place) for one, place in zip(given, places, strict=True))
         if keys:
             self._store.pushpull(keys, given, out=None if complete else places, average=average)
-        return [share > 0 for share in ballot.tolist()]
+        *shares, averaging, summing = ballot.tolist()
+        if averaging > 0 and summing > 0 and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
+            raise ValueError(
+                "some workers called step(), which averages over the workers, and others step(batch_size), which sums:"
+                f" the store {self._store.type!r} cannot do both in one step. Call the same on all workers"
+            )
+        return [share > 0 for share in shares]
 
 
 def divide(grads: Grads, divisor: float) -> None:

@@ -43,16 +43,18 @@ from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.requests import Request
 from kvdist.core.worker import Worker
 from kvdist.disk import Disk, ThreadedDisk
-from kvdist.errors import ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
+from kvdist.errors import AuthenticationError, ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
 from kvdist.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
-from kvdist.nodes import Member
+from kvdist.nodes import UNRANKED, Member, NodeId
 from kvdist.protocol.messages import Packet
+from kvdist.protocol.registration import Hello
 from kvdist.protocol.wire import VersionMismatch, decode, encode
 from kvdist.trace import now_ns
 from kvdist.tracing import NodeTrace
 from kvdist.transport.base import Arrived, Buffer, Route, Transport
 from kvdist.transport.base import Connected as RouteUp
 from kvdist.transport.base import Disconnected as RouteDown
+from kvdist.transport.base import Refused as RouteRefused
 
 LOG = logging.getLogger("kvdist")
 
@@ -98,6 +100,8 @@ class Node:
         """Why the machine stopped; None if it stopped well."""
         self.garbage_dropped = 0
         """Messages that were not valid."""
+        self.forgeries = 0
+        """Messages whose sender is not whom its key belongs to."""
         self.trace: NodeTrace | None = None
         """Notes what happens here; None while nobody wants to know. Any thread sets it, so read it once."""
         self._explain_after_s = explain_after_s
@@ -111,7 +115,7 @@ class Node:
         """What one turn has to say, so that it leaves together."""
         self._closed = False
         self._refused_routes: set[Route] = set()
-        """Peers of another version, told so once."""
+        """Peers of another version or with another's name, told so once."""
         self._answers: dict[int, tuple[Answer | AnswerByKey, Finish | None]] = {}
         self._numbers = count(1)
         _living.add(self)
@@ -199,22 +203,26 @@ class Node:
         now = self._clock()
         timeout_s = max(0.0, min(timeout_s, self.deadline - now))
         events = self.transport.recv(timeout_s)
+        # What is due is due by the time at which the line was last listened to: if this process then stands still, or
+        # computes for seconds, others are not late, for what they said meanwhile lies unread.
+        heard_at = self._clock()
         for event in events:
             if self.stopped:
                 break
             match event:
-                case Arrived(route, frames):
-                    self._arrived(route, frames)
+                case Arrived(route, frames, sender):
+                    self._arrived(route, frames, sender)
                 case RouteUp(route):
                     self._came_back(self._members.get(route))
                 case RouteDown(route, reason):
                     self._went_away(route, reason)
+                case RouteRefused(_, reason):
+                    self._stop(AuthenticationError(reason))
         asked = self._take_mail()
-        now = self._clock()
-        due = self.reliable.deadline <= now
+        due = self.reliable.deadline <= heard_at
         if due:
-            self._carry_out(self.reliable.tick(now))
-        self._explain(now)
+            self._carry_out(self.reliable.tick(heard_at))
+        self._explain(heard_at)
         self._send_outgoing()
         return bool(events) or asked or due
 
@@ -247,7 +255,7 @@ class Node:
     def _reason(self) -> Exception:
         return self.failure or StoreClosed("the store is closed: this process has left the cluster")
 
-    def _arrived(self, route: Route, frames: Sequence[memoryview]) -> None:
+    def _arrived(self, route: Route, frames: Sequence[memoryview], sender: NodeId | None) -> None:
         try:
             packet = decode(frames)
         except VersionMismatch as error:
@@ -257,6 +265,9 @@ class Node:
             self._garbage(route, error)
             return
         source = packet.stamp.source
+        if sender is not None and source.node != sender and not _introduces(packet, sender):
+            self._forged(route, packet, sender)
+            return
         known = self._routes.get(source)
         if known != route:
             if known is not None:
@@ -281,6 +292,22 @@ class Node:
             self._refused_routes.add(route)
             self._garbage(route, error)
             self.transport.send(route, encode(self.reliable.rejection(str(error))))
+
+    def _forged(self, route: Route, packet: Packet, sender: NodeId) -> None:
+        """Somebody with a key of this job speaks in another's name. Whoever does so by mistake is told."""
+        self.forgeries += 1
+        stamp = packet.stamp
+        claimed = stamp.source.node
+        if isinstance(packet.message, Hello):
+            claimed = NodeId(claimed.role, max(packet.message.wanted_rank, -1) % (UNRANKED + 1))
+        reason = f"the key of this connection is that of {sender}, but what it says is signed {claimed}"
+        if self.forgeries <= GARBAGE_REPORTS_MAX:
+            LOG.warning("%s dropped a forged message: %s", self.machine.me, reason)
+        if route not in self._refused_routes:
+            self._refused_routes.add(route)
+            to = stamp.source.incarnation if stamp.source.node.rank == UNRANKED else 0
+            advice = "role and KVDIST_RANK must be those for which its key was made"
+            self.transport.send(route, encode(self.reliable.rejection(f"{reason}; {advice}", to)))
 
     def _garbage(self, route: Route, error: ProtocolError) -> None:
         self.garbage_dropped += 1
@@ -342,7 +369,7 @@ class Node:
                     if answer is not None:
                         answer.set_exception(error)
                 case Connect(to, endpoint):
-                    route = self.transport.connect(endpoint)
+                    route = self.transport.connect(endpoint, to.node)
                     self._routes[to] = route
                     self._members[route] = to
                 case Adopt(stranger, member):
@@ -416,6 +443,14 @@ class Node:
         elif now >= min(self._explained_until, NEVER) + self._explain_after_s or self._explained_until == NEVER:
             self._explained_until = since + waits * self._explain_after_s
             LOG.warning("%s", self.machine.explain(now))
+
+
+def _introduces(packet: Packet, sender: NodeId) -> bool:
+    """Whether this is from a process that has no seat yet, of that role, and wants the very rank of its key."""
+    source, message = packet.stamp.source.node, packet.message
+    if source.rank != UNRANKED or source.role is not sender.role:
+        return False
+    return not isinstance(message, Hello) or message.wanted_rank == sender.rank
 
 
 def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from kvdist.compression import from_params
 from kvdist.config import ClusterConfig, update_on_kvstore_from_env
 from kvdist.decision import store_updates, would_only_copy
 from kvdist.errors import ConfigError, KeyNotInitialised
+from kvdist.kvstore.adapted import Adapted
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.contract import OPTIMIZER, KVStoreBase
 from kvdist.optimizer.base import Optimizer
@@ -54,8 +56,10 @@ def refuse_what_contradicts(
     Raises:
         TypeError, ValueError: they cannot be, or not together.
     """
-    if compression_params:
-        raise ValueError("compression_params: no store of this version compresses gradients; leave it out")
+    if compression_params is not None:
+        from_params(compression_params)
+    if compression_params is not None and kvstore is None:
+        raise ValueError("compression_params need a store: with kvstore=None nothing is sent that could be compressed")
     if kvstore is None and devices > 1:
         raise ValueError(
             f"the parameters have replicas on {devices} devices, and without a store nobody sums their gradients; use"
@@ -77,13 +81,16 @@ def refuse_what_contradicts(
         )
 
 
-def choose_store(wanted: Wanted, devices: int, create: Callable[[str], object]) -> KVStoreBase | None:
+def choose_store(
+    wanted: Wanted, devices: int, create: Callable[[str], object], compresses: bool = False
+) -> KVStoreBase | None:
     """The store that a trainer uses; None where the process updates alone.
 
     Args:
         wanted: as the user said.
         devices: how many replicas each parameter has.
         create: makes a store of a name.
+        compresses: whether gradients are to be compressed, so that a store does more than copy.
 
     Raises:
         TypeError: a registered class is not a store that a trainer can use.
@@ -96,7 +103,7 @@ def choose_store(wanted: Wanted, devices: int, create: Callable[[str], object]) 
             f"the store {wanted!r} is a {type(store).__name__}, which a Trainer cannot use: derive it from"
             " kvdist.kv.KVStoreBase"
         )
-    if isinstance(store, KVStore) and would_only_copy(devices, store.num_workers, store.num_servers):
+    if isinstance(store, KVStore) and not compresses and would_only_copy(devices, store.num_workers, store.num_servers):
         store.close()
         _warn_if_alone(store.type)
         return None
@@ -118,6 +125,8 @@ def decide_update_on_kvstore(
         update_on_kvstore,
         by_default=update_on_kvstore_from_env(),
         sizes=[one.replicas[0].numel() for one in parameters] if is_local else (),
+        has_servers=isinstance(store, KVStore) and store.num_servers > 0,
+        has_sparse_grads=any(one.has_sparse_grad for one in parameters),
     )
 
 
@@ -134,6 +143,43 @@ def statement(parameters: Sequence[Parameter], updates_here: Optimizer | None) -
     return said if updates_here is None else f"{said}, on each worker by {updates_here.describe()}"
 
 
+def fit(
+    store: KVStoreBase,
+    parameters: Sequence[Parameter],
+    needs_more: bool,
+    compression_params: Mapping[str, Any] | None,
+    updates_here: bool = False,
+) -> KVStore | Adapted:
+    """The store as a trainer calls it, told how to compress and what to expect.
+
+    Args:
+        store: what is used.
+        parameters: all of them.
+        needs_more: whether ``overlap=True`` or ``share_weights=True`` is wanted.
+        compression_params: as the user said.
+        updates_here: whether each worker updates, so that nothing but sums is wanted of the store.
+
+    Raises:
+        ValueError: it cannot do what is wanted, or another trainer uses it.
+    """
+    if not isinstance(store, KVStore):
+        if needs_more or compression_params is not None:
+            raise ValueError(
+                f"the store {store.type!r} knows neither overlap=True nor share_weights=True nor compression_params;"
+                " leave them out"
+            )
+        return Adapted(store)
+    require_unused(store)
+    store.expect_rows([key for key, parameter in enumerate(parameters) if parameter.has_sparse_grad])
+    if updates_here:
+        store.leave_unkept(range(len(parameters) + 1))  # the last one is the ballot's
+    # Nothing is pushed for those without gradients, and what everybody gets of them is whole.
+    store.leave_uncompressed([key for key, parameter in enumerate(parameters) if not parameter.trained])
+    if compression_params is not None:
+        store.set_gradient_compression(compression_params)
+    return store
+
+
 def require_unused(store: KVStore) -> None:
     """Check that no other trainer has its weights in this store.
 
@@ -144,6 +190,8 @@ def require_unused(store: KVStore) -> None:
         store.pull(0)
     except KeyNotInitialised:
         return
+    except ValueError:
+        pass  # it is there, and nothing of it is kept
     raise ValueError(
         "the store holds key 0 already, so another Trainer uses it, and both would share their weights;"
         f" give each its own store: kv.create({store.type!r})"

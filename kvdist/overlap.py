@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets
 from kvdist.errors import ForkError
 from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.names import DIST_NAMES
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.parameters import Parameter
 
@@ -78,7 +79,10 @@ class Overlap(GradientBuckets):
         self._watched: list[tuple[Parameter, int, torch.Tensor, int]] = []
         """Sent gradients: parameter, device, the gradient, and its version."""
         names = [parameter.name for _, parameter in trained]
-        super().__init__(names, [parameter.replicas for _, parameter in trained], bucket_bytes)
+        # Servers know a push by its keys. Elsewhere sums may be matched by their order, and a worker whose pass leaves
+        # a layer out must not send the layers after it first.
+        in_order = store.type not in DIST_NAMES
+        super().__init__(names, [parameter.replicas for _, parameter in trained], bucket_bytes, in_order=in_order)
 
     def begin(self) -> None:
         """A step begins: its numbers are those of now."""
@@ -140,7 +144,7 @@ class Overlap(GradientBuckets):
                 " overlap=False; or make the trainer with update_on_kvstore=False, and call"
                 " allreduce_grads(average=True), clip, and update() instead of step()"
             )
-        given = [bool(share > 0) for share in ballot]
+        given = [bool(share > 0) for share in ballot[: len(self._trained)]]
         for (_, parameter), is_given in zip(self._trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
@@ -148,7 +152,8 @@ class Overlap(GradientBuckets):
 
     def _vote(self) -> NDArray[np.float32]:
         """Say which gradients there are here; once it is not under way any more, whether anybody had them."""
-        ballot = np.array([key in self._had for key, _ in self._trained], np.float32)
+        had = [key in self._had for key, _ in self._trained]
+        ballot = np.array([*had, any(had), False], np.float32)  # the last two as in `Exchange`: this one averages
         if self._ballot_key is not None:
             self._under_way.append(self._store.pushpull_async([self._ballot_key], [ballot], average=True))
         return ballot

@@ -37,7 +37,13 @@ class Parameter:
     """Replicas whose gradients are not the user's."""
 
     def grads(self) -> list[torch.Tensor] | None:
-        """The gradients there are; None when no device has one."""
+        """The gradients there are; None when no device has one.
+
+        A sparse one becomes an array first, as its weight is one: every worker has all of it.
+        """
+        for replica in self.replicas:
+            if replica.grad is not None and replica.grad.is_sparse:
+                replica.grad = replica.grad.to_dense()
         return [replica.grad for replica in self.replicas if replica.grad is not None] or None
 
     def fill_grads(self) -> None:
@@ -52,6 +58,11 @@ class Parameter:
         for replica in self._filled:
             replica.grad = None
         self._filled.clear()
+
+    @property
+    def has_sparse_grad(self) -> bool:
+        """Whether a device has a sparse gradient now."""
+        return any(replica.grad is not None and replica.grad.is_sparse for replica in self.replicas)
 
     @property
     def is_lazy(self) -> bool:

@@ -27,8 +27,9 @@ from kvdist.core.requests import (
 from kvdist.core.rounds import Rounds
 from kvdist.core.shard import Contribution, Shard
 from kvdist.kernels.interface import Kernels
-from kvdist.optimizer.updater import Updater
+from kvdist.optimizer.interface import SliceUpdater
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Perform
+from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import (
     Ack,
     InitValues,
@@ -108,6 +109,7 @@ class NodeTrace:
         match packet.message:
             case (
                 Push(ids=ids, arrays=arrays)
+                | CompressedPush(ids=ids, arrays=arrays)
                 | JoinedPush(ids=ids, arrays=arrays)
                 | Values(ids=ids, arrays=arrays)
                 | InitValues(ids=ids, arrays=arrays)
@@ -135,7 +137,7 @@ class TracedRounds(Rounds):
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
-    def close_slice(self, shard: Shard, updater: Updater | None, kernels: Kernels) -> list[Contribution]:
+    def close_slice(self, shard: Shard, updater: SliceUpdater | None, kernels: Kernels) -> list[Contribution]:
         """Of one slice, noted."""
         since = now_ns()
         contributions = super().close_slice(shard, updater, kernels)
@@ -152,7 +154,9 @@ class TracedRounds(Rounds):
             self._note(first, since, len(pushes), nbytes, len(group.shards), version)
         return pushes
 
-    def close_whole(self, shards: Sequence[Shard], rounds: Sequence[Sequence[Contribution]], updater: Updater) -> None:
+    def close_whole(
+        self, shards: Sequence[Shard], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater
+    ) -> None:
         """Of all slices of a parameter, noted under its key."""
         since = now_ns()
         super().close_whole(shards, rounds, updater)

@@ -26,7 +26,6 @@ from kvdist.checkpoint.slices import updates_in
 from kvdist.exchange import Exchange, Grads, divide
 from kvdist.finite import refuse_nonfinite
 from kvdist.kvstore import create as create_store
-from kvdist.kvstore.adapted import Adapted
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.saved import Checkpoint
@@ -34,9 +33,9 @@ from kvdist.local_update import LocalUpdate
 from kvdist.opening import (
     choose_store,
     decide_update_on_kvstore,
+    fit,
     make_optimizer,
     refuse_what_contradicts,
-    require_unused,
     statement,
 )
 from kvdist.optimizer.base import Optimizer
@@ -71,15 +70,18 @@ class Trainer:
         optimizer_params: hyper-parameters for a name, such as ``{'learning_rate': .001}``.
         kvstore: the name of a store, which the first step creates; a `KVStore`, or a store of your own that keeps the
             contract `kvdist.kv.KVStoreBase`; or None to update without one.
-        compression_params: for gradient compression, which no store offers yet: None.
+        compression_params: how gradients are compressed, such as ``{'type': '2bit', 'threshold': 0.5}``; see
+            `KVStore.set_gradient_compression`. Parameters with gradients must be of float32 then. None for no
+            compression, but for what the store was told already.
         update_on_kvstore: True: the store holds the optimizer and gives back weights. False: it sums gradients, and
             each worker updates. None: on the store where it can, unless ``MXNET_UPDATE_ON_KVSTORE=0``; see
             `kvdist.decision`.
         overlap: send gradients during the backward pass, each bucket as soon as it is complete, rather than all in
-            `step`. The weights come out the same, to the bit. It needs torch's convention: losses are means, and
-            `step` takes no size, because that would be known too late. Each step takes the gradients of one backward
-            pass; others go into `no_sync`. Gradients must stay as they are between ``backward()`` and ``step()``, and a
-            learning rate set between the two is that of the next step where the store updates.
+            `step`. The weights come out the same, to the bit; without servers, from three workers on, to rounding. It
+            needs torch's convention: losses are means, and `step` takes no size, because that would be known too late.
+            Each step takes the gradients of one backward pass; others go into `no_sync`. Gradients must stay as they
+            are between ``backward()`` and ``step()``, and a learning rate set between the two is that of the next step
+            where the store updates.
         share_weights: after a step, large parameters show the memory of the servers of this host instead of having a
             copy of it; see `kvdist.shared_weights`. Where the store cannot do that, they are copied as ever. Needs a
             store that updates, one device, and no ``overlap``.
@@ -111,6 +113,7 @@ class Trainer:
             kvstore, self._num_devices, compression_params, update_on_kvstore, overlap, share_weights, reject_nonfinite
         )
         self._kvstore_wanted = kvstore
+        self._compression_params = compression_params
         self._update_on_kvstore_wanted = update_on_kvstore
         self._kvstore: KVStoreBase | None = None
         self._exchange: Exchange | None = None  # there is one when there is a store
@@ -125,7 +128,7 @@ class Trainer:
         self._nonfinite_steps = 0
         self._updates = 0
         self._torch_optimizer: TorchOptimizer | None = None
-        self._local = LocalUpdate(self._optimizer, self._num_devices)
+        self._local = LocalUpdate(self._optimizer, self._parameters)
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
         self._untrained = [one for one in self._parameters if not one.trained]
         self._watch = Watch([parameter for _, parameter in self._trained])
@@ -352,7 +355,8 @@ class Trainer:
         if self._started:
             return
         require_shapes(self._parameters)
-        store = choose_store(self._kvstore_wanted, self._num_devices, create_store)
+        compresses = self._compression_params is not None
+        store = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)
         if store is not None:
             self._update_on_kvstore = decide_update_on_kvstore(
                 store, self._kvstore_wanted, self._update_on_kvstore_wanted, self._parameters
@@ -362,14 +366,9 @@ class Trainer:
         self._started = True
 
     def _begin_with(self, store: KVStoreBase) -> None:
-        if not isinstance(store, KVStore) and (self._overlaps or self._shares):
-            raise ValueError(
-                f"the store {store.type!r} knows neither overlap=True nor share_weights=True; leave them out"
-            )
-        used: KVStore | Adapted = store if isinstance(store, KVStore) else Adapted(store)
-        if isinstance(used, KVStore):
-            require_unused(used)
-        used.agree(statement(self._parameters, None if self._update_on_kvstore else self._optimizer))
+        needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
+        used = fit(store, self._parameters, needs_more, self._compression_params, here)
+        used.agree(statement(self._parameters, self._optimizer if here else None))
         # With overlap the numbers of a step are fixed before it is made, so the store has its own copy of them.
         sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
         if self._update_on_kvstore:
@@ -496,5 +495,6 @@ class Trainer:
     def _require_finite(self, grads: Grads) -> None:
         self._nonfinite_steps += 1  # unless they are finite
         if self._rejects_nonfinite:
-            refuse_nonfinite(self._trained, grads, 0 if self._kvstore is None else self._kvstore.rank)
+            rank = 0 if self._kvstore is None else self._kvstore.rank
+            refuse_nonfinite(self._trained, grads, rank, self._local.devices)
         self._nonfinite_steps -= 1

@@ -75,8 +75,9 @@ class Watch:
             RuntimeError: one is stale, and that is refused.
         """
         left_out = self.left_out(on_stale)
+        grads: list[list[torch.Tensor] | None] = [parameter.grads() for parameter in self._parameters]
         if not left_out:
-            return [parameter.grads() for parameter in self._parameters]
+            return grads
         return [
             [
                 replica.grad

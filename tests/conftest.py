@@ -8,6 +8,7 @@ outlives the others, so that tests running side by side cannot accuse each other
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import multiprocessing.resource_tracker
@@ -38,8 +39,32 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
 
+MARK_OF_GPU = "mark.gpu"
+ONLY_GPU = "gpu"
+"""The expression of marks of a run on a machine with a GPU, ``python -m pytest -m gpu``: it may lack much else."""
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know the time-out of pyproject.toml also where pytest-timeout is not installed, which then does not apply."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "the seconds that a test may take, for pytest-timeout, which is not installed")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of a run of the tests for GPUs, import only the files that have some: the others may need what is not here."""
+    is_other = collection_path.name.startswith("test_") and MARK_OF_GPU not in collection_path.read_text("utf-8")
+    return True if config.option.markexpr == ONLY_GPU and is_other else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Take the cluster's variables out of the environment, and let child processes find an uninstalled checkout."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): for pytest-timeout, which is not installed")
+    if config.option.markexpr == ONLY_GPU:
+        # That machine has whatever versions of libraries it has, and what those warn of is not ours. Where one is
+        # missing that a file needs, the other files are worth running.
+        config.addinivalue_line("filterwarnings", "default")
+        config.option.continue_on_collection_errors = True
     for name in list(os.environ):
         if name.startswith(("DMLC_", "KVDIST_", "MXNET_", "PS_")):
             del os.environ[name]
@@ -57,19 +82,69 @@ def pytest_configure(config: pytest.Config) -> None:
 FILES_BEFORE = pytest.StashKey[set[str]]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` say that they were skipped where there is no device."""
-    if not any(item.get_closest_marker("gpu") for item in items) or cuda_is_available():
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of `tests/repetitions.txt` are slow; those marked `gpu` are left out where no device is.
+
+    Who asks for nothing but those gets each of them skipped with the reason.
+    """
+    mark_repetitions(config, items)
+    of_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    for path in {item.path for item in of_gpus}:
+        if MARK_OF_GPU not in path.read_text("utf-8"):
+            raise pytest.UsageError(f"write {MARK_OF_GPU} into {path}: without it `pytest -m gpu` passes the file over")
+    if not of_gpus or cuda_is_available():
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+    if config.option.markexpr != ONLY_GPU:
+        config.hook.pytest_deselected(items=of_gpus)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        return
+    for item in of_gpus:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_collection_finish() -> None:
+    """Take what collecting has made, half a million objects, out of what each collection of garbage looks through.
+
+    The checks below collect garbage after many tests, which took half a second each.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say aloud what nobody ran."""
+    if config.option.markexpr != ONLY_GPU and not cuda_is_available():
+        terminalreporter.write_line("LEFT OUT: the tests marked gpu, for want of a CUDA device; `make gpu` runs them")
+
+
+def mark_repetitions(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that the file names.
+
+    Raises:
+        pytest.UsageError: it names one that does not exist, although its file was read whole.
+    """
+    lines = Path(__file__).with_name("repetitions.txt").read_text().splitlines()
+    named = {line for line in lines if line and not line.startswith("#")}
+    found = {item.nodeid: item for item in items}
+    for name in named & found.keys():
+        found[name].add_marker(pytest.mark.slow)
+    whole = {name.partition("::")[0] for name in found} if not any("::" in word for word in config.args) else set()
+    if stale := sorted(name for name in named - found.keys() if name.partition("::")[0] in whole):
+        raise pytest.UsageError(f"tests/repetitions.txt names tests that do not exist: {', '.join(stale)}")
 
 
 def cuda_is_available() -> bool:
-    """Whether torch is here and sees a CUDA device."""
-    if importlib.util.find_spec("torch") is None:
+    """Whether the driver is here and sees a CUDA device, and torch too where that is installed."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return False
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or not count.value:
+        return False
+    if importlib.util.find_spec("torch") is None:
+        return True
     import torch
 
     return torch.cuda.is_available()
@@ -79,12 +154,17 @@ def cuda_is_available() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a thread, a child process or an open socket, pipe or memory file."""
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread, a child process or an open socket, pipe or memory file.
+
+    On a GPU descriptors are not counted: CUDA opens pipes and events for itself when it likes, and keeps them.
+    """
     threads, children, descriptors = set(threading.enumerate()), child_processes(), open_descriptors()
     yield
     deadline = time.monotonic() + GRACE_S
-    left = [*new_threads(threads, deadline), *new_children(children, deadline), *new_descriptors(descriptors)]
+    left = [*new_threads(threads, deadline), *new_children(children, deadline)]
+    if request.node.get_closest_marker("gpu") is None:
+        left += new_descriptors(descriptors)
     if left:
         pytest.fail("left behind by this test: " + "; ".join(left), pytrace=False)
 

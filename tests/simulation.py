@@ -26,25 +26,32 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvdist.config import ClusterConfig, Limits
-from kvdist.core import answers, outbox, requests
+from kvdist.core import answers, outbox, requests, server
+from kvdist.core.decoding import decoded
 from kvdist.core.group import Group, GroupPush
 from kvdist.core.host_sum import HostRound, HostSum
 from kvdist.core.joined import Joiner
 from kvdist.core.joining import Introduction
 from kvdist.core.outbox import Ready
+from kvdist.core.row_shard import RowContribution, RowShard
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
-from kvdist.core.shard import Buffer, Shard
+from kvdist.core.shard import Buffer, Shard, Verdict
 from kvdist.core.worker import Worker
 from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.node import Node
 from kvdist.nodes import HOST_MARK, Member, Role
+from kvdist.optimizer import offload
+from kvdist.optimizer.offload import arithmetic_on
+from kvdist.protocol.compressed import CompressedPush
+from kvdist.protocol.messages import Push
 from kvdist.version import __version__
 from tests.core.network import Network, Process, SimulatedTransport, Weather
 from tests.core.shelf import FULL, Shelf, SimulatedDisk
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
+from tests.devices import NumpyDevice
 
 SCHEDULER_ENDPOINT = "memory://scheduler"
 EVENTS_MAX = 100_000
@@ -65,7 +72,10 @@ class Scenario:
     local_reduce: what the workers of a host sum before it crosses the network.
     holds: whether results are read where servers keep them now and then.
     saves: how probable it is that a checkpoint follows a round.
+    tables: whether there are tables of rows, too.
     full: how probable it is that a work of a disk fails.
+    encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
+    offloaded: whether servers sum and update on devices.
     victim: who is hit once the workers are in their `fault_round`-th round: killed, or paused for `pause_s`.
     """
 
@@ -80,7 +90,10 @@ class Scenario:
     local_reduce: str = "auto"
     holds: bool = True
     saves: float = 0.35
+    tables: bool = False
     full: float = 0.04
+    encodes: float = 0.0
+    offloaded: bool = False
     weather: Weather = Weather()
     forced_cuts: int = 0
     """Connections broken for certain while the workers work."""
@@ -118,6 +131,7 @@ class Cluster:
     users: dict[str, User] = field(default_factory=dict)
     shelf: Shelf = field(default_factory=Shelf)
     oracle: Oracle | None = None
+    devices: list[NumpyDevice] = field(default_factory=list)
     struck_at: float | None = None
 
 
@@ -127,8 +141,9 @@ class SimulationError(AssertionError):
 
 @contextmanager
 def small_messages() -> Iterator[None]:
-    """Sizes at which messages are joined, sent alone or leased, fitted to slices of a few bytes."""
+    """Sizes at which messages are joined, sent alone or leased, and sums offloaded, fitted to slices of a few bytes."""
     with (
+        mock.patch.object(offload, "SUMMED_BYTES_MIN", 8),
         mock.patch.object(requests, "ALONE_BYTES_MIN", 48),
         mock.patch.object(outbox, "ALONE_BYTES_MIN", 48),
         mock.patch.object(answers, "JOIN_BYTES_MAX", 24),
@@ -140,6 +155,7 @@ def small_messages() -> Iterator[None]:
 def counting(used: Counter[str]) -> Iterator[None]:
     """Count what a run exercises."""
     close, hold, join, hand_back = Group.close, Shard.hold, Joiner.join, HostSum.hand_back
+    offer = RowShard.offer
 
     def counted_close(self: Group, kernels: Kernels) -> list[GroupPush] | None:
         pushes = close(self, kernels)
@@ -154,15 +170,25 @@ def counting(used: Counter[str]) -> Iterator[None]:
         used["summed on a host"] += len(rounds)
         return join(self, rounds)
 
+    def counted_decode(message: CompressedPush, kernels: Kernels) -> Push:
+        used["decoded"] += 1
+        return decoded(message, kernels)
+
     def counted_return(self: HostSum, host_round: HostRound) -> None:
         used["handed back"] += 1
         hand_back(self, host_round)
 
+    def counted_offer(self: RowShard, contribution: RowContribution, more: bool, now: float) -> Verdict:
+        used["rows in parts"] += more
+        return offer(self, contribution, more, now)
+
     with (
+        mock.patch.object(RowShard, "offer", counted_offer),
         mock.patch.object(Group, "close", counted_close),
         mock.patch.object(Shard, "hold", counted_hold),
         mock.patch.object(Joiner, "join", counted_join),
         mock.patch.object(HostSum, "hand_back", counted_return),
+        mock.patch.object(server, "decoded", counted_decode),
     ):
         yield
 
@@ -206,6 +232,8 @@ def _build(cluster: Cluster) -> None:
         scenario.leaver,
         scenario.holds,
         scenario.saves,
+        scenario.encodes,
+        scenario.tables,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
 
@@ -259,7 +287,11 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             SCHEDULER_ENDPOINT,
         )
         if role is Role.SERVER:
-            machine = Server(introduction, limits, REFERENCE, network.now)
+            arithmetic = None
+            if scenario.offloaded:
+                cluster.devices.append(NumpyDevice(rank))
+                arithmetic = arithmetic_on(cluster.devices[-1], REFERENCE)
+            machine = Server(introduction, limits, REFERENCE, network.now, arithmetic=arithmetic)
         else:
             machine = Worker(introduction, limits, network.now, scenario.local_reduce)
     disk = SimulatedDisk(network, cluster.shelf, scenario.full)
@@ -325,6 +357,8 @@ def _judge(cluster: Cluster) -> None:
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
         assert user.done, f"{name} did not come to its end"
     _judge_checkpoints(cluster)
+    cluster.network.used["offloaded"] += sum(device.downloaded_bytes > 0 for device in cluster.devices)
+    assert not any(device.pending for device in cluster.devices), "a copy is under way after its round"
     survivors = [process for process in cluster.processes.values() if not process.crashed]
     for process in survivors:
         failure = process.node.failure
@@ -425,6 +459,35 @@ SCENARIOS: dict[str, Scenario] = {
     "async storm": Scenario(mode="async", optimizer="test", weather=STORM, limits=STORM_LIMITS),
     "leaver": Scenario(num_workers=3, rounds=4, leaver_rounds=2, optimizer="test"),
     "leaver in a storm": Scenario(num_workers=3, rounds=3, leaver_rounds=1, weather=STORM, limits=STORM_LIMITS),
+    "offloaded": Scenario(num_workers=3, rounds=6, optimizer="momentum", saves=0.7, offloaded=True),
+    "offloaded sums": Scenario(num_workers=3, rounds=6, saves=0.7, offloaded=True),
+    "offloaded async": Scenario(rounds=6, mode="async", optimizer="sgd", saves=0.7, offloaded=True),
+    "offloaded and a leaver": Scenario(
+        num_workers=3, rounds=5, leaver_rounds=3, leaver=0, optimizer="momentum", saves=0.7, offloaded=True
+    ),
+    "offloaded and encoded": Scenario(
+        num_workers=3, rounds=5, optimizer="test", encodes=0.6, holds=False, offloaded=True
+    ),
+    "offloaded in a storm": Scenario(
+        num_workers=3,
+        rounds=4,
+        optimizer="momentum",
+        saves=0.7,
+        full=0.1,
+        offloaded=True,
+        weather=STORM,
+        limits=STORM_LIMITS,
+    ),
+    "offloaded on hosts": Scenario(
+        num_workers=4, rounds=4, hosts=2, local_reduce="on", optimizer="momentum", saves=0.7, offloaded=True
+    ),
+    "offloaded beside rows": Scenario(num_workers=3, rounds=5, optimizer="sgd", tables=True, saves=0.0, offloaded=True),
+    "encoded": Scenario(num_workers=3, rounds=6, optimizer="test", encodes=0.6, holds=False),
+    "encoded async": Scenario(rounds=5, mode="async", optimizer="sgd", encodes=0.6, holds=False),
+    "encoded in a storm": Scenario(
+        num_workers=3, rounds=4, encodes=0.6, holds=False, weather=STORM, limits=STORM_LIMITS
+    ),
+    "encoded on hosts": Scenario(num_workers=4, rounds=4, hosts=2, local_reduce="on", encodes=1.0, holds=False),
     "killed worker": Scenario(num_workers=3, rounds=5, victim="worker-1"),
     "killed server": Scenario(rounds=5, victim="server-0"),
     "killed scheduler": Scenario(rounds=5, victim="scheduler"),
@@ -459,6 +522,33 @@ SCENARIOS: dict[str, Scenario] = {
     "paused leader": Scenario(num_workers=4, victim="worker-1", pause_s=2.5, hosts=2, limits=PROMPT),
     "short pause": Scenario(victim="server-1", pause_s=2.5),
     "long pause": Scenario(num_workers=3, rounds=5, victim="worker-2", pause_s=8.0),
+    "rows": Scenario(num_workers=3, rounds=6, tables=True, saves=0.0),
+    "rows updated": Scenario(num_workers=3, num_servers=3, rounds=5, optimizer="test", tables=True, saves=0.0),
+    "rows async": Scenario(num_workers=3, rounds=5, mode="async", optimizer="sgd", tables=True, saves=0.0),
+    "rows in a storm": Scenario(
+        num_workers=3, optimizer="sgd", tables=True, saves=0.0, weather=STORM, limits=STORM_LIMITS
+    ),
+    "rows async in a storm": Scenario(
+        mode="async", optimizer="test", tables=True, saves=0.0, weather=STORM, limits=STORM_LIMITS
+    ),
+    "rows and a leaver": Scenario(num_workers=3, rounds=4, leaver_rounds=2, tables=True, saves=0.0),
+    "rows and a leaver in a storm": Scenario(
+        num_workers=3,
+        leaver_rounds=1,
+        leaver=0,
+        optimizer="test",
+        tables=True,
+        saves=0.0,
+        weather=STORM,
+        limits=STORM_LIMITS,
+    ),
+    "rows beside sums of hosts": Scenario(
+        num_workers=4, rounds=4, hosts=2, local_reduce="on", optimizer="sgd", tables=True, saves=0.0, limits=PROMPT
+    ),
+    "rows and a killed server": Scenario(rounds=5, tables=True, saves=0.0, victim="server-1", fault_round=2),
+    "rows and a paused worker": Scenario(
+        num_workers=3, tables=True, saves=0.0, victim="worker-1", pause_s=2.5, limits=PROMPT
+    ),
 }
 """By name, for tests and for the command line."""
 

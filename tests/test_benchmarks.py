@@ -126,7 +126,9 @@ def test_kernels_are_measured_beside_each_other(tmp_path: Path) -> None:
     subprocess.run([*command, "--json", str(path)], capture_output=True, check=True)
     results = json.loads(path.read_text())["results"]
     assert {result["backend"] for result in results} == {"numpy", "numba"}
-    assert {result["kernel"] for result in results} == {"sum", "sgd", "momentum", "nag", "adam", "adamw"}
+    coders = set(load("kernels").CODERS)
+    assert {result["kernel"] for result in results} == {"sum", "sgd", "momentum", "nag", "adam", "adamw"} | coders
+    assert {"2-bit", "2-bit back"} <= coders
 
 
 def write_ends(folder: Path, *moved: list[float]) -> None:
@@ -294,3 +296,13 @@ def test_a_real_step_is_compared_without_the_part_that_others_had(tmp_path: Path
     real = validation.read(tmp_path, workers=2)
     assert (real.step_s, real.own_step_s) == (2.0, 1.5)
     assert (real.processor_of("server carrying"), real.processor_of("worker turning")) == (0.75, 1.0)
+
+
+@pytest.mark.parametrize(
+    "options", [[], *(pytest.param([one], marks=pytest.mark.slow) for one in ("--whole", "--dense"))]
+)
+def test_random_rows_are_pushed_and_pulled_by_two_workers(tmp_path: Path, options: list[str]) -> None:
+    sparse = load("sparse")
+    work = sparse.Work(rows=50, pushed=50 if options == ["--dense"] else 20, steps=2, warmup=1)
+    sparse.kvdist(work, *options)(str(tmp_path))
+    assert all(len(json.loads(Path(tmp_path, f"{rank}.json").read_text())) == 2 for rank in range(2))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kvdist.buckets import BUCKET_BYTES, GradientBuckets, arrange
+from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets, arrange
 
 torch.set_num_threads(1)
 
@@ -18,9 +18,9 @@ torch.set_num_threads(1)
 class Recorder(GradientBuckets):
     """Writes down what starts, and with which gradients; `fails` makes the next start raise."""
 
-    def __init__(self, parameters, bucket_bytes=BUCKET_BYTES):
+    def __init__(self, parameters, bucket_bytes=BUCKET_BYTES, **options):
         self.parameters, self.begun, self.started, self.fails = parameters, 0, [], None
-        super().__init__([f"layer {i}" for i in range(len(parameters))], parameters, bucket_bytes)
+        super().__init__([f"layer {i}" for i in range(len(parameters))], parameters, bucket_bytes, **options)
 
     def begin(self):
         self.begun += 1
@@ -158,6 +158,48 @@ def test_passes_that_are_paused_only_accumulate():
         assert buckets.started == [] and not buckets.is_open
     backward((one, 1.0))
     assert buckets.started == [[[3.0]]]
+
+
+def test_a_bucket_may_wait_for_several_passes_over_each_of_its_parameters():
+    first, second = parameter(), parameter()
+    buckets = Recorder([[first], [second]], bucket_bytes=4, passes=2)
+    for factor in (1.0, 2.0):
+        backward((first, factor))
+    assert buckets.started == [[[3.0]]]
+    backward((second, 1.0))
+    assert len(buckets.started) == 1
+    backward((second, 1.0))
+    assert buckets.started == [[[3.0]], [[2.0]]]
+    buckets.complete()
+    backward((first, 1.0), (second, 1.0))
+    assert len(buckets.started) == 2  # each step has its own passes
+
+
+def test_buckets_may_start_in_one_order_whichever_is_full_first():
+    first, second, third = parameters = [parameter() for _ in range(3)]
+    buckets = Recorder([[one] for one in parameters], bucket_bytes=4, in_order=True)
+    backward((first, 1.0))
+    assert buckets.started == []
+    backward((third, 3.0))
+    assert buckets.started == [[[3.0]]]
+    backward((second, 2.0))
+    assert buckets.started == [[[3.0]], [[2.0]], [[1.0]]]
+    with pytest.raises(RuntimeError, match="gradient of layer 0"):
+        backward((first, 1.0))
+    buckets.complete()
+    backward((first, 5.0))
+    buckets.complete()  # what is missing holds up what is full, until the step
+    assert len(buckets.started) == 6
+
+
+def test_which_parameters_travel_together_may_be_given():
+    first, second, third = parameters = [parameter() for _ in range(3)]
+    given = [Bucket((0, 2), 0), Bucket((1,), 1)]
+    buckets = Recorder([[one] for one in parameters], buckets=given)
+    backward((second, 2.0), (third, 3.0))
+    assert buckets.started == [[[2.0]]]
+    backward((first, 1.0))
+    assert buckets.started == [[[2.0]], [[1.0], [3.0]]]
 
 
 @pytest.mark.parametrize("paused", [False, True])

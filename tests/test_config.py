@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvdist.addresses import is_loopback, local_address_towards, stays_on_host, tcp_endpoint
 from kvdist.config import (
     FOREIGN_LAUNCHERS,
     TWINS,
     ClusterConfig,
     Limits,
-    is_loopback,
     kernels_from_env,
-    local_address_towards,
-    stays_on_host,
-    tcp_endpoint,
+    priority_slices_from_env,
     update_on_kvstore_from_env,
     without_effect,
 )
@@ -100,7 +98,15 @@ def test_a_server_without_a_cluster_is_refused_and_everything_missing_is_named(r
         ("KVDIST_RANK", "x", "KVDIST_RANK is 'x'"),
         ("MXNET_KVSTORE_BIGARRAY_BOUND", "0", "MXNET_KVSTORE_BIGARRAY_BOUND is 0"),
         ("MXNET_KVSTORE_BIGARRAY_BOUND", "1e6", "MXNET_KVSTORE_BIGARRAY_BOUND is '1e6'"),
-        ("KVDIST_SECURITY", "some", "KVDIST_SECURITY is 'some'; it must be one of: none"),
+        ("KVDIST_SECURITY", "some", "KVDIST_SECURITY is 'some'; it must be one of: none, curve"),
+        ("KVDIST_IO_THREADS", "0", "KVDIST_IO_THREADS is 0; it must be from 1 to 64"),
+        ("KVDIST_IO_THREADS", "two", "KVDIST_IO_THREADS is 'two'; it must be a whole number"),
+        ("KVDIST_LISTEN_FD", "three", "KVDIST_LISTEN_FD is 'three'; it must be a whole number"),
+        ("KVDIST_PORT_RANGE", "20000", "KVDIST_PORT_RANGE is '20000'; write it like 20000-20100"),
+        ("KVDIST_PORT_RANGE", "-5-7", "KVDIST_PORT_RANGE is '-5-7'; write it like"),
+        ("KVDIST_PORT_RANGE", "200-100", "it must lie within 1-65535, the smaller port first"),
+        ("KVDIST_PORT_RANGE", "0-100", "it must lie within 1-65535"),
+        ("KVDIST_PORT_RANGE", "100-65536", "it must lie within 1-65535"),
         ("KVDIST_PLACEMENT", "random", "KVDIST_PLACEMENT is 'random'"),
         ("KVDIST_SLICE_BYTES", "4MiB", "KVDIST_SLICE_BYTES is '4MiB'; it must be a number"),
         ("KVDIST_SLICE_BYTES", "0", "KVDIST_SLICE_BYTES is 0; it must be positive and finite"),
@@ -145,6 +151,11 @@ def test_limits_are_read_by_their_names_with_their_types():
     assert isinstance(config.limits.slice_bytes, int)
 
 
+SECURITY = [
+    {"security": security, "secret_file": path}
+    for security in (None, "none", "curve")
+    for path in (None, "/run/secret")
+]
 HOSTS = st.sampled_from(["127.0.0.1", "::1", "node-7.example"])
 
 
@@ -162,7 +173,10 @@ def configs(draw: st.DrawFn) -> ClusterConfig:
         rank=draw(st.none() | st.integers(0, count - 1)),
         node_host=draw(st.none() | HOSTS),
         job=draw(st.text(min_size=1).filter(lambda text: "\0" not in text)),
-        security=draw(st.sampled_from([None, "none"])),
+        **draw(st.sampled_from(SECURITY)),
+        port_range=draw(st.none() | st.tuples(st.integers(1, 300), st.integers(300, 65535))),
+        io_threads=draw(st.integers(1, 64)),
+        server_devices=tuple(draw(st.lists(st.sampled_from(["cpu", "cuda:0", "cuda:17"]), min_size=1))),
         bigarray_bound=draw(st.integers(1, 1 << 40)),
         placement=draw(st.sampled_from(["bytes", "hash"])),
         supervised=draw(st.booleans()),
@@ -205,10 +219,34 @@ def test_what_goes_to_a_loopback_endpoint_stays_on_the_host(endpoint, answer):
 
 
 def test_an_open_address_needs_an_explicit_word():
-    with pytest.raises(ConfigError, match=r"10\.0\.0\.1 can be reached from other machines.*KVDIST_SECURITY=none"):
+    sentence = r"10\.0\.0\.1 can be reached from other machines.*KVDIST_SECRET_FILE.*KVDIST_SECURITY=none"
+    with pytest.raises(ConfigError, match=sentence):
         read().require_private("10.0.0.1")
+    read(KVDIST_SECRET_FILE="/run/secret").require_private("10.0.0.1")
     read(KVDIST_SECURITY="None").require_private("10.0.0.1")
     read().require_private("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("security", "path", "encrypts"),
+    [("", "", False), ("none", "", False), ("", "/run/secret", True), ("Curve", "/run/secret", True),
+     ("none", "/run/secret", False)],
+)  # fmt: skip
+def test_a_secret_means_encryption_unless_it_is_forbidden(security, path, encrypts):
+    assert read(KVDIST_SECURITY=security, KVDIST_SECRET_FILE=path).encrypts is encrypts
+
+
+def test_the_configuration_knows_where_the_secret_lies_and_not_what_it_is(tmp_path):
+    path = tmp_path / "secret"
+    path.write_bytes(b"do not show" * 3)
+    config = read(KVDIST_SECRET_FILE=str(path))
+    assert "do not show" not in f"{config!r}{config.to_env()}"
+
+
+def test_an_inherited_descriptor_is_not_passed_on():
+    config = read(KVDIST_LISTEN_FD="7", DMLC_ROLE="scheduler")
+    assert config.listen_fd == 7
+    assert "KVDIST_LISTEN_FD" not in config.to_env()
 
 
 def test_an_ipv6_address_is_written_in_brackets():
@@ -234,11 +272,12 @@ def test_a_scheduler_whose_name_does_not_resolve_is_named(monkeypatch):
 
 def test_an_interface_stands_for_its_address():
     assert read(DMLC_INTERFACE="lo").node_host == "127.0.0.1"
+    assert read(DMLC_INTERFACE="127.0.0.0/8").node_host == "127.0.0.1"
     assert read(DMLC_INTERFACE="lo", DMLC_NODE_HOST="10.1.1.1").node_host == "10.1.1.1"
 
 
 def test_an_interface_that_is_not_there_is_named_among_those_that_are():
-    assert "DMLC_INTERFACE is 'nope0', which has no IPv4 address here; interfaces: " in refused(DMLC_INTERFACE="nope0")
+    assert "DMLC_INTERFACE is 'nope0', which has no address here; interfaces: " in refused(DMLC_INTERFACE="nope0")
 
 
 def test_reading_changes_nothing_in_the_environment_of_the_process():
@@ -277,8 +316,52 @@ def test_a_host_cannot_sum_in_shared_memory_that_was_turned_off():
 
 def test_a_variable_that_changes_nothing_is_told_with_what_there_is_instead():
     assert without_effect({"PATH": "/bin", "MXNET_KVSTORE_BIGARRAY_BOUND": "5", "PS_RESEND": ""}) == []
-    (sentence,) = without_effect({"MXNET_KVSTORE_SLICE_THRESHOLD": "40000"})
-    assert sentence == "MXNET_KVSTORE_SLICE_THRESHOLD has no effect: KVDIST_SLICE_BYTES is the size of a slice"
+    (sentence,) = without_effect({"PS_RESEND": "1", "DMLC_PS_VAN_TYPE": "P3"})
+    assert sentence == "PS_RESEND has no effect: what is lost is always sent again"
+    (sentence,) = without_effect({"DMLC_PS_VAN_TYPE": "ibverbs"})
+    assert sentence.startswith("DMLC_PS_VAN_TYPE has no effect: but for p3; ")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, False),
+        ({"DMLC_PS_VAN_TYPE": "zmq"}, False),
+        ({"DMLC_PS_VAN_TYPE": "p3"}, True),
+        ({"DMLC_PS_VAN_TYPE": "P3", "KVDIST_PRIORITY_SLICES": ""}, True),
+        ({"DMLC_PS_VAN_TYPE": "p3", "KVDIST_PRIORITY_SLICES": "0"}, False),
+        ({"KVDIST_PRIORITY_SLICES": "1"}, True),
+    ],
+)
+def test_priority_slices_are_asked_for_by_either_name(environ, expected):
+    assert priority_slices_from_env(environ) is expected
+
+
+def test_another_word_for_priority_slices_is_refused():
+    with pytest.raises(ConfigError, match="KVDIST_PRIORITY_SLICES is 'yes'; it must be one of: 0, 1"):
+        priority_slices_from_env({"KVDIST_PRIORITY_SLICES": "yes"})
+
+
+def test_the_size_of_priority_slices_is_read_in_elements_or_in_bytes_and_survives_a_round_trip():
+    assert read().limits.priority_slice_bytes == 4 * 40_000
+    config = read(MXNET_KVSTORE_SLICE_THRESHOLD="1001")
+    assert config.limits.priority_slice_bytes == 4004
+    assert ClusterConfig.from_env(config.to_env()) == config
+    both = read(MXNET_KVSTORE_SLICE_THRESHOLD="1001", KVDIST_PRIORITY_SLICE_BYTES="512")
+    assert both.limits.priority_slice_bytes == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MXNET_KVSTORE_SLICE_THRESHOLD", "1", "it counts elements of float32, at least 2"),
+        ("MXNET_KVSTORE_SLICE_THRESHOLD", "4e4", "MXNET_KVSTORE_SLICE_THRESHOLD is '4e4'; it must be a whole number"),
+        ("KVDIST_PRIORITY_SLICE_BYTES", "7", "KVDIST_PRIORITY_SLICE_BYTES is 7; a slice has at least 8 bytes"),
+        ("KVDIST_PRIORITY_WINDOW_BYTES", "0", "KVDIST_PRIORITY_WINDOW_BYTES is 0; it must be positive and finite"),
+    ],
+)
+def test_priority_slices_of_no_size_are_refused(name, value, message):
+    assert message in refused(**{name: value})
 
 
 @pytest.mark.parametrize(("setting", "expected"), [(None, True), ("", True), ("1", True), ("0", False)])
@@ -291,3 +374,39 @@ def test_who_updates_by_default_is_read_by_either_name(setting, expected):
 def test_another_word_for_who_updates_is_refused():
     with pytest.raises(ConfigError, match="MXNET_UPDATE_ON_KVSTORE is 'yes'; it must be one of: 0, 1"):
         update_on_kvstore_from_env({"MXNET_UPDATE_ON_KVSTORE": "yes"})
+
+
+# Where servers compute.
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("", ("cpu",)),
+        ("cpu", ("cpu",)),
+        ("cuda:0", ("cuda:0",)),
+        (" CUDA:1 , cpu,cuda:12", ("cuda:1", "cpu", "cuda:12")),
+    ],
+)
+def test_the_devices_of_servers_are_read_and_passed_on(text, devices):
+    config = read(KVDIST_SERVER_DEVICE=text, KVDIST_RANK="0")
+    assert config.server_devices == devices
+    assert config.to_env().get("KVDIST_SERVER_DEVICE", "cpu") == ",".join(devices)
+    assert ClusterConfig.alone({"KVDIST_SERVER_DEVICE": text}).server_devices == devices
+
+
+def test_servers_take_the_devices_in_turn_by_their_ranks():
+    config = read(KVDIST_SERVER_DEVICE="cuda:0,cuda:1,cpu")
+    assert [config.server_device(rank) for rank in range(5)] == ["cuda:0", "cuda:1", "cpu", "cuda:0", "cuda:1"]
+    with pytest.raises(ConfigError, match="'cuda:0,cuda:1,cpu', which servers take in turn.*set KVDIST_RANK"):
+        config.server_device(None)
+    assert read(KVDIST_SERVER_DEVICE="cuda:3").server_device(None) == "cuda:3"
+    assert read(KVDIST_SERVER_DEVICE="cuda:3,cuda:3").server_device(None) == "cuda:3"
+    assert read().server_device(None) == read().server_device(7) == "cpu"
+
+
+@pytest.mark.parametrize("text", ["cuda", "gpu:0", "cuda:", "cuda:-1", "cuda:0,", "0", "cuda:0;cuda:1", "cuda:1234"])
+def test_what_is_no_device_is_named(text):
+    message = refused(KVDIST_SERVER_DEVICE=text)
+    assert message.startswith(f"KVDIST_SERVER_DEVICE is {text!r}, and ")
+    assert "write cpu, cuda:0 for the first GPU of a server's host, or a list such as cuda:0,cuda:1" in message

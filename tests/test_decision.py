@@ -71,3 +71,29 @@ def test_the_asynchronous_names_are_those_of_the_stores():
 )
 def test_a_store_within_a_process_is_of_no_use_to_one_device(devices, workers, servers, expected):
     assert would_only_copy(devices, workers, servers) is expected
+
+
+@pytest.mark.parametrize(
+    ("has_servers", "capable", "wanted", "by_default", "expected"),
+    [
+        (True, True, None, True, True),
+        (True, True, None, False, True),
+        (True, True, True, True, True),
+        (False, True, None, True, False),
+        (False, True, True, True, True),
+        (False, True, False, True, False),
+        (True, False, None, True, False),
+    ],
+)
+def test_with_sparse_gradients_servers_update_and_processes_only_when_told(
+    has_servers, capable, wanted, by_default, expected
+):
+    found = store_updates(
+        "dist", capable, wanted, by_default=by_default, has_servers=has_servers, has_sparse_grads=True
+    )
+    assert found is expected
+
+
+def test_with_sparse_gradients_servers_cannot_be_told_to_leave_the_update_to_workers():
+    with pytest.raises(ValueError, match="some gradients are sparse, and the store 'dist' keeps its values on servers"):
+        store_updates("dist", True, False, has_servers=True, has_sparse_grads=True)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvdist import replicate
+
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "cifar10_dist.py"
 IMAGE_BYTES = 3 * 32 * 32
 
@@ -99,8 +101,9 @@ def test_a_batch_smaller_than_the_devices_trains_those_that_have_images(example)
         def step(self, batch_size):
             sizes.append(batch_size)
 
-    nets = [torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(IMAGE_BYTES, 10)) for _ in range(2)]
+    devices = [torch.device("cpu")] * 2
+    nets = replicate(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(IMAGE_BYTES, 10)), devices)
     images, labels = (torch.tensor(array) for array in made_up(1, 0))
-    example.train_batch(images, labels.long(), [torch.device("cpu")] * 2, nets, Trainer())
+    example.train_batch(images, labels.long(), devices, nets, Trainer())
     assert sizes == [1]
     assert nets[0][1].weight.grad is not None and nets[1][1].weight.grad is None

@@ -11,6 +11,8 @@ from pathlib import Path
 LEAKY_TESTS = '''
 import socket, subprocess, sys, threading
 
+import pytest
+
 kept, forever = [], threading.Event()
 
 
@@ -34,6 +36,11 @@ def test_descriptor():
     kept.append(socket.socket())
 
 
+@pytest.mark.gpu
+def test_descriptor_of_a_driver():
+    kept.append(socket.socket())
+
+
 def test_grandchild():
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(9)'])"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -46,7 +53,9 @@ def test_machine_file():
 
 def test_whatever_a_test_leaves_behind_makes_the_run_red(tmp_path: Path) -> None:
     conftest = (Path(__file__).parent / "conftest.py").read_text("utf-8")
-    (tmp_path / "conftest.py").write_text(conftest.replace("GRACE_S = 5.0", "GRACE_S = 0.5"), "utf-8")
+    conftest = conftest.replace("GRACE_S = 5.0", "GRACE_S = 0.5").replace("torch.cuda.is_available()", "True")
+    (tmp_path / "conftest.py").write_text(conftest, "utf-8")
+    (tmp_path / "repetitions.txt").write_text("")
     (tmp_path / "test_leaky.py").write_text(LEAKY_TESTS, "utf-8")
     # The fresh run is its own: it does not take itself for a part of this one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}

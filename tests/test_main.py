@@ -10,8 +10,9 @@ import pytest
 
 from kvdist import __main__ as command
 from kvdist.config import optimizer_modules_from_env
-from kvdist.core.effects import ChildEnded
-from kvdist.errors import ConfigError
+from kvdist.core.effects import ChildEnded, Placed
+from kvdist.errors import ConfigError, DeviceError
+from kvdist.kernels import gpu
 from kvdist.kvstore import commands
 from kvdist.nodes import SCHEDULER, server, worker
 from kvdist.optimizer import create, registry
@@ -33,10 +34,15 @@ CLUSTER = {
         ("ended server 1 signal 9\n", ChildEnded(server(1), "killed by signal 9 (SIGKILL)", clean=False)),
         ("ended server 1 signal 250\n", ChildEnded(server(1), "killed by signal 250 (unknown)", clean=False)),
         ("ended scheduler 0 exit 0\n", ChildEnded(SCHEDULER, "exited with code 0", clean=True)),
+        (
+            "ended worker 1 lost d2\n",
+            ChildEnded(worker(1), "lost with its host d2, which the launcher cannot reach any more", clean=False),
+        ),
+        ("placed worker 1 d2 4242\n", Placed(worker(1), "d2", 4242)),
     ],
 )
-def test_a_launchers_line_tells_of_an_ended_process(line, event):
-    assert command.parse_ended(line) == event
+def test_a_launchers_line_tells_what_it_did_and_saw(line, event):
+    assert command.parse_report(line) == event
 
 
 @pytest.mark.parametrize(
@@ -53,11 +59,14 @@ def test_a_launchers_line_tells_of_an_ended_process(line, event):
         "ended worker 1 vanished 9",
         "ended wizard 1 exit 0",
         "started worker 1 exit 0",
+        "placed worker 1 d2",
+        "placed worker 1 d2 pid",
+        "placed wizard 1 d2 4242",
         "ended worker ² exit 0",
     ],
 )
 def test_a_line_of_another_form_tells_nothing(line):
-    assert command.parse_ended(line) is None
+    assert command.parse_report(line) is None
 
 
 @pytest.mark.parametrize(
@@ -69,6 +78,11 @@ def test_a_line_of_another_form_tells_nothing(line):
         (CLUSTER | {"DMLC_NUM_WORKER": "none"}, "DMLC_NUM_WORKER is 'none'; it must be a whole number"),
         ({"DMLC_ROLE": "server"}, "the environment describes half a cluster"),
         (CLUSTER | {"DMLC_PS_ROOT_URI": "0.0.0.0"}, "0.0.0.0 can be reached from other machines"),
+        (CLUSTER | {"KVDIST_SERVER_DEVICE": "gpu"}, "KVDIST_SERVER_DEVICE is 'gpu', and 'gpu' is no device: write cpu"),
+        (
+            CLUSTER | {"DMLC_ROLE": "server", "KVDIST_SERVER_DEVICE": "cuda:0,cpu"},
+            "KVDIST_SERVER_DEVICE is 'cuda:0,cpu', which servers take in turn",
+        ),
         (CLUSTER | {"DMLC_ROLE": "server", "DMLC_NODE_HOST": "0.0.0.0"}, "0.0.0.0 can be reached from other machines"),
     ],
 )
@@ -79,6 +93,29 @@ def test_a_mistake_in_the_environment_is_one_sentence_and_exit_code_2(monkeypatc
     told = capsys.readouterr()
     assert told.err.startswith("kvdist: ") and told.err.count("\n") == 1 and sentence in told.err
     assert told.out == ""
+
+
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_a_server_without_its_gpu_ends_in_one_sentence_before_it_listens_anywhere(monkeypatch, capsys, by):
+    def fail(index, setting, otherwise):
+        raise DeviceError(f"there is no GPU {index}")
+
+    monkeypatch.setattr(gpu, "open_gpu", fail)
+    monkeypatch.setattr(command, "open_transport", None)
+    for name, value in (CLUSTER | {"DMLC_ROLE": "server", "DMLC_NUM_SERVER": "2", "KVDIST_RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("KVDIST_SERVER_DEVICE", "cpu" if by == "option" else "cpu,cuda:7")
+    assert command.main(["--server-device", "cpu,cuda:7"] if by == "option" else []) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("kvdist: this server was to sum and update on cuda:7, and without --server-device")
+    assert told.endswith(": there is no GPU 7\n") and told.count("\n") == 1
+
+
+def test_a_device_that_the_command_line_misnames_is_a_mistake(monkeypatch, capsys):
+    for name, value in (CLUSTER | {"DMLC_ROLE": "server"}).items():
+        monkeypatch.setenv(name, value)
+    assert command.main(["--server-device", "cuda"]) == command.EXIT_CONFIG
+    assert "kvdist: --server-device is 'cuda', and 'cuda' is no device: write cpu, cuda:0" in capsys.readouterr().err
 
 
 def test_an_interruption_ends_with_the_code_of_a_shell(monkeypatch):

@@ -310,12 +310,12 @@ def test_weights_cannot_be_broadcast_while_gradients_are_under_way():
     trainer.broadcast_parameters()
 
 
-def test_a_sparse_gradient_is_refused_within_backward():
-    table = nn.Embedding(4, 10, sparse=True)
-    trainer = started(table.parameters())
-    for call in (lambda: table(torch.tensor([1])).sum().backward(), trainer.step):
-        with pytest.raises(TypeError, match=r"tensors of layout torch.sparse_coo are not supported"):
-            call()
+def test_a_sparse_gradient_leaves_as_an_array():
+    table = nn.Embedding(4, 10, sparse=True, _weight=torch.zeros(4, 10))
+    trainer = started(table.parameters(), optimizer_params={"learning_rate": 1})
+    table(torch.tensor([1, 1])).sum().backward()
+    trainer.step()
+    assert table.weight[:, 0].tolist() == [0, -2, 0, 0]
 
 
 # Errors of the store.

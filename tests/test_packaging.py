@@ -28,6 +28,7 @@ IMPORT_NAMES = {
     "numba-cuda": {"numba"},
     "pyzmq": {"zmq"},
     "scikit-learn": {"sklearn"},
+    "tensorflow-cpu": {"tensorflow"},
 }
 """Under which names a library is imported, where not under its own."""
 
@@ -56,9 +57,11 @@ def third_party_imports(folder: Path) -> set[str]:
 
 def test_every_library_that_is_imported_is_declared() -> None:
     extras = PROJECT["optional-dependencies"]
-    declared = import_names(PROJECT["dependencies"] + extras["torch"] + extras["gpu"])
+    frameworks = extras["torch"] + extras["keras"] + extras["tensorflow"]
+    declared = import_names(PROJECT["dependencies"] + frameworks + extras["gpu"])
     assert third_party_imports(ROOT / "kvdist") <= declared
-    assert third_party_imports(ROOT / "launcher") <= import_names(PROJECT["dependencies"])
+    optional = extras["completion"] + extras["notebook"]
+    assert third_party_imports(ROOT / "launcher") <= import_names(PROJECT["dependencies"] + optional)
 
 
 def test_every_library_that_is_required_is_imported() -> None:
@@ -68,7 +71,8 @@ def test_every_library_that_is_required_is_imported() -> None:
 
 def test_every_library_that_make_installs_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
-    needed = PROJECT["dependencies"] + extras["examples"] + extras["test"] + extras["dev"] + extras["bench"]
+    names = ("keras", "tensorflow", "examples", "test", "dev", "bench")
+    needed = PROJECT["dependencies"] + [requirement for name in names for requirement in extras[name]]
     pinned = {distribution_name(line) for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {distribution_name(requirement) for requirement in needed} - {"kvdist"} <= pinned
 
@@ -96,4 +100,5 @@ def test_a_wheel_holds_both_packages_and_their_data_and_nothing_else(tmp_path: P
     (wheel,) = tmp_path.glob("kvdist-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= {"kvdist/py.typed", "kvdist/protocol/WIRE.md", "kvdist/core/server.py", "kvdist_launch/cli.py"}
+    assert names >= {f"kvdist/kernels/cuda/{name}" for name in ("common.cuh", "sums.cu", "updates.cu", "coding.cu")}
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"kvdist", "kvdist_launch"}

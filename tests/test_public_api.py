@@ -21,8 +21,10 @@ STORE = [
     "close",
     "empty",
     "from_rank_0",
+    "has_optimizer",
     "init",
     "is_capable",
+    "leave_uncompressed",
     "num_dead_nodes",
     "num_servers",
     "num_workers",
@@ -33,7 +35,10 @@ STORE = [
     "pushpull",
     "pushpull_async",
     "rank",
+    "row_sparse_pull",
+    "row_sparse_pull_async",
     "send_command_to_servers",
+    "set_gradient_compression",
     "set_optimizer",
     "set_updater",
     "type",
@@ -99,6 +104,7 @@ def test_every_error_is_exported_and_can_be_caught_by_its_root():
         (kvdist.StoreClosed, RuntimeError),
         (kvdist.ForkError, RuntimeError),
         (kvdist.DeadlineExceeded, TimeoutError),
+        (kvdist.DeviceError, RuntimeError),
         (kvdist.BarrierTimeout, kvdist.DeadlineExceeded),
         (kvdist.PeerLostError, ConnectionError),
     ],
@@ -118,7 +124,8 @@ def test_a_method_of_a_store_is_documented(name):
 
 def test_stores_have_the_promised_names_and_no_others():
     assert set(STORE) <= set(public(KVStore))
-    for module, name in (("kvdist.kvstore.local", "LocalStore"), ("kvdist.kvstore.dist", "DistStore")):
+    stores = ("local.LocalStore", "dist.DistStore", "collective.CollectiveStore", "hybrid.HybridStore")
+    for module, name in (f"kvdist.kvstore.{store}".rsplit(".", 1) for store in stores):
         assert public(getattr(importlib.import_module(module), name)) == public(KVStore)
 
 
@@ -134,6 +141,7 @@ def test_arguments_of_the_mirrored_systems_calls_keep_names_order_and_defaults()
         "pull": "key, out=None, priority=0, ignore_sparse=True",
         "pushpull": "key, value, out=None, priority=0",
         "broadcast": "key, value, out, priority=0",
+        "row_sparse_pull": "key, out=None, priority=0, row_ids=None",
         "barrier": "timeout=None",
     }
     for name, wanted in expected.items():

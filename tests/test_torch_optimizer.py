@@ -33,7 +33,7 @@ class Cluster(LocalStore):
     def pushpull(self, key, value, out=None, priority=0, *, average=False, samples=0):
         assert average
         self.pushed.append([None if one is None else one[0].clone() for one in value])
-        if self._updater is not None:
+        if self.has_optimizer:
             self.rates.append([(self.optimizer.pushed_lr(one), self.optimizer.wd_for(one)) for one in key])
         super().pushpull(key, value, out, priority, average=average, samples=samples)
 

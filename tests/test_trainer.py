@@ -423,19 +423,29 @@ def test_an_optimizer_of_torch_or_an_unknown_one_is_refused():
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="replicas on 2 devices, and without a store nobody sums"):
         Trainer([[parameter(), parameter()]], "sgd", kvstore=None)
-    with pytest.raises(ValueError, match="no store of this version compresses"):
-        Trainer([parameter()], "sgd", compression_params={"type": "2bit"})
+    with pytest.raises(ValueError, match="compression_params need a store"):
+        Trainer([parameter()], "sgd", kvstore=None, compression_params={"type": "2bit"})
+    with pytest.raises(ValueError, match="known are '2bit'"):
+        Trainer([parameter()], "sgd", compression_params={"type": "4bit"})
+    with pytest.raises(ValueError, match="have no 'type'"):
+        Trainer([parameter()], "sgd", compression_params={})
     for batch_size in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="batch_size is"):
             Trainer([parameter()], "sgd", kvstore=None).step(batch_size)
 
 
-def test_a_sparse_gradient_is_refused_with_advice():
-    table = nn.Embedding(4, 2, sparse=True)
-    trainer = Trainer(table.parameters(), "sgd", kvstore=None)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match=r"key 0: tensors of layout torch.sparse_coo are not supported; use .to_dense"):
-        trainer.step()
+@pytest.mark.parametrize("kvstore", [None, "local", "dist"])
+def test_a_sparse_gradient_trains_as_the_dense_one_would(kvstore):
+    tables = [nn.Embedding(4, 2, sparse=sparse, _weight=torch.ones(4, 2)) for sparse in (True, False)]
+    trainers = [Trainer(table.parameters(), "sgd", {"learning_rate": 1, "momentum": 0.5}, kvstore) for table in tables]
+    for ids in ([1, 1, 3], [0, 1]):
+        for table, trainer in zip(tables, trainers, strict=True):
+            table.zero_grad()
+            table(torch.tensor(ids)).sum().backward()
+            trainer.step()
+    assert tables[0].weight.tolist() == tables[1].weight.tolist() == [[0, 0], [-3, -3], [1, 1], [-0.5, -0.5]]
+    for trainer in trainers:
+        trainer.close()
 
 
 def test_a_trainer_that_updates_alone_in_a_cluster_says_so(monkeypatch, caplog):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvdist import CheckpointError, Trainer, kv
+from kvdist import CheckpointError, LazyRows, RowSparse, Trainer, kv
 from kvdist.lr_scheduler import FactorScheduler
 
 RULES = [
@@ -252,3 +252,30 @@ def test_a_checkpoint_that_could_not_be_written_is_told(tmp_path, where, caplog)
     train(trainer, replicas, 1, 2)
     trainer.close()  # whoever waits for a future may be awake before what tells of it
     assert "no checkpoint was made" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["device", "dist"])
+def test_tables_on_the_store_that_updates_are_saved_with_the_weights(tmp_path, kind):
+    def started(seed):
+        store = kv.create(kind)
+        trainer, replicas = made("adam", {"learning_rate": 0.1, "lazy_update": True}, seed, kvstore=store)
+        train(trainer, replicas, 0, 1)
+        store.init(1000, LazyRows((10**9, 4), initializer="normal(0.1)"))
+        return store, trainer, replicas
+
+    def go_on(store, trainer, replicas, begin, end):
+        for step in range(begin, end):
+            train(trainer, replicas, step, step + 1)
+            store.push(1000, RowSparse([step, 7 * step, 10**9 - 1], torch.full((3, 4), 1.0 + step), (10**9, 4)))
+        rows = store.row_sparse_pull(1000, row_ids=[0, 1, 2, 3, 7, 14, 21, 28, 10**9 - 1])
+        return [*weights_of(replicas), torch.as_tensor(rows.values)]
+
+    with (one := started(0))[0]:
+        go_on(*one, 1, 3)
+        one[1].save_checkpoint(tmp_path, 3).result()
+        expected = go_on(*one, 3, 5)
+    with (other := started(1))[0]:
+        go_on(*other, 20, 22)
+        assert other[1].load_checkpoint(tmp_path).step == 3
+        assert same(go_on(*other, 3, 5), expected)

@@ -10,8 +10,8 @@ from peers.environments import python_made_by
 SCRIPT = Path(__file__).with_name("mxnet.sh")
 
 
-def mxnet_starts(workers: int, servers: int, arguments: list[str]) -> list[Start]:
-    """The processes of a cluster whose workers run `mxnet_worker.py` with these arguments."""
+def mxnet_starts(workers: int, servers: int, arguments: list[str], script: str = "mxnet_worker.py") -> list[Start]:
+    """The processes of a cluster whose workers run a script of `benchmarks/workers` with these arguments."""
     python = python_made_by(SCRIPT)
     shared = environment(
         DMLC_PS_ROOT_URI="127.0.0.1",
@@ -23,5 +23,5 @@ def mxnet_starts(workers: int, servers: int, arguments: list[str]) -> list[Start
     # Importing MXNet in these roles is what runs them.
     roles = ["scheduler"] + ["server"] * servers
     starts = [Start([python, "-c", "import mxnet"], shared | {"DMLC_ROLE": role}, helper=True) for role in roles]
-    command = [python, worker_script("mxnet_worker.py"), *arguments]
+    command = [python, worker_script(script), *arguments]
     return starts + [Start(command, shared | {"DMLC_ROLE": "worker"})] * workers

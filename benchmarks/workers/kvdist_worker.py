@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 from workload import LEARNING_RATE, MOMENTUM, measure, parse_arguments
 
@@ -11,6 +13,7 @@ from kvdist import kv
 def main() -> None:
     options = parse_arguments()
     store = kv.create(options.store)
+    is_collective = options.store == "collective"
     spec = options.spec
     keys = list(range(spec.count))
     make = np.empty if options.store_arrays == "plain" else store.empty
@@ -19,6 +22,10 @@ def main() -> None:
     if options.optimizer != "none":
         momentum = {"momentum": MOMENTUM} if options.optimizer == "sgd" else {}
         store.set_optimizer(options.optimizer, learning_rate=LEARNING_RATE, wd=0.0, **momentum)
+    if is_collective:
+        share_cores(store.num_workers)
+        store.leave_unkept(keys)  # as a Trainer does
+        outs = grads
     store.init(keys, [np.zeros(size, np.float32) for size in spec.sizes])
 
     def prepare() -> None:
@@ -29,7 +36,9 @@ def main() -> None:
 
     def exchange() -> None:
         nonlocal results
-        if options.store_arrays == "shared":
+        if is_collective:
+            store.pushpull(keys, grads)
+        elif options.store_arrays == "shared":
             shown = store.pushpull_shared(keys, grads, outs)
             results = [out if one is None else one for one, out in zip(shown, outs, strict=True)]
         elif options.call == "pushpull":
@@ -45,6 +54,13 @@ def main() -> None:
 
     measure(options, store.rank, store.num_workers, prepare, store.barrier, exchange, lambda: results)
     store.close()
+
+
+def share_cores(workers: int) -> None:
+    """Use as many threads as torch's workers under comparison do."""
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 if __name__ == "__main__":

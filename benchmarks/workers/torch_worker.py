@@ -24,6 +24,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     if options.system == "ddp":
         run_ddp(options)
+    elif options.system == "gloo-packed":
+        run_packed(options)
     else:
         run_allreduce(options)
     gc.collect()  # a DDP that is still there when its group goes can abort the process
@@ -38,6 +40,19 @@ def run_allreduce(options: argparse.Namespace) -> None:
     def exchange() -> None:
         for work in [dist.all_reduce(grad, async_op=True) for grad in grads]:
             work.wait()
+
+    finish(options, lambda: [grad.fill_(dist.get_rank() + 1) for grad in grads], exchange, lambda: grads)
+
+
+def run_packed(options: argparse.Namespace) -> None:
+    grads = [torch.empty(size) for size in options.spec.sizes]
+    flat = torch.empty(sum(options.spec.sizes))
+    parts = list(flat.split(options.spec.sizes))
+
+    def exchange() -> None:
+        torch._foreach_copy_(parts, grads)
+        dist.all_reduce(flat)
+        torch._foreach_copy_(grads, parts)
 
     finish(options, lambda: [grad.fill_(dist.get_rank() + 1) for grad in grads], exchange, lambda: grads)
 

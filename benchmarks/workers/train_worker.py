@@ -28,7 +28,13 @@ BATCHES = 4
 """Different ones, used over and over."""
 SHAPES = {"mlp": (64, (784,)), "resnet18": (32, (3, 32, 32))}
 """Model → images in a batch, and the shape of each: those of MNIST and CIFAR-10."""
-TRAINER_OPTIONS = {"kvdist": {}, "kvdist-overlap": {"overlap": True}, "kvdist-share": {"share_weights": True}}
+TRAINER_OPTIONS = {
+    "kvdist": {},
+    "kvdist-overlap": {"overlap": True},
+    "kvdist-share": {"share_weights": True},
+    "collective": {},
+    "collective-overlap": {"overlap": True},
+}
 
 
 def main() -> None:
@@ -41,7 +47,7 @@ def main() -> None:
     elif options.system == "ddp":
         rank, workers, train, done = with_ddp(model)
     else:
-        rank, workers, train, done = with_trainer(model, TRAINER_OPTIONS[options.system])
+        rank, workers, train, done = with_trainer(model, options.system)
     batches = made_up(options.model, rank)
     first_weights = [parameter.detach().clone() for parameter in model.parameters()]
     seconds = []
@@ -99,10 +105,10 @@ def with_ddp(model: nn.Module) -> Parts:
     return dist.get_rank(), dist.get_world_size(), train, dist.destroy_process_group
 
 
-def with_trainer(model: nn.Module, extra: dict[str, bool]) -> Parts:
-    store = kv.create("dist")
+def with_trainer(model: nn.Module, system: str) -> Parts:
+    store = kv.create("collective" if "collective" in system else "dist")
     rule = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM}
-    trainer = Trainer(model.parameters(), "sgd", rule, kvstore=store, **extra)
+    trainer = Trainer(model.parameters(), "sgd", rule, kvstore=store, **TRAINER_OPTIONS[system])
 
     def train(images: torch.Tensor, labels: torch.Tensor) -> float:
         model.zero_grad()

@@ -1,7 +1,12 @@
-"""One plain safetensors file out of a checkpoint: the weights under the names that the user gave them."""
+"""One plain safetensors file out of a checkpoint: the weights under the names that the user gave them.
+
+A lazy table, which may be larger than any disk, becomes two arrays: ``<name>.indices``, the rows that exist, and
+``<name>.values``, theirs. What the other rows are is said in the metadata, under "kvdist.lazy".
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -14,11 +19,13 @@ from kvdist.checkpoint.manifest import NAME, WEIGHTS, Manifest, SavedKey, read_m
 from kvdist.checkpoint.slices import Shards
 from kvdist.checkpoint.tensors import METADATA, Bits, Tensor, write_named_tensors
 from kvdist.checkpoint.workers import read_worker
-from kvdist.dtypes import from_name
+from kvdist.dtypes import DType, from_name
 from kvdist.errors import CheckpointError, ConfigError
 
 FRAMEWORK = {"format": "pt"}
 """What readers of models look for beside the arrays."""
+INDICES, VALUES = ".indices", ".values"
+"""Behind the name of a lazy table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +71,8 @@ def export(source: Path, out: Path, step: int | None = None, *, overwrite: bool 
     names = _names(folder, manifest)
     shards = Shards(folder, manifest)
     shards.verify()
-    tensors = [_tensor(shards, one, names[one.key]) for one in manifest.keys]
-    metadata = {**FRAMEWORK, "kvdist.step": str(manifest.step)}
+    tensors = [tensor for one in manifest.keys for tensor in _tensors(shards, one, names[one.key])]
+    metadata = {**FRAMEWORK, "kvdist.step": str(manifest.step), **_lazy(shards, manifest, names)}
     with explained(f"{out} could not be written"):
         try:
             record = write_named_tensors(out, tensors, metadata, overwrite)
@@ -104,8 +111,9 @@ def _names(folder: Path, manifest: Manifest) -> Mapping[int | str, str]:
     given = {} if first is None else read_worker(folder, first).names
     names = {one.key: given.get(one.key, str(one.key)) for one in manifest.keys}
     keys = defaultdict(list)
-    for key, name in names.items():
-        keys[name].append(key)
+    for one in manifest.keys:
+        for name in _called(one, names[one.key]):
+            keys[name].append(one.key)
     for name, same in keys.items():
         if len(same) > 1:
             raise CheckpointError(
@@ -117,10 +125,36 @@ def _names(folder: Path, manifest: Manifest) -> Mapping[int | str, str]:
     return names
 
 
-def _tensor(shards: Shards, one: SavedKey, name: str) -> Tensor:
-    dtype = from_name(one.dtype)
+def _called(one: SavedKey, name: str) -> list[str]:
+    """What the arrays of a key are called."""
+    return [name + INDICES, name + VALUES] if one.is_lazy else [name]
 
-    def read() -> Bits:
-        return shards.whole(one.key, math.prod(one.shape), dtype)
 
-    return Tensor(name, dtype, one.shape, read)
+def _tensors(shards: Shards, one: SavedKey, name: str) -> list[Tensor]:
+    dtype, size = from_name(one.dtype), math.prod(one.shape)
+    if not one.is_lazy:
+        return [Tensor(name, dtype, one.shape, lambda: shards.whole(one.key, size, dtype))]
+    row, count = math.prod(one.shape[1:]), shards.num_rows(one.key)
+
+    def indices() -> Bits:
+        ids = shards.rows(one.key, size, row, dtype, ()).ids
+        assert ids is not None, "a lazy table has them"
+        return ids
+
+    def values() -> Bits:
+        weight = shards.rows(one.key, size, row, dtype, (WEIGHTS,)).weight
+        assert weight is not None, "weights were asked for"
+        return weight
+
+    first, second = _called(one, name)
+    return [Tensor(first, DType.INT64, (count,), indices), Tensor(second, dtype, (count, *one.shape[1:]), values)]
+
+
+def _lazy(shards: Shards, manifest: Manifest, names: Mapping[int | str, str]) -> dict[str, str]:
+    """Of each lazy table its shape, and what a row is that has no values."""
+    told = {
+        names[one.key]: {"shape": list(one.shape), "initializer": shards.initializer(one.key)}
+        for one in manifest.keys
+        if one.is_lazy
+    }
+    return {"kvdist.lazy": json.dumps(told, ensure_ascii=False)} if told else {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,16 +19,20 @@ from typing import Any, TypeVar
 from kvdist.checkpoint.files import FileRecord, replace_file, require_present
 from kvdist.dtypes import from_name
 from kvdist.errors import CheckpointError
+from kvdist.initializer import initializer_from
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import from_description
+from kvdist.protocol.rows import ROWS
 from kvdist.version import __version__
 
 _Named = TypeVar("_Named")
 
 NAME = "manifest.json"
 FORMAT = "kvdist checkpoint"
-VERSION = 1
+VERSION = 2
 """Of the format. A reader refuses what is newer than itself."""
+VERSION_WITHOUT_TABLES = 1
+"""Written where no key is a table of rows: then nothing is different, and older readers can go on."""
 MANIFEST_BYTES_MAX = 1 << 30
 
 WEIGHTS, STATES = "weights", "states"
@@ -44,14 +49,30 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class SavedKey:
-    """A key as every worker knows it."""
+    """A key as every worker knows it.
+
+    Attributes:
+        form: "" for an array, `ROWS` for a table of rows all of which exist, or what the rows of a lazy one begin as.
+    """
 
     key: int | str
     shape: tuple[int, ...]
     dtype: str
+    form: str = ""
 
     def __str__(self) -> str:
-        return f"shape {self.shape} and dtype {self.dtype}"
+        kind = f", as a table of rows that begin as {self.form}" if self.is_lazy else ""
+        return f"shape {self.shape} and dtype {self.dtype}{kind}"
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether only some of its rows exist."""
+        return self.form not in ("", ROWS)
+
+    def fits(self, other: SavedKey) -> bool:
+        """Whether one can go on from the other. All elements of an array are there, and all of a table of `ROWS`."""
+        ours, theirs = (one.form if one.is_lazy else "" for one in (self, other))
+        return (self.key, self.shape, self.dtype, ours) == (other.key, other.shape, other.dtype, theirs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +127,10 @@ class Manifest:
         if old := [key for key in saved if key not in present]:
             raise CheckpointError(f"the checkpoint has {_listed(old)}, which this store has not: init before you load")
         for key, one in saved.items():
-            if one != present[key]:
-                raise CheckpointError(f"key {key!r} has {one} in the checkpoint, but {present[key]} in this store")
+            if not one.fits(present[key]):
+                raise CheckpointError(
+                    f"key {key!r} has {one} in the checkpoint, but {present[key]} in this store: init it as it was"
+                )
         if STATES in contents:
             self._require_same_states(optimizer)
 
@@ -162,8 +185,20 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     for file in manifest.files:
         require_present(folder, file)
     _require_ours(folder / NAME)
-    body = {"format": FORMAT, "version": VERSION, "kvdist": __version__, **asdict(manifest)}
+    has_tables = any(one.form for one in manifest.keys)
+    body = {
+        "format": FORMAT,
+        "version": VERSION if has_tables else VERSION_WITHOUT_TABLES,
+        "kvdist": __version__,
+        **asdict(manifest),
+        "keys": [_told_key(one) for one in manifest.keys],
+    }
     replace_file(folder / NAME, _with_checksum(body))
+
+
+def _told_key(one: SavedKey) -> dict[str, Any]:
+    told = asdict(one)
+    return told if one.form else {name: value for name, value in told.items() if name != "form"}
 
 
 def _require_ours(path: Path) -> None:
@@ -236,13 +271,20 @@ def _parsed(body: dict[str, Any]) -> Manifest:
     )
 
 
-def _parsed_key(key: Any, shape: Any, dtype: Any) -> SavedKey:
+def _parsed_key(key: Any, shape: Any, dtype: Any, form: Any = "") -> SavedKey:
     if type(key) not in (int, str):
         raise ValueError(f"a key {key!r:.80}")
     if len(shape) > DIMENSIONS_MAX:
         raise ValueError(f"a shape of {len(shape)} dimensions")
-    from_name(dtype)
-    return SavedKey(key, tuple(_count(length) for length in shape), dtype)
+    found = SavedKey(key, tuple(_count(length) for length in shape), dtype, form)
+    kind = from_name(dtype)
+    if form and (not shape or not math.prod(shape[1:])):
+        raise ValueError(f"a table of shape {shape}, which has no rows with elements")
+    if found.is_lazy:
+        if type(form) is not str:
+            raise ValueError(f"a form {form!r:.80}")
+        initializer_from(form).check(kind)
+    return found
 
 
 def _parsed_file(name: Any, nbytes: Any, sha256: Any) -> FileRecord:

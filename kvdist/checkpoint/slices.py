@@ -3,26 +3,34 @@
 Each slice is stored by itself: its weight, its states and its master, 1-D, named by the key and the range of its
 elements. A reader takes for each of its own slices whatever overlaps, so any number of servers can read what any other
 number has written. Where all is copied, nothing is computed: the bits are the same.
+
+Of a slice of a lazy table only the rows that exist are stored, in the order of their ids, and the ids beside them. A
+row that is not there does not exist: it still begins as the initialiser says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdist.checkpoint.files import FileRecord, require_intact, require_present
 from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest, read_manifest
 from kvdist.checkpoint.tensors import Bits, Tensor, TensorFile, write_tensors
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from kvdist.initializer import initializer_from
 from kvdist.optimizer.states import SliceState
 
-WEIGHT, MASTER = "weight", "master"
+Ids = npt.NDArray[np.int64]
+"""(k,) row ids of a whole table, strictly ascending."""
+
+WEIGHT, MASTER, INDICES = "weight", "master", "indices"
 SLICES = "kvdist.slices"
 """In the metadata of a file: what is known of each of its slices beside arrays."""
 
@@ -41,6 +49,8 @@ class SavedSlice:
         updates: how many updates the states have had.
         scalars: numbers beside the arrays.
         master: the float32 weight behind a half one.
+        ids: of a lazy table the rows that exist: all arrays are those of these rows; None for what is whole.
+        initializer: how its other rows begin, as text.
     """
 
     key: int | str
@@ -53,6 +63,8 @@ class SavedSlice:
     updates: int = 0
     scalars: tuple[float, ...] = ()
     master: Bits | None = None
+    ids: Ids | None = None
+    initializer: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +74,7 @@ class WantedSlice:
     Attributes:
         number: the server's name for it.
         row: elements of the key for each element of a state: more than 1 only for rules by rows.
+        lazy_row: elements of a row of a lazy table; 0 for what is whole.
     """
 
     number: int
@@ -76,6 +89,12 @@ class WantedSlice:
     """Whether an optimizer updates it."""
     from_weight: bool = False
     """Whether its states begin as copies of the weight, and not all as zeros."""
+    lazy_row: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The end of its elements."""
+        return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +106,9 @@ class ReadSlice:
     state: SliceState | None
     is_fresh: bool = False
     """States were asked for, and it was never updated."""
+    ids: Ids | None = None
+    """As of `SavedSlice`."""
+    initializer: str = ""
 
 
 def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice]) -> FileRecord:
@@ -96,14 +118,19 @@ def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice]) -> FileR
         CheckpointError, OSError: as of `write_tensors`.
     """
     tensors = [tensor for one in slices for tensor in _tensors(one)]
-    told = [
-        [one.key, one.start, one.count, one.version, one.updates, list(one.scalars), list(one.states)] for one in slices
-    ]
+    told = [_told(one) for one in slices]
     return write_tensors(folder, stem, tensors, {SLICES: json.dumps(told), "format": "kvdist"})
+
+
+def _told(one: SavedSlice) -> list[Any]:
+    told = [one.key, one.start, one.count, one.version, one.updates, list(one.scalars), list(one.states)]
+    return told if one.ids is None else [*told, one.initializer]
 
 
 def _tensors(one: SavedSlice) -> Iterator[Tensor]:
     name = _name(one.key, one.start, one.count)
+    if one.ids is not None:
+        yield _tensor(f"{name}/{INDICES}", DType.INT64, one.ids)
     if one.weight is not None:
         yield _tensor(f"{name}/{WEIGHT}", one.dtype, one.weight)
     for state, bits in one.states.items():
@@ -136,6 +163,41 @@ class _Piece:
     updates: int
     scalars: tuple[float, ...]
     states: tuple[str, ...]
+    initializer: str = ""
+    """Of a slice of a lazy table; empty otherwise."""
+
+    def ids(self, row: int) -> Ids:
+        """The rows that exist, of `row` elements each.
+
+        Raises:
+            CheckpointError: they are not of the slice, or in no order.
+        """
+        found = np.empty(self.num_rows, np.int64)
+        self.file.read_into(f"{self.name}/{INDICES}", 0, found)
+        ends = (self.start // row, self.stop // row)
+        if len(found) and (found[0] < ends[0] or found[-1] >= ends[1] or not (found[1:] > found[:-1]).all()):
+            raise CheckpointError(
+                f"{self.file.path} is damaged: the rows of {self.name} do not ascend from {ends[0]} to {ends[1] - 1}"
+            )
+        return found
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows of a lazy table it has."""
+        entry = self.file.entries.get(f"{self.name}/{INDICES}")
+        if entry is None:
+            raise CheckpointError(f"{self.file.path} is damaged: it does not say which rows of {self.name} it has")
+        return entry.size
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What of a piece goes where: `count` elements of the weight, from `begin` of the piece's to `at` of the result."""
+
+    piece: _Piece
+    begin: int
+    at: int
+    count: int
 
 
 class Shards:
@@ -191,12 +253,21 @@ class Shards:
             raise
         for piece in pieces:
             self._verify(piece.file.path)
+            if bool(piece.initializer) is not bool(wanted.lazy_row):
+                kinds = ("whole", "a lazy table")
+                is_lazy = bool(wanted.lazy_row)
+                raise CheckpointError(
+                    f"{piece.file.path} has key {wanted.key!r} as {kinds[not is_lazy]}, which is {kinds[is_lazy]} here"
+                )
+        parts, ids = _lazy_parts(wanted, pieces) if wanted.lazy_row else (_parts(wanted, pieces), None)
+        size = wanted.count if ids is None else len(ids) * wanted.lazy_row
         weight, state, asks_state = None, None, STATES in contents and wanted.has_state
         if WEIGHTS in contents:
-            weight = self._gather(wanted, pieces, lambda piece: f"{piece.name}/{WEIGHT}", wanted.dtype.storage, 1)
+            weight = _gathered(parts, WEIGHT, size, wanted.dtype.storage)
         if asks_state:
-            state = self._state(wanted, pieces)
-        return ReadSlice(wanted.number, weight, state, asks_state and state is None)
+            state = self._state(wanted, pieces, parts, size)
+        begins = pieces[0].initializer
+        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins)
 
     def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
         """All elements of a key."""
@@ -204,9 +275,25 @@ class Shards:
         assert weight is not None
         return weight
 
+    def rows(self, key: int | str, size: int, row: int, dtype: DType, contents: Sequence[str]) -> ReadSlice:
+        """All of a lazy table of `size` elements, `row` a row: which rows exist, and these contents of them."""
+        return self.read(WantedSlice(0, key, 0, size, dtype, lazy_row=row), contents)
+
+    def num_rows(self, key: int | str) -> int:
+        """How many rows of a lazy table exist. Reads nothing but headers.
+
+        Raises:
+            CheckpointError: it is no lazy table in some file.
+        """
+        return sum(piece.num_rows for piece in self._pieces.get(key, []))
+
+    def initializer(self, key: int | str) -> str:
+        """How the rows of a lazy table begin that do not exist."""
+        return next((piece.initializer for piece in self._pieces.get(key, [])), "")
+
     def _covering(self, wanted: WantedSlice) -> list[_Piece]:
         """The pieces that have the slice, one after the other; each element in one of them."""
-        position, stop = wanted.start, wanted.start + wanted.count
+        position, stop = wanted.start, wanted.stop
         pieces = self._pieces.get(wanted.key, [])
         # An empty key has one empty slice.
         found = [one for one in pieces if (one.start < stop and position < one.stop) or wanted.count == 0]
@@ -222,12 +309,15 @@ class Shards:
             )
         return found
 
-    def _state(self, wanted: WantedSlice, pieces: Sequence[_Piece]) -> SliceState | None:
+    def _state(
+        self, wanted: WantedSlice, pieces: Sequence[_Piece], parts: Sequence[_Part], size: int
+    ) -> SliceState | None:
         """What was remembered of the slice; None if it was never updated."""
         updated = [piece for piece in pieces if piece.updates]
         if not updated:
             return None
-        if len(updated) < len(pieces) and wanted.from_weight:
+        having = [part for part in parts if part.piece.updates]
+        if len(having) < len(parts) and wanted.from_weight:
             raise CheckpointError(
                 f"some of key {wanted.key!r} was never updated, in an asynchronous store, and other parts of it lie"
                 " on the same server now: load it with as many servers as it was saved with"
@@ -239,31 +329,56 @@ class Shards:
                     f" optimizer has {', '.join(wanted.state_names) or 'none'}"
                 )
         accumulate, row = wanted.dtype.accumulate, wanted.row
-        ends = [wanted.start, wanted.count, *(end for piece in pieces for end in (piece.start, piece.stop))]
+        ends = [wanted.start, wanted.stop, *(end for piece in pieces for end in (piece.start, piece.stop))]
         if any(end % row for end in ends):
             raise CheckpointError(
                 f"key {wanted.key!r} is cut within its rows, in {self._folder} or in this store, and its states are by"
                 " rows: call set_optimizer before init, so that it is cut between rows"
             )
 
-        def gather(what: str, row: int) -> Bits:
-            return self._gather(wanted, updated, lambda piece: f"{piece.name}/{what}", accumulate, row)
-
-        arrays = tuple(gather(f"{STATES}/{name}", row) for name in wanted.state_names)
-        master = gather(MASTER, 1) if wanted.has_master else None
+        arrays = tuple(_gathered(having, f"{STATES}/{name}", size, accumulate, row) for name in wanted.state_names)
+        master = _gathered(having, MASTER, size, accumulate) if wanted.has_master else None
         # Slices of one key have had the same updates, but for asynchronous stores: then the furthest counts.
         newest = max(updated, key=lambda piece: piece.updates)
         return SliceState(newest.updates, arrays, newest.scalars, master)
 
-    def _gather(
-        self, wanted: WantedSlice, pieces: Sequence[_Piece], name: Callable[[_Piece], str], dtype: Any, row: int
-    ) -> Bits:
-        out: Bits = np.zeros(wanted.count // row, dtype)  # as states begin, where there is no piece
-        for piece in pieces:
-            start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.start + wanted.count)
-            low, high = (start - wanted.start) // row, (stop - wanted.start) // row
-            piece.file.read_into(name(piece), (start - piece.start) // row, out[low:high])
-        return out
+
+def _parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> list[_Part]:
+    """What of these pieces makes the slice."""
+    parts = []
+    for piece in pieces:
+        start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.stop)
+        if start < stop:
+            parts.append(_Part(piece, start - piece.start, start - wanted.start, stop - start))
+    return parts
+
+
+def _lazy_parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> tuple[list[_Part], Ids]:
+    """The same of a lazy table, where only rows that exist are there; and which rows those are."""
+    row = wanted.lazy_row
+    ends = [wanted.start, wanted.stop, *(end for piece in pieces for end in (piece.start, piece.stop))]
+    if any(end % row for end in ends):
+        raise CheckpointError(f"{pieces[0].file.path} is damaged: key {wanted.key!r} is cut within a row")
+    if len({piece.initializer for piece in pieces}) > 1:
+        raise CheckpointError(f"the rows of key {wanted.key!r} do not begin alike in all files: one is damaged")
+    parts, found, at = [], [np.zeros(0, np.int64)], 0
+    for piece in pieces:
+        ids = piece.ids(row)
+        begin, end = np.searchsorted(ids, (wanted.start // row, wanted.stop // row)).tolist()
+        if begin < end:
+            parts.append(_Part(piece, begin * row, at, (end - begin) * row))
+            found.append(ids[begin:end])
+            at += (end - begin) * row
+    return parts, np.concatenate(found)
+
+
+def _gathered(parts: Sequence[_Part], what: str, size: int, dtype: Any, row: int = 1) -> Bits:
+    """An array of `size` elements, or one for each `row` of them, out of its parts."""
+    out: Bits = np.zeros(size // row, dtype)  # as states begin, where there is no part
+    for part in parts:
+        low, high = part.at // row, (part.at + part.count) // row
+        part.piece.file.read_into(f"{part.piece.name}/{what}", part.begin // row, out[low:high])
+    return out
 
 
 def updates_in(folder: Path) -> int:
@@ -278,13 +393,14 @@ def updates_in(folder: Path) -> int:
 
 def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
     try:
-        for key, start, count, version, updates, scalars, states in json.loads(file.metadata[SLICES]):
+        for key, start, count, version, updates, scalars, states, *lazy in json.loads(file.metadata[SLICES]):
             if any(type(number) is not int or number < 0 for number in (start, count, version, updates)):
                 raise ValueError(f"a number of a slice of key {key!r:.80} is no count")
             if type(key) not in (int, str):
                 raise ValueError(f"a key {key!r:.80}")
             numbers = start, start + count, updates
-            piece = _Piece(file, _name(key, start, count), *numbers, tuple(map(float, scalars)), tuple(states))
-            yield piece, key
+            kept = (tuple(map(float, scalars)), tuple(states))
+            (begins,) = (initializer_from(text).describe() for text in lazy) if lazy else ("",)
+            yield _Piece(file, _name(key, start, count), *numbers, *kept, begins), key
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged: its slices are not readable ({error})") from None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvdist.core.chosen import Description, Optimizer, choose
+from kvdist.core.chosen import Description, Optimizer, choose, obstacle_to
 from kvdist.core.effects import Effect, Send
 from kvdist.core.keybook import Entry, KeyBook
 from kvdist.core.policy import POLICIES
 from kvdist.core.seats import Seats
 from kvdist.core.servers_asked import ServersAsked, Then
-from kvdist.core.sharding import Keep, Placer, row_length
+from kvdist.core.sharding import Keep, Placer
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch
 from kvdist.nodes import Member
@@ -25,6 +25,7 @@ from kvdist.protocol.messages import (
     Placed,
     SetOptimizer,
 )
+from kvdist.protocol.rows import ROWS
 
 
 class Agreements:
@@ -48,19 +49,27 @@ class Agreements:
         if message.mode not in POLICIES:
             reason = f"this scheduler knows no policy {message.mode!r}, only {', '.join(POLICIES)}"
             return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+        obstacle = obstacle_to(message, self.optimizers.get(message.store))
+        if obstacle:
+            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, obstacle))]
         book = self.books.get(message.store)
         if book is None:
-            book = self.books[message.store] = KeyBook(message.store, message.mode, sender, self.placer.slice_bytes)
+            book = self.books[message.store] = KeyBook(
+                message.store, message.mode, sender, self.placer.slice_bytes_of(POLICIES[message.mode])
+            )
         effects: list[Effect] = []
         try:
             book.declare(sender, message, now)
         except InitMismatch as error:
             effects.append(Send(sender, Failed(message.request, ErrorCode.INIT_MISMATCH, str(error))))
-            for request, reason in book.take_conflicts():
-                if request.member != sender or request.request != message.request:
-                    effects.append(Send(request.member, Failed(request.request, ErrorCode.INIT_MISMATCH, reason)))
-            return effects
+            return effects + self._conflicts(book, ErrorCode.INIT_MISMATCH, but=(sender, message.request))
         return self._advance(book)
+
+    @staticmethod
+    def _conflicts(book: KeyBook, code: ErrorCode, but: tuple[Member, int] | None = None) -> list[Effect]:
+        """Tell those who wait for keys that cannot be, all but one who knows."""
+        conflicts = [one for one in book.take_conflicts() if (one[0].member, one[0].request) != but]
+        return [Send(request.member, Failed(request.request, code, reason)) for request, reason in conflicts]
 
     def advance_all(self) -> list[Effect]:
         """Fewer workers are awaited: place what is agreed now."""
@@ -78,26 +87,31 @@ class Agreements:
         return effects
 
     def _place(self, book: KeyBook, entries: list[Entry]) -> list[Effect]:
-        keys = [entry.key for entry in entries]
-        sizes, shapes = [entry.size for entry in entries], [entry.shape for entry in entries]
+        keys, shapes = [entry.key for entry in entries], [entry.shape for entry in entries]
+        forms = [entry.form for entry in entries]
         dtypes = [DType(entry.dtype) for entry in entries]
         optimizer = self.optimizers.get(book.store)
         keep = Keep.NOTHING if optimizer is None else optimizer.keep
-        rows = [row_length(shape) for shape in shapes]
-        placement = self.placer.place(keys, sizes, [dtype.itemsize for dtype in dtypes], keep, rows)
+        itemsizes = [dtype.itemsize for dtype in dtypes]
+        placement = self.placer.place(keys, shapes, itemsizes, keep, forms, book.slice_bytes)
         for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
             entry.first_slice, entry.home = first, home
             # Rank 0, or who comes after it if that has left.
             entry.giver = min(self._seats.workers, default=0)
 
-        def placed(_: str) -> list[Effect]:
-            book.mark_placed(entries)
-            return self._advance(book)
+        pulled_as = tuple(entry.pulled_as for entry in entries)
+        columns = (tuple(keys), tuple(shapes), tuple(int(dtype) for dtype in dtypes), pulled_as, tuple(forms))
+
+        def placed(failure: str) -> list[Effect]:
+            # Only a table can have failed; arrays of the same call are there.
+            refused = [entry for entry in entries if failure and entry.form == ROWS]
+            for entry in refused:
+                entry.conflict = failure
+            book.mark_placed([entry for entry in entries if entry not in refused])
+            return self._conflicts(book, ErrorCode.CONFIG) + self._advance(book)
 
         return self._ask(
-            lambda request: Assign(
-                request, book.store, book.mode, tuple(keys), tuple(shapes), tuple(int(d) for d in dtypes), placement
-            ),
+            lambda request: Assign(request, book.store, book.mode, *columns, placement),
             placed,
         )
 

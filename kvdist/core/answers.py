@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -16,12 +17,25 @@ from kvdist.core.group import Group
 from kvdist.core.shard import Buffer, Shard
 from kvdist.core.traffic import Traffic
 from kvdist.nodes import Member
-from kvdist.protocol.messages import U8, U32, Arrays, Counted, ErrorCode, Outcome, Payload, Refused, Values
+from kvdist.protocol.arrays import U8, U32, Arrays, Payload
+from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, Values
 
 JOIN_BYTES_MAX = 64 << 10
 """Values up to this size are copied together into one frame; larger ones are frames of their own, without a copy."""
 TOGETHER_BYTES_MAX, FRAMES_MAX = 16 << 20, 32
 """What arose from one message leaves in messages of up to so many bytes and frames."""
+
+
+class Numbered(Protocol):
+    """A slice of any form."""
+
+    @property
+    def number(self) -> int:
+        """Its number in the cluster."""
+
+    @property
+    def version(self) -> int:
+        """How many rounds have been closed."""
 
 
 @dataclass(slots=True)
@@ -38,7 +52,7 @@ class Answers:
     _refused: dict[tuple[ErrorCode, str], list[tuple[int, int]]] = field(default_factory=dict)
     """(code, reason) → [(run, slice)]"""
 
-    def counted(self, run: int, shard: Shard, outcome: Outcome) -> None:
+    def counted(self, run: int, shard: Numbered, outcome: Outcome) -> None:
         """The contribution, or first value, was taken."""
         self._counted.append((run, shard.number, shard.version, outcome))
 
@@ -58,9 +72,9 @@ class Answers:
         if not with_values:
             self._groups.append(Send(member, Counted(runs, group.ids, versions, outcomes)))
             return
-        buffer = group.published
+        buffer = group.outgoing
         buffer.leases += 1
-        arrays = Arrays(group.dtypes, group.counts, buffer.payload)
+        arrays = Arrays(group.outgoing_dtypes, group.counts, buffer.payload)
         self._groups.append(Send(member, Values(runs, group.ids, versions, outcomes, arrays), (buffer,)))
 
     def refuse(self, run: int, number: int, code: ErrorCode, reason: str) -> None:
@@ -91,8 +105,7 @@ class Answers:
         small: list[tuple[int, Shard]] = []
         small_bytes = 0
         for run, shard in self._values:
-            buffer = shard.published
-            assert buffer is not None, "only a shard with a value is asked for it"
+            buffer = shard.outgoing
             nbytes = len(buffer.payload)
             if nbytes > JOIN_BYTES_MAX:
                 if large.is_full(nbytes):
@@ -141,7 +154,7 @@ class _Batch:
 
 def _joined(member: Member, batch: Sequence[tuple[int, Shard]]) -> Send:
     """One message with copies of small values: one pass over bytes that are few."""
-    return Send(member, _message(batch, b"".join([shard.published.payload for _, shard in batch if shard.published])))
+    return Send(member, _message(batch, b"".join([shard.outgoing.payload for _, shard in batch])))
 
 
 def _message(batch: Sequence[tuple[int, Shard]], payload: Payload | tuple[Payload, ...]) -> Values:
@@ -151,7 +164,7 @@ def _message(batch: Sequence[tuple[int, Shard]], payload: Payload | tuple[Payloa
         _u32([shard.number for shard in shards]),
         _u32([shard.version for shard in shards]),
         np.full(len(batch), Outcome.COUNTED, np.uint8),
-        Arrays(_u8([shard.dtype for shard in shards]), _u32([shard.count for shard in shards]), payload),
+        Arrays(_u8([shard.outgoing_dtype for shard in shards]), _u32([shard.count for shard in shards]), payload),
     )
 
 

@@ -15,7 +15,7 @@ from kvdist.checkpoint.manifest import Manifest, SavedKey
 from kvdist.checkpoint.works import ReadManifest, Sweep, WriteManifest
 from kvdist.core.agreements import Agreements
 from kvdist.core.effects import Effect, Persist, Persisted, Report, Send
-from kvdist.core.policy import SYNC
+from kvdist.core.policy import POLICIES
 from kvdist.core.seats import Seats
 from kvdist.core.servers_asked import ServersAsked
 from kvdist.dtypes import DType
@@ -162,7 +162,7 @@ class Checkpoints:
             first.step,
             first.contents,
             mode,
-            mode == SYNC.name,
+            POLICIES[mode].has_rounds,
             None if optimizer is None else optimizer.description,
             len(saving.arrived),
             len(self._seats.servers),
@@ -173,7 +173,7 @@ class Checkpoints:
     def _keys(self, store: int) -> tuple[SavedKey, ...]:
         book = self._agreements.books.get(store)
         entries = () if book is None else book.entries.values()
-        return tuple(SavedKey(one.key, one.shape, DType(one.dtype).label) for one in entries if one.placed)
+        return tuple(SavedKey(one.key, one.shape, DType(one.dtype).label, one.form) for one in entries if one.placed)
 
     # Loading.
 

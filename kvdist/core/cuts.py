@@ -8,8 +8,8 @@ of its worker, so a server knows it in time. Rules that hold here:
   Who pushes through the leader of its host may be overtaken by its own push, but the leader's mark is in time then.
 * Otherwise a slice is taken when every live worker has marked it and all marked pushes are counted. Later pushes may
   be in it: nothing is lost, but it is not one moment of the whole store, and the manifest says so.
-* A weight is not copied: what is published never changes, so it is leased until it is written. States change in place;
-  they are copied, one pass over them.
+* A weight is not copied: what is published never changes, so it is leased until it is written. States change in place,
+  and so do rows of tables; they are copied, one pass over them.
 * Every worker marks at every server, be it no slice, and every server reports once: when all live workers have marked
   and its file is written, or something has failed. So nobody has to be told to stop, and nothing is left over.
 """
@@ -20,16 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvdist.checkpoint.files import FileRecord
-from kvdist.checkpoint.manifest import STATES, WEIGHTS
 from kvdist.checkpoint.slices import SavedSlice
 from kvdist.checkpoint.works import WriteShard
 from kvdist.core.effects import Effect, Persist, Persisted, Send
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.shard import Buffer, Shard
+from kvdist.core.keeping import Keeper, Kept
+from kvdist.core.shard import Buffer
 from kvdist.nodes import Member
-from kvdist.optimizer.states import SliceState
-from kvdist.optimizer.updater import Updater
-from kvdist.protocol.messages import U32
+from kvdist.protocol.arrays import U32
 from kvdist.protocol.saving import Mark, Saved, SavedFile
 
 NO_FILE = SavedFile("", 0, "")
@@ -74,6 +72,7 @@ class Cuts:
     """All checkpoints that are under way on a server."""
 
     def __init__(self) -> None:
+        self._keepers: list[Keeper] = []
         self._cuts: dict[tuple[int, int], Cut] = {}
         self.awaited: dict[int, list[Cut]] = {}
         """Slice → the cuts that wait for it. Empty nearly always: asked whenever a round is closed."""
@@ -84,10 +83,12 @@ class Cuts:
         """How many there are."""
         return len(self._cuts)
 
-    def mark(
-        self, sender: Member, message: Mark, shards: Mapping[int, Shard], workers: Mapping[int, Member], name: str
-    ) -> list[Shard]:
-        """A worker says which of its pushes belong to a checkpoint; returns the slices to look at."""
+    def add(self, keeper: Keeper) -> None:
+        """The slices that it keeps are saved, too."""
+        self._keepers.append(keeper)
+
+    def mark(self, sender: Member, message: Mark, workers: Mapping[int, Member], name: str) -> None:
+        """A worker says which of its pushes belong to a checkpoint; perhaps this is the moment for some slices."""
         cut = self._cuts.get((message.store, message.counter))
         if cut is None:
             cut = Cut(message.store, message.counter, message.folder, message.contents)
@@ -96,31 +97,36 @@ class Cuts:
             ours, theirs = (f"{' and '.join(one.contents)} to {one.folder}" for one in (cut, message))
             cut.fail(f"the workers do not agree: some save {ours}, {sender} saves {theirs}")
         rank = sender.node.rank
-        found = [] if cut.failure else self._enter(cut, message, rank, shards, name)
+        found = [] if cut.failure else self._enter(cut, message, rank, name)
         if message.last:
             cut.marked.add(rank)
             _require_alike(cut, workers)
         self.ready[cut] = None
-        return found
+        for shard in found:
+            self.look(shard, workers)
 
     def awaits(self, ids: U32) -> bool:
         """Whether any of these slices is still to be taken, one by one."""
         return bool(self.awaited) and any(number in self.awaited for number in ids.tolist())
 
-    def look(self, shard: Shard, updater: Updater | None, workers: Mapping[int, Member]) -> None:
+    def look(self, shard: Kept, workers: Mapping[int, Member]) -> None:
         """Take the slice for every checkpoint whose moment this is. Called when its counters have changed."""
         for cut in list(self.awaited.get(shard.number, ())):
             marks = cut.marks[shard.number]
             is_exact = shard.policy.close is None
-            if shard.published is None or not _is_due(shard, marks, workers, is_exact):
+            if not shard.has_value or not _is_due(shard, marks, workers, is_exact):
                 continue
             late = [rank for rank, step in marks.items() if is_exact and shard.counted.get(rank, 0) != step]
             if late:
                 cut.fail(_disagreement(shard, late[0], marks[late[0]], shard.counted.get(late[0], 0)))
-            self._take(cut, shard, updater, is_exact)
+            self._take(cut, shard, is_exact)
 
     def roster(self, workers: Mapping[int, Member]) -> None:
-        """Who has left marks nothing any more."""
+        """Who has left marks nothing any more. Called when the rounds that waited for them are closed."""
+        for number in list(self.awaited):
+            keeper = self._keeper_of(number)
+            assert keeper is not None, "what is awaited is here"
+            self.look(keeper.shards[number], workers)
         for cut in self._cuts.values():
             _require_alike(cut, workers)
             self.ready[cut] = None
@@ -156,14 +162,20 @@ class Cuts:
             waits = cut.is_writing or cut.marks or not workers.keys() <= cut.marked
             assert waits, "what is complete is reported"
 
-    def _enter(self, cut: Cut, message: Mark, rank: int, shards: Mapping[int, Shard], name: str) -> list[Shard]:
+    def _keeper_of(self, number: int) -> Keeper | None:
+        """Who keeps the slice, if it is here."""
+        return next((keeper for keeper in self._keepers if number in keeper.shards), None)
+
+    def _enter(self, cut: Cut, message: Mark, rank: int, name: str) -> list[Kept]:
         """Note the marks of a message; returns the slices that are not taken yet."""
         found = []
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
-            shard = shards.get(number)
-            if shard is None:
+            keeper = self._keeper_of(number)
+            if keeper is None:
                 cut.fail(f"slice {number} is not kept by {name}")
-            elif number in cut.versions:
+                continue
+            shard = keeper.shards[number]
+            if number in cut.versions:
                 # Each round since then had a push of every live worker.
                 step_then = shard.counted.get(rank, 0) - (shard.version - cut.versions[number])
                 if step_then != step:
@@ -205,41 +217,24 @@ class Cuts:
         if not cuts:
             del self.awaited[number]
 
-    def _take(self, cut: Cut, shard: Shard, updater: Updater | None, is_exact: bool) -> None:
-        buffer = shard.published
-        assert buffer is not None
-        state = None if cut.failure else self._state(cut, shard, updater)
-        names = updater.optimizer.state_names if updater is not None and state is not None else ()
-        weight = None
-        if WEIGHTS in cut.contents and not cut.failure:
-            buffer.leases += 1
-            cut.leased.append(buffer)
-            weight = buffer.array
-        cut.taken[shard.number] = SavedSlice(
-            shard.key,
-            shard.extent.start,
-            shard.count,
-            shard.dtype,
-            shard.version,
-            weight,
-            {} if state is None else dict(zip(names, state.arrays, strict=True)),
-            0 if state is None else state.count,
-            () if state is None else state.scalars,
-            None if state is None else state.master,
-        )
+    def _take(self, cut: Cut, shard: Kept, is_exact: bool) -> None:
+        number = shard.number
+        keeper = self._keeper_of(number)
+        if keeper is not None and not cut.failure:
+            try:
+                cut.taken[number], leased = keeper.taken(number, cut.contents)
+            except MemoryError:
+                cut.fail(f"there is no memory for a copy of what is saved of key {shard.key!r}: use more servers")
+            else:
+                cut.leased += [] if leased is None else [leased]
         if is_exact:
-            cut.versions[shard.number] = shard.version
-        del cut.marks[shard.number]
-        self._stop_awaiting(shard.number, cut)
+            cut.versions[number] = shard.version
+        del cut.marks[number]
+        self._stop_awaiting(number, cut)
         self.ready[cut] = None
 
-    def _state(self, cut: Cut, shard: Shard, updater: Updater | None) -> SliceState | None:
-        """A copy of what the optimizer remembers of the slice; None if that is nothing."""
-        present = None if updater is None or STATES not in cut.contents else updater.states.get(shard.number)
-        return None if present is None else present.copy()
 
-
-def _is_due(shard: Shard, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+def _is_due(shard: Kept, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
     if is_exact:
         return any(shard.counted.get(rank, 0) >= step for rank, step in marks.items())
     return workers.keys() <= marks.keys() and all(shard.counted.get(rank, 0) >= step for rank, step in marks.items())
@@ -259,7 +254,7 @@ def _require_alike(cut: Cut, workers: Mapping[int, Member]) -> None:
             return
 
 
-def _disagreement(shard: Shard, rank: int, step: int, step_then: int) -> str:
+def _disagreement(shard: Kept, rank: int, step: int, step_then: int) -> str:
     return (
         f"worker-{rank} called save_checkpoint after {step} pushes of key {shard.key!r}, where the checkpoint of the"
         f" other workers has {step_then}: every worker must call it at the same step"

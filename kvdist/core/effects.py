@@ -14,6 +14,9 @@ from kvdist.checkpoint.works import Product, Work
 from kvdist.nodes import Member, NodeId
 from kvdist.protocol.messages import Message, Packet
 
+ACK_BYTES_MAX = 8 << 20
+"""Of `Machine.ack_bytes_max`: an eighth of the usual window."""
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -132,6 +135,15 @@ class ChildEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """The launcher has started a process of the job on a host of that name, under that process id."""
+
+    node: NodeId
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class LauncherGone:
     """The launcher that supervised this job has ended."""
 
@@ -145,7 +157,7 @@ class Persisted:
     failure: str = ""
 
 
-Event = Connected | Disconnected | ChildEnded | LauncherGone | Persisted
+Event = Connected | Disconnected | ChildEnded | Placed | LauncherGone | Persisted
 
 NEVER = float("inf")
 
@@ -163,6 +175,8 @@ class Machine(abc.ABC):
     """The training step this process is in."""
     steps: dict[Member, int]
     """The training step each peer was in when it was last heard of."""
+    ack_bytes_max: int = ACK_BYTES_MAX
+    """Payload bytes after which a peer is told at once that they have arrived, because its window waits for it."""
 
     @abc.abstractmethod
     def refuses(self, source: Member, message: Message) -> str | None:

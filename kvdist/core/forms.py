@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
-from kvdist.protocol.messages import U8, U32, Arrays, Flag
+from kvdist.protocol.arrays import U8, U32, Arrays
+from kvdist.protocol.messages import Flag
 
 # A plain number: operators of enums are written in Python.
 _EMPTY = int(Flag.EMPTY)

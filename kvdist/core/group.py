@@ -18,14 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvdist.core.halves import Halves
 from kvdist.core.shard import Allocate, Bits, Buffer, Contribution, PullRequest, Setting, Shard, scale_of
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member
+from kvdist.optimizer.interface import SliceUpdater
 from kvdist.optimizer.states import Part
-from kvdist.optimizer.updater import Updater
+from kvdist.protocol.arrays import U8, U32
 from kvdist.protocol.layout import PayloadView, offsets, stretches
-from kvdist.protocol.messages import U8, U32, Flag, Push
+from kvdist.protocol.messages import Flag, Push
 
 SLICES_MIN = 2
 """A group of one would gain nothing."""
@@ -105,7 +107,7 @@ class Group:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], ids: U32, dtype: DType, updater: Updater | None, allocate: Allocate
+        self, shards: Sequence[Shard], ids: U32, dtype: DType, updater: SliceUpdater | None, allocate: Allocate
     ) -> None:
         self.shards = shards
         self.ids = ids
@@ -137,6 +139,20 @@ class Group:
         for shard, buffer in zip(shards, self.published.slices, strict=True):
             assert shard.published is not None
             buffer.array[...] = shard.published.array
+        halves = shards[0].halves
+        self._halves = None if halves is None else Halves(halves.dtype, self.counts.tolist(), halves.kernels, allocate)
+
+    @property
+    def outgoing(self) -> GroupBuffer | Buffer:
+        """The present version as it travels to workers."""
+        if self._halves is None:
+            return self.published
+        return self._halves.of([buffer.array for buffer in self.published.slices])
+
+    @property
+    def outgoing_dtypes(self) -> U8:
+        """(n,) of what travels to workers."""
+        return self.dtypes if self._halves is None else self._halves.dtypes
 
     def fits(self, push: GroupPush) -> bool:
         """Whether this is the worker's next push of each slice, and its first in this round."""
@@ -164,7 +180,8 @@ class Group:
         if any(push.setting[:2] != (lr, wd) for push in pushes) or (self.policy.needs_optimizer and not self._updater):
             return None
         values = [push.values for push in pushes]
-        scales = [scale_of(push.setting, push.flags, len(pushes), self._updater) for push in pushes]
+        optimizer = None if self._updater is None else self._updater.optimizer
+        scales = [scale_of(push.setting, push.flags, len(pushes), optimizer) for push in pushes]
         target = self._target()
         try:
             if self._updater is None:
@@ -176,6 +193,8 @@ class Group:
             return None
         self._spare.append(self.published)
         self.published = target
+        if self._halves is not None:
+            self._halves.forget()
         self.versions += np.uint32(1)
         self.rounds += 1
         for rank, push in zip(ranks, pushes, strict=True):
@@ -213,6 +232,8 @@ class Group:
             shard.version = int(self.versions[i])
             shard.counted = {rank: int(counted[i]) for rank, counted in self.counted.items()}
             shard.published = self.published.slices[i]
+            if shard.halves is not None:
+                shard.halves.forget()
             if self.slots or self.pulls:
                 shard.open_since = self.open_since
         for push in self.slots.values():

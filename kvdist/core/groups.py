@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvdist.core.group import SLICES_MIN, Group
-from kvdist.protocol.messages import U32
+from kvdist.protocol.arrays import U32
 
 ROUNDS_WORTH_IT = 16
 STRIKES_MAX = 8

@@ -19,8 +19,9 @@ from kvdist.core.effects import NEVER
 from kvdist.core.outbox import Part, Run
 from kvdist.core.shard import Bits, Setting, setting_of
 from kvdist.nodes import Member
+from kvdist.protocol.arrays import Arrays
 from kvdist.protocol.layout import PayloadView
-from kvdist.protocol.messages import Arrays, Flag, Push
+from kvdist.protocol.messages import Flag, Push
 
 _HOLD = int(Flag.HOLD)
 

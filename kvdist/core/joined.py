@@ -20,8 +20,9 @@ from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member
+from kvdist.protocol.arrays import Arrays, padded
 from kvdist.protocol.layout import PayloadView, offsets, stretches
-from kvdist.protocol.messages import Arrays, Flag, JoinedPush, padded
+from kvdist.protocol.messages import Flag, JoinedPush
 
 ROWS_PER_MESSAGE_MAX = 1 << 16
 """So that the columns of a message stay far below the longest header."""

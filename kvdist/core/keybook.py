@@ -15,6 +15,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Declare, Placement
+from kvdist.protocol.rows import ROWS
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,10 @@ class Entry:
     dtype: int
     first: Member
     """Who declared it first; the others must agree."""
+    pulled_as: int = 0
+    """The dtype in which its values come back."""
+    form: str = ""
+    """What its rows begin as, if it is a table of rows."""
     declared: set[int] = field(default_factory=set)
     """The ranks that have declared it."""
     home: int = -1
@@ -49,18 +54,13 @@ class Entry:
     """The error that everybody gets once two workers disagreed."""
     waiters: list[KeyRequest] = field(default_factory=list)
 
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
     def is_torn(self, keep: Keep, num_servers: int, slice_bytes: int) -> bool:
         """Whether it has been placed otherwise than an optimizer needs that must have so much together."""
-        if keep is Keep.NOTHING or self.first_slice < 0:
+        if keep is Keep.NOTHING or self.first_slice < 0 or self.form:
             return False
         row = row_length(self.shape)
         where = (self.home, num_servers, self.first_slice, slice_bytes, row)
-        slices = cut(self.size, DType(self.dtype).itemsize, *where)
+        slices = cut(math.prod(self.shape), DType(self.dtype).itemsize, *where)
         if keep is Keep.WHOLE:
             return len({piece.server for piece in slices}) > 1
         return any(piece.start % row for piece in slices)
@@ -87,25 +87,31 @@ class KeyBook:
             InitMismatch: another worker declared one of them, or the store, otherwise. Everybody who waits for that
                 key is to be told the same; `take_conflicts` finds them.
         """
+        columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         if message.mode != self.mode:
             reason = (
                 f"store {message.store} is {self.mode} on {self.opener} and {message.mode} on {sender}:"
                 " every worker must create its stores in the same order and with the same types"
             )
-            for key, shape, dtype in zip(message.keys, message.shapes, message.dtypes, strict=True):
-                self.entries.setdefault(key, Entry(key, shape, dtype, sender)).conflict = reason
+            for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
+                self.entries.setdefault(key, Entry(key, shape, dtype, sender, pulled_as, form)).conflict = reason
             raise InitMismatch(reason)
         request = KeyRequest(sender, message.request, message.keys, 0, now)
         conflict = ""
-        for key, shape, dtype in zip(message.keys, message.shapes, message.dtypes, strict=True):
+        for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
             entry = self.entries.get(key)
             if entry is None:
-                entry = self.entries[key] = self._homeless[key] = Entry(key, shape, dtype, sender)
-            elif not entry.conflict and (entry.shape != shape or entry.dtype != dtype):
+                entry = self.entries[key] = self._homeless[key] = Entry(key, shape, dtype, sender, pulled_as, form)
+            elif not entry.conflict and (entry.shape, entry.dtype, entry.form) != (shape, dtype, form):
+                ours, theirs = _said(entry.shape, entry.dtype, entry.form), _said(shape, dtype, form)
                 entry.conflict = (
-                    f"key {key!r} was declared with shape {entry.shape} and dtype {DType(entry.dtype).label} by"
-                    f" {entry.first}, but with shape {shape} and dtype {DType(dtype).label} by {sender};"
+                    f"key {key!r} was declared with {ours} by {entry.first}, but with {theirs} by {sender};"
                     " every worker must initialise a key alike"
+                )
+            elif not entry.conflict and entry.pulled_as != pulled_as:
+                entry.conflict = (
+                    f"the values of key {key!r} come back as {DType(entry.pulled_as).label} to {entry.first}, but as"
+                    f" {DType(pulled_as).label} to {sender}; every worker must set the same compression"
                 )
             conflict = conflict or entry.conflict
             entry.declared.add(sender.node.rank)
@@ -156,6 +162,11 @@ class KeyBook:
             tuple(entry.first_slice for entry in entries), tuple(entry.home for entry in entries), self.slice_bytes
         )
 
+    @property
+    def tables(self) -> list[Entry]:
+        """The keys that are tables of rows."""
+        return [entry for entry in self.entries.values() if entry.form]
+
     def torn(self, keep: Keep, num_servers: int) -> list[int | str]:
         """The keys that have been placed otherwise than an optimizer needs that must have so much together."""
         return [key for key, one in self.entries.items() if one.is_torn(keep, num_servers, self.slice_bytes)]
@@ -168,3 +179,9 @@ class KeyBook:
                 if not entry.placed:
                     return request, key, tuple(sorted(members - entry.declared))
         return None
+
+
+def _said(shape: tuple[int, ...], dtype: int, form: str) -> str:
+    """What a worker declared, for people."""
+    kind = "" if not form else ", as a table of rows" if form == ROWS else f", as a table of rows that begin as {form}"
+    return f"shape {shape} and dtype {DType(dtype).label}{kind}"

@@ -27,8 +27,9 @@ from kvdist.core.shard import Allocate
 from kvdist.core.transfers import LEADER, Transfers
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
+from kvdist.protocol.arrays import U32, Arrays
 from kvdist.protocol.layout import offsets
-from kvdist.protocol.messages import U32, Arrays, Counted, Done, Goodbye, HandedBack, Push, Refused, Values
+from kvdist.protocol.messages import Counted, Done, Goodbye, HandedBack, Push, Refused, Values
 from kvdist.protocol.registration import Peer
 
 Answer = Values | Counted | Refused

@@ -8,6 +8,9 @@ Rules that hold here:
   of messages. Larger ones leave together up to `FAR_BYTES_MAX`, without being copied: where many servers cut each
   key into many slices, messages would otherwise cost more than bytes.
 * Bytes that the server has not acknowledged never exceed the window, unless a single message does.
+* What has left cannot be overtaken. So with priority slices the window of a line is small, and what joins on it is a
+  small part of that: enough to spare both sides a message for each slice. What lies in memory that the server reads
+  is as good as there, and has the whole window.
 """
 
 from __future__ import annotations
@@ -21,14 +24,21 @@ from typing import TypeVar
 import numpy as np
 
 from kvdist.core.requests import ALONE_BYTES_MIN, Kind, RunData
+from kvdist.dtypes import DType
 from kvdist.nodes import Member
+from kvdist.protocol.arrays import U8, U32, Arrays, Payload
+from kvdist.protocol.coded import coded_sizes
+from kvdist.protocol.compressed import Coded, CompressedPush
 from kvdist.protocol.layout import offsets
-from kvdist.protocol.messages import U8, U32, Arrays, Flag, InitValues, JoinedPush, Payload, Pull, Push, ReplaceValues
+from kvdist.protocol.messages import Flag, InitValues, JoinedPush, Pull, Push, ReplaceValues
+from kvdist.protocol.rows import MORE, InitRows, PullRows, PushRows
 
 Column = TypeVar("Column", U8, U32)
 """One number per slice."""
 
-DataMessage = Push | JoinedPush | Pull | InitValues | ReplaceValues
+DataMessage = (
+    Push | CompressedPush | JoinedPush | Pull | InitValues | ReplaceValues | InitRows | PushRows | PullRows
+)
 
 PARTS_PER_MESSAGE_MAX = 4096
 _EMPTY = int(Flag.EMPTY)
@@ -39,6 +49,11 @@ while the next ones are made."""
 FAR_BYTES_MAX = 1 << 20
 """Large parts that cross a network travel together only up to this size, because the server cannot sum what has not
 arrived: a message of 16 MiB is a seventh of a second of a line of 1 Gbit/s."""
+DECODED_BYTES_MAX = 4 << 20
+"""Encoded parts travel together only up to this size of their elements: a server decodes a message as a whole, and the
+values that answer it go back together."""
+PRIORITY_MESSAGES_PER_WINDOW = 4
+"""Into how many messages the window of priority slices goes, so that the line is busy while one is acknowledged."""
 FRAMES_MAX = 64
 """Payload frames of a message."""
 SETTINGS_PER_MESSAGE_MAX = 256
@@ -59,6 +74,12 @@ class Run:
     """Slices without an answer."""
     priority: int = 0
     key_by_key: bool = False
+
+    @property
+    def way(self) -> tuple[Kind, int, float]:
+        """What runs have in common that may travel in one message: what they do, and how they are encoded."""
+        encoded = self.data.encoded
+        return (self.kind, 0, 0.0) if encoded is None else (self.kind, encoded.encoding, encoded.parameter)
 
 
 class Part:
@@ -115,6 +136,17 @@ class Part:
         own = self.run.data.setting_of
         return self._of(np.zeros(len(self.run.data.plan.ids), np.uint8) if own is None else own)
 
+    @property
+    def entries(self) -> U32:
+        """(n,) entries in the encoded payload."""
+        assert self.run.data.encoded is not None
+        return self._of(self.run.data.encoded.entries)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """What the server makes of an encoded payload, at most; 0 for a plain one."""
+        return 0 if self.run.data.encoded is None else self.run.data.plan.nbytes
+
     def payload(self) -> Payload:
         """The bytes: the run's own memory, or copies of the pieces of a part."""
         if self.run.data.payload is None:
@@ -130,10 +162,85 @@ class Part:
 
     def _pieces(self) -> list[memoryview]:
         assert self.run.data.payload is not None and self._positions is not None
-        counts = self._run_counts()
-        starts, total = offsets(self.run.data.plan.dtypes, counts)
+        encoded = self.run.data.encoded
+        if encoded is None:
+            starts, total = offsets(self.run.data.plan.dtypes, self._run_counts())
+        else:
+            sizes = coded_sizes(encoded.encoding, encoded.entries)
+            starts, total = offsets(np.full(len(sizes), DType.UINT8, np.uint8), sizes.astype(np.uint32))
         bounds = [*starts.tolist(), total]
         return [self.run.data.payload[bounds[i] : bounds[i + 1]] for i in self._positions.tolist()]
+
+
+class RowPart:
+    """Some rows of a run of one slice, as much as one message may carry.
+
+    Args:
+        run: the run.
+        index: which of its chunks.
+    """
+
+    __slots__ = ("_chunk", "_is_last", "nbytes", "run")
+
+    def __init__(self, run: Run, index: int) -> None:
+        self.run = run
+        self._chunk = run.data.chunks[index]
+        self._is_last = index == len(run.data.chunks) - 1
+        self.nbytes = len(self._chunk.payload)
+
+    @property
+    def ids(self) -> U32:
+        """(1,) the slice."""
+        return self.run.data.plan.ids
+
+    @property
+    def steps(self) -> U32:
+        """(1,) the worker's push counter."""
+        return self.run.steps
+
+    @property
+    def versions(self) -> U32:
+        """(1,) the version that was seen."""
+        return self.run.versions
+
+    @property
+    def dtypes(self) -> U8:
+        """(2,) of ids and values; (1,) of ids, for a pull."""
+        return np.array([DType.INT64, *self.run.data.plan.dtypes][: self._width], np.uint8)
+
+    @property
+    def counts(self) -> U32:
+        """(2,) or (1,) elements of each."""
+        rows = self._chunk.rows
+        return np.array([rows, rows * self.run.data.row_length][: self._width], np.uint32)
+
+    @property
+    def flags(self) -> U8:
+        """(1,) flags."""
+        flags = self.run.data.flags
+        more = np.uint8(0 if self._is_last else MORE)
+        return np.array([more], np.uint8) if flags is None else flags | more
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Rows are not encoded."""
+        return self.nbytes
+
+    @property
+    def setting_of(self) -> U8:
+        """(1,) index into the run's own settings."""
+        return np.zeros(1, np.uint8)
+
+    def payload(self) -> Payload:
+        """The bytes of the chunk."""
+        return self._chunk.payload
+
+    @property
+    def _width(self) -> int:
+        return 1 if self.run.kind is Kind.PULL_ROWS else 2
+
+
+AnyPart = Part | RowPart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,15 +274,29 @@ class Outbox:
     join_bytes_max: int
     is_near: bool = False
     """Whether all that is sent there stays on this host."""
+    far_window_bytes: int = 0
+    """The window for what crosses a network."""
+    far_bytes_max: int = 0
+    """Up to how many bytes large parts join there; 0 is `FAR_BYTES_MAX`."""
     flying_bytes: int = 0
-    _heaps: dict[Kind, list[tuple[int, int, Part]]] = field(default_factory=dict)
+    _heaps: dict[tuple[Kind, int, float], list[tuple[int, int, AnyPart]]] = field(default_factory=dict)
+    """By `Run.way`."""
     _ready: list[tuple[int, int, Ready]] = field(default_factory=list)
     _arrivals: int = 0
 
-    def add(self, part: Part) -> None:
+    def __post_init__(self) -> None:
+        self.far_window_bytes = self.far_window_bytes or self.window_bytes
+
+    def keep_little_flying(self, window_bytes: int) -> None:
+        """From now on what is urgent waits for no more than so many bytes on the line, in messages of a quarter."""
+        self.far_window_bytes = min(self.window_bytes, window_bytes)
+        self.far_bytes_max = self.far_window_bytes // PRIORITY_MESSAGES_PER_WINDOW
+        self.join_bytes_max = min(self.join_bytes_max, self.far_bytes_max)
+
+    def add(self, part: AnyPart) -> None:
         """Queue what may leave as far as its slices are concerned."""
         self._arrivals += 1
-        heap = self._heaps.setdefault(part.run.kind, [])
+        heap = self._heaps.setdefault(part.run.way, [])
         heapq.heappush(heap, (-part.run.priority, self._arrivals, part))
 
     def add_ready(self, ready: Ready) -> None:
@@ -189,11 +310,14 @@ class Outbox:
         heap = min(heaps, key=lambda heap: heap[0][:2], default=None)
         if self._ready and (heap is None or self._ready[0][:2] < heap[0][:2]):
             return self._take_ready()
-        if heap is None or self.flying_bytes >= self.window_bytes:
+        if heap is None:
             return None
-        if self.flying_bytes and self.flying_bytes + heap[0][2].nbytes > self.window_bytes:
+        window_bytes = self._window(heap[0][2])
+        if self.flying_bytes >= window_bytes:
             return None
-        parts = self._joinable(heap)
+        if self.flying_bytes and self.flying_bytes + heap[0][2].nbytes > window_bytes:
+            return None
+        parts = self._joinable(heap, window_bytes - self.flying_bytes)
         message = _message(parts)
         nbytes = sum(part.nbytes for part in parts)
         self.flying_bytes += nbytes
@@ -201,11 +325,14 @@ class Outbox:
 
     def _take_ready(self) -> tuple[DataMessage, Credit] | None:
         ready = self._ready[0][2]
-        if self.flying_bytes and self.flying_bytes + ready.nbytes > self.window_bytes:
+        if self.flying_bytes and self.flying_bytes + ready.nbytes > self.far_window_bytes:
             return None
         heapq.heappop(self._ready)
         self.flying_bytes += ready.nbytes
         return ready.message, Credit(self.server, ready.nbytes, ready.members)
+
+    def _window(self, part: AnyPart) -> int:
+        return self.window_bytes if self.is_near or part.run.data.stays else self.far_window_bytes
 
     def release(self, credit: Credit) -> None:
         """The server has received these bytes."""
@@ -221,53 +348,61 @@ class Outbox:
         """What waits to leave is sent another way."""
         self._heaps.clear()
 
-    def _joinable(self, heap: list[tuple[int, int, Part]]) -> list[Part]:
+    def _joinable(self, heap: list[tuple[int, int, AnyPart]], window_left: int) -> list[AnyPart]:
         first = heapq.heappop(heap)[2]
         parts = [first]
         stays, large = first.run.data.stays, first.nbytes >= ALONE_BYTES_MIN
         near = stays or self.is_near
-        total, frames = first.nbytes, 1
-        together_max = NEAR_BYTES_MAX if near else FAR_BYTES_MAX if large else self.join_bytes_max
-        room = min(together_max, self.window_bytes - self.flying_bytes)
+        total, frames, decoded = first.nbytes, 1, first.decoded_nbytes
+        far_max = (self.far_bytes_max or FAR_BYTES_MAX) if large else self.join_bytes_max
+        together_max = NEAR_BYTES_MAX if near else far_max
+        room = min(together_max, window_left)
         settings = len(first.run.data.settings)
         while heap and len(parts) < PARTS_PER_MESSAGE_MAX:
             part = heap[0][2]
             settings += len(part.run.data.settings)
             frames += part.nbytes >= ALONE_BYTES_MIN
+            decoded += part.decoded_nbytes
             if part.run.data.stays is not stays or ((part.nbytes >= ALONE_BYTES_MIN) is not large and not near):
                 break
             if total + part.nbytes > room or settings > SETTINGS_PER_MESSAGE_MAX or 2 * frames > FRAMES_MAX:
+                break
+            if decoded > DECODED_BYTES_MAX:
                 break
             parts.append(heapq.heappop(heap)[2])
             total += part.nbytes
         return parts
 
 
-def _message(parts: Sequence[Part]) -> DataMessage:
+def _message(parts: Sequence[AnyPart]) -> DataMessage:
     ids = [part.ids for part in parts]
     numbers = _per_slice([part.run.number for part in parts], ids)
     steps, versions = _joined([part.steps for part in parts]), _joined([part.versions for part in parts])
     kind = parts[0].run.kind
     if kind is Kind.PULL:
         return Pull(numbers, _joined(ids), steps, versions)
-    arrays = Arrays(_joined([part.dtypes for part in parts]), _joined([part.counts for part in parts]), _payload(parts))
+    counts, payload = _joined([part.counts for part in parts]), _payload(parts)
+    if kind.pushes:
+        settings, setting_of = _settings(parts)
+        samples = _per_slice([part.run.data.samples for part in parts], ids)
+        flags = _joined([part.flags for part in parts])
+        columns = (numbers, _joined(ids), steps, versions, samples, flags, settings, setting_of)
+        encoded = parts[0].run.data.encoded
+        if encoded is not None:
+            entries = _joined([part.entries for part in parts if isinstance(part, Part)])
+            coded = Coded(counts, entries, encoded.encoding, encoded.parameter, payload)
+            return CompressedPush(kind is Kind.PUSHPULL, *columns, coded)
+        dtypes = _joined([part.dtypes for part in parts])
+        arrays = Arrays(dtypes, counts, payload)
+        return PushRows(*columns, arrays) if kind is Kind.PUSH_ROWS else Push(kind is Kind.PUSHPULL, *columns, arrays)
+    arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
     if kind is Kind.INITIALISE:
         return InitValues(numbers, _joined(ids), arrays)
     if kind is Kind.REPLACE:
         return ReplaceValues(numbers, _joined(ids), arrays)
-    settings, setting_of = _settings(parts)
-    return Push(
-        pull=kind is Kind.PUSHPULL,
-        runs=numbers,
-        ids=_joined(ids),
-        steps=steps,
-        versions=versions,
-        samples=_per_slice([part.run.data.samples for part in parts], ids),
-        flags=_joined([part.flags for part in parts]),
-        settings=settings,
-        setting_of=setting_of,
-        arrays=arrays,
-    )
+    if kind is Kind.PULL_ROWS:
+        return PullRows(numbers, _joined(ids), steps, versions, arrays)
+    return InitRows(numbers, _joined(ids), _joined([part.flags for part in parts]), arrays)
 
 
 def _per_slice(numbers: Sequence[int], ids: Sequence[U32]) -> U32:
@@ -279,7 +414,7 @@ def _joined(arrays: list[Column]) -> Column:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _payload(parts: Sequence[Part]) -> Payload | tuple[Payload, ...]:
+def _payload(parts: Sequence[AnyPart]) -> Payload | tuple[Payload, ...]:
     """The bytes of all parts: a frame for each large one, and one for small ones that are neighbours."""
     if len(parts) == 1:
         return parts[0].payload()
@@ -291,7 +426,7 @@ def _payload(parts: Sequence[Part]) -> Payload | tuple[Payload, ...]:
     return tuple(frames) if len(frames) > 1 else frames[0] if frames else b""
 
 
-def _settings(parts: Sequence[Part]) -> tuple[tuple[tuple[float, float, float], ...], U8]:
+def _settings(parts: Sequence[AnyPart]) -> tuple[tuple[tuple[float, float, float], ...], U8]:
     """One table for all parts: each run's own, one behind the other, but the first one's only once."""
     first = parts[0].run.data.settings
     settings = list(first)

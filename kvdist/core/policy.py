@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
+from kvdist.limits import Limits
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -22,6 +24,17 @@ class Policy:
     """How many contributions make a version; None = one from every live worker."""
     needs_optimizer: bool
     """Whether a contribution without an optimizer on the server is an error (there is no round to sum)."""
+    by_priority: bool = False
+    """Whether keys are cut small and little is on its way at once, so that what is urgent overtakes soon (P3)."""
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether a version sums contributions of all workers."""
+        return self.close is None
+
+    def slice_bytes(self, limits: Limits) -> int:
+        """The most bytes that a slice of such a store has."""
+        return limits.priority_slice_bytes if self.by_priority else limits.slice_bytes
 
     def is_full(self, present: Set[int], members: Set[int]) -> bool:
         """Whether the contributions of the workers `present` make a version while `members` are alive."""
@@ -36,5 +49,14 @@ SYNC = Policy("sync", close=None, needs_optimizer=False)
 """A version is one contribution from every live worker."""
 ASYNC = Policy("async", close=1, needs_optimizer=True)
 """Every contribution makes a version at once."""
+P3 = Policy("p3", close=None, needs_optimizer=False, by_priority=True)
+"""`SYNC` with priority slices."""
+P3_ASYNC = Policy("p3_async", close=1, needs_optimizer=True, by_priority=True)
+"""`ASYNC` with priority slices."""
 
-POLICIES = {policy.name: policy for policy in (SYNC, ASYNC)}
+POLICIES = {policy.name: policy for policy in (SYNC, ASYNC, P3, P3_ASYNC)}
+
+
+def with_priority_slices(policy: Policy) -> Policy:
+    """The policy that makes versions alike, with priority slices."""
+    return P3 if policy.has_rounds else P3_ASYNC

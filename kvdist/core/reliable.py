@@ -30,13 +30,12 @@ from kvdist.core.effects import (
     Transmit,
 )
 from kvdist.nodes import UNRANKED, Member, Role
+from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import Ack, InitValues, JoinedPush, Message, Packet, Push, ReplaceValues, Stamp, Values
 from kvdist.protocol.registration import Rejected
 
 ACK_DELAY_S = 0.02
 """An acknowledgement waits this long for a message to ride on."""
-ACK_BYTES_MAX = 8 << 20
-"""Payload bytes after which an acknowledgement goes at once, because the sender's window waits for it."""
 RETRY_S = 2.0
 """Silence after which the oldest unacknowledged message is repeated; doubles up to `RETRY_MAX_S`."""
 RETRY_MAX_S = 16.0
@@ -155,9 +154,10 @@ class Reliable:
         """Run any other method of the machine and stamp what it sends."""
         return self._stamped(action(), now)
 
-    def rejection(self, reason: str) -> Packet:
-        """A refusal for somebody whose messages cannot even be read."""
-        return Packet(Stamp(self.job, TERM, self.machine.epoch, self.machine.me, 0, 0, 0, 0), Rejected(reason))
+    def rejection(self, reason: str, to: int = 0) -> Packet:
+        """A refusal for somebody whose messages are not read, or cannot be; `to` is its incarnation, if that is known.
+        """
+        return Packet(Stamp(self.job, TERM, self.machine.epoch, self.machine.me, to, 0, 0, 0), Rejected(reason))
 
     def validate(self) -> None:
         """Check every invariant of the links and of the machine."""
@@ -222,7 +222,8 @@ class Reliable:
         if seq == link.received + 1:
             link.received = seq
             link.owed_bytes += _payload_bytes(message)
-            link.ack_due = now if link.owed_bytes >= ACK_BYTES_MAX else min(link.ack_due, now + ACK_DELAY_S)
+            is_urgent = link.owed_bytes >= self.machine.ack_bytes_max
+            link.ack_due = now if is_urgent else min(link.ack_due, now + ACK_DELAY_S)
             self._dues.enter(link)
             return None
         if seq <= link.received:
@@ -295,5 +296,8 @@ class Reliable:
         return Stamp(self.job, TERM, machine.epoch, machine.me, destination, seq, received, machine.step)
 
 
+_WITH_PAYLOAD = (Push, CompressedPush, JoinedPush, Values, InitValues, ReplaceValues)
+
+
 def _payload_bytes(message: Message) -> int:
-    return message.arrays.nbytes if isinstance(message, Push | JoinedPush | Values | InitValues | ReplaceValues) else 0
+    return message.arrays.nbytes if isinstance(message, _WITH_PAYLOAD) else 0

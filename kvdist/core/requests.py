@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
+from kvdist.protocol.arrays import U8, U32, padded
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Command
-from kvdist.protocol.messages import U8, U32, Configure, padded
+from kvdist.protocol.messages import Configure, Declare
 from kvdist.protocol.saving import SavedFile
 
 Bits = npt.NDArray[np.generic]
@@ -38,6 +39,12 @@ class KeyInfo:
     slices: tuple[Slice, ...]
     giver: int = 0
     """The rank of the worker whose value is the first one."""
+    pulled_as: DType | None = None
+    """The type in which its values come back, where that is not its own."""
+    is_compressed: bool = False
+    """Whether what is pushed to it travels encoded."""
+    form: str = ""
+    """What its rows begin as, if it is a table of rows."""
 
     @property
     def size(self) -> int:
@@ -99,22 +106,24 @@ def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     Small slices of one server are put into runs of at most `run_bytes_max` bytes; large ones are runs of their own.
     """
     runs: list[RunPlan] = []
-    open_runs: dict[int, list[tuple[int, Slice, DType, int]]] = {}
-    open_bytes: dict[int, int] = {}
+    # By server, and whether they travel encoded: a message has one encoding.
+    open_runs: dict[tuple[int, bool], list[tuple[int, Slice, DType, int]]] = {}
+    open_bytes: dict[tuple[int, bool], int] = {}
     for index, info in enumerate(keys):
         for piece in info.slices:
             nbytes = padded(piece.count * info.dtype.itemsize)
             if travels_alone(nbytes):
                 runs.append(_run(piece.server, [(index, piece, info.dtype, info.size)]))
                 continue
-            batch = open_runs.setdefault(piece.server, [])
-            if batch and (open_bytes[piece.server] + nbytes > run_bytes_max or len(batch) >= SLICES_PER_RUN_MAX):
+            way = (piece.server, info.is_compressed)
+            batch = open_runs.setdefault(way, [])
+            if batch and (open_bytes[way] + nbytes > run_bytes_max or len(batch) >= SLICES_PER_RUN_MAX):
                 runs.append(_run(piece.server, batch))
-                batch = open_runs[piece.server] = []
-                open_bytes[piece.server] = 0
+                batch = open_runs[way] = []
+                open_bytes[way] = 0
             batch.append((index, piece, info.dtype, info.size))
-            open_bytes[piece.server] = open_bytes.get(piece.server, 0) + nbytes
-    runs += [_run(server, batch) for server, batch in open_runs.items() if batch]
+            open_bytes[way] = open_bytes.get(way, 0) + nbytes
+    runs += [_run(server, batch) for (server, _), batch in open_runs.items() if batch]
     return Plan(tuple(keys), tuple(runs))
 
 
@@ -146,16 +155,36 @@ class Kind(enum.Enum):
     PUSH = "push"
     PULL = "pull"
     PUSHPULL = "pushpull"
+    INITIALISE_ROWS = "init of rows"
+    PUSH_ROWS = "push of rows"
+    PULL_ROWS = "pull of rows"
 
     @property
     def pushes(self) -> bool:
         """Whether it carries a contribution."""
-        return self in (Kind.PUSH, Kind.PUSHPULL)
+        return self in (Kind.PUSH, Kind.PUSHPULL, Kind.PUSH_ROWS)
 
     @property
     def pulls(self) -> bool:
-        """Whether values come back."""
+        """Whether values come back, of whole slices."""
         return self in (Kind.PULL, Kind.PUSHPULL)
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunk:
+    """Some rows of a run: their ids and, but for a pull, their values, laid out as one payload."""
+
+    rows: int
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """How the payload of a run is encoded; see `kvdist.protocol.compressed.Coded`. `entries` has one number a slice."""
+
+    encoding: int
+    parameter: float
+    entries: U32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,6 +207,12 @@ class RunData:
     """The server reads the payload where it lies, so that more of it in one message costs nothing."""
     samples: int = 0
     """How many examples a contribution sums; 0 if nobody said."""
+    chunks: Sequence[RowChunk] = ()
+    """Of a run of rows: what it carries, in as many messages, instead of a payload."""
+    row_length: int = 0
+    """Elements of a row."""
+    encoded: Encoded | None = None
+    """How the payload is encoded; None for the elements themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,6 +232,17 @@ class DeclareKeys:
     keys: tuple[int | str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[DType, ...]
+    pulled_as: tuple[DType, ...] = ()
+    """The types in which values come back; nothing where they are their own."""
+    forms: tuple[str, ...] = ()
+    """Of each key its form; none if all are arrays."""
+
+    @property
+    def message(self) -> Declare:
+        """What the scheduler is told."""
+        dtypes, forms = tuple(map(int, self.dtypes)), self.forms or ("",) * len(self.keys)
+        pulled_as = tuple(map(int, self.pulled_as)) or dtypes
+        return Declare(self.request, self.store, self.mode, self.keys, self.shapes, dtypes, pulled_as, forms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

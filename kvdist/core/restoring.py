@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from kvdist.checkpoint.slices import ReadSlice, WantedSlice
+from kvdist.checkpoint.slices import ReadSlice
 from kvdist.checkpoint.works import ReadShards
 from kvdist.core.effects import Effect, Persist, Persisted, Send
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.shard import Shard
-from kvdist.optimizer.states import has_master
-from kvdist.optimizer.updater import Updater
+from kvdist.core.keeping import Keeper
 from kvdist.protocol.messages import Done, ErrorCode, Failed
 from kvdist.protocol.saving import DropRestored, Restore, TakeRestored
 
 
 class Restoring:
-    """What has been read, and waits for the word of the scheduler."""
+    """What has been read, and waits for the word of the scheduler.
 
-    def __init__(self) -> None:
+    Args:
+        keepers: who keeps the slices of this server.
+    """
+
+    def __init__(self, keepers: Sequence[Keeper]) -> None:
+        self._keepers = keepers
         self._read: dict[int, Sequence[ReadSlice]] = {}
         """By store."""
 
-    def read(self, message: Restore, shards: Sequence[Shard], updater: Updater | None) -> list[Effect]:
-        """Begin to read these slices."""
-        if not shards:
+    def read(self, message: Restore) -> list[Effect]:
+        """Begin to read the slices of a store."""
+        wanted = tuple(one for keeper in self._keepers for one in keeper.wanted(message.store))
+        if not wanted:
             return [Send(SCHEDULER_MEMBER, Done(message.request))]
-        wanted = tuple(_wanted(shard, updater) for shard in shards)
         return [Persist(message, ReadShards(message.folder, wanted, message.contents))]
 
     def persisted(self, event: Persisted) -> list[Effect]:
@@ -39,25 +42,9 @@ class Restoring:
         self._read[message.store] = event.product
         return [Send(SCHEDULER_MEMBER, Done(message.request))]
 
-    def end(
-        self, message: TakeRestored | DropRestored, shards: Mapping[int, Shard], updater: Updater | None
-    ) -> list[Effect]:
+    def end(self, message: TakeRestored | DropRestored, now: float) -> list[Effect]:
         """Every server has read: take it over. Or one could not: forget it."""
         read = self._read.pop(message.store, ())
-        for one in read if isinstance(message, TakeRestored) else ():
-            if one.weight is not None:
-                shards[one.number].replace(one.weight)
-            if updater is not None and (one.state is not None or one.is_fresh):
-                updater.restore(one.number, one.state)
+        for keeper in self._keepers if isinstance(message, TakeRestored) else ():
+            keeper.restore(message.store, [one for one in read if one.number in keeper.shards], now)
         return [Send(SCHEDULER_MEMBER, Done(message.request))]
-
-
-def _wanted(shard: Shard, updater: Updater | None) -> WantedSlice:
-    where = (shard.number, shard.key, shard.extent.start, shard.count, shard.dtype)
-    if updater is None:
-        return WantedSlice(*where)
-    optimizer = updater.optimizer
-    row = max(1, shard.extent.row_length) if optimizer.by_rows else 1
-    master = has_master(optimizer, shard.dtype)
-    from_weight = master or bool(optimizer.states_from_weight)
-    return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)

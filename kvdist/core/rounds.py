@@ -8,13 +8,13 @@ from kvdist.core.group import Group, GroupPush
 from kvdist.core.shard import Contribution, Shard
 from kvdist.core.whole import close
 from kvdist.kernels.interface import Kernels
-from kvdist.optimizer.updater import Updater
+from kvdist.optimizer.interface import SliceUpdater
 
 
 class Rounds:
     """Closes them, and nothing else."""
 
-    def close_slice(self, shard: Shard, updater: Updater | None, kernels: Kernels) -> list[Contribution]:
+    def close_slice(self, shard: Shard, updater: SliceUpdater | None, kernels: Kernels) -> list[Contribution]:
         """Of one slice: see `Shard.close`."""
         return shard.close(updater, kernels)
 
@@ -22,6 +22,8 @@ class Rounds:
         """Of slices that always come together: see `Group.close`."""
         return group.close(kernels)
 
-    def close_whole(self, shards: Sequence[Shard], rounds: Sequence[Sequence[Contribution]], updater: Updater) -> None:
+    def close_whole(
+        self, shards: Sequence[Shard], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater
+    ) -> None:
         """Of all slices of one parameter: see `whole.close`."""
         close(shards, rounds, updater)

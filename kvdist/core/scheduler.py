@@ -24,6 +24,7 @@ from kvdist.core.effects import (
     LauncherGone,
     Machine,
     Persisted,
+    Placed,
     Report,
     Send,
     Stop,
@@ -79,7 +80,11 @@ class Scheduler(Machine):
         self.barriers = Barriers()
         self.asked = ServersAsked()
         placer = Placer(
-            config.num_servers, config.bigarray_bound, config.limits.slice_bytes, config.placement == "hash"
+            config.num_servers,
+            config.bigarray_bound,
+            config.limits.slice_bytes,
+            config.placement == "hash",
+            config.limits.priority_slice_bytes,
         )
         self.agreements = Agreements(self.seats, placer, self.asked)
         self.checkpoints = Checkpoints(self.seats, self.agreements, self.asked)
@@ -152,6 +157,8 @@ class Scheduler(Machine):
                 self._suspects.pop(member, None)
             case ChildEnded():
                 return self._child_ended(event, now)
+            case Placed(node, host, pid):
+                self.seats.places[node] = f" on {host} (pid {pid} was started there, no hello yet)"
             case Persisted():
                 return self.checkpoints.persisted(event)
             case LauncherGone():
@@ -171,7 +178,7 @@ class Scheduler(Machine):
         if not self.complete and now >= self._form_by:
             missing = ", ".join(self.seats.missing())
             return self._abort(
-                missing.split(",")[0],
+                missing.split(",")[0].split(" ")[0],
                 "",
                 f"did not register within {self.limits.form_timeout_s:g} s",
                 None,
@@ -196,7 +203,7 @@ class Scheduler(Machine):
     def explain(self, now: float) -> str | None:
         """Who is awaited, by the oldest of those who wait."""
         if not self.complete:
-            return f"waiting for {', '.join(self.seats.missing())} to register"
+            return self.seats.roster()
         for book in self.agreements.books.values():
             wait = book.oldest_wait(self.seats.workers.keys())
             if wait is not None:
@@ -222,10 +229,10 @@ class Scheduler(Machine):
     # Seats.
 
     def _hello(self, sender: Member, message: Hello) -> list[Effect]:
-        known = self.seats.known(sender)
-        if known is not None:
-            return [Send(sender, Welcome(known.node.rank, known.incarnation)), Adopt(sender, known)]
         try:
+            known = self.seats.known(sender, message)
+            if known is not None:
+                return [Send(sender, Welcome(known.node.rank, known.incarnation)), Adopt(sender, known)]
             member = self.seats.give(sender, message)
         except ConfigError as error:
             return [Send(sender, Rejected(str(error)))]

@@ -5,6 +5,8 @@ A seat is given once. A process is known by the token of its hello, so a repeate
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvdist.config import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import Member, NodeId, Role
@@ -25,12 +27,27 @@ class Seats:
         self.peers: dict[NodeId, Peer] = {}
         self.left: set[NodeId] = set()
         """Workers that said goodbye; their seats stay theirs."""
+        self.places: dict[NodeId, str] = {}
+        """Where the launcher has started whom, for people."""
         self._tokens: dict[int, Member] = {}
         self._next_incarnation = first_incarnation
 
-    def known(self, stranger: Member) -> Member | None:
-        """The member that this stranger became before, if its hello is a repeated one."""
-        return self._tokens.get(stranger.incarnation)
+    def known(self, stranger: Member, hello: Hello) -> Member | None:
+        """The member that this stranger became before, if its hello is a repeated one.
+
+        Raises:
+            ConfigError: it has the token of a member, but another role or rank: it is somebody else.
+        """
+        member = self._tokens.get(stranger.incarnation)
+        if member is None:
+            return None
+        role, rank = stranger.node.role, hello.wanted_rank
+        if role is not member.node.role or (rank >= 0 and rank != member.node.rank):
+            wanted = f"{role}-{rank}" if rank >= 0 else f"a {role}"
+            raise ConfigError(
+                f"it wants to be {wanted}, with the token of {member.node}, which only {member.node} has: start it anew"
+            )
+        return member
 
     def give(self, stranger: Member, hello: Hello) -> Member:
         """Seat a process.
@@ -77,11 +94,18 @@ class Seats:
         """Everybody who has not left."""
         return tuple(peer for node, peer in self.peers.items() if node not in self.left)
 
+    def roster(self) -> str:
+        """How many have come, who has not, and what is known of those."""
+        came = Counter(node.role for node in self.peers)
+        config = self._config
+        counts = f"{came[Role.SERVER]}/{config.num_servers} servers, {came[Role.WORKER]}/{config.num_workers} workers"
+        return f"{counts}; waiting for {', '.join(self.missing())} to register"
+
     def missing(self) -> list[str]:
-        """The names of those who have not come."""
+        """The names of those who have not come, and where they were started."""
         wanted = [NodeId(Role.SERVER, rank) for rank in range(self._config.num_servers)]
         wanted += [NodeId(Role.WORKER, rank) for rank in range(self._config.num_workers)]
-        return [str(node) for node in wanted if node not in self.peers]
+        return [f"{node}{self.places.get(node, '')}" for node in wanted if node not in self.peers]
 
     def validate(self) -> None:
         """Check every invariant."""

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 from kvdist.config import Limits
 from kvdist.core.commands import Handler, perform
+from kvdist.core.decoding import decoded
 from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Persisted, Report, Send, Stop
 from kvdist.core.group import GroupBuffer
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
+from kvdist.core.outbox import PRIORITY_MESSAGES_PER_WINDOW
+from kvdist.core.policy import POLICIES
+from kvdist.core.restoring import Restoring
+from kvdist.core.row_tables import RowBuffer, RowTables
 from kvdist.core.shard import Allocate, Buffer, ordinary_memory
 from kvdist.core.table import Table
 from kvdist.core.verdict import lost, scheduler_lost
-from kvdist.errors import KvdistError
+from kvdist.errors import DeviceError, KvdistError
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
+from kvdist.optimizer.interface import Arithmetic
 from kvdist.optimizer.registry import from_description
+from kvdist.optimizer.updater import Updater
 from kvdist.protocol.commands import Perform
+from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import (
     Abort,
     Alive,
@@ -38,6 +47,7 @@ from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
 from kvdist.protocol.registration import Rejected, Roster, Welcome
+from kvdist.protocol.rows import InitRows, PullRows, PushRows
 from kvdist.protocol.saving import DropRestored, Mark, Restore, TakeRestored
 
 
@@ -47,10 +57,11 @@ class Server(Machine):
     Args:
         introduction: who this process is and where it listens.
         limits: sizes and times.
-        kernels: who does the arithmetic.
+        kernels: who does the arithmetic of this host: all of it for tables of rows.
         now: the time.
         allocate: gives memory for values.
         handlers: what runs when a worker sends a command, by the command's number.
+        arithmetic: who computes for slices of arrays; None for this host.
     """
 
     def __init__(
@@ -61,6 +72,7 @@ class Server(Machine):
         now: float,
         allocate: Allocate = ordinary_memory,
         handlers: Mapping[int, Handler] = MappingProxyType({}),
+        arithmetic: Arithmetic | None = None,
     ) -> None:
         self.limits = limits
         self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
@@ -74,7 +86,10 @@ class Server(Machine):
         """Host → rank → worker, of all that were ever here: what they have pushed may come when they have left."""
         self._left: set[Member] = set()
         """Workers that said goodbye; their last words are not worth an answer."""
-        self.table = Table(limits, kernels, allocate)
+        own = Arithmetic(kernels, partial(Updater, kernels=kernels))
+        self.table = Table(limits, arithmetic or own, allocate)
+        self.tables = RowTables(limits, kernels, allocate, self.table.traffic, self.table.cuts)
+        self._restoring = Restoring((self.table, self.tables))
         self._handlers = handlers
         self._next_alive = NEVER
         self._next_look = NEVER
@@ -104,6 +119,8 @@ class Server(Machine):
         match message:
             case Push():
                 self.table.push(sender, message, now)
+            case CompressedPush():
+                self.table.push(sender, decoded(message, self.table.kernels), now)
             case JoinedPush():
                 self.table.push_joined(sender, message, self._neighbours_of(sender), now)
             case Pull():
@@ -112,9 +129,15 @@ class Server(Machine):
                 self.table.mark(sender, message, now)
             case InitValues() | ReplaceValues():
                 self.table.initialise(sender, message, now)
+            case InitRows():
+                self.tables.initialise(sender, message)
+            case PushRows():
+                self.tables.push(sender, message, now)
+            case PullRows():
+                self.tables.pull(sender, message, now)
             case _:
                 return self._control(message, now) if sender.node.role is Role.SCHEDULER else []
-        return self.table.take_answers()
+        return self._answers()
 
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection; only the scheduler's matters, it judges the others."""
@@ -126,7 +149,8 @@ class Server(Machine):
                     self._next_alive = now
                     self._scheduler_lost_at = now + self.limits.reconnect_grace_s
         elif isinstance(event, Persisted):
-            return self.table.persisted(event)
+            is_read = isinstance(event.token, Restore)
+            return self._restoring.persisted(event) if is_read else self.table.persisted(event)
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER
         return []
@@ -144,7 +168,7 @@ class Server(Machine):
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
         if now >= self._next_look:
             self._next_look = now + self.limits.explain_after_s / 2
-            effects += self.table.hints(now)
+            effects += [*self.table.hints(now), *self.tables.hints(now)]
         return effects
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
@@ -152,7 +176,7 @@ class Server(Machine):
         for token in tokens:
             assert isinstance(token, tuple)
             for buffer in token:
-                assert isinstance(buffer, Buffer | GroupBuffer) and buffer.leases > 0
+                assert isinstance(buffer, Buffer | GroupBuffer | RowBuffer) and buffer.leases > 0
                 buffer.leases -= 1
         return []
 
@@ -166,11 +190,12 @@ class Server(Machine):
         waiting = self.joining.explain(now)
         if waiting is not None:
             return waiting
-        return self.table.explain(now)
+        return self.table.explain(now) or self.tables.explain(now)
 
     def validate(self) -> None:
         """Check every invariant."""
         self.table.validate()
+        self.tables.validate()
 
     # What the scheduler says.
 
@@ -184,14 +209,13 @@ class Server(Machine):
             case Roster():
                 return self._roster(message, now)
             case Assign():
-                self.table.assign(message, self.me.node.rank, self.joining.introduction.num_servers)
-                return [Send(SCHEDULER_MEMBER, Done(message.request))]
+                return [Send(SCHEDULER_MEMBER, self._assigned(message))]
             case SetOptimizer():
                 return self._set_optimizer(message, now)
             case Restore():
-                return self.table.restore(message)
+                return self._restoring.read(message)
             case TakeRestored() | DropRestored():
-                return self.table.end_restoring(message, now)
+                return self._restoring.end(message, now)
             case Perform():
                 return [Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
             case Abort():
@@ -204,6 +228,14 @@ class Server(Machine):
             case _:
                 return [Report(f"ignored an unexpected {type(message).__name__} from the scheduler")]
         return []
+
+    def _assigned(self, message: Assign) -> Done | Failed:
+        where = (self.me.node.rank, self.joining.introduction.num_servers)
+        if POLICIES[message.mode].by_priority:
+            self.ack_bytes_max = self.limits.priority_window_bytes // where[1] // PRIORITY_MESSAGES_PER_WINDOW
+        self.table.assign(message, *where)
+        failure = self.tables.assign(message, *where)
+        return Failed(message.request, ErrorCode.CONFIG, failure) if failure else Done(message.request)
 
     def _roster(self, message: Roster, now: float) -> list[Effect]:
         peers = self.joining.roster(message)
@@ -219,7 +251,12 @@ class Server(Machine):
         gone = before.keys() - self.workers.keys()
         self._left |= {before[rank] for rank in gone}
         self.table.roster(self.workers, now)
-        return [*self.table.take_answers(), *(Forget(before[rank]) for rank in sorted(gone))]
+        self.tables.roster(self.workers)
+        self.table.cuts.roster(self.workers)
+        return [*self._answers(), *(Forget(before[rank]) for rank in sorted(gone))]
+
+    def _answers(self) -> list[Effect]:
+        return [*self.table.take_answers(), *self.tables.take_answers()]
 
     def _neighbours_of(self, sender: Member) -> dict[int, Member]:
         """For whom a worker may speak."""
@@ -228,7 +265,8 @@ class Server(Machine):
     def _set_optimizer(self, message: SetOptimizer, now: float) -> list[Effect]:
         try:
             optimizer = from_description(message.description)
-        except (ValueError, TypeError) as error:
+            self.table.set_optimizer(message.store, optimizer, now)
+        except (ValueError, TypeError, DeviceError) as error:
             return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))]
-        self.table.set_optimizer(message.store, optimizer, now)
-        return [*self.table.take_answers(), Send(SCHEDULER_MEMBER, Done(message.request))]
+        self.tables.set_optimizer(message.store, optimizer)
+        return [*self._answers(), Send(SCHEDULER_MEMBER, Done(message.request))]

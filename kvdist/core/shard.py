@@ -14,6 +14,7 @@ import enum
 import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import InitVar, dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,11 @@ from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, worker
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.interface import SliceUpdater
 from kvdist.optimizer.step import Extent
-from kvdist.optimizer.updater import Updater
-from kvdist.protocol.messages import Flag, padded
+from kvdist.protocol.arrays import padded
+from kvdist.protocol.messages import ErrorCode, Flag
 
 # Plain numbers: operators of enums are written in Python, and this is asked for every slice of every push.
 _AVERAGE, _HOLD = int(Flag.AVERAGE), int(Flag.HOLD)
@@ -113,12 +116,29 @@ class Buffer:
         return cls(memory[:nbytes].view(dtype.storage), memory.data)
 
 
+class HalvesOf(Protocol):
+    """See `kvdist.core.halves.Halves`."""
+
+    dtype: DType
+    kernels: Kernels
+
+    def of(self, values: Sequence[Bits]) -> Buffer:
+        """These values as halves."""
+
+    def forget(self) -> None:
+        """There is another version."""
+
+
 class Verdict(enum.Enum):
     """What `Shard.offer` did."""
 
     ACCEPTED = enum.auto()
     ALREADY_COUNTED = enum.auto()
     REPEATED = enum.auto()
+
+
+Refusal = tuple[ErrorCode, str]
+"""Of which kind, and why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,11 +160,16 @@ class Shard:
     """Worker rank → its contribution to the open round."""
     counted: dict[int, int] = field(default_factory=dict)
     """Worker rank → how many of its pushes are in the value, or were refused for good."""
+    refused: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
+    """Worker rank → the counter of its last push that was refused for good. Whoever says that push again is told again:
+    the first answer may have gone to a neighbour that left before it had passed it on."""
     pulls: list[PullRequest] = field(default_factory=list)
     held: dict[Member, Buffer] = field(default_factory=dict)
     """Worker → the version that it reads where it lies. Each is leased once for that; for good, when the worker leaves,
     because its process may go on reading."""
     open_since: float = 0.0
+    halves: HalvesOf | None = None
+    """Makes what workers get in place of the value; None where they get it as it is."""
     extent: Extent = field(init=False)
     """Where it lies in its parameter."""
     shape: InitVar[tuple[int, ...] | None] = None
@@ -153,6 +178,11 @@ class Shard:
     def __post_init__(self, shape: tuple[int, ...] | None, start: int) -> None:
         self.extent = Extent(self.key, (self.count,) if shape is None else shape, start)
 
+    @property
+    def has_value(self) -> bool:
+        """Whether its first value is there."""
+        return self.published is not None
+
     def initialise(self, values: Bits) -> None:
         """Take the first value; one copy. One that is there already stays."""
         if self.published is None:
@@ -160,9 +190,12 @@ class Shard:
 
     def replace(self, values: Bits) -> None:
         """Take another value in place of the present one; one copy. The version stays: no round made it."""
-        target = self.target()
+        # In memory of its own, so that only updates write into spare buffers: an updater knows the weight that it wrote
+        # last by its array, and must not meet that array with another content.
+        target = Buffer.of(self.count, self.dtype, self.allocate)
         target.array[...] = values
         self.publish(target)
+        self.spare = [buffer for buffer in self.spare if buffer.leases]
 
     def offer(self, contribution: Contribution, now: float) -> Verdict:
         """Put a contribution into its slot.
@@ -210,11 +243,16 @@ class Shard:
             self.offer(contribution, now)
         return Verdict.ACCEPTED
 
+    def refusal_of(self, contribution: Contribution) -> Refusal | None:
+        """What its worker was told when the contribution was refused for good; None if it never was."""
+        step, refusal = self.refused.get(contribution.member.node.rank, (-1, None))
+        return refusal if step == contribution.step else None
+
     def is_ready(self, members: Set[int]) -> bool:
         """Whether the open round can be closed while the workers `members` are alive."""
         return self.published is not None and bool(self.slots) and self.policy.is_full(self.slots.keys(), members)
 
-    def close(self, updater: Updater | None, kernels: Kernels) -> list[Contribution]:
+    def close(self, updater: SliceUpdater | None, kernels: Kernels) -> list[Contribution]:
         """Make the next version out of the open round and return what went into it, in rank order.
 
         Passes over the slice, W contributions: without an optimizer W reads and one write; with one as many more as
@@ -274,7 +312,9 @@ class Shard:
             and self.version >= pull.version
         )
 
-    def _apply(self, present: Sequence[Contribution], total: int, updater: Updater | None, kernels: Kernels) -> None:
+    def _apply(
+        self, present: Sequence[Contribution], total: int, updater: SliceUpdater | None, kernels: Kernels
+    ) -> None:
         assert self.published is not None
         if self.policy.needs_optimizer and updater is None:
             raise PushRefused(
@@ -283,7 +323,8 @@ class Shard:
             )
         lr, wd = agreed_settings(self.key, present)
         target = self.target()
-        scales = [scale_of(c.setting, c.flags, total, updater) for c in present]
+        optimizer = None if updater is None else updater.optimizer
+        scales = [scale_of(c.setting, c.flags, total, optimizer) for c in present]
         values = [contribution.values for contribution in present]
         try:
             if updater is None:
@@ -296,8 +337,21 @@ class Shard:
             raise PushRefused(f"key {self.key!r}: {error}") from error
         self.publish(target)
 
+    @property
+    def outgoing(self) -> Buffer:
+        """The present version as it travels to workers."""
+        assert self.published is not None
+        return self.published if self.halves is None else self.halves.of([self.published.array])
+
+    @property
+    def outgoing_dtype(self) -> DType:
+        """Of what travels to workers."""
+        return self.dtype if self.halves is None else self.halves.dtype
+
     def publish(self, buffer: Buffer) -> None:
         """Show this version from now on."""
+        if self.halves is not None:
+            self.halves.forget()
         if self.published is not None and self.published.pooled:
             self.spare.append(self.published)
         self.published = buffer
@@ -310,15 +364,27 @@ class Shard:
         return Buffer.of(self.count, self.dtype, self.allocate)
 
 
-def scale_of(setting: Setting, flags: int, total: int, updater: Updater | None) -> float:
+class Told(Protocol):
+    """What of a contribution workers must agree on."""
+
+    @property
+    def member(self) -> Member:
+        """Whose it is."""
+
+    @property
+    def setting(self) -> Setting:
+        """The numbers of the optimizer that it came with."""
+
+
+def scale_of(setting: Setting, flags: int, total: int, optimizer: Optimizer | None) -> float:
     """The factor of a contribution in a round of `total`."""
     rescale = setting[2]
     if rescale is None:
-        rescale = 1.0 if updater is None else updater.optimizer.rescale_grad
+        rescale = 1.0 if optimizer is None else optimizer.rescale_grad
     return rescale / total if flags & _AVERAGE else rescale
 
 
-def agreed_settings(key: int | str, present: Sequence[Contribution]) -> tuple[float | None, float | None]:
+def agreed_settings(key: int | str, present: Sequence[Told]) -> tuple[float | None, float | None]:
     """The learning rate and weight decay of a round; None where the server's optimizer decides."""
     first = present[0].setting
     for other in present[1:]:

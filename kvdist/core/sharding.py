@@ -7,6 +7,9 @@ the elements.
 
 What an optimizer must see together stays together: for one that needs lengths of the whole a key lives whole on one
 server, however large; for one that needs rows it is cut between them, and slices hold whole rows.
+
+A table of rows is cut between rows, too, but into one slice per server, of whatever size: its messages carry only the
+rows that matter.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvdist.core.policy import Policy
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.messages import Placement
 
 PAGE_ELEMENTS = 4096
 """So many elements fill whole pages, whatever their type."""
+LINE_ELEMENTS = 16
+"""Slices that are too short for pages begin at cache lines: then none has to be padded, and thus copied, to be sent."""
 PAGES_PER_RANGE_MIN = 16
 """Shorter ranges would become too unequal."""
 
@@ -102,9 +108,24 @@ def cut(
         step = -(-(stop - start) // parts)
         if step >= PAGES_PER_RANGE_MIN * PAGE_ELEMENTS:
             step = min(-(-step // PAGE_ELEMENTS) * PAGE_ELEMENTS, length_max)
+        elif parts > 1 and step >= PAGE_ELEMENTS:
+            step = min(-(-step // LINE_ELEMENTS) * LINE_ELEMENTS, length_max)
         for low in range(start, stop, step) if step else [start]:
             slices.append(Slice(first_slice + len(slices), server, low, min(low + step, stop)))
     return slices
+
+
+def slices_of(
+    shape: Sequence[int], itemsize: int, form: str, home: int, num_servers: int, first_slice: int, slice_bytes: int
+) -> list[Slice]:
+    """The slices of a key of any form: see `cut`; those of a table of rows are as many as servers keep it."""
+    row, size = row_length(shape), math.prod(shape)
+    if not form:
+        return cut(size, itemsize, home, num_servers, first_slice, slice_bytes, row)
+    if home != Placement.CUT:
+        return [Slice(first_slice, home, 0, size)]
+    pieces = enumerate(ranges(size // row, num_servers))
+    return [Slice(first_slice + server, server, start * row, stop * row) for server, (start, stop) in pieces]
 
 
 class Placer:
@@ -115,10 +136,19 @@ class Placer:
         bigarray_bound: elements from which on a key is cut over all servers.
         slice_bytes: the most bytes a slice may have.
         by_hash: place by the mirrored system's hash of the key instead of balancing bytes.
+        priority_slice_bytes: `slice_bytes` of stores with priority slices; 0 is the same.
     """
 
-    def __init__(self, num_servers: int, bigarray_bound: int, slice_bytes: int, by_hash: bool = False) -> None:
+    def __init__(
+        self,
+        num_servers: int,
+        bigarray_bound: int,
+        slice_bytes: int,
+        by_hash: bool = False,
+        priority_slice_bytes: int = 0,
+    ) -> None:
         self.num_servers = num_servers
+        self.priority_slice_bytes = priority_slice_bytes or slice_bytes
         self.bigarray_bound = bigarray_bound
         self.slice_bytes = slice_bytes
         self.by_hash = by_hash
@@ -126,32 +156,42 @@ class Placer:
         self._next_slice = 0
         self._next_index = 0
 
+    def slice_bytes_of(self, policy: Policy) -> int:
+        """The most bytes that a slice of such a store may have."""
+        return self.priority_slice_bytes if policy.by_priority else self.slice_bytes
+
     def place(
         self,
         keys: Sequence[int | str],
-        sizes: Sequence[int],
+        shapes: Sequence[Sequence[int]],
         itemsizes: Sequence[int],
         keep: Keep = Keep.NOTHING,
-        rows: Sequence[int] = (),
+        forms: Sequence[str] = (),
+        slice_bytes: int = 0,
     ) -> Placement:
         """Give each key a home and numbers. Larger keys choose first, so that the bytes balance well.
 
         Args:
-            keys, sizes, itemsizes: of each key its name, elements, and bytes per element.
+            keys, shapes, itemsizes: of each key its name, shape, and bytes per element.
             keep: what of each must stay together.
-            rows: the elements of each key's row; needed for `Keep.ROWS`.
+            forms: of each key its form; none for arrays all.
+            slice_bytes: the most bytes of a slice, where it is not the placer's.
         """
+        slice_bytes = slice_bytes or self.slice_bytes
         homes = [Placement.CUT] * len(keys)
-        rows = rows or [1] * len(keys)
+        forms = forms or [""] * len(keys)
+        sizes, rows = [math.prod(shape) for shape in shapes], [row_length(shape) for shape in shapes]
         indices = [self._index(key) for key in keys]
         for i in sorted(range(len(keys)), key=lambda i: -sizes[i] * itemsizes[i]):
-            homes[i] = self._home(indices[i], sizes[i], itemsizes[i], rows[i], keep)
+            is_table = bool(forms[i])
+            homes[i] = self._home(indices[i], sizes[i], itemsizes[i], rows[i], keep, slice_bytes, is_table)
         first_slices = []
         for i, home in enumerate(homes):
             first_slices.append(self._next_slice)
-            slices = cut(sizes[i], itemsizes[i], home, self.num_servers, self._next_slice, self.slice_bytes, rows[i])
+            where = (home, self.num_servers, self._next_slice, slice_bytes)
+            slices = slices_of(shapes[i], itemsizes[i], forms[i], *where)
             self._next_slice += len(slices)
-        return Placement(tuple(first_slices), tuple(homes), self.slice_bytes)
+        return Placement(tuple(first_slices), tuple(homes), slice_bytes)
 
     def _index(self, key: int | str) -> int:
         """The integer that the mirrored system hashes: the key, or for a name the order of its first appearance."""
@@ -160,8 +200,14 @@ class Placer:
         self._next_index += 1
         return self._next_index - 1
 
-    def _home(self, index: int, size: int, itemsize: int, row: int, keep: Keep) -> int:
-        large = size >= self.bigarray_bound or (keep is Keep.ROWS and size * itemsize > self.slice_bytes)
+    def _home(
+        self, index: int, size: int, itemsize: int, row: int, keep: Keep, slice_bytes: int, is_table: bool
+    ) -> int:
+        if is_table and size >= self.bigarray_bound:
+            for server, (start, stop) in enumerate(ranges(size // row, self.num_servers)):
+                self.loads_bytes[server] += (stop - start) * row * itemsize
+            return Placement.CUT
+        large = size >= self.bigarray_bound or (keep is Keep.ROWS and size * itemsize > slice_bytes)
         if large and keep is not Keep.WHOLE:
             home, unit = (Placement.CUT_AT_ROWS, row) if keep is Keep.ROWS else (Placement.CUT, 1)
             for server, (start, stop) in enumerate(ranges(size // unit, self.num_servers)):

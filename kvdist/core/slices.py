@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.core.outbox import Part, Run
-from kvdist.protocol.messages import U32
+from kvdist.protocol.arrays import U32
 
 
 class SliceTable:

@@ -10,32 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 
+from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config import Limits
+from kvdist.core import slice_saving
 from kvdist.core.answers import Answers
 from kvdist.core.cuts import Cuts
 from kvdist.core.effects import Effect, Persisted, Send
 from kvdist.core.forms import Forms
 from kvdist.core.group import Group, GroupPull, GroupPush, joined_stretches
 from kvdist.core.groups import Groups
+from kvdist.core.halves import Halves
 from kvdist.core.joined import obstacle_to, slices_of
 from kvdist.core.policy import POLICIES
-from kvdist.core.restoring import Restoring
 from kvdist.core.rounds import Rounds
-from kvdist.core.shard import Allocate, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
+from kvdist.core.shard import Allocate, Buffer, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
 from kvdist.core.sharding import cut, row_length
 from kvdist.core.traffic import Traffic
 from kvdist.core.whole import Wholes, contributors, next_round
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
-from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, server
 from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.updater import Updater
+from kvdist.optimizer.interface import Arithmetic, SliceUpdater
+from kvdist.protocol.arrays import U8, U32, Arrays
 from kvdist.protocol.layout import PayloadView, stretches
 from kvdist.protocol.messages import (
-    U8,
-    U32,
-    Arrays,
     Assign,
     ErrorCode,
     InitValues,
@@ -46,7 +45,7 @@ from kvdist.protocol.messages import (
     ReplaceValues,
     Waiting,
 )
-from kvdist.protocol.saving import DropRestored, Mark, Restore, TakeRestored
+from kvdist.protocol.saving import Mark
 
 
 class Table:
@@ -54,13 +53,13 @@ class Table:
 
     Args:
         limits: sizes and times.
-        kernels: who does the arithmetic.
+        arithmetic: who computes.
         allocate: gives memory for values.
     """
 
-    def __init__(self, limits: Limits, kernels: Kernels, allocate: Allocate) -> None:
+    def __init__(self, limits: Limits, arithmetic: Arithmetic, allocate: Allocate) -> None:
         self.limits = limits
-        self.kernels = kernels
+        self.kernels = arithmetic.kernels
         self.shards: dict[int, Shard] = {}
         self.workers: Mapping[int, Member] = {}
         """Rank → the live worker there."""
@@ -68,7 +67,8 @@ class Table:
         self.rounds = Rounds()
         self._name = "this server"
         self._allocate = allocate
-        self._updaters: dict[int, Updater] = {}
+        self._new_updater = arithmetic.new_updater
+        self._updaters: dict[int, SliceUpdater] = {}
         """Store → what updates its values; absent while a sum replaces them."""
         self._store_of: dict[int, int] = {}
         """Slice → its store."""
@@ -79,7 +79,7 @@ class Table:
         self._open: set[int] = set()
         """Slices with an open round or waiting pulls."""
         self.cuts = Cuts()
-        self._restoring = Restoring()
+        self.cuts.add(self)
 
     # What the scheduler decides.
 
@@ -88,8 +88,11 @@ class Table:
         self._name = str(server(rank))
         policy = POLICIES[message.mode]
         placement = message.placement
-        columns = (message.keys, message.shapes, message.dtypes, placement.first_slices, placement.homes)
-        for key, shape, code, first, home in zip(*columns, strict=True):
+        columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
+        places = (placement.first_slices, placement.homes)
+        for key, shape, code, pulled_as, form, first, home in zip(*columns, *places, strict=True):
+            if form:
+                continue  # a table of rows
             dtype = DType(code)
             mine = []
             where = (home, num_servers, first, placement.slice_bytes, row_length(shape))
@@ -98,6 +101,8 @@ class Table:
                     shard = Shard(
                         key, piece.number, dtype, piece.count, policy, self._allocate, shape=shape, start=piece.start
                     )
+                    if pulled_as != code:
+                        shard.halves = Halves(DType(pulled_as), [piece.count], self.kernels, self._allocate)
                     self.shards[piece.number] = shard
                     self._store_of[piece.number] = message.store
                     self._forms.enter(piece, dtype)
@@ -105,9 +110,10 @@ class Table:
             self._wholes.add(mine)
 
     def set_optimizer(self, store: int, optimizer: Optimizer, now: float) -> None:
-        """From now on pushes to the store are gradients."""
+        """From now on pushes to the store are gradients. Raises `DeviceError` where the optimizer cannot run."""
+        updater = self._new_updater(optimizer)
         self._take_all_apart(now)
-        self._updaters[store] = Updater(optimizer, self.kernels)
+        self._updaters[store] = updater
 
     def roster(self, workers: Mapping[int, Member], now: float) -> None:
         """These are the live workers. Who left cannot be waited for any more, and waits for nothing itself."""
@@ -118,21 +124,24 @@ class Table:
             shard = self.shards[number]
             shard.pulls = [pull for pull in shard.pulls if pull.member.node.rank not in gone]
             self._close_if_ready(shard, now)
-        for number in list(self.cuts.awaited):
-            self._look(self.shards[number])
-        self.cuts.roster(workers)
 
-    def restore(self, message: Restore) -> list[Effect]:
-        """Read what a checkpoint has of the slices of a store."""
-        mine = [shard for number, shard in self.shards.items() if self._store_of[number] == message.store]
-        return self._restoring.read(message, mine, self._updaters.get(message.store))
+    # Checkpoints: see `Keeper`.
 
-    def end_restoring(self, message: TakeRestored | DropRestored, now: float) -> list[Effect]:
-        """Take over what was read, or forget it."""
+    def taken(self, number: int, contents: Sequence[str]) -> tuple[SavedSlice, Buffer | None]:
+        """A slice as it is now."""
+        return slice_saving.taken(self.shards[number], self._updaters.get(self._store_of[number]), contents)
+
+    def wanted(self, store: int) -> list[WantedSlice]:
+        """What a checkpoint must have of the arrays of a store."""
+        mine = [shard for number, shard in self.shards.items() if self._store_of[number] == store]
+        return [slice_saving.wanted(shard, self._updaters.get(store)) for shard in mine]
+
+    def restore(self, store: int, found: Sequence[ReadSlice], now: float) -> None:
+        """Go on from what was found."""
         self._take_all_apart(now)
-        if isinstance(message, TakeRestored):
-            self._forget_departed(message.store)
-        return self._restoring.end(message, self.shards, self._updaters.get(message.store))
+        self._forget_departed(store)
+        for one in found:
+            slice_saving.restore(self.shards[one.number], one, self._updaters.get(store))
 
     def _forget_departed(self, store: int) -> None:
         """What those who have left have pushed to open rounds was for the values that there were until now."""
@@ -143,9 +152,7 @@ class Table:
                 self._open.discard(number)
 
     def persisted(self, event: Persisted) -> list[Effect]:
-        """What came of a work with the disk."""
-        if isinstance(event.token, Restore):
-            return self._restoring.persisted(event)
+        """A file of a checkpoint is written, or could not be."""
         return self.cuts.persisted(event, self.workers, self._name)
 
     def explain(self, now: float) -> str | None:
@@ -186,12 +193,7 @@ class Table:
     def mark(self, sender: Member, message: Mark, now: float) -> None:
         """A checkpoint is to have the sender's pushes up to here."""
         self._take_apart(message.ids, now)
-        for shard in self.cuts.mark(sender, message, self.shards, self.workers, self._name):
-            self._look(shard)
-
-    def _look(self, shard: Shard) -> None:
-        """Its counters have changed: perhaps this is the moment for a checkpoint."""
-        self.cuts.look(shard, self._updaters.get(self._store_of[shard.number]), self.workers)
+        self.cuts.mark(sender, message, self.workers, self._name)
 
     def initialise(self, sender: Member, message: InitValues | ReplaceValues, now: float) -> None:
         payload = PayloadView(message.arrays)
@@ -202,7 +204,7 @@ class Table:
             put = shard.replace if isinstance(message, ReplaceValues) else shard.initialise
             put(arrays[i])
             if self.cuts.awaited:
-                self._look(shard)
+                self.cuts.look(shard, self.workers)
             self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
             self._close_if_ready(shard, now)
 
@@ -262,6 +264,8 @@ class Table:
         shards = [self.shards[number] for number in ids.tolist()]
         if any(shard.slots or shard.pulls or shard.published is None for shard in shards):
             return None
+        if len({shard.outgoing_dtype for shard in shards}) > 1:
+            return None
         stores = {self._store_of[shard.number] for shard in shards}
         updater = self._updaters.get(min(stores))
         if len(stores) > 1 or len(set(ids.tolist())) < len(ids):
@@ -291,16 +295,9 @@ class Table:
         for i in (position - first for position in positions):
             shard = self.shards[ids[i]]
             contribution = Contribution(
-                sender,
-                runs[i],
-                steps[i],
-                versions[i],
-                samples[i],
-                flags[i],
-                settings[setting_of[i]],
-                arrays[i],
+                sender, runs[i], steps[i], versions[i], samples[i], flags[i], settings[setting_of[i]], arrays[i],
                 message.pull,
-            )
+            )  # fmt: skip
             try:
                 verdict = shard.offer(contribution, now)
             except PushRefused as error:
@@ -364,10 +361,10 @@ class Table:
             else:
                 self._answer_round(shard, contributions)
             if self.cuts.awaited:
-                self._look(shard)
+                self.cuts.look(shard, self.workers)
         self._answer_open(shard)
 
-    def _norms_for(self, shard: Shard) -> Updater | None:
+    def _norms_for(self, shard: Shard) -> SliceUpdater | None:
         """What updates the shard, if that needs to see all slices of the parameter."""
         updater = self._updaters.get(self._store_of[shard.number])
         return updater if updater is not None and updater.optimizer.needs_norms else None
@@ -376,7 +373,7 @@ class Table:
         """The ranks that an open round need not wait for."""
         return shard.slots.keys() if self._norms_for(shard) is None else contributors(self._wholes.of(shard))
 
-    def _close_whole_if_ready(self, shards: Sequence[Shard], updater: Updater) -> None:
+    def _close_whole_if_ready(self, shards: Sequence[Shard], updater: SliceUpdater) -> None:
         while rounds := next_round(shards, self.workers.keys()):
             try:
                 self.rounds.close_whole(shards, rounds, updater)
@@ -387,7 +384,7 @@ class Table:
                 for shard, contributions in zip(shards, rounds, strict=True):
                     self._answer_round(shard, contributions)
             for shard in shards if self.cuts.awaited else ():
-                self._look(shard)
+                self.cuts.look(shard, self.workers)
         for shard in shards:
             self._answer_open(shard)
 
@@ -395,8 +392,8 @@ class Table:
         mismatch = isinstance(error, OptimizerMismatch)
         code = ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED
         for contribution in contributions:
-            if not contribution.silent:
-                self._to(contribution.member).refuse(contribution.run, shard.number, code, str(error))
+            shard.refused[contribution.member.node.rank] = (contribution.step, (code, str(error)))
+            self._answer_contribution(shard, contribution)
 
     def _answer_round(self, shard: Shard, contributions: Sequence[Contribution]) -> None:
         for contribution in contributions:
@@ -447,7 +444,9 @@ class Table:
         if contribution.silent:
             return
         answers = self._to(contribution.member)
-        if contribution.pull and contribution.holds:
+        if (refusal := shard.refusal_of(contribution)) is not None:
+            answers.refuse(contribution.run, shard.number, *refusal)
+        elif contribution.pull and contribution.holds and shard.halves is None:
             answers.held(contribution.run, shard)
         elif contribution.pull:
             answers.value(contribution.run, shard)

@@ -9,15 +9,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvdist.config import Limits
-from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Ready, Run
-from kvdist.core.requests import Transfer
+from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Ready, RowPart, Run
+from kvdist.core.requests import Bits, Transfer
 from kvdist.core.slices import SliceTable
 from kvdist.core.traffic import Traffic
+from kvdist.dtypes import DType
+from kvdist.kernels.interface import Kernels
+from kvdist.kernels.reference import REFERENCE
+from kvdist.protocol.arrays import U32
 from kvdist.protocol.layout import stretches, views
-from kvdist.protocol.messages import U32, Counted, HandedBack, Refused, Values
+from kvdist.protocol.messages import Counted, HandedBack, Refused, Values
+from kvdist.protocol.rows import RowValues
 
 LEADER = -1
 """In place of a server's rank: the worker of this host that pushes to servers for the others."""
+
+
+_HALVES = (int(DType.FLOAT16), int(DType.BFLOAT16))
 
 
 @dataclass(slots=True)
@@ -44,11 +52,14 @@ class Transfers:
     def __init__(self, limits: Limits, traffic: Traffic) -> None:
         self._limits = limits
         self.traffic = traffic
+        self.kernels: Kernels = REFERENCE
+        """What widens values that come as halves."""
         self.slices = SliceTable()
         self._outboxes: dict[int, Outbox] = {}
         self._ready: set[int] = set()
         """Servers to whom something may have become free to leave. Looking at all of them at each answer would cost a
         worker with a hundred servers more than the answer."""
+        self._keeps_little_flying = False
         self._runs: dict[int, Run] = {}
         self._runs_left: dict[int, int] = {}
         """Request → its runs without all their answers."""
@@ -60,6 +71,17 @@ class Transfers:
     def add_server(self, rank: int, is_near: bool) -> None:
         """There is a server to send to, or a leader; `is_near` if the way there is memory, though a socket's."""
         self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes, is_near)
+        if self._keeps_little_flying:
+            self.keep_little_flying()
+
+    def keep_little_flying(self) -> None:
+        """A store has priority slices: from now on they share one small window on the lines of this worker."""
+        self._keeps_little_flying = True
+        limits = self._limits
+        far = [outbox for outbox in self._outboxes.values() if not outbox.is_near]
+        for outbox in far:
+            share = limits.priority_window_bytes // len(far)
+            outbox.keep_little_flying(max(share, limits.priority_slice_bytes))
 
     def start(self, request: Transfer) -> None:
         """Queue the runs of a transfer that has some."""
@@ -85,14 +107,20 @@ class Transfers:
 
     def _leave(self, part: Part) -> None:
         """All slices of a run are on one server and of one store, so they go the same way."""
-        if part.run.kind.pushes and self.slices.detour[part.run.data.plan.ids[0]]:
+        data = part.run.data
+        # What is encoded cannot be summed as it is, and is small.
+        if part.run.kind.pushes and data.encoded is None and self.slices.detour[data.plan.ids[0]]:
             self._detours.append(part)
         else:
             self.send_directly(part)
 
     def send_directly(self, part: Part) -> None:
         """This goes to its server."""
-        self._add(part.run.data.plan.server, part)
+        server, chunks = part.run.data.plan.server, part.run.data.chunks
+        if not chunks:
+            self._add(server, part)
+        for index in range(len(chunks)):
+            self._add(server, RowPart(part.run, index))
 
     def send_ready(self, ready: Ready) -> None:
         """This goes to a server as it is."""
@@ -139,6 +167,22 @@ class Transfers:
         self._outboxes[credit.server].release(credit)
         self._ready.add(credit.server)
 
+    def received(self, message: Values | RowValues | Counted | Refused) -> Finished:
+        """An answer of a server; returns what is finished."""
+        if isinstance(message, Values):
+            return self.values(message)
+        if isinstance(message, RowValues):
+            self._place_rows(message)
+        return self.answered(message)
+
+    def _place_rows(self, message: RowValues) -> None:
+        """Copy rows to where they are wanted."""
+        arrays = views(message.arrays)
+        for run, begin, end in self._segments(message.runs):
+            for sink, array in zip(run.data.sinks, arrays[begin:end], strict=True):
+                sink[...] = array  # one pass: from the transport's memory into the user's
+                self.traffic.copied_out += array.nbytes
+
     def values(self, message: Values) -> Finished:
         """Copy values to where they are wanted; returns what is finished."""
         arrays = views(message.arrays)
@@ -150,11 +194,24 @@ class Transfers:
                 run.data.kept.update(zip(positions, arrays[begin:end], strict=True))
                 continue
             sinks = run.data.sinks
+            if (message.arrays.dtypes[begin:end] != run.data.plan.dtypes[positions]).any():
+                codes = message.arrays.dtypes[begin:end].tolist()
+                self._widen([sinks[position] for position in positions], arrays[begin:end], codes)
+                continue
             for position, array in zip(positions, arrays[begin:end], strict=True):
                 # The one copy of a pulled value on this side: from the transport's memory into the user's.
                 sinks[position][...] = array
             self.traffic.copied_out += sum([array.nbytes for array in arrays[begin:end]])
         return self.answered(message)
+
+    def _widen(self, sinks: Sequence[Bits], arrays: Sequence[Bits], codes: Sequence[int]) -> None:
+        """Write values of which some have come as halves: the one pass over them on this side."""
+        for sink, array, code in zip(sinks, arrays, codes, strict=True):
+            if code in _HALVES and sink.dtype == DType.FLOAT32.storage:
+                self.kernels.to_float32(array, DType(code), sink)
+            else:
+                sink[...] = array
+            self.traffic.copied_out += sink.nbytes
 
     def refused(self, message: Refused) -> dict[int, int]:
         """The requests in which slices were refused, each with the server that keeps them."""
@@ -164,7 +221,7 @@ class Transfers:
         """The stretches of an answer that belong to pushes."""
         return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
 
-    def answered(self, message: Values | Counted | Refused) -> Finished:
+    def answered(self, message: Values | RowValues | Counted | Refused) -> Finished:
         """These slices of these runs have their answer; returns what is finished."""
         if not isinstance(message, Refused):
             self.slices.saw(message.ids, message.versions)
@@ -219,7 +276,7 @@ class Transfers:
             assert outbox.flying_bytes >= 0
             assert rank in self._ready or outbox.take() is None, "what may leave has left"
 
-    def _add(self, rank: int, part: Part) -> None:
+    def _add(self, rank: int, part: Part | RowPart) -> None:
         self._outboxes[rank].add(part)
         self._ready.add(rank)
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence, Set
 
 from kvdist.core.shard import Contribution, Shard, agreed_settings, scale_of
 from kvdist.errors import PushRefused
-from kvdist.optimizer.updater import Piece, Updater
+from kvdist.optimizer.interface import SliceUpdater
+from kvdist.optimizer.step import Piece
 
 
 class Wholes:
@@ -47,7 +48,7 @@ def next_round(shards: Sequence[Shard], members: Set[int]) -> list[list[Contribu
     return [[shard.slots[rank] for rank in ranks] for shard in shards]
 
 
-def close(shards: Sequence[Shard], contributions: Sequence[Sequence[Contribution]], updater: Updater) -> None:
+def close(shards: Sequence[Shard], contributions: Sequence[Sequence[Contribution]], updater: SliceUpdater) -> None:
     """Make the next version of all slices; contributions are those of `next_round`.
 
     Raises:
@@ -64,7 +65,7 @@ def close(shards: Sequence[Shard], contributions: Sequence[Sequence[Contribution
     pieces = []
     for shard, own, target in zip(shards, present, targets, strict=True):
         assert shard.published is not None
-        scales = [scale_of(each.setting, each.flags, len(contributions[0]), updater) for each in own]
+        scales = [scale_of(each.setting, each.flags, len(contributions[0]), updater.optimizer) for each in own]
         values = [each.values for each in own]
         pieces.append(Piece(shard.number, shard.published.array, values, scales, target.array, shard.extent))
     try:

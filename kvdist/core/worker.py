@@ -6,10 +6,10 @@ Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from kvdist.config import Limits, stays_on_host
+from kvdist.addresses import stays_on_host
+from kvdist.config import Limits
 from kvdist.core.barrier_calls import BarrierCalls
 from kvdist.core.effects import (
     NEVER,
@@ -29,7 +29,7 @@ from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.neighbours import Neighbours
 from kvdist.core.outbox import Credit
 from kvdist.core.pending import Pending, PendingRequests
-from kvdist.core.policy import SYNC
+from kvdist.core.policy import POLICIES
 from kvdist.core.requests import (
     DeclareKeys,
     EnterBarrier,
@@ -45,7 +45,7 @@ from kvdist.core.requests import (
 )
 from kvdist.core.saving_calls import SavingCalls
 from kvdist.core.shard import Allocate, ordinary_memory
-from kvdist.core.sharding import cut, row_length
+from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.transfers import LEADER, Transfers
 from kvdist.core.verdict import link_lost, lost, refusal, scheduler_lost
@@ -57,7 +57,6 @@ from kvdist.protocol.messages import (
     Abort,
     Alive,
     Counted,
-    Declare,
     Done,
     Failed,
     Goodbye,
@@ -70,6 +69,7 @@ from kvdist.protocol.messages import (
     Waiting,
 )
 from kvdist.protocol.registration import Peer, Rejected, Roster, Welcome
+from kvdist.protocol.rows import RowValues
 
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""
@@ -164,7 +164,7 @@ class Worker(Machine):
         """React to a message of the scheduler, of a server, or of a worker of this host."""
         effects: list[Effect] = []
         match message:
-            case Values() | Counted() | Refused():
+            case Values() | RowValues() | Counted() | Refused():
                 effects = self._answered(message)
             case Push():
                 self.neighbours.pushed(sender, message, now)
@@ -270,9 +270,9 @@ class Worker(Machine):
             case DeclareKeys():
                 self._open(request.request, f"init of {_keys(request.keys)}", now)
                 self._declared[request.request] = request
-                dtypes = tuple(int(dtype) for dtype in request.dtypes)
-                declare = Declare(request.request, request.store, request.mode, request.keys, request.shapes, dtypes)
-                return [Send(SCHEDULER_MEMBER, declare)]
+                if POLICIES[request.mode].by_priority:
+                    self.transfers.keep_little_flying()
+                return [Send(SCHEDULER_MEMBER, request.message)]
             case Transfer():
                 return self._transfer(request, now)
             case SetStoreOptimizer() | SendCommand():
@@ -386,16 +386,19 @@ class Worker(Machine):
             return []
         placement = message.placement
         infos = []
-        columns = (declared.keys, declared.shapes, declared.dtypes, placement.first_slices, placement.homes)
-        for key, shape, dtype, first, home, giver in zip(*columns, message.givers, strict=True):
-            where = (home, len(self.servers), first, placement.slice_bytes, row_length(shape))
-            slices = cut(math.prod(shape), dtype.itemsize, *where)
+        pulled = declared.pulled_as or declared.dtypes
+        columns = (declared.keys, declared.shapes, declared.dtypes, pulled, declared.message.forms)
+        homes = (placement.first_slices, placement.homes, message.givers)
+        for key, shape, dtype, pulled_as, form, first, home, giver in zip(*columns, *homes, strict=True):
+            where = (home, len(self.servers), first, placement.slice_bytes)
+            slices = slices_of(shape, dtype.itemsize, form, *where)
             self.transfers.slices.grow(slices[-1].number + 1)
-            if declared.mode == SYNC.name:  # what is applied one by one is not summed on the way
+            if POLICIES[declared.mode].has_rounds and not form:  # what is applied one by one is not summed on the way
                 sums = self.neighbours.sums
                 detours = [piece.number for piece in slices if sums(piece.server, piece.count * dtype.itemsize)]
                 self.transfers.slices.detour[detours] = True
-            infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver))
+            other = None if pulled_as is dtype else pulled_as
+            infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
         return [self._close(self._pending[message.request], tuple(infos))]
 
     def _done(self, request: int) -> list[Effect]:
@@ -409,15 +412,15 @@ class Worker(Machine):
 
     # Answers of servers.
 
-    def _answered(self, message: Values | Counted | Refused) -> list[Effect]:
-        leads, stretches = self.neighbours.leads, self.transfers.pushed_stretches
-        effects = self.neighbours.passed_on(message, stretches(message.runs)) if leads else []
+    def _answered(self, message: Values | RowValues | Counted | Refused) -> list[Effect]:
+        effects: list[Effect] = []
+        if self.neighbours.leads and not isinstance(message, RowValues):
+            effects = self.neighbours.passed_on(message, self.transfers.pushed_stretches(message.runs))
         errors: dict[int, Exception] = {}
         if isinstance(message, Refused):
             for request, rank in self.transfers.refused(message).items():
                 errors[request] = refusal(message.code, f"{server(rank)} refused: {message.reason}")
-        transfers = self.transfers
-        finished = transfers.values(message) if isinstance(message, Values) else transfers.answered(message)
+        finished = self.transfers.received(message)
         for request in errors.keys() - {request for request, _ in finished.keys}:
             self._pending[request].error = errors[request]
         effects += [Answered(request, keys, errors.get(request)) for request, keys in finished.keys]

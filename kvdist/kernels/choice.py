@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvdist.dtypes import DType
+from kvdist.kernels.coding import coders_of
 from kvdist.kernels.interface import CHUNK_ELEMENTS, NUMBERS_MAX, SOURCES_MAX, Array, Equation, Kernels
 from kvdist.kernels.loading import LOADER, Kernel, Loader
 from kvdist.kernels.reference import REFERENCE, check_sum
@@ -41,7 +42,10 @@ def choose(setting: str, loader: Loader = LOADER) -> Kernels:
         compiled = Compiled(loader.demanded)
     else:
         compiled = Compiled(loader.offered)
-    return replace(REFERENCE, name=setting, weighted_sum=compiled.weighted_sum, fused_update=compiled.fused_update)
+    coders = coders_of(compiled.kernel)
+    return replace(
+        REFERENCE, name=setting, weighted_sum=compiled.weighted_sum, fused_update=compiled.fused_update, **coders
+    )
 
 
 class Compiled:
@@ -52,7 +56,7 @@ class Compiled:
     """
 
     def __init__(self, kernel: Callable[[str, int], Kernel | None]) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
 
     def weighted_sum(self, contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
         """See `WeightedSum`. One pass of up to four contributions; each more is added in the cache."""
@@ -60,7 +64,7 @@ class Compiled:
         label = _LABELS.get(dtype.storage)
         # One array, or two without a scale, are one pass of the reference too.
         if label is not None and (count > 2 or (count == 2 and (scales[0] != 1 or scales[-1] != 1))):
-            kernel = self._kernel(f"sum_{label}", out.size)
+            kernel = self.kernel(f"sum_{label}", out.size)
             if kernel is not None and _fit(out, *contributions):
                 check_sum(contributions, scales, dtype, out)
                 _sum(kernel, contributions, *_factored(scales), out)
@@ -76,12 +80,14 @@ class Compiled:
         clip: float | None,
         out: Array,
         states: Sequence[Array],
+        dtype: DType,
+        master: Array | None = None,
     ) -> bool:
-        """See `FusedUpdate`."""
+        """See `FusedUpdate`. Halves go the way of many passes."""
         label = _LABELS.get(weight.dtype)
-        if label is None or not contributions:
+        if label is None or not contributions or master is not None:
             return False
-        kernel = self._kernel(f"{equation.name}_{label}", weight.size)
+        kernel = self.kernel(f"{equation.name}_{label}", weight.size)
         if kernel is None or not _fit(weight, out, *states, *contributions):
             return False
         own, factor = _factored(scales)
@@ -89,7 +95,7 @@ class Compiled:
         if len(contributions) <= SOURCES_MAX:
             _update(kernel, weight, contributions, own, out, states, tail)
             return True
-        add = self._kernel(f"sum_{label}", weight.size)
+        add = self.kernel(f"sum_{label}", weight.size)
         if add is None:
             return False
         total = np.empty(min(weight.size, CHUNK_ELEMENTS), weight.dtype)

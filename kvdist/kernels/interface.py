@@ -8,10 +8,12 @@ replaced (`dataclasses.replace`) by functions that were measured to be faster an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType
@@ -82,7 +84,7 @@ class Equation(NamedTuple):
     """One update of an optimizer as a compiled kernel needs it: which rule, and its scalars.
 
     Attributes:
-        name: a rule that backends may know: ``sgd``, ``sgd_momentum``, ``nag``, ``adam``, ``adamw``.
+        name: a rule that backends may know: ``sgd``, ``sgd_momentum``, ``nag``, ``adam``, ``adamw``, ``adagrad``.
         numbers: in the rule's order; each is rounded once to the type of the arrays. At most `NUMBERS_MAX`.
     """
 
@@ -102,6 +104,8 @@ class FusedUpdate(Protocol):
         clip: float | None,
         out: Array,
         states: Sequence[Array],
+        dtype: DType,
+        master: Array | None = None,
     ) -> bool:
         """Do all of it and return True, or nothing and return False: then the caller goes the way of many passes.
 
@@ -114,16 +118,96 @@ class FusedUpdate(Protocol):
             scales: likewise.
             clip: elements of the scaled sum are cut to ±clip; None for no cut.
             out: receives the new weight; may be `weight`, overlaps nothing else.
-            states: the rule's arrays, updated in place.
+            states: the rule's arrays, of `dtype.accumulate`; updated in place.
+            dtype: of the weight and the contributions. Halves are widened, updated in float32 and rounded to nearest
+                even.
+            master: the float32 weight behind a half one, updated in its place; where it does not round to the stored
+                weight, somebody else has changed that, and it follows first. None where there is none.
         """
+
+
+class RoundToHalf(Protocol):
+    """float32 to halves; what rounding loses is kept for the next time."""
+
+    def __call__(self, grad: Array, residual: Array, dtype: DType, out: Array) -> None:
+        """Add `grad` to `residual`, round the sum to the nearest half, and take that from it.
+
+        What is finite and too large becomes the largest half, and the rest stays in the residual. Infinities and NaN
+        are passed on and leave nothing there.
+
+        Args:
+            grad: float32; only read, and may be read-only.
+            residual: float32, as long; updated in place.
+            dtype: of the halves.
+            out: of its storage type, as long.
+
+        Raises:
+            TypeError, ValueError: an array has another type or length.
+        """
+
+
+class Quantise(Protocol):
+    """float32 into one or two bits an element; what that loses is kept for the next time. See `kernels.quantised`."""
+
+    def __call__(self, grad: Array, residual: Array, threshold: float, out: Array) -> None:
+        """Add `grad` to `residual`, write the codes of the sum, and take from it what they are worth.
+
+        Args:
+            grad: float32; only read, and may be read-only.
+            residual: float32, as long; updated in place.
+            threshold: a number of float32.
+            out: uint8: four bytes for each sixteen (2-bit) or thirty-two (1-bit) elements, rounded up.
+
+        Raises:
+            TypeError, ValueError: an array has another type or length.
+        """
+
+
+class Dequantise(Protocol):
+    """What the codes of `Quantise` are worth, in float32."""
+
+    def __call__(self, data: Array, threshold: float, out: Array) -> None:
+        """Write what each code of `data` is worth into `out`, whose length says how many there are.
+
+        Raises:
+            TypeError, ValueError: an array has another type or length.
+        """
+
+
+class NewArray(Protocol):
+    """A new array, where the backend's arrays lie."""
+
+    def __call__(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return `count` elements: of `Kernels.empty` their content means nothing, of `Kernels.zeros` they are 0."""
+
+
+class Squares(Protocol):
+    """The sum of squares of an array of a floating type that NumPy has, in float64."""
+
+    def __call__(self, values: Array) -> float:
+        """Return it; 0 for no elements."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One backend: a name for the log, and its functions."""
+    """One backend: a name for the log, how many elements a rule of several passes takes at a time, and its functions.
+
+    The arrays of a backend for GPUs are those of its library, in the device's memory; see `kvdist.kernels.device`.
+    """
 
     name: str
+    chunk_elements: int
+    active: Callable[[], AbstractContextManager[object]]
+    """In it NumPy's functions on the backend's arrays, and assignments to them, run in the order of its own."""
+    empty: NewArray
+    zeros: NewArray
+    squares: Squares
     weighted_sum: WeightedSum
     to_float32: ToFloat32
     from_float32: FromFloat32
     fused_update: FusedUpdate
+    round_to_half: RoundToHalf
+    quantise_2bit: Quantise
+    dequantise_2bit: Dequantise
+    quantise_1bit: Quantise
+    dequantise_1bit: Dequantise

@@ -23,6 +23,7 @@ from numba.core import types as nt
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
+from kvdist.kernels import numba_coding
 from kvdist.kernels.interface import NUMBERS_MAX, SOURCES_MAX
 
 LOG = logging.getLogger("kvdist")
@@ -147,7 +148,24 @@ def _adamw(i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, r
     _write_out(out, i, w - ratio * rate)
 
 
-_RULES = {"sgd": _sgd, "sgd_momentum": _sgd_momentum, "nag": _nag, "adam": _adam, "adamw": _adamw}
+@_part
+def _adagrad(i, grad, out, weight, first, second, lr, wd, epsilon, n4, n5, n6, n7):
+    w = _read(weight, i)
+    if wd != 0:
+        grad = grad + w * wd
+    history = _read(first, i) + grad * grad
+    _write_first(first, i, history)
+    _write_out(out, i, w - grad / (math.sqrt(history) + epsilon) * lr)
+
+
+_RULES = {
+    "sgd": _sgd,
+    "sgd_momentum": _sgd_momentum,
+    "nag": _nag,
+    "adam": _adam,
+    "adamw": _adamw,
+    "adagrad": _adagrad,
+}
 
 _rule = _sgd
 """The rule of the kernel that is being built: every kernel has its own copy of `_update` with another one here."""
@@ -190,25 +208,15 @@ def _sum(out, a, b, c, d, count, p, q, r, s, factor):
 
 
 def build(name: str) -> Callable[..., None]:
-    """Compile the kernel ``{rule}_{type}`` or ``sum_{type}``, or load it from numba's cache on disk.
+    """Compile the kernel ``{rule}_{type}`` or ``sum_{type}``, or one of `numba_coding`, or load it from numba's cache.
 
     Where the cache cannot be read or written, it is compiled all the same.
 
     Raises:
         KeyError: there is no such rule or type.
     """
-    rule, _, label = name.rpartition("_")
-    number = FLOATS[label]
-    read = nt.Array(number, 1, "C", readonly=True)
-    written = number[::1]
-    sources = [read] * SOURCES_MAX + [nt.int64] + [number] * (SOURCES_MAX + 1)
-    template: Callable[..., Any]
-    if rule == "sum":
-        template, signature = _sum, nt.void(written, *sources)
-    else:
-        template = _update
-        signature = nt.void(written, read, written, written, *sources, *[number] * (1 + NUMBERS_MAX))
-    function = types.FunctionType(template.__code__, {**globals(), "_rule": _RULES.get(rule)}, template.__name__)
+    template, signature, own = numba_coding.template(name) or _template(name)
+    function = types.FunctionType(template.__code__, own, template.__name__)
     # Its name decides the file in the cache. numba counts the entries of one file, so two processes that write
     # at once, perhaps on machines that share a home, could exchange entries: here a file has one entry.
     function.__qualname__ = f"{name}_{_processor()}"
@@ -217,6 +225,19 @@ def build(name: str) -> Callable[..., None]:
     except Exception as error:  # noqa: BLE001  # no place to write, a full disk, a damaged file: all are one to us
         LOG.debug("kernel %s is compiled without numba's cache: %s", name, error)
         return _compiled(function, signature, cache=False)
+
+
+def _template(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+    """A function, its signature, and its own globals."""
+    rule, _, label = name.rpartition("_")
+    number = FLOATS[label]
+    read = nt.Array(number, 1, "C", readonly=True)
+    written = number[::1]
+    sources = [read] * SOURCES_MAX + [nt.int64] + [number] * (SOURCES_MAX + 1)
+    own = {**globals(), "_rule": _RULES.get(rule)}
+    if rule == "sum":
+        return _sum, nt.void(written, *sources), own
+    return _update, nt.void(written, read, written, written, *sources, *[number] * (1 + NUMBERS_MAX)), own
 
 
 def _compiled(function: types.FunctionType, signature: Any, cache: bool) -> Callable[..., None]:

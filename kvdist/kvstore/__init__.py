@@ -6,18 +6,38 @@ Public as ``kvdist.kv``.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
-from kvdist.config import kernels_from_env
+from kvdist.config import (
+    gpu_from_env,
+    has_servers_from_env,
+    kernels_from_env,
+    priority_slices_from_env,
+    world_from_env,
+)
+from kvdist.core.policy import with_priority_slices
 from kvdist.kernels.choice import choose
 from kvdist.kvstore import own
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.cluster import MEMBERSHIP
 from kvdist.kvstore.commands import register_command
 from kvdist.kvstore.contract import KVStoreBase
+from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.dist import DistStore
 from kvdist.kvstore.local import LocalStore
-from kvdist.kvstore.names import DIST_NAMES, ELSEWHERE, LOCAL_NAMES
+from kvdist.kvstore.names import (
+    COLLECTIVE_NAMES,
+    DEVICE_NAMES,
+    DIST_NAMES,
+    ELSEWHERE,
+    HOST_NAMES,
+    HYBRID,
+    LOCAL_NAMES,
+)
 from kvdist.kvstore.own import register
+
+if TYPE_CHECKING:
+    from kvdist.kvstore.collective import CollectiveStore
 
 __all__ = ["KVStore", "KVStoreBase", "create", "register", "register_command"]
 
@@ -30,17 +50,21 @@ def create(name: str = "local") -> KVStore:
     For ``dist`` and its spellings this process joins the cluster that its environment describes, and the call returns
     when the cluster is complete. Without one, a cluster of this process alone is started inside it, and a warning says
     so. A second ``dist`` store of a process has keys, a mode and an optimizer of its own; all workers create theirs
-    in the same order.
+    in the same order. For ``collective`` and ``hybrid`` too: all workers create them in the same order.
 
     Args:
         name: ``local`` or ``device`` (values within this process), ``dist`` or ``dist_sync`` (servers wait for every
-            worker), ``dist_async`` (servers apply each push at once), one of the mirrored system's other spellings of
-            these, or the name of a registered class, which comes first. Upper case is the same.
+            worker), ``dist_async`` (servers apply each push at once), ``collective`` (workers sum among themselves,
+            without servers; also ``horovod``, ``allreduce``, ``byteps``, and ``nccl`` where a launcher has started this
+            process as one of several), ``hybrid`` (tables of rows on servers, everything else as ``collective``), one
+            of the mirrored system's other spellings of these, or the name of a registered class, which comes first.
+            Upper case is the same.
 
     Raises:
         TypeError: the name is not a string.
         ValueError: no store has that name; the message lists those there are.
         ConfigError: the environment describes half a cluster, or another launcher's, or `KVDIST_KERNELS` is wrong.
+        CollectiveError: the other ranks of a job without servers were not found in time.
         DeadlineExceeded: the scheduler does not answer, or the cluster does not become complete.
     """
     if not isinstance(name, str):
@@ -48,13 +72,58 @@ def create(name: str = "local") -> KVStore:
     lowered = name.lower()
     if lowered in own.REGISTERED:
         return own.REGISTERED[lowered]()  # type: ignore[no-any-return]  # the class is the user's promise
+    if lowered in COLLECTIVE_NAMES or (lowered == "nccl" and _is_one_of_several()):
+        return collective_store(lowered)
+    if lowered == HYBRID:
+        return _hybrid()
     if lowered in LOCAL_NAMES:
         if lowered == "nccl":
-            LOG.warning("kv.create('nccl'): this version sums on the CPU; the store is what 'device' gives")
-        return LocalStore(lowered, choose(kernels_from_env()))
+            LOG.warning("kv.create('nccl') in a process that is alone: the store is what 'device' gives")
+        return LocalStore(lowered, choose(kernels_from_env()), _devices(lowered))
     if lowered in DIST_NAMES:
-        kernels = choose(kernels_from_env())
-        return DistStore(lowered, DIST_NAMES[lowered], MEMBERSHIP.join(), kernels)
+        return _dist(lowered)
     advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
-    known = ", ".join([*LOCAL_NAMES, *DIST_NAMES, *own.REGISTERED])
+    known = ", ".join([*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *own.REGISTERED])
     raise ValueError(f"there is no store called {name!r}{advice}; known are: {known}")
+
+
+def _dist(name: str) -> DistStore:
+    policy = DIST_NAMES[name]
+    if priority_slices_from_env():
+        policy = with_priority_slices(policy)
+    return DistStore(name, policy, MEMBERSHIP.join(), choose(kernels_from_env()), _devices(name))
+
+
+def _is_one_of_several() -> bool:
+    """Whether a launcher has started this process as one of several, without servers."""
+    return not has_servers_from_env() and world_from_env().size > 1
+
+
+def collective_store(name: str, number: int = 0, updates: bool = False, predivide: float = 1.0) -> CollectiveStore:
+    """A store that sums among workers; see `kvdist.kvstore.collective.CollectiveStore` for the arguments."""
+    try:  # torch, which the other stores do without, is imported here
+        from kvdist.kvstore.collective import CollectiveStore
+        from kvdist.kvstore.meeting import ENGAGEMENTS
+    except ImportError as error:
+        raise ImportError(
+            f"the store {name!r} needs torch, which is not installed or too old: pip install 'kvdist[torch]'"
+        ) from error
+    engine, store, leave = ENGAGEMENTS.join()
+    kernels, devices = choose(kernels_from_env()), _devices(name)
+    return CollectiveStore(
+        name, engine, leave, number=number, store=store, kernels=kernels, devices=devices,
+        updates=updates, predivide=predivide,
+    )  # fmt: skip
+
+
+def _hybrid() -> KVStore:
+    servers = _dist("dist")
+    workers = collective_store(HYBRID, updates=True)
+    from kvdist.kvstore.hybrid import HybridStore
+
+    return HybridStore(servers, workers)
+
+
+def _devices(name: str) -> Devices | None:
+    """The GPUs of a store: none for one whose name says the host."""
+    return None if name in HOST_NAMES else Devices(gpu_from_env(), name in DEVICE_NAMES)

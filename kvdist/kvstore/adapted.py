@@ -31,6 +31,12 @@ class Adapted:
     def agree(self, statement: str) -> None:
         """Nothing: the contract has no way to compare what workers say."""
 
+    def leave_uncompressed(self, keys: Sequence[int]) -> None:
+        """Nothing: the contract knows no compression."""
+
+    def leave_unkept(self, keys: Sequence[int]) -> None:
+        """Nothing: the contract has no such hint."""
+
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Let the store update."""
         self._store.set_optimizer(optimizer)

@@ -3,8 +3,9 @@
 Rules that hold for every store:
 
 - A *key* is an `int` or a `str`; one call takes one key or a list of them, never both types at once.
-- A *value* is a NumPy array or a torch tensor of one of the types of `kvdist.dtypes`; for one key it may be a list of
-  them, one per device, which are summed. For a list of keys it is a list of as many values.
+- A *value* is a NumPy array or a torch tensor of one of the types of `kvdist.dtypes`, or some of its rows: a
+  `RowSparse` or a sparse COO tensor. For one key it may be a list of them, one per device, which are summed. For a list
+  of keys it is a list of as many values.
 - ``None`` in the place of a value that is pushed means "no gradient here": an empty contribution that counts, so nobody
   waits for it.
 - What is handed in is never written (except where a result goes in place) and never kept by reference. What was handed
@@ -21,7 +22,7 @@ import abc
 import builtins
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +69,11 @@ class KVStore(KVStoreBase):
     @abc.abstractmethod
     def num_servers(self) -> int:
         """How many servers hold the values; 0 for stores within a process."""
+
+    @property
+    @abc.abstractmethod
+    def has_optimizer(self) -> bool:
+        """Whether `set_optimizer` has been called here, so that a push is a gradient; else a sum replaces the value."""
 
     @abc.abstractmethod
     def num_dead_nodes(self) -> int:
@@ -117,7 +123,8 @@ class KVStore(KVStoreBase):
             key: one key or a list.
             out: arrays of the shape and dtype given to `init`; each array of a key is written. None makes new ones.
             priority: higher goes first.
-            ignore_sparse: kept for scripts of the mirrored system; dense values do not depend on it.
+            ignore_sparse: what happens to tables of rows. True: a `RowSparse` in `out` stays as it is, and without
+                `out` it is an error. False: all rows are pulled. An array in `out` gets all rows in either case.
 
         Returns:
             With ``out=None`` one new array per key, of the kind given to `init` (one array for one key, else a list);
@@ -144,6 +151,33 @@ class KVStore(KVStoreBase):
             priority: higher goes first.
             average, samples: as in `push`.
         """
+
+    @abc.abstractmethod
+    def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
+        """Read some rows of tables: of keys whose first value was a `RowSparse`, a sparse tensor or a `LazyRows`.
+
+        Like `pull`, it sees at least every push that this worker made before it.
+
+        Args:
+            key: one key or a list.
+            out: a `RowSparse` of the table's shape and dtype, whose content is replaced, or a list of them, which get
+                the same rows; for a list of keys a list of these. None makes new ones.
+            priority: higher goes first.
+            row_ids: integers of any shape and order, with repetitions: an array, a tensor or a list. For a list of
+                keys one for all of them, or a list of as many; for a list of results of one key, a list of as many.
+
+        Returns:
+            With ``out=None`` one `RowSparse` per key (for one key it alone) that has each named row once, in ascending
+            order; otherwise None.
+
+        Raises:
+            TypeError: the key is an array, ids are not integers, or `out` is not a `RowSparse`.
+            ValueError: an id is not a row of the table, or lists differ in length.
+        """
+
+    @abc.abstractmethod
+    def row_sparse_pull_async(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Future[Any]:
+        """`row_sparse_pull` with a future of its result; `out` belongs to the store until it resolves."""
 
     @abc.abstractmethod
     def push_async(
@@ -274,6 +308,44 @@ class KVStore(KVStoreBase):
 
         Raises:
             OptimizerMismatch: another worker, or an earlier call, chose a different one.
+        """
+
+    @abc.abstractmethod
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Compress what is pushed from now on: keys of float32 travel in fewer bytes.
+
+        What a push loses is kept on this worker, for each key, and added to the next one. Every worker calls it, with
+        the same parameters, before the first key is initialised; a second call with them changes nothing.
+
+        Args:
+            compression_params: ``type`` is ``2bit`` or ``1bit`` (with a ``threshold``, by default 0.5), ``fp16``,
+                ``bf16``, or ``topk`` (with a ``ratio``, by default 0.01). With ``pull`` (``fp16`` or ``bf16``) values
+                come back rounded to halves; a store within a process has no use for that.
+
+        Raises:
+            TypeError, ValueError: the parameters are wrong, the store compresses otherwise already, keys have been
+                initialised, or the store does not compress (``local``, ``nccl``).
+            InitMismatch: another worker gave other parameters.
+        """
+
+    @abc.abstractmethod
+    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
+        """Let these keys travel as they are, whatever is compressed; every worker calls it, before their `init`.
+
+        Raises:
+            ValueError: one of them is initialised, and compressed.
+        """
+
+    def leave_unkept(self, keys: Sequence[Key]) -> None:
+        """A hint, before their `init`: sums of these keys go to the callers of `pushpull`, and nobody pulls them.
+
+        A store that would keep a copy for `pull` alone can do without.
+        """
+
+    def expect_rows(self, keys: Sequence[Key]) -> None:
+        """A hint, before their `init`, the same on every worker: most gradients of these keys are a few rows.
+
+        The store ``hybrid`` keeps such keys on servers.
         """
 
     @abc.abstractmethod

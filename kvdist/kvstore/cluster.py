@@ -22,13 +22,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from kvdist.addresses import host_name
 from kvdist.config import (
     ClusterConfig,
-    host_name,
     kernels_from_env,
     profile_dir_from_env,
     profiler_autostart_from_env,
-    tcp_endpoint,
     without_effect,
 )
 from kvdist.core.joining import Introduction
@@ -39,15 +38,18 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker import Worker
 from kvdist.errors import ConfigError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
+from kvdist.kernels.interface import Kernels
 from kvdist.kvstore.commands import HANDLERS
+from kvdist.kvstore.server_device import open_server_device
 from kvdist.mailbox import Finish
 from kvdist.node import Node, run_together
 from kvdist.nodes import Role
+from kvdist.optimizer.offload import arithmetic_on
 from kvdist.profiling import PROFILER_HEAD, Profiler
 from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.memory import Memory, OrdinaryMemory
-from kvdist.transport.opening import open_transport
+from kvdist.transport.opening import bind_port, open_transport
 from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")
@@ -128,6 +130,10 @@ class Cluster:
     def traffic(self) -> Traffic:
         """How many bytes of values this worker has touched."""
         return self._worker.traffic
+
+    def widen_with(self, kernels: Kernels) -> None:
+        """Let these kernels widen values that come as halves."""
+        self._worker.transfers.kernels = kernels
 
     def shares_memory(self, server_rank: int) -> bool:
         """Whether what lies in `memory` is not carried to this server."""
@@ -271,7 +277,7 @@ def _endpoint_for_neighbours(config: ClusterConfig, transport: Transport) -> str
     if config.local_reduce == "off" or config.num_workers == 1:
         return ""
     try:
-        return transport.bind(tcp_endpoint("127.0.0.1", 0))
+        return bind_port(transport, config, "127.0.0.1")
     except ConfigError as error:
         if config.local_reduce == "on":
             raise
@@ -286,7 +292,7 @@ def _embedded() -> Cluster:
         " Start with `kvdist-launch -n WORKERS -s SERVERS COMMAND` to train on several"
     )
     config = ClusterConfig.alone()
-    kernels = choose(kernels_from_env())
+    kernels, device = choose(kernels_from_env()), open_server_device(config.server_device(0))
     network = InprocNetwork()
     now = time.monotonic()
     server_config = replace(config, role=Role.SERVER)
@@ -300,6 +306,7 @@ def _embedded() -> Cluster:
                 kernels,
                 now,
                 handlers=ChainMap({PROFILER_HEAD: profiler.perform}, HANDLERS),
+                arithmetic=None if device is None else arithmetic_on(device, kernels),
             ),
             EMBEDDED_SERVER_ENDPOINT,
         ),

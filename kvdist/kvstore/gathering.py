@@ -18,7 +18,7 @@ from typing import Any
 from kvdist.core.effects import NEVER
 from kvdist.core.requests import Bits, KeyInfo, Kind, RunData, Transfer
 from kvdist.kvstore.contribution import Contribution, Terms
-from kvdist.kvstore.handed import Given, named
+from kvdist.kvstore.handed import EncodedSlices, Given, named
 from kvdist.kvstore.pulling import PullFuture, fail, fulfil
 from kvdist.kvstore.settings import Setting
 from kvdist.kvstore.values import Key
@@ -103,14 +103,15 @@ class _Pushes(_Gathering):
         self._lay_out = lay_out
         self.terms = terms
         self.bits: list[list[Bits]] = []
+        self.encoded: list[EncodedSlices | None] = []
         self.settings: list[Setting] = []
         self._failed = failed
         self._contribution: Contribution | None = None
 
     def make(self, number: int) -> Transfer:
         infos = list(self.infos.values())
-        self._contribution = own = self._lay_out(Given(infos, self.bits), self.terms, self.settings)
-        self.bits = []  # they lie in the staging buffers now
+        self._contribution = own = self._lay_out(Given(infos, self.bits, self.encoded), self.terms, self.settings)
+        self.bits, self.encoded = [], []  # they lie in the staging buffers now
         return Transfer(number, Kind.PUSH, f"push of {named(infos)}", own.runs, self.priority)
 
     def set_result(self, result: Any) -> None:  # nobody waits for it
@@ -192,15 +193,24 @@ class Gatherings:
                     gathering.is_open = False
             self._pushes = self._pulls = None
 
-    def push(self, info: KeyInfo, bits: Bits, setting: Setting, priority: int, terms: Terms) -> None:
-        """Take in a push; `bits` are copied."""
-        copy, key = [bits.copy()], info.key
+    def push(
+        self,
+        info: KeyInfo,
+        bits: Bits,
+        setting: Setting,
+        priority: int,
+        terms: Terms,
+        encoded: EncodedSlices | None = None,
+    ) -> None:
+        """Take in a push; `bits` are copied, unless they were `encoded`."""
+        copy, key = [bits.copy() if encoded is None else bits], info.key
         with self._lock:
             into, pulls = self._pushes, self._pulls
             if into is None or not into.takes(key) or into.terms != terms or (pulls and key in pulls.infos):
                 into = self._begin_pushes(key, terms)
             into.add(info, priority)
             into.bits.append(copy)
+            into.encoded.append(encoded)
             into.settings.append(setting)
             error = into.error
         if error is not None:
@@ -251,5 +261,7 @@ class Gatherings:
 
 
 def is_small(given: Given) -> bool:
-    """Whether this is one small array of one key."""
-    return len(given.infos) == 1 and len(given.bits[0]) == 1 and given.bits[0][0].nbytes <= SMALL_BYTES_MAX
+    """Whether this is one small array of one key, in the host's memory."""
+    if len(given.infos) != 1 or len(given.bits[0]) != 1 or given.is_on_gpus:
+        return False
+    return given.bits[0][0].nbytes <= SMALL_BYTES_MAX

@@ -15,8 +15,10 @@ from kvdist.core.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values
+from kvdist.kvstore.tables import form_of, require_table
 from kvdist.kvstore.values import Key
 from kvdist.protocol.limits import DEFAULT
+from kvdist.rowsparse import LazyRows, RowSparse
 
 Given = Sequence[tuple[Key, list[Any]]]
 """Keys and per key the arrays of its devices."""
@@ -37,6 +39,8 @@ class KeyTable:
         self.infos: dict[Key, KeyInfo] = {}
         self.nbytes = 0
         self.plain: dict[Key, tuple[KeyInfo, tuple[int, ...], np.dtype[Any]]] = {}
+        self.tables: dict[Key, KeyInfo] = {}
+        """Those that are tables of rows."""
         self._kinds: dict[Key, str] = {}
 
     def __len__(self) -> int:
@@ -64,6 +68,10 @@ class KeyTable:
     def add(self, info: KeyInfo, array: Any) -> None:
         """Enter a key that was agreed on; values that come back are of the kind of `array`."""
         self.infos[info.key] = info
+        if info.form:
+            self.tables[info.key] = info
+            self._kinds[info.key] = "torch" if isinstance(array, RowSparse) and array.is_torch else "numpy"
+            return
         self._kinds[info.key] = values.kind_of(array)
         if info.dtype is not DType.BFLOAT16:  # whose bits look like an array of another type
             self.plain[info.key] = (info, info.shape, info.dtype.storage)
@@ -72,6 +80,13 @@ class KeyTable:
     def like(self, info: KeyInfo, bits: Any) -> Any:
         """An array of the key's kind, shape and dtype that shows these bits."""
         return values.like(self._kinds[info.key], info.shape, info.dtype, bits)
+
+    def no_rows(self, info: KeyInfo) -> RowSparse:
+        """A `RowSparse` of a table without any rows, of the table's kind."""
+        if self._kinds[info.key] == "torch":
+            empty = values.like("torch", (0, *info.shape[1:]), info.dtype, np.zeros(0, info.dtype.storage))
+            return RowSparse([], empty, info.shape)
+        return RowSparse.zeros(info.shape, info.dtype.label)
 
     def undeclared(self, given: Given) -> list[tuple[Key, Any]]:
         """The keys of an init that are new, each with its first array.
@@ -82,15 +97,16 @@ class KeyTable:
         """
         fresh = []
         for key, arrays in given:
-            shape, dtype = values.first_shape(key, arrays)
+            shape, dtype, form = described(key, arrays)
             info = self.infos.get(key)
             if info is None:
                 _require_sendable(key, shape)
                 fresh.append((key, arrays[0]))
-            elif (shape, dtype) != (info.shape, info.dtype):
+            elif (shape, dtype, form) != (info.shape, info.dtype, info.form):
+                kinds = [f", as a table of rows ({one})" if one else "" for one in (info.form, form)]
                 raise InitMismatch(
-                    f"key {key!r} was initialised with shape {info.shape} and dtype {info.dtype.label},"
-                    f" and now with shape {shape} and dtype {dtype.label}"
+                    f"key {key!r} was initialised with shape {info.shape} and dtype {info.dtype.label}{kinds[0]},"
+                    f" and now with shape {shape} and dtype {dtype.label}{kinds[1]}"
                 )
         values.require_same_type(tuple(key for key, _ in fresh), self.infos)
         return fresh
@@ -108,6 +124,19 @@ class KeyTable:
             for array in arrays:
                 check(info.key, array, info.shape, info.dtype)
         return matched
+
+
+def described(key: Key, arrays: Sequence[Any]) -> tuple[tuple[int, ...], DType, str]:
+    """Shape, element type and form of a key's first values.
+
+    Raises:
+        TypeError, ValueError: they are none, or no such values; the message names the key.
+    """
+    first = arrays[0] if arrays else None
+    if isinstance(first, RowSparse | LazyRows):
+        require_table(key, first.shape, first.dtype.itemsize)
+        return first.shape, first.dtype, form_of(first)
+    return *values.first_shape(key, arrays), ""
 
 
 def _require_sendable(key: Key, shape: tuple[int, ...]) -> None:

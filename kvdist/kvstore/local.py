@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +19,30 @@ import numpy as np
 
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
 from kvdist.dtypes import DType
-from kvdist.errors import CheckpointError, InitMismatch, KeyNotInitialised, OptimizerMismatch, StoreClosed
+from kvdist.errors import CheckpointError, InitMismatch, OptimizerMismatch, StoreClosed
+from kvdist.kernels.gpu import HOST
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import local_saving, saved, values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
+from kvdist.kvstore.calls import Calls
 from kvdist.kvstore.commands import command_of
+from kvdist.kvstore.compressing import Compressing, require_no_keys, require_uncompressed
+from kvdist.kvstore.contribution import Terms
+from kvdist.kvstore.devices import Devices
+from kvdist.kvstore.entries import Entry
+from kvdist.kvstore.local_arrays import LocalArrays
+from kvdist.kvstore.local_rows import LocalRows, resolved
+from kvdist.kvstore.names import COMPRESSING_NAMES
+from kvdist.kvstore.staging import Lending
+from kvdist.kvstore.tables import as_table, require_no_tables
 from kvdist.kvstore.together import as_averaged, as_given, like
-from kvdist.kvstore.values import Bits, Key, Shape
+from kvdist.kvstore.values import Bits, Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
-from kvdist.optimizer.step import Extent
-from kvdist.optimizer.updater import Updater
+from kvdist.rowsparse import LazyRows, RowSparse
 
 LOG = logging.getLogger("kvdist")
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One key: what it holds and what kind of array it came as."""
-
-    key: Key
-    shape: Shape
-    dtype: DType
-    kind: str
-    bits: Bits
 
 
 class LocalStore(KVStore):
@@ -52,16 +50,19 @@ class LocalStore(KVStore):
 
     Args:
         type_name: the name it was created by.
-        kernels: what does the arithmetic.
+        kernels: what does the arithmetic on the host.
+        devices: the GPUs that it uses; None where values of GPUs are brought to the host.
     """
 
-    def __init__(self, type_name: str, kernels: Kernels = REFERENCE) -> None:
+    def __init__(self, type_name: str, kernels: Kernels = REFERENCE, devices: Devices | None = None) -> None:
         self._type = type_name
         self._kernels = kernels
-        self._entries: dict[Key, _Entry] = {}
-        self._updater: Updater | None = None
-        self._function: UpdaterFunction | None = None
+        own = devices or Devices(HOST, insists=False)
+        self._arrays = LocalArrays(kernels, own)
+        self._uncompressed: set[Key] = set()
         self._closed = False
+        self._rows = LocalRows(kernels, self._optimizer)
+        self._calls = Calls(self._rows.keys, self._arrays, self._rows, self._arrays.__getitem__, own)
 
     @property
     def type(self) -> str:
@@ -83,44 +84,48 @@ class LocalStore(KVStore):
         """0: the values are in this process."""
         return 0
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether pushes are gradients; see `KVStore.has_optimizer`."""
+        return self._arrays.updaters is not None
+
     def num_dead_nodes(self) -> int:
         """0: there is nobody else."""
         return 0
 
     def init(self, key: Keys, value: Value) -> None:
         """Store copies of the values; see `KVStore.init`."""
-        fresh: list[_Entry] = []
-        for one, arrays in self._given(key, value):
-            shape, dtype = values.first_shape(one, arrays)
-            entry = self._entries.get(one)
-            if entry is None:
-                fresh.append(_Entry(one, shape, dtype, values.kind_of(arrays[0]), values.read_bits(arrays[0]).copy()))
-            elif (entry.shape, entry.dtype) != (shape, dtype):
-                raise InitMismatch(
-                    f"key {one!r} was initialised with shape {entry.shape} and dtype {entry.dtype.label},"
-                    f" and now with shape {shape} and dtype {dtype.label}"
-                )
-        values.require_same_type((entry.key for entry in fresh), self._entries)
-        self._entries.update((entry.key, entry) for entry in fresh)
+        fresh: list[Entry] = []
+        given = [(one, [as_table(one, array) for array in arrays]) for one, arrays in self._given(key, value)]
+        tables = self._rows.keys.undeclared([pair for pair in given if self._is_table(*pair)])
+        for one, arrays in given:
+            if self._is_table(one, arrays):
+                continue
+            entry = self._arrays.fresh(one, arrays)
+            if entry is not None:
+                fresh.append(entry)
+        values.require_same_type((entry.key for entry in fresh), [*self._arrays.entries, *self._rows.blocks])
+        values.require_same_type((one for one, _ in tables), self._arrays.entries)
+        if self._arrays.compressing is not None:
+            self._arrays.compressing.require((entry.key, entry.dtype) for entry in fresh)
+        if tables and self._arrays.function is not None:
+            raise TypeError(
+                f"key {tables[0][0]!r} is a table of rows, which only an optimizer updates; this store has an"
+                " updater: call set_optimizer, or make another store"
+            )
+        for one, table in tables:
+            self._rows.add(one, table)
+        self._arrays.entries.update((entry.key, entry) for entry in fresh)
 
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Sum over the devices and update or replace the stored value; see `KVStore.push`."""
-        self._contribute(self._matched(key, value))
-
-    def pull(
-        self,
-        key: Keys,
-        out: Value | None = None,
-        priority: int = 0,
-        ignore_sparse: bool = True,
-    ) -> Any:
-        """Copy the stored values out; see `KVStore.pull`."""
-        if out is not None:
-            self._hand_out(self._writable(key, out))
-            return None
         self._require_open()
-        copies = [_copy_of(self._entry(one)) for one in values.keys(key)]
-        return copies if isinstance(key, (list, tuple)) else copies[0]
+        self._calls.push(key, value, priority, Terms(average, samples))
+
+    def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+        """Copy the stored values out; see `KVStore.pull`."""
+        self._require_open()
+        return self._calls.pull(key, out, priority, ignore_sparse).result()
 
     def pushpull(
         self,
@@ -133,23 +138,21 @@ class LocalStore(KVStore):
         samples: int = 0,
     ) -> None:
         """`push`, then `pull`; see `KVStore.pushpull`."""
-        contributions = self._matched(key, value)
-        results = self._writable(key, value if out is None else out)
-        self._contribute(contributions)
-        self._hand_out(results)
+        self._require_open()
+        self._calls.pushpull(key, value, out, priority, Terms(average, samples), Lending.NOTHING).result()
 
     def push_async(
         self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
     ) -> Future[None]:
         """`push`, with a future that has its result."""
         self.push(key, value, priority, average=average, samples=samples)
-        return _resolved(None)
+        return resolved(None)
 
     def pull_async(
         self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True
     ) -> Future[Any]:
         """`pull`, with a future that has its result."""
-        return _resolved(self.pull(key, out, priority, ignore_sparse))
+        return resolved(self.pull(key, out, priority, ignore_sparse))
 
     def pushpull_async(
         self,
@@ -163,7 +166,16 @@ class LocalStore(KVStore):
     ) -> Future[None]:
         """`pushpull`, with a future that has its result."""
         self.pushpull(key, value, out, priority, average=average, samples=samples)
-        return _resolved(None)
+        return resolved(None)
+
+    def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
+        """Read rows of tables; see `KVStore.row_sparse_pull`."""
+        return self.row_sparse_pull_async(key, out, priority, row_ids).result()
+
+    def row_sparse_pull_async(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Future[Any]:
+        """`row_sparse_pull`, with a future that has its result."""
+        self._require_open()
+        return self._calls.row_sparse_pull(key, out, priority, row_ids)
 
     def pushpull_shared(
         self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
@@ -174,11 +186,16 @@ class LocalStore(KVStore):
 
     def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
         """Store the values, in place of those that are there, and copy them out; see `KVStore.broadcast`."""
+        given = [(one, arrays) for one, arrays in self._given(key, value) if one in self._rows.blocks]
+        require_no_tables(self._rows.blocks, given)
         self.init(key, value)
-        results = self._writable(key, out)
-        for entry, arrays in self._matched(key, value):
-            entry.bits[...] = values.read_bits(arrays[0])
-        self._hand_out(results)
+        arrays = [(one, own) for one, own in values.pairs(key, value) if one not in self._rows.blocks]
+        results = self._arrays.writable(key, out) if len(arrays) == len(values.pairs(key, value)) else None
+        self._arrays.replace(arrays)
+        if results is None:
+            self.pull(key, out)
+        else:
+            self._arrays.hand_out(results)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Nothing to wait for."""
@@ -208,24 +225,49 @@ class LocalStore(KVStore):
         """Update the values with this optimizer from now on; see `KVStore.set_optimizer`."""
         self._require_open()
         chosen = create(optimizer, **hyperparameters)
-        if self._updater is None:
-            self._updater = Updater(chosen, self._kernels)
-        elif chosen.rule() == self._updater.optimizer.rule():
-            self._updater.optimizer = chosen
-        else:
+        self._rows.require_fit(chosen)
+        present = self._optimizer()
+        if present is not None and chosen.rule() != present.rule():
             raise OptimizerMismatch(
-                f"the store updates its values with {self._updater.optimizer} and cannot change to"
-                f" {chosen}; use a second store"
+                f"the store updates its values with {present} and cannot change to {chosen}; use a second store"
             )
-        self._function = None
+        self._arrays.set_optimizer(chosen)
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Compress what each device pushes, as if it travelled; see `KVStore.set_gradient_compression`."""
+        self._require_open()
+        if self._type not in COMPRESSING_NAMES:
+            raise ValueError(
+                f"a {self._type!r} store does not compress gradients: that needs 'dist' or 'device'"
+            )
+        compressing = Compressing(compression_params, self._uncompressed, self._kernels)
+        if compressing.compression.pulled_as is not DType.FLOAT32:
+            raise ValueError(
+                f"'pull' is for stores whose values travel, and those of {self._type!r} do not: leave it out, or use"
+                " 'dist'"
+            )
+        if self._arrays.compressing is not None:
+            self._arrays.compressing.require_equal(compressing)
+            return
+        require_no_keys(self._arrays.entries)
+        self._arrays.compressing = compressing
+
+    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
+        """Leave these keys as they are; see `KVStore.leave_uncompressed`."""
+        self._require_open()
+        require_uncompressed(self._arrays.compressing, keys, self._arrays.entries)
+        self._uncompressed.update(keys)
 
     def set_updater(self, updater: UpdaterFunction) -> None:
         """Update the values with ``updater(key, received, stored)`` from now on; see `KVStore.set_updater`."""
         self._require_open()
         if not callable(updater):
             raise TypeError(f"an updater is a function of (key, received, stored), not {type(updater).__name__}")
-        self._function = updater
-        self._updater = None
+        if self._rows.blocks:
+            table = next(iter(self._rows.blocks))
+            raise TypeError(f"key {table!r} is a table of rows, which only an optimizer updates; call set_optimizer")
+        self._arrays.function = updater
+        self._arrays.updaters = None
 
     def send_command_to_servers(self, head: int, body: str = "") -> None:
         """Nothing: there are no servers."""
@@ -247,7 +289,7 @@ class LocalStore(KVStore):
         content = saved.own_file(state, names, 0)
         future: Future[Path] = Future()
         try:
-            local_saving.save(folder, EVERYTHING, self._held(), self._updater, step, number, content)
+            local_saving.save(folder, EVERYTHING, self._held(), self._arrays.updaters, step, number, content)
             future.set_result(folder)
         except CheckpointError as error:
             LOG.error("no checkpoint was made: %s", error)
@@ -262,27 +304,35 @@ class LocalStore(KVStore):
         folder = saved.find(directory, step)
         checkpoint = saved.loaded(folder, read_manifest(folder), 0)
         contents = EVERYTHING if states else (WEIGHTS,)
-        found = local_saving.load(folder, contents, self._held(), self._updater)
-        for entry, bits in zip(self._entries.values(), found, strict=True):
-            entry.bits[...] = bits
+        self._take(local_saving.load(folder, contents, self._held(), self._arrays.updaters))
         return checkpoint
 
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Write the states; see `KVStore.save_optimizer_states`."""
         self._require_open()
-        local_saving.save(saved.absolute(fname), (STATES,), self._held(), self._updater)
+        local_saving.save(saved.absolute(fname), (STATES,), self._held(), self._arrays.updaters)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Read the states; see `KVStore.load_optimizer_states`."""
         self._require_open()
         folder = saved.absolute(fname)
         description = read_manifest(folder).optimizer
-        if self._updater is None and description is not None:
+        if self._arrays.updaters is None and description is not None:
             self.set_optimizer(chosen_optimizer(description))
-        local_saving.load(folder, (STATES,), self._held(), self._updater)
+        local_saving.load(folder, (STATES,), self._held(), self._arrays.updaters)
 
-    def _held(self) -> list[local_saving.Held]:
-        return [local_saving.Held(one.key, one.shape, one.dtype, one.bits) for one in self._entries.values()]
+    def _held(self) -> list[local_saving.Holding]:
+        return [*self._arrays.held(), *self._rows.held]
+
+    def _take(self, found: Sequence[Bits | None]) -> None:
+        """Take these values, in the order of `_held`; None leaves one as it is."""
+        self._arrays.load(found[: len(self._arrays.entries)])  # behind them the tables, which have theirs
+        if self._arrays.compressing is not None:
+            self._arrays.compressing.forget()
+
+    def _optimizer(self) -> Optimizer | None:
+        updaters = self._arrays.updaters
+        return None if updaters is None else updaters.optimizer
 
     def is_capable(self, capability: str) -> bool:
         """True for ``optimizer``; see `KVStore.is_capable`."""
@@ -295,7 +345,15 @@ class LocalStore(KVStore):
     def close(self, wait: bool = True) -> None:
         """Let go of all values."""
         self._closed = True
-        self._entries = {}
+        self._arrays.entries.clear()
+        self._rows.blocks.clear()
+
+    def _is_table(self, key: Key, arrays: Sequence[Any]) -> bool:
+        is_rows = bool(arrays) and isinstance(arrays[0], RowSparse | LazyRows)
+        if (is_rows and key in self._arrays.entries) or (not is_rows and key in self._rows.blocks):
+            kinds = ("an array", "a table of rows")
+            raise InitMismatch(f"key {key!r} was initialised as {kinds[not is_rows]}, and now as {kinds[is_rows]}")
+        return is_rows
 
     def _require_open(self) -> None:
         if self._closed:
@@ -304,64 +362,3 @@ class LocalStore(KVStore):
     def _given(self, key: Keys, value: Value) -> list[tuple[Key, list[Any]]]:
         self._require_open()
         return values.pairs(key, value)
-
-    def _entry(self, key: Key) -> _Entry:
-        entry = self._entries.get(key)
-        if entry is None:
-            raise KeyNotInitialised(values.unknown_key(key, self._entries))
-        return entry
-
-    def _matched(self, key: Keys, value: Value) -> list[tuple[_Entry, list[Any]]]:
-        """The entries of a call, with their arrays, each checked to fit."""
-        matched = [(self._entry(one), arrays) for one, arrays in self._given(key, value)]
-        for entry, arrays in matched:
-            for array in arrays:
-                values.require(entry.key, array, entry.shape, entry.dtype)
-        return matched
-
-    def _writable(self, key: Keys, value: Value) -> list[tuple[_Entry, list[Any]]]:
-        matched = [(self._entry(one), arrays) for one, arrays in self._given(key, value)]
-        for entry, arrays in matched:
-            for array in arrays:
-                values.require_writable(entry.key, array, entry.shape, entry.dtype)
-        return matched
-
-    def _contribute(self, contributions: list[tuple[_Entry, list[Any]]]) -> None:
-        for entry, arrays in contributions:
-            if not arrays:
-                continue  # an empty contribution: it adds nothing, and there is nobody else
-            if self._updater is not None:
-                self._update(self._updater, entry, arrays)
-            elif self._function is not None:
-                self._call(self._function, entry, arrays)
-            else:
-                values.sum_devices(arrays, entry.dtype, self._kernels, out=entry.bits)
-
-    @staticmethod
-    def _update(updater: Updater, entry: _Entry, arrays: list[Any]) -> None:
-        contributions = [values.read_bits(array) for array in arrays]
-        scales = [updater.optimizer.rescale_grad] * len(contributions)
-        extent = Extent(entry.key, entry.shape)
-        updater.update(entry.key, entry.bits, contributions, scales, entry.dtype, entry.bits, extent=extent)
-
-    def _call(self, function: UpdaterFunction, entry: _Entry, arrays: list[Any]) -> None:
-        # A sum of its own, even of one array: the function may write into what it received.
-        total = values.sum_devices(arrays, entry.dtype, self._kernels, out=np.empty_like(entry.bits))
-        library = entry.kind.partition(":")[0]
-        received = values.like(library, entry.shape, entry.dtype, total)
-        function(entry.key, received, values.like(library, entry.shape, entry.dtype, entry.bits))
-
-    def _hand_out(self, results: list[tuple[_Entry, list[Any]]]) -> None:
-        for entry, arrays in results:
-            for array in arrays:
-                values.write_bits(array, entry.bits)
-
-
-def _copy_of(entry: _Entry) -> Any:
-    return values.like(entry.kind, entry.shape, entry.dtype, entry.bits.copy())
-
-
-def _resolved(result: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future

@@ -1,4 +1,4 @@
-"""Checkpoints of what one process keeps: the values of a `LocalStore`, or of a trainer that updates here.
+"""Checkpoints of what one process keeps: arrays and tables of a `LocalStore`, or weights that a trainer updates here.
 
 The files are those that servers write, so a store on a cluster can go on from them, and the other way round.
 """
@@ -6,23 +6,40 @@ The files are those that servers write, so a store on a cluster can go on from t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from kvdist.checkpoint.files import FileRecord
 from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest, SavedKey
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
 from kvdist.checkpoint.works import ReadManifest, ReadShards, Sweep, WriteManifest, WriteShard, perform
+from kvdist.core import row_saving
+from kvdist.core.row_block import RowBlock
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
 from kvdist.kvstore.values import Bits, Key, Shape
-from kvdist.optimizer.states import has_master
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.states import SliceState, has_master
 from kvdist.optimizer.step import Extent
-from kvdist.optimizer.updater import Updater
 
 MODE = "local"
+
+
+class KeepsStates(Protocol):
+    """What has the optimizer's states: see `kvdist.optimizer.updater.Updater`."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The rule and its numbers."""
+
+    def state_of(self, index: Hashable) -> SliceState | None:
+        """The state of a key."""
+
+    def restore(self, index: Hashable, state: SliceState | None) -> None:
+        """Go on from this state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,12 +52,73 @@ class Held:
     bits: Bits
     """All of its elements, 1-D."""
 
+    @property
+    def saved_key(self) -> SavedKey:
+        """What the manifest says of it."""
+        return SavedKey(self.key, tuple(self.shape), self.dtype.label)
+
+    def saved(self, updater: KeepsStates | None, contents: tuple[str, ...]) -> SavedSlice:
+        """What is written; it shows the bits themselves."""
+        weight = self.bits if WEIGHTS in contents else None
+        where = (self.key, 0, self.bits.size, self.dtype, 0, weight)
+        state = None if updater is None or STATES not in contents else updater.state_of(self.key)
+        if updater is None or state is None:
+            return SavedSlice(*where)
+        states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
+        return SavedSlice(*where, states, state.count, state.scalars, state.master)
+
+    def wanted(self, number: int, updater: KeepsStates | None) -> WantedSlice:
+        """What a checkpoint must have of it."""
+        where = (number, self.key, 0, self.bits.size, self.dtype)
+        if updater is None:
+            return WantedSlice(*where)
+        optimizer = updater.optimizer
+        row = max(1, Extent(self.key, tuple(self.shape)).row_length) if optimizer.by_rows else 1
+        master = has_master(optimizer, self.dtype)
+        from_weight = master or bool(optimizer.states_from_weight)
+        return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)
+
+    def take(self, found: ReadSlice, updater: KeepsStates | None) -> Bits | None:
+        """Give the updater its states back; returns the value, which whoever holds it takes over."""
+        if updater is not None and (found.state is not None or found.is_fresh):
+            updater.restore(self.key, found.state)
+        return found.weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldRows:
+    """One table that this process keeps."""
+
+    block: RowBlock
+    form: str
+    """As it was declared."""
+
+    @property
+    def saved_key(self) -> SavedKey:
+        """What the manifest says of it."""
+        return SavedKey(self.block.key, self.block.shape, self.block.dtype.label, self.form)
+
+    def saved(self, updater: KeepsStates | None, contents: tuple[str, ...]) -> SavedSlice:
+        """What is written: a copy of the rows that exist."""
+        return row_saving.taken(self.block, 0, _optimizer(updater), contents)
+
+    def wanted(self, number: int, updater: KeepsStates | None) -> WantedSlice:
+        """What a checkpoint must have of it."""
+        return replace(row_saving.wanted(self.block, _optimizer(updater)), number=number)
+
+    def take(self, found: ReadSlice, updater: KeepsStates | None) -> None:
+        """Go on from what was found; there is nothing left to take over."""
+        row_saving.restore(self.block, found, _optimizer(updater))
+
+
+Holding = Held | HeldRows
+
 
 def save(
     folder: Path,
     contents: tuple[str, ...],
-    held: Sequence[Held],
-    updater: Updater | None,
+    held: Sequence[Holding],
+    updater: KeepsStates | None,
     step: int = 0,
     keep: int = 0,
     content: bytes = b"",
@@ -54,7 +132,7 @@ def save(
     if not held:
         raise ValueError("there are no keys to save: init them before")
     try:
-        shard = perform(WriteShard(str(folder), "server-0", tuple(_saved(one, updater, contents) for one in held)))
+        shard = perform(WriteShard(str(folder), "server-0", tuple(one.saved(updater, contents) for one in held)))
         assert isinstance(shard, FileRecord)
         files = [shard, *files, *([saved.write_own_file(folder, 0, content)] if content else [])]
         description = None if updater is None else updater.optimizer.describe()
@@ -66,8 +144,10 @@ def save(
         raise
 
 
-def load(folder: Path, contents: tuple[str, ...], held: Sequence[Held], updater: Updater | None) -> list[Bits | None]:
-    """Give the updater its states back; returns the values of the keys, None for each that was not asked for.
+def load(
+    folder: Path, contents: tuple[str, ...], held: Sequence[Holding], updater: KeepsStates | None
+) -> list[Bits | None]:
+    """Restore tables and states; returns the values of the arrays, None for each other key or if not asked for.
 
     Raises:
         CheckpointError: as of `read`; nothing has changed.
@@ -75,7 +155,9 @@ def load(folder: Path, contents: tuple[str, ...], held: Sequence[Held], updater:
     return take(held, read(folder, contents, held, updater), updater)
 
 
-def read(folder: Path, contents: tuple[str, ...], held: Sequence[Held], updater: Updater | None) -> list[ReadSlice]:
+def read(
+    folder: Path, contents: tuple[str, ...], held: Sequence[Holding], updater: KeepsStates | None
+) -> list[ReadSlice]:
     """What a checkpoint has of these keys, in their order.
 
     Raises:
@@ -84,45 +166,20 @@ def read(folder: Path, contents: tuple[str, ...], held: Sequence[Held], updater:
     manifest = perform(ReadManifest(str(folder)))
     assert isinstance(manifest, Manifest)
     manifest.require(_keys(held), None if updater is None else updater.optimizer.describe(), contents)
-    wanted = tuple(_wanted(number, one, updater) for number, one in enumerate(held))
+    wanted = tuple(one.wanted(number, updater) for number, one in enumerate(held))
     found = perform(ReadShards(str(folder), wanted, contents))
     assert isinstance(found, tuple)
     return list(found)
 
 
-def take(held: Sequence[Held], found: Sequence[ReadSlice], updater: Updater | None) -> list[Bits | None]:
-    """Give the updater what was read of its states; returns the values."""
-    return [_taken(one, read, updater) for one, read in zip(held, found, strict=True)]
+def take(held: Sequence[Holding], found: Sequence[ReadSlice], updater: KeepsStates | None) -> list[Bits | None]:
+    """Restore tables and states from what was read; returns the values of arrays."""
+    return [one.take(read, updater) for one, read in zip(held, found, strict=True)]
 
 
-def _keys(held: Sequence[Held]) -> tuple[SavedKey, ...]:
-    return tuple(SavedKey(one.key, tuple(one.shape), one.dtype.label) for one in held)
+def _keys(held: Sequence[Holding]) -> tuple[SavedKey, ...]:
+    return tuple(one.saved_key for one in held)
 
 
-def _saved(one: Held, updater: Updater | None, contents: tuple[str, ...]) -> SavedSlice:
-    weight = one.bits if WEIGHTS in contents else None
-    where = (one.key, 0, one.bits.size, one.dtype, 0, weight)
-    if updater is None or STATES not in contents:
-        return SavedSlice(*where)
-    state = updater.states.get(one.key)
-    if state is None:
-        return SavedSlice(*where)
-    states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
-    return SavedSlice(*where, states, state.count, state.scalars, state.master)
-
-
-def _wanted(number: int, one: Held, updater: Updater | None) -> WantedSlice:
-    where = (number, one.key, 0, one.bits.size, one.dtype)
-    if updater is None:
-        return WantedSlice(*where)
-    optimizer = updater.optimizer
-    row = max(1, Extent(one.key, tuple(one.shape)).row_length) if optimizer.by_rows else 1
-    master = has_master(optimizer, one.dtype)
-    from_weight = master or bool(optimizer.states_from_weight)
-    return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)
-
-
-def _taken(one: Held, read: ReadSlice, updater: Updater | None) -> Bits | None:
-    if updater is not None and (read.state is not None or read.is_fresh):
-        updater.restore(one.key, read.state)
-    return read.weight
+def _optimizer(updater: KeepsStates | None) -> Optimizer | None:
+    return None if updater is None else updater.optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvdist.core.policy import ASYNC, SYNC, Policy
+from kvdist.core.policy import ASYNC, P3, SYNC, Policy
 
 LOCAL_NAMES = (
     "local",
@@ -15,7 +15,26 @@ LOCAL_NAMES = (
     "local_allreduce_device",
     "nccl",
 )
-"""Stores within one process. They do the same: this version makes all sums on the CPU."""
+"""Stores within one process."""
+
+HOST_NAMES = frozenset({"local", "local_update_cpu", "local_allreduce_cpu"})
+"""Those of them that sum in the host's memory, wherever values lie; the others do where they lie."""
+
+DEVICE_NAMES = frozenset(
+    {
+        "device",
+        "local_allreduce_device",
+        "nccl",
+        "dist_device_sync",
+        "dist_sync_device",
+        "dist_async_device",
+        "dist_device_async",
+    }
+)
+"""Stores that sum values of GPUs there, and say so where they cannot. The other ones on a cluster do it if they can."""
+
+COMPRESSING_NAMES = frozenset({"device", "local_allreduce_device"})
+"""Those of them that compress gradients; the others do not in the mirrored system either."""
 
 DIST_NAMES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -23,8 +42,8 @@ DIST_NAMES: Mapping[str, Policy] = MappingProxyType(
         "dist_sync": SYNC,
         "dist_device_sync": SYNC,
         "dist_sync_device": SYNC,
-        "p3": SYNC,
-        "p3store_dist": SYNC,
+        "p3": P3,
+        "p3store_dist": P3,
         "dist_async": ASYNC,
         "dist_async_device": ASYNC,
         "dist_device_async": ASYNC,
@@ -32,20 +51,16 @@ DIST_NAMES: Mapping[str, Policy] = MappingProxyType(
 )
 """Stores on a cluster, and when their versions are made.
 
-The two of P3, which sent slices by priority, are the usual one: it always does that."""
+All send what is urgent first. The two of P3 cut keys into small slices for that, and have little on its way at once."""
 
-_COLLECTIVES = (
-    "it sums without servers, which this version does not do: use 'dist', which gives the same sums, or"
-    " torch.distributed"
-)
+COLLECTIVE_NAMES = ("collective", "horovod", "allreduce", "byteps")
+"""Stores that sum without servers. ``nccl`` is one of them where this process is one of several ranks."""
+
+HYBRID = "hybrid"
+"""Rows on servers, everything else summed without."""
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
-        "horovod": _COLLECTIVES,
-        "byteps": _COLLECTIVES,
-        "collective": _COLLECTIVES,
-        "allreduce": _COLLECTIVES,
-        "hybrid": _COLLECTIVES,
         "teststore": "it is a test double of the mirrored system: register a class of your own called TestStore",
         "dist_device": "say whether workers wait for each other: use 'dist_device_sync' or 'dist_device_async'",
         "dist_sync_async": "it is one or the other: use 'dist_sync' or 'dist_async'",

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvdist.kvstore.names import DIST_NAMES, LOCAL_NAMES
+from kvdist.kvstore.names import COLLECTIVE_NAMES, DIST_NAMES, HYBRID, LOCAL_NAMES
 
 REGISTERED: dict[str, Callable[[], Any]] = {}
 """Name → class."""
@@ -27,7 +27,7 @@ def register(cls: Store) -> Store:
     if not isinstance(cls, type):
         raise TypeError(f"register a class, not {type(cls).__name__}: an object of it is made at each create()")
     name = cls.__name__.lower()
-    if name in REGISTERED or name in LOCAL_NAMES or name in DIST_NAMES:
+    if name in {*REGISTERED, *LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID}:
         warnings.warn(f"the store {name!r} is now {cls.__module__}.{cls.__qualname__}", stacklevel=2)
     REGISTERED[name] = cls
     return cls

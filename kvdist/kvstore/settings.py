@@ -14,7 +14,7 @@ import numpy as np
 from kvdist.core.requests import KeyInfo, Plan
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
-from kvdist.protocol.messages import U8
+from kvdist.protocol.arrays import U8
 
 Setting = tuple[float, float, float]
 SERVER_DECIDES: Setting = (math.nan, math.nan, math.nan)

@@ -9,13 +9,17 @@ import enum
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvdist.core.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunPlan, make_plan
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
+from kvdist.kernels.device import Mark
 from kvdist.kernels.interface import Kernels
+from kvdist.kvstore.descent import Descent
+from kvdist.kvstore.devices import OnDevice, Part
 from kvdist.kvstore.values import Key
 from kvdist.transport.memory import Memory
 
@@ -66,9 +70,13 @@ class Staging:
         self._free: deque[Buffers] = deque(maxlen=SETS_KEPT_MAX)
 
     def fill(
-        self, arrays: Sequence[Sequence[Bits]], kernels: Kernels, lent: Sequence[memoryview | None]
-    ) -> tuple[list[memoryview], Buffers]:
-        """The payload of each run, and the buffers that they occupy.
+        self,
+        arrays: Sequence[Sequence[Part]],
+        kernels: Kernels,
+        lent: Sequence[memoryview | None],
+        descent: Descent | None = None,
+    ) -> tuple[list[memoryview], Buffers, list[Mark]]:
+        """The payload of each run, the buffers that they occupy, and what to wait for before they are sent.
 
         Each key's array is copied, summed over devices on the way: one pass over the bytes. Runs for which a payload is
         lent need none.
@@ -77,26 +85,36 @@ class Staging:
             arrays: per key of the plan its contributions, one per device, as bits.
             kernels: what sums.
             lent: per run the caller's own memory to be used as the payload, or None.
+            descent: brings down what lies on GPUs; None where nothing does.
         """
         try:
             buffers = self._free.pop()
         except IndexError:
             buffers = [None] * len(self.plan.runs)
         payloads = []
-        for i, (run, payload) in enumerate(zip(self.plan.runs, lent, strict=True)):
-            if payload is None:
-                buffer = buffers[i] = buffers[i] or RunBuffer(run, self._memory)
-                self._copy(run, buffer, arrays, kernels)
-                self._traffic.copied_in += run.nbytes
-                payload = buffer.payload
-            payloads.append(payload)
-        return payloads, buffers
+        marks: list[Mark] = []
+        try:
+            for i, (run, payload) in enumerate(zip(self.plan.runs, lent, strict=True)):
+                if payload is None:
+                    buffer = buffers[i] = buffers[i] or RunBuffer(run, self._memory)
+                    if descent is None:
+                        self._copy(run, buffer, arrays, kernels)
+                    else:
+                        descent.bring(self.plan, run, buffer.payload, buffer.views, arrays, kernels, marks)
+                    self._traffic.copied_in += run.nbytes
+                    payload = buffer.payload
+                payloads.append(payload)
+        except BaseException:
+            for mark in marks:  # the buffers are let go, and a GPU may still be writing into them
+                mark.wait()
+            raise
+        return payloads, buffers, marks
 
     def give_back(self, buffers: Buffers) -> None:
         """These buffers are counted; they may be filled again. Called from the node's thread."""
         self._free.append(buffers)
 
-    def _copy(self, run: RunPlan, buffer: RunBuffer, arrays: Sequence[Sequence[Bits]], kernels: Kernels) -> None:
+    def _copy(self, run: RunPlan, buffer: RunBuffer, arrays: Sequence[Sequence[Any]], kernels: Kernels) -> None:
         if run.whole_keys is not None and all(len(arrays[index]) == 1 for index in run.whole_keys):
             for index, view in zip(run.whole_keys, buffer.views, strict=True):
                 view[...] = arrays[index][0]
@@ -167,7 +185,7 @@ class Lending(enum.Enum):
 
 
 def lend(
-    run: RunPlan, arrays: Sequence[Sequence[Bits]], lending: Lending, reads: Reads, memory: Memory
+    run: RunPlan, arrays: Sequence[Sequence[Part]], lending: Lending, reads: Reads, memory: Memory
 ) -> memoryview | None:
     """The caller's own memory as the payload of a run; None where it has to be copied first.
 
@@ -185,7 +203,7 @@ def lend(
         return None
     piece = run.pieces[0]
     parts = arrays[piece.index]
-    if len(parts) != 1:
+    if len(parts) != 1 or isinstance(parts[0], OnDevice):
         return None
     bytes_ = parts[0][piece.start : piece.stop].view(np.uint8)
     if len(bytes_) < run.nbytes or not (
@@ -195,14 +213,19 @@ def lend(
     return bytes_.data
 
 
-def reaches_another(arrays: Sequence[Sequence[Bits]], results: Sequence[Bits]) -> bool:
+def reaches_another(arrays: Sequence[Sequence[Part]], results: Sequence[Bits]) -> bool:
     """Whether the result of some key is written where the array of another key lies, which must not be lent then.
 
     Args:
         arrays: per key its contributions.
         results: per key where its result goes.
     """
-    large = [(i, part) for i, parts in enumerate(arrays) for part in parts if part.nbytes >= ALONE_BYTES_MIN]
+    large = [
+        (i, part)
+        for i, parts in enumerate(arrays)
+        for part in parts
+        if part.nbytes >= ALONE_BYTES_MIN and not isinstance(part, OnDevice)
+    ]
     if not large:
         return False
     if len(large) * len(results) > PAIRS_COMPARED_MAX:

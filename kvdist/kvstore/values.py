@@ -1,7 +1,8 @@
 """What a user may hand in: keys, arrays and tensors, and how to read and write their memory.
 
-Torch is never imported here: whoever hands in a tensor has imported it already. Inside the package a value is its
-*bits*: a one-dimensional NumPy array of the storage type of its `DType`, in C order and little-endian.
+Neither torch nor a library for GPUs is imported here: whoever hands in a tensor has imported it already. Inside the
+package a value is its *bits*: a one-dimensional NumPy array of the storage type of its `DType`, in C order and
+little-endian.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import functools
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
-from kvdist.kernels.interface import Kernels
+from kvdist.kernels.gpu import gpu_index
+from kvdist.kvstore import gpu_arrays
+from kvdist.rowsparse import RowSparse
 
 Key: TypeAlias = int | str
 Shape: TypeAlias = tuple[int, ...]
@@ -75,7 +79,7 @@ def keys(key: Key | Sequence[Key]) -> list[Key]:
 
 
 def describe(value: Any) -> tuple[Shape, DType]:
-    """Shape and element type of a NumPy array (a scalar is one without dimensions) or torch tensor.
+    """Shape and element type of a NumPy array (a scalar has no dimensions), a torch tensor or an array on a GPU.
 
     Raises:
         TypeError: it is neither, it is sparse, or its element type is not one that a key may have.
@@ -86,6 +90,8 @@ def describe(value: Any) -> tuple[Shape, DType]:
             raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
         return value.shape, dtype
     if not is_tensor(value):
+        if gpu_arrays.is_one(value):
+            return gpu_arrays.describe(value, _BY_NUMPY, _SUPPORTED)
         raise TypeError(
             f"a value must be a NumPy array or a torch tensor, not {type(value).__name__}; numpy.asarray makes an array"
         )
@@ -136,6 +142,8 @@ def require(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
 
 def require_writable(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
     """Check that a result for the key can be written into the value: `require`, and it is not read-only."""
+    if isinstance(value, RowSparse) or (is_tensor(value) and value.is_sparse):
+        raise TypeError(f"key {key!r} is an array, which cannot be written into rows: give an array as out")
     require(key, value, shape, dtype)
     if isinstance(value, np.generic):
         raise ValueError(f"key {key!r}: a NumPy scalar cannot be written into; give numpy.asarray(value) and keep that")
@@ -153,6 +161,8 @@ def read_bits(value: Any) -> Bits:
         if plain.dtype in _BY_NUMPY and plain.flags.c_contiguous and plain.flags.aligned:
             return plain.reshape(-1)
         return np.array(plain, dtype=describe(plain)[1].storage, order="C", copy=True).reshape(-1)
+    if not is_tensor(value):
+        return gpu_arrays.read(value).reshape(-1)
     return _tensor_memory(value.detach().cpu().contiguous())
 
 
@@ -165,12 +175,45 @@ def writable_bits(value: Any) -> Bits | None:
     if isinstance(value, np.ndarray):
         plain = np.asarray(value)
         return plain.reshape(-1) if plain.flags.carray and plain.dtype in _BY_NUMPY else None
-    tensor = value.detach()
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not is_tensor(value) or value.device.type != "cpu" or not value.is_contiguous():
         return None
+    return _tensor_memory(about_to_change(value))
+
+
+def about_to_change(value: Any) -> Any:
+    """The value without its history; autograd is told now that a tensor, which is contiguous, changes."""
+    if not is_tensor(value):
+        return value
+    tensor = value.detach()
     # An operation on no elements at all: it writes nothing but advances the version counter that detach() shares.
     tensor.view(-1)[:0].zero_()
-    return _tensor_memory(tensor)
+    return tensor
+
+
+def is_in_order(value: Any) -> bool:
+    """Whether a tensor, or an array on a GPU, is contiguous in C order."""
+    return bool(value.is_contiguous()) if is_tensor(value) else gpu_arrays.is_in_order(value)
+
+
+def in_order(value: Any) -> Any:
+    """A tensor, or an array on a GPU, in C order and without its history; a tensor that is not is copied.
+
+    Raises:
+        TypeError: an array of another library is not.
+    """
+    if is_tensor(value):
+        return value.detach().contiguous()
+    if not gpu_arrays.is_in_order(value):
+        raise TypeError("an array on a GPU must be contiguous in C order: make it so, as with cupy.ascontiguousarray")
+    return value
+
+
+def gpu_of(value: Any) -> int | None:
+    """The number of the GPU on which a value lies; None for the host's memory."""
+    # Asked for every array of every call: what is usual is told without asking torch what a tensor is.
+    if type(value) is np.ndarray or getattr(value, "is_cuda", None) is False:
+        return None
+    return value.device.index if is_tensor(value) else gpu_index(value)
 
 
 def write_bits(value: Any, bits: Bits) -> None:
@@ -183,14 +226,27 @@ def write_bits(value: Any, bits: Bits) -> None:
         if not value.flags.writeable:
             raise ValueError(_read_only(value))
         np.asarray(value)[...] = bits.reshape(value.shape)
+    elif not is_tensor(value):
+        gpu_arrays.write(value, bits)
     else:
         value.detach().copy_(_tensor_over(bits, describe(value)[1]).view(value.shape))
 
 
+def present_stream(value: Any) -> AbstractContextManager[Any]:
+    """What makes the stream that is now the current one for a tensor on a GPU current again, in another thread too."""
+    if not is_tensor(value) or not value.is_cuda:
+        return nullcontext()
+    cuda = sys.modules["torch"].cuda
+    stream: AbstractContextManager[Any] = cuda.stream(cuda.current_stream(value.device))
+    return stream
+
+
 def kind_of(value: Any) -> str:
-    """What a value is, for `like`: ``numpy``, ``torch``, or ``torch:`` and a device such as ``cuda:0``."""
+    """What a value is, for `like`: ``numpy``, ``torch``, or a library and a device, such as ``torch:cuda:0``."""
     if isinstance(value, np.ndarray | np.generic):
         return "numpy"
+    if not is_tensor(value):
+        return gpu_arrays.kind_of(value)
     return "torch" if value.device.type == "cpu" else f"torch:{value.device}"
 
 
@@ -198,28 +254,20 @@ def like(kind: str, shape: Shape, dtype: DType, bits: Bits) -> Any:
     """An array or tensor of the kind over these bits: in host memory it shows them, elsewhere it is a copy."""
     if kind == "numpy":
         return bits.reshape(shape)
+    library, _, device = kind.partition(":")
+    if library != "torch":
+        return gpu_arrays.like(library, int(device), bits.reshape(shape))
     tensor = _tensor_over(bits, dtype).view(shape)
-    _, _, device = kind.partition(":")
     return tensor.to(device) if device else tensor
 
 
-def sum_devices(values: Sequence[Any], dtype: DType, kernels: Kernels, out: Bits | None = None) -> Bits:
-    """The sum of one key's values over the devices, as bits; halves are added in float32.
-
-    Args:
-        values: at least one value, all of one shape and of this dtype.
-        out: where the sum goes. Without it the bits of a single value are returned as they are, not copied.
-    """
-    if len(values) > 1:
-        contributions = [read_bits(value) for value in values]
-        out = np.empty_like(contributions[0]) if out is None else out
-        kernels.weighted_sum(contributions, [1.0] * len(values), dtype, out)
-        return out
-    bits = read_bits(values[0])
-    if out is None:
-        return bits
-    out[...] = bits
-    return out
+def empty_tensor(kind: str, shape: Shape, dtype: DType) -> Any:
+    """A new tensor of a kind whose content means nothing; None where the kind is not torch's."""
+    library, _, device = kind.partition(":")
+    torch = sys.modules.get("torch")
+    if library != "torch" or torch is None:
+        return None
+    return torch.empty(shape, dtype=getattr(torch, dtype.label), device=device or "cpu")
 
 
 def is_tensor(value: Any) -> bool:

@@ -26,7 +26,11 @@ class Views:
 
     def __init__(self, plan: Plan, shares: Shares) -> None:
         self._plan = plan
-        self._indices = [i for i, info in enumerate(plan.keys) if _is_large(info) and _all_share(info, shares)]
+        self._indices = [
+            i
+            for i, info in enumerate(plan.keys)
+            if info.pulled_as is None and _is_large(info) and _all_share(info, shares)
+        ]
         self._wanted = set(self._indices)
         self._kept: dict[int, list[tuple[int, int, dict[int, Bits]]]] = {index: [] for index in self._indices}
         """Key → its slices: (start, stop, the run's values by their place)."""

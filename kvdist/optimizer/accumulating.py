@@ -10,13 +10,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvdist.kernels.interface import Array
+from kvdist.kernels.interface import Array, Equation
 from kvdist.optimizer.adaptive import toward
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.gradient_descent import add_decay
 from kvdist.optimizer.registry import register
 from kvdist.optimizer.step import Extent, Step
 from kvdist.schema import flag, number, optional_number
+
+
+def is_above_zero(epsilon: float) -> bool:
+    """Whether it still is, rounded to the type of the arrays."""
+    return bool(np.float32(epsilon) > 0)
 
 
 @register
@@ -41,6 +46,14 @@ class AdaGrad(Optimizer):
     def state_names(self) -> tuple[str, ...]:
         """h."""
         return ("history",)
+
+    def rests(self, wd: float) -> bool:
+        """Without decay, if ε keeps a row that never had a gradient from 0/0."""
+        return not wd and is_above_zero(self.epsilon)
+
+    def equation(self, lr: float, wd: float, count: int) -> Equation:
+        """As `apply`."""
+        return Equation("adagrad", (lr, wd, self.epsilon))
 
     def apply(
         self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
@@ -78,6 +91,10 @@ class GroupAdaGrad(Optimizer):
     def state_names(self) -> tuple[str, ...]:
         """h, one element a row."""
         return ("history",)
+
+    def rests(self, wd: float) -> bool:
+        """If ε keeps a row that never had a gradient from 0/0."""
+        return not wd and is_above_zero(self.epsilon)
 
     def check_update(self, lr: float, wd: float, extent: Extent) -> None:
         """Refuse weight decay, and whatever is no matrix."""

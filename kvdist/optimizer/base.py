@@ -64,6 +64,8 @@ class Optimizer(ABC):
         clip_gradient: elements of the summed gradient are cut to ±clip_gradient; None or 0 turns it off.
         multi_precision: keep a float32 copy of float16 and bfloat16 weights, the master, and update that; the weight
             is the master, rounded. Where somebody else changed the weight, the master follows.
+        lazy_update: in a row-sparse table update only the rows that a round has gradients for, their momentum and
+            decay included; otherwise the other rows get a gradient of zeros, as in a dense parameter.
         lr_scheduler: a schedule of `kvdist.lr_scheduler`, or None. It counts the updates where the weights live.
         lr_mult, wd_mult: factors of single keys, 1 where a key is absent.
     """
@@ -76,6 +78,8 @@ class Optimizer(ABC):
     """Whether the rule needs whole rows of a matrix. Its states then have one element for each row."""
     by_place: ClassVar[bool] = False
     """Whether it matters where an element lies in its parameter."""
+    on_host: ClassVar[bool] = False
+    """Whether the rule needs arrays of the host's memory: it draws random numbers there."""
     clips_itself: ClassVar[bool] = False
     """Whether the rule cuts at `clip_gradient`, because it does something to the gradient before."""
     states_from_weight: ClassVar[tuple[str, ...]] = ()
@@ -88,6 +92,7 @@ class Optimizer(ABC):
     rescale_grad: float = number(1.0)
     clip_gradient: float | None = optional_number()
     multi_precision: bool = flag(False)
+    lazy_update: bool = flag(False)
     lr_scheduler: LRScheduler | None = None
 
     def __post_init__(self) -> None:
@@ -127,8 +132,8 @@ class Optimizer(ABC):
 
     def measure(
         self, turn: int, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> tuple[float, ...]:
-        """Sums of squares over this piece, whose totals' roots `apply` finds in `step.norms`.
+    ) -> tuple[Array, ...]:
+        """The arrays of this piece whose lengths, over the whole parameter, `apply` finds in `step.norms`.
 
         It is called for all pieces with turn 0, then for all with turn 1, up to `norm_count`; the norms of earlier
         turns are in `step.norms`. A turn may update `state`; that of `apply` is then not repeated.
@@ -149,6 +154,16 @@ class Optimizer(ABC):
         Raises:
             ValueError: it cannot; the message says why.
         """
+
+    def rests(self, wd: float) -> bool:
+        """Whether a gradient of zeros leaves finite weights and states as they are, so that rows may be left out.
+
+        They stay bit by bit, but for the sign of a zero.
+
+        Args:
+            wd: the weight decay of the update.
+        """
+        return False
 
     def equation(self, lr: float, wd: float, count: int) -> Equation | None:
         """What `apply` computes, for backends that have it in one piece; None: `apply` alone knows.

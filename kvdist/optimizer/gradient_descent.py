@@ -47,6 +47,10 @@ class SGD(Optimizer):
         """No array without momentum."""
         return ("momentum",) if self.momentum else ()
 
+    def rests(self, wd: float) -> bool:
+        """Without momentum and decay."""
+        return not (self.momentum or wd)
+
     def equation(self, lr: float, wd: float, count: int) -> Equation:
         """Two rules: one without momentum."""
         return Equation("sgd_momentum", (lr, wd, self.momentum)) if self.momentum else Equation("sgd", (lr, wd))
@@ -130,6 +134,10 @@ class Signum(Optimizer):
     def state_names(self) -> tuple[str, ...]:
         """m; nothing without momentum."""
         return ("momentum",) if self.momentum else ()
+
+    def rests(self, wd: float) -> bool:
+        """Without momentum and either decay."""
+        return not (self.momentum or wd or self.wd_lh)
 
     def apply(
         self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
@@ -216,6 +224,10 @@ class Test(Optimizer):
     def state_names(self) -> tuple[str, ...]:
         """None."""
         return ()
+
+    def rests(self, wd: float) -> bool:
+        """Always."""
+        return True
 
     def apply(
         self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step

@@ -68,6 +68,7 @@ class SGLD(Optimizer):
 
     name: ClassVar[str] = "sgld"
     by_place: ClassVar[bool] = True
+    on_host: ClassVar[bool] = True
 
     learning_rate: float = number(0.1, at_least=0)
     seed: int = whole(0, at_least=0)

@@ -3,8 +3,8 @@
 They are for large batches: each parameter moves by a share of its own length. The mirrored system computed the lengths
 for each shard; here they are those of the parameter, which therefore lives whole on one server.
 
-Passes are counted after the gradient has been summed. A turn of `measure` sums and widens once more; a sum of squares
-is two passes, in float64.
+Passes are counted after the gradient has been summed. A turn of `measure` sums and widens once more; the sum of squares
+of each array that it returns is two passes, in float64.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ from kvdist.schema import flag, number, optional_number
 
 UNSCALED_ENDINGS = ("gamma", "beta", "bias")
 """The ends of names of parameters that LARS treats as SGD does."""
-
-
-def squares(values: Array) -> float:
-    """The sum of squares, in float64."""
-    return float(np.multiply(values, values, dtype=np.float64).sum())
 
 
 def trust(of_weight: float, of_step: float, least: float | None = None, most: float | None = None) -> float:
@@ -77,9 +72,9 @@ class LARS(Optimizer):
 
     def measure(
         self, turn: int, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> tuple[float, ...]:
-        """‖w‖ and ‖g‖ before clipping: four passes."""
-        return squares(weight), squares(grad)
+    ) -> tuple[Array, ...]:
+        """w and g before clipping."""
+        return weight, grad
 
     def _rate(self, step: Step) -> float:
         of_weight, of_grad = step.norms
@@ -144,14 +139,14 @@ class LAMB(Optimizer):
 
     def measure(
         self, turn: int, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> tuple[float, ...]:
-        """Moves m and v on; ‖w‖ and ‖u‖. Fifteen passes."""
+    ) -> tuple[Array, ...]:
+        """Moves m and v on; w and u. Eleven passes."""
         mean, variance = state
         toward(mean, self.beta1, grad, scratch)
         np.multiply(grad, grad, out=grad)
         toward(variance, self.beta2, grad, grad)
         self._direction(weight, state, grad, scratch, step)
-        return squares(weight), squares(grad)
+        return weight, grad
 
     def _direction(self, weight: Array, state: tuple[Array, ...], out: Array, scratch: Array, step: Step) -> None:
         """out ← u. Four passes, and two for the decay."""
@@ -204,17 +199,17 @@ class LANS(Optimizer):
 
     def measure(
         self, turn: int, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> tuple[float, ...]:
-        """First ‖w‖ and ‖g‖: four passes. Then m and v move on; ‖p‖ and ‖q‖: twenty-one passes."""
+    ) -> tuple[Array, ...]:
+        """First w and g. Then m and v move on; p and q: seventeen passes."""
         if turn == 0:
-            return squares(weight), squares(grad)
+            return weight, grad
         mean, variance = state
         self._normalise(grad, step.norms[1])
         toward(mean, self.beta1, grad, scratch)
         np.multiply(grad, grad, out=scratch)
         toward(variance, self.beta2, scratch, scratch)
         by_mean, by_grad = self._directions(weight, grad, state, scratch, step)
-        return squares(by_mean), squares(by_grad)
+        return by_mean, by_grad
 
     def _normalise(self, grad: Array, length: float) -> None:
         if length:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Kernels
 from kvdist.optimizer.base import Optimizer
@@ -36,7 +34,7 @@ class SliceState:
         arrays = tuple(
             _widened(weight, dtype, kernels)
             if name in optimizer.states_from_weight
-            else np.zeros(size, dtype.accumulate)
+            else kernels.zeros(size, dtype.accumulate)
             for name in optimizer.state_names
         )
         master = _widened(weight, dtype, kernels) if has_master(optimizer, dtype) else None
@@ -78,13 +76,15 @@ def has_master(optimizer: Optimizer, dtype: DType) -> bool:
     return optimizer.multi_precision and dtype.storage != dtype.accumulate
 
 
-def joined(states: Sequence[tuple[Part, SliceState]], size: int, dtype: DType) -> SliceState | None:
+def joined(
+    states: Sequence[tuple[Part, SliceState]], size: int, dtype: DType, kernels: Kernels
+) -> SliceState | None:
     """One state of `size` elements out of those of its parts, all of one history; one copy. The rest is zeros."""
     if not states:
         return None
     first = states[0][1]
-    arrays = tuple(np.zeros(size, dtype.accumulate) for _ in first.arrays)
-    master = None if first.master is None else np.zeros(size, dtype.accumulate)
+    arrays = tuple(kernels.zeros(size, dtype.accumulate) for _ in first.arrays)
+    master = None if first.master is None else kernels.zeros(size, dtype.accumulate)
     whole = SliceState(first.count, arrays, first.scalars, master)
     for part, state in states:
         target = whole.part(part.start, part.count)

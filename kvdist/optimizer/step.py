@@ -1,10 +1,12 @@
-"""What a rule is told beside its arrays: the numbers of one update, and where the arrays lie in their parameter."""
+"""What an update is told beside its rule: the arrays, where they lie in their parameter, and its numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+from kvdist.kernels.interface import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,18 @@ class Extent:
     def row_length(self) -> int:
         """Elements of one row: of all that shares the first index."""
         return math.prod(self.shape[1:])
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """One array of an update; see `SliceUpdater.update` for what each is."""
+
+    index: Hashable
+    weight: Array
+    contributions: Sequence[Array]
+    scales: Sequence[float]
+    out: Array
+    extent: Extent
 
 
 @dataclass(slots=True, eq=False)

@@ -30,19 +30,7 @@ from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import Part, SliceState, joined, state_size
-from kvdist.optimizer.step import Extent, Step
-
-
-@dataclass(slots=True, eq=False)
-class Piece:
-    """One array of an update; see `Updater.update` for what each is."""
-
-    index: Hashable
-    weight: Array
-    contributions: Sequence[Array]
-    scales: Sequence[float]
-    out: Array
-    extent: Extent
+from kvdist.optimizer.step import Extent, Piece, Step
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +125,10 @@ class Updater:
         for run in runs:
             self._apply(run, dtype)
 
+    def state_of(self, index: Hashable) -> SliceState | None:
+        """The state of an index; None if it has never been updated. Its arrays are live: copy what must not change."""
+        return self._states.get(index)
+
     def restore(self, index: Hashable, state: SliceState | None) -> None:
         """Go on from this state, which is the updater's from now on. It fits the array called `index`.
 
@@ -162,7 +154,9 @@ class Updater:
             dtype: its element type.
         """
         states = [(part, self._states.pop(part.index, None)) for part in parts]
-        whole = joined([(part, state) for part, state in states if state is not None], size, dtype)
+        present = [(part, state) for part, state in states if state is not None]
+        with self._kernels.active():
+            whole = joined(present, size, dtype, self._kernels)
         if whole is not None:
             self._states[index] = whole
 
@@ -196,33 +190,6 @@ class Updater:
         if not weight.flags.c_contiguous:  # then `flat` is a copy
             np.copyto(weight, flat.reshape(weight.shape))
 
-    def _check(
-        self,
-        index: Hashable,
-        weight: Array,
-        contributions: Sequence[Array],
-        scales: Sequence[float],
-        dtype: DType,
-        out: Array,
-    ) -> None:
-        if not dtype.is_floating:
-            raise TypeError(
-                f"{index!r} is of {dtype.label}: optimizers update floating types only; "
-                "use a floating-point key, or no optimizer"
-            )
-        storage, size = dtype.storage, weight.size
-        if weight.dtype != storage or out.dtype != storage:
-            raise TypeError(f"{index!r}: weights of {dtype.label} are {storage}, not {weight.dtype} and {out.dtype}")
-        if out.size != size:
-            raise ValueError(f"{index!r}: the weight has {size} elements, the array for the new one {out.size}")
-        if len(contributions) != len(scales) or not all(map(isfinite, scales)):
-            raise ValueError(f"{index!r}: {len(contributions)} contributions need as many finite scales, not {scales}")
-        for contribution in contributions:
-            if contribution.dtype != storage:
-                raise TypeError(f"{index!r}: gradients of {dtype.label} are {storage}, not {contribution.dtype}")
-            if contribution.size != size:
-                raise ValueError(f"{index!r}: a gradient has {contribution.size} elements, the weight {size}")
-
     def _rates(self, index: Hashable, lr: float | None, wd: float | None) -> tuple[float, float]:
         """What the push said, or what the optimizer says."""
         if lr is None:
@@ -253,11 +220,12 @@ class Updater:
 
     def _begun(self, piece: Piece, dtype: DType, lr: float, wd: float) -> _Run:
         """A piece with its state, which is not kept yet, and the numbers of this update; refused if it cannot be."""
-        self._check(piece.index, piece.weight, piece.contributions, piece.scales, dtype, piece.out)
+        check_arrays(piece, dtype)
         optimizer = self.optimizer
         state = self._states.get(piece.index)
         if state is None:
-            state = SliceState.fresh(optimizer, piece.weight, dtype, piece.extent, self._kernels)
+            with self._kernels.active():
+                state = SliceState.fresh(optimizer, piece.weight, dtype, piece.extent, self._kernels)
         else:
             self._check_state(piece, state, dtype)
         count = state.count + 1
@@ -282,22 +250,22 @@ class Updater:
         accumulate = dtype.accumulate
         scratch = self._scratch.get(accumulate)
         if scratch is None or scratch[0].size < length:
-            scratch = tuple(np.empty(max(length, CHUNK_ELEMENTS), accumulate) for _ in range(3))
+            scratch = tuple(self._kernels.empty(max(length, CHUNK_ELEMENTS), accumulate) for _ in range(3))
             self._scratch[accumulate] = scratch
         return scratch
 
     def _apply(self, run: _Run, dtype: DType) -> None:
         """Update a piece; its state counts from now on."""
-        if not self._run_fused(run):
+        if not self._run_fused(run, dtype):
             self._run(run, dtype)
         state, step = run.state, run.step
         state.count, state.scalars = step.count, step.scalars
         self._states[run.piece.index] = state
 
-    def _run_fused(self, run: _Run) -> bool:
+    def _run_fused(self, run: _Run, dtype: DType) -> bool:
         """Let the backend do all in one pass, if it can."""
         piece, state, step = run.piece, run.state, run.step
-        equation = None if state.master is not None else self.optimizer.equation(step.lr, step.wd, step.count)
+        equation = self.optimizer.equation(step.lr, step.wd, step.count)
         return equation is not None and self._kernels.fused_update(
             equation,
             piece.weight,
@@ -306,6 +274,8 @@ class Updater:
             self.optimizer.clip_gradient,
             piece.out,
             state.arrays,
+            dtype,
+            state.master,
         )
 
     def _norms(self, runs: Sequence[_Run], dtype: DType) -> tuple[float, ...]:
@@ -315,17 +285,19 @@ class Updater:
         for turn in range(self.optimizer.norm_count):
             runs = [_Run(run.piece, run.state, run.step.knowing(norms)) for run in runs]
             sums: list[tuple[float, ...]] = []
-            with np.errstate(all="ignore"):
+            with self._kernels.active(), np.errstate(all="ignore"):
                 for run in runs:
                     for weight, grad, _, arrays, scratch, step in self._chunks(run, dtype):
-                        sums.append(measure(turn, weight, grad, arrays, scratch, step))
+                        measured = measure(turn, weight, grad, arrays, scratch, step)
+                        sums.append(tuple([self._kernels.squares(array) for array in measured]))
             norms += tuple(math.sqrt(sum(column)) for column in zip(*sums, strict=True))
         return norms
 
     def _run(self, run: _Run, dtype: DType) -> None:
         """Update a piece chunk by chunk."""
         apply = self.optimizer.apply
-        with np.errstate(all="ignore"):  # a model that diverges shows inf and NaN, not warnings of its server
+        # A model that diverges shows inf and NaN, not warnings of its server.
+        with self._kernels.active(), np.errstate(all="ignore"):
             for weight, grad, out, arrays, scratch, step in self._chunks(run, dtype):
                 if weight.dtype == out.dtype:
                     apply(weight, grad, out, arrays, scratch, step)
@@ -338,7 +310,7 @@ class Updater:
         piece, state, step = run.piece, run.state, run.step
         weight, contributions, scales, out = piece.weight, piece.contributions, piece.scales, piece.out
         row = max(1, piece.extent.row_length) if self.optimizer.by_rows else 1
-        length = max(1, CHUNK_ELEMENTS // row) * row
+        length = max(1, self._kernels.chunk_elements // row) * row
         size = weight.size
         scratch = self._scratch_for(dtype, min(length, size))
         if 0 < size <= length and weight.dtype == dtype.accumulate:  # the usual case of short ones
@@ -381,3 +353,30 @@ class Updater:
         if changed.any():
             np.copyto(own, wide, where=changed)
         return own
+
+
+def check_arrays(piece: Piece, dtype: DType) -> None:
+    """Refuse arrays and scales that do not fit each other.
+
+    Raises:
+        TypeError, ValueError: as of `SliceUpdater.update`.
+    """
+    index, weight, scales, out = piece.index, piece.weight, piece.scales, piece.out
+    if not dtype.is_floating:
+        raise TypeError(
+            f"{index!r} is of {dtype.label}: optimizers update floating types only; "
+            "use a floating-point key, or no optimizer"
+        )
+    storage, size = dtype.storage, weight.size
+    if weight.dtype != storage or out.dtype != storage:
+        raise TypeError(f"{index!r}: weights of {dtype.label} are {storage}, not {weight.dtype} and {out.dtype}")
+    if out.size != size:
+        raise ValueError(f"{index!r}: the weight has {size} elements, the array for the new one {out.size}")
+    if len(piece.contributions) != len(scales) or not all(map(isfinite, scales)):
+        count = len(piece.contributions)
+        raise ValueError(f"{index!r}: {count} contributions need as many finite scales, not {scales}")
+    for contribution in piece.contributions:
+        if contribution.dtype != storage:
+            raise TypeError(f"{index!r}: gradients of {dtype.label} are {storage}, not {contribution.dtype}")
+        if contribution.size != size:
+            raise ValueError(f"{index!r}: a gradient has {contribution.size} elements, the weight {size}")

@@ -18,8 +18,10 @@ import numpy as np
 from kvdist.dtypes import DType
 from kvdist.errors import ProtocolError
 from kvdist.nodes import Member, NodeId, Role
+from kvdist.protocol.arrays import Arrays
+from kvdist.protocol.compressed import Coded
 from kvdist.protocol.limits import WireLimits
-from kvdist.protocol.messages import Arrays, ErrorCode
+from kvdist.protocol.messages import ErrorCode
 
 ROLES = (Role.SCHEDULER, Role.SERVER, Role.WORKER)
 """A role's code is its place here."""
@@ -312,6 +314,22 @@ def _read_arrays(source: Source) -> Arrays:
     return Arrays(dtypes, counts, payload, encoding)
 
 
+def _pack_coded(value: Coded) -> list[Any]:
+    return [_pack_u32(value.counts), _pack_u32(value.entries), int(value.encoding), float(value.parameter)]
+
+
+def _read_coded(source: Source) -> Coded:
+    expect(read_count(source), 4)
+    counts, entries = _read_u32(source), _read_u32(source)
+    encoding, parameter = source.reader.unpack(), source.reader.unpack()
+    if type(encoding) is not int:
+        raise ProtocolError(f"expected the code of an encoding, found {_found(encoding)}")
+    if type(parameter) is not float:
+        raise ProtocolError(f"expected the parameter of an encoding, a float, found {_found(parameter)}")
+    payload = source.payload[0] if len(source.payload) == 1 else tuple(source.payload)
+    return Coded(counts, entries, encoding, parameter, payload)
+
+
 FLAG = Field(_same, _read_flag)
 SECONDS = Field(float, _read_seconds)
 KEY = Field(_same, _read_key)
@@ -325,3 +343,4 @@ NUMBERS = Field(_pack_u32, _read_u32)
 NUMBERS_OR_NONE = Field(_pack_u32, _read_u32_or_none)
 OCTETS = Field(_pack_u8, _read_u8)
 ARRAYS = Field(_pack_arrays, _read_arrays)
+CODED = Field(_pack_coded, _read_coded)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.dtypes import DType
-from kvdist.protocol.messages import ALIGNMENT_BYTES, U8, U32, Arrays, Payload
+from kvdist.protocol.arrays import ALIGNMENT_BYTES, U8, U32, Arrays, Payload
 
 ITEMSIZES = np.zeros(256, np.int64)
 """(256,) bytes per element by dtype code; 0 where no dtype has that code."""

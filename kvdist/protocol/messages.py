@@ -15,20 +15,13 @@ import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from kvdist.nodes import Member
+from kvdist.protocol.arrays import U8, U32, Arrays
 from kvdist.protocol.commands import Command, Perform
+from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
+from kvdist.protocol.rows import InitRows, PullRows, PushRows, RowValues
 from kvdist.protocol.saving import DropRestored, Load, Mark, Restore, Save, Saved, TakeRestored
-
-U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
-Payload = bytes | bytearray | memoryview
-
-ALIGNMENT_BYTES = 8
-"""Each array in a payload starts at a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +80,6 @@ class Flag(enum.IntFlag):
     """Only in a joined push: it is in the sum that another row of its slice carries, and has no bytes of its own."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrays:
-    """Arrays back to back in one payload frame or several, each starting at a multiple of 8 bytes.
-
-    dtypes: (n,) codes of `kvdist.dtypes.DType`; counts: (n,) elements; encoding: 0 = the elements themselves. Each
-    of several frames holds whole arrays.
-    """
-
-    dtypes: U8
-    counts: U32
-    payload: Payload | tuple[Payload, ...]
-    encoding: int = 0
-
-    @property
-    def frames(self) -> tuple[Payload, ...]:
-        """The payload frames."""
-        return self.payload if isinstance(self.payload, tuple) else (self.payload,)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all payload frames."""
-        return sum(len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in self.frames)
-
-
 # Keys and optimizers: agreed on by all workers through the scheduler.
 
 
@@ -127,6 +96,10 @@ class Declare:
     keys: tuple[int | str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[int, ...]
+    pulled_as: tuple[int, ...]
+    """Per key the dtype in which its values travel to workers: its own, or a half for a key of float32."""
+    forms: tuple[str, ...]
+    """Per key: empty for an array, else what the rows of a table begin as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +140,8 @@ class Assign:
     keys: tuple[int | str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[int, ...]
+    pulled_as: tuple[int, ...]
+    forms: tuple[str, ...]
     placement: Placement
 
 
@@ -428,8 +403,9 @@ class Stop:
 
 Message = (
     Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
-    | Barrier | InitValues | ReplaceValues | Push | Pull | Values | Counted | Refused | JoinedPush | HandedBack
-    | Alive | Ack | Waiting | Goodbye | Abort | Stop
+    | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused | JoinedPush
+    | HandedBack | Alive | Ack | Waiting | Goodbye | Abort | Stop
+    | InitRows | PushRows | PullRows | RowValues
     | Mark | Save | Saved | Load | Restore | TakeRestored | DropRestored | Command | Perform
 )  # fmt: skip
 
@@ -440,8 +416,3 @@ class Packet:
 
     stamp: Stamp
     message: Message
-
-
-def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to where the next array of a payload may start."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -30,7 +30,7 @@ class Mark:
     """Worker → server: the `counter`-th checkpoint of this store has my first `steps` pushes of each slice.
 
     It comes before any later push of this worker, to every server, with no slices to one that keeps nothing of the
-    store. Not answered: the server reports to the scheduler.
+    store. The slices are those of arrays and of tables alike. Not answered: the server reports to the scheduler.
     """
 
     KIND: ClassVar[int] = 40

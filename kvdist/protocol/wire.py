@@ -19,12 +19,15 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from kvdist.dtypes import DType
 from kvdist.errors import ProtocolError
-from kvdist.protocol import commands, fields, messages, registration, saving
+from kvdist.protocol import commands, compressed, fields, messages, registration, rows, saving
+from kvdist.protocol.arrays import U8, Arrays, Payload
+from kvdist.protocol.coded import as_octets, check_coded, check_indices
 from kvdist.protocol.fields import Field, Source
 from kvdist.protocol.layout import ITEMSIZES, padded_sizes
 from kvdist.protocol.limits import DEFAULT, SLICE_BYTES_MIN, WireLimits
-from kvdist.protocol.messages import Arrays, Flag, Outcome, Packet, Payload, Stamp
+from kvdist.protocol.messages import Flag, Outcome, Packet, Stamp
 
 MAGIC = b"KVDI"
 VERSION = 1
@@ -235,7 +238,7 @@ def _check_payload(arrays: Arrays, limits: WireLimits) -> None:
         _check_frames(arrays.payload, sizes, limits)
 
 
-def _check_frames(frames: Sequence[messages.Payload], sizes: np.ndarray[Any, Any], limits: WireLimits) -> None:
+def _check_frames(frames: Sequence[Payload], sizes: np.ndarray[Any, Any], limits: WireLimits) -> None:
     if not 0 < len(frames) <= limits.payload_frames_max:
         raise ProtocolError(f"{len(frames)} payload frames, where 1 to {limits.payload_frames_max} are allowed")
     lengths = [memoryview(frame).nbytes for frame in frames]
@@ -247,13 +250,20 @@ def _check_frames(frames: Sequence[messages.Payload], sizes: np.ndarray[Any, Any
         raise ProtocolError("a payload frame is empty, or ends within an array")
 
 
-def _check_outcomes(outcomes: messages.U8) -> None:
+def _check_outcomes(outcomes: U8) -> None:
     if outcomes.max() > _OUTCOME_MAX:
         raise ProtocolError(f"unknown outcome {outcomes.max()}")
 
 
 def _check_declare(message: messages.Declare, limits: WireLimits) -> None:  # noqa: ARG001
-    _same_length((message.keys, message.shapes, message.dtypes))
+    _same_length((message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms))
+    _check_pulled_as(message)
+
+
+def _check_pulled_as(message: messages.Declare | messages.Assign) -> None:
+    for dtype, pulled_as in zip(message.dtypes, message.pulled_as, strict=True):
+        if pulled_as != dtype and not (dtype == DType.FLOAT32 and pulled_as in (DType.FLOAT16, DType.BFLOAT16)):
+            raise ProtocolError(f"values of dtype {dtype} do not come back as {pulled_as}")
 
 
 def _check_placed(message: messages.Placed, limits: WireLimits) -> None:  # noqa: ARG001
@@ -262,7 +272,9 @@ def _check_placed(message: messages.Placed, limits: WireLimits) -> None:  # noqa
 
 def _check_assign(message: messages.Assign, limits: WireLimits) -> None:  # noqa: ARG001
     placement = message.placement
-    _same_length((message.keys, message.shapes, message.dtypes, placement.first_slices, placement.homes))
+    columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
+    _same_length((*columns, placement.first_slices, placement.homes))
+    _check_pulled_as(message)
 
 
 def _check_init_values(message: messages.InitValues | messages.ReplaceValues, limits: WireLimits) -> None:
@@ -272,32 +284,97 @@ def _check_init_values(message: messages.InitValues | messages.ReplaceValues, li
 
 
 def _check_push(message: messages.Push, limits: WireLimits) -> None:
-    _check_contributions(message, _FLAGS_KNOWN, limits)
+    _check_contributions(message, message.arrays, _FLAGS_KNOWN, limits)
+
+
+def _check_compressed_push(message: compressed.CompressedPush, limits: WireLimits) -> None:
+    coded = message.arrays
+    _same_length((message.ids, coded.counts, coded.entries))
+    check_coded(coded, limits.payload_bytes_max)
+    _check_contributions(message, as_octets(coded), _FLAGS_KNOWN, limits)
+    if (coded.counts[message.flags & _EMPTY != 0] != 0).any():
+        raise ProtocolError("an empty contribution has elements")
+    check_indices(coded)
 
 
 def _check_joined_push(message: messages.JoinedPush, limits: WireLimits) -> None:
     _same_length((message.ids, message.ranks))
-    _check_contributions(message, _FLAGS_KNOWN | _CARRIED, limits)
+    _check_contributions(message, message.arrays, _FLAGS_KNOWN | _CARRIED, limits)
 
 
-def _check_contributions(message: messages.Push | messages.JoinedPush, known: int, limits: WireLimits) -> None:
-    m, arrays, flags = message, message.arrays, message.flags
-    count = _same_length(
-        (m.runs, m.ids, m.steps, m.versions, m.samples, flags, m.setting_of, arrays.dtypes, arrays.counts)
-    )
-    _check_slices(count, limits)
+def _check_contributions(
+    message: messages.Push | messages.JoinedPush | compressed.CompressedPush,
+    arrays: Arrays,
+    known: int,
+    limits: WireLimits,
+) -> None:
+    flags = message.flags
+    _check_columns(message, known, limits)
+    _same_length((flags, arrays.dtypes, arrays.counts))
+    bare = _EMPTY | _CARRIED
+    if int(np.bitwise_or.reduce(flags)) & bare and (arrays.counts[flags & bare != 0] != 0).any():
+        raise ProtocolError("an empty or carried contribution has elements")
+    _check_payload(arrays, limits)
+
+
+def _check_columns(
+    message: messages.Push | messages.JoinedPush | compressed.CompressedPush | rows.PushRows,
+    known: int,
+    limits: WireLimits,
+) -> None:
+    """What contributions of all kinds have beside their values."""
+    m, flags = message, message.flags
+    _check_slices(_same_length((m.runs, m.ids, m.steps, m.versions, m.samples, flags, m.setting_of)), limits)
     if len(m.settings) > limits.settings_max:
         raise ProtocolError(f"{len(m.settings)} settings, where {limits.settings_max} are allowed")
     present = int(np.bitwise_or.reduce(flags))
     if present & ~known:
         raise ProtocolError(f"unknown flags {present & ~known}")
-    bare = _EMPTY | _CARRIED
-    if present & bare and (arrays.counts[flags & bare != 0] != 0).any():
-        raise ProtocolError("an empty or carried contribution has elements")
     if any(math.isinf(number) for setting in m.settings for number in setting):
         raise ProtocolError("a learning rate, weight decay or scale is infinite")
     if m.setting_of.max() >= len(m.settings):
         raise ProtocolError(f"a slice uses setting {m.setting_of.max()} of {len(m.settings)}")
+
+
+def _check_rows(flags: U8, known: int, arrays: Arrays, limits: WireLimits) -> None:
+    """Whether each slice has ids and values of as many rows, or neither."""
+    present = int(np.bitwise_or.reduce(flags))
+    if present & ~known:
+        raise ProtocolError(f"unknown flags {present & ~known}")
+    if len(arrays.counts) != 2 * len(flags) or len(arrays.dtypes) != 2 * len(flags):
+        raise ProtocolError(f"{len(arrays.counts)} arrays, where ids and values of {len(flags)} slices are expected")
+    ids, values = arrays.counts[::2], arrays.counts[1::2]
+    if (arrays.dtypes[::2] != DType.INT64).any():
+        raise ProtocolError("row ids are not int64")
+    if ((ids == 0) != (values == 0)).any() or (values % np.maximum(ids, 1)).any():
+        raise ProtocolError("the values of a slice are not those of its rows")
+    if present & _EMPTY and ids[flags & _EMPTY != 0].any():
+        raise ProtocolError("an empty contribution has rows")
+    _check_payload(arrays, limits)
+
+
+def _check_init_rows(message: rows.InitRows, limits: WireLimits) -> None:
+    _check_slices(_same_length((message.runs, message.ids, message.flags)), limits)
+    _check_rows(message.flags, rows.MORE, message.arrays, limits)
+
+
+def _check_push_rows(message: rows.PushRows, limits: WireLimits) -> None:
+    known = _EMPTY | int(Flag.AVERAGE) | rows.MORE
+    _check_columns(message, known, limits)
+    _check_rows(message.flags, known, message.arrays, limits)
+
+
+def _check_pull_rows(message: rows.PullRows, limits: WireLimits) -> None:
+    m, arrays = message, message.arrays
+    _check_slices(_same_length((m.runs, m.ids, m.steps, m.versions, arrays.dtypes, arrays.counts)), limits)
+    if (arrays.dtypes != DType.INT64).any():
+        raise ProtocolError("row ids are not int64")
+    _check_payload(arrays, limits)
+
+
+def _check_row_values(message: rows.RowValues, limits: WireLimits) -> None:
+    m, arrays = message, message.arrays
+    _check_slices(_same_length((m.runs, m.ids, m.versions, arrays.dtypes, arrays.counts)), limits)
     _check_payload(arrays, limits)
 
 
@@ -338,6 +415,7 @@ _BODY = fields.text("body_bytes_max")
 _KEYS = fields.many(fields.KEY, "keys_max")
 _DTYPES = fields.many(fields.DTYPE, "keys_max")
 _SHAPES = fields.many(fields.SHAPE, "keys_max")
+_FORMS = fields.many(_NAME, "keys_max")
 _NUMBERS, _OCTETS, _ARRAYS = fields.NUMBERS, fields.OCTETS, fields.ARRAYS
 
 _PLACEMENT = fields.record(
@@ -368,10 +446,10 @@ _kind(registration.Welcome, rank=_U32, incarnation=_U64)
 _kind(registration.Rejected, reason=_SENTENCE)
 _kind(registration.Roster, peers=fields.many(_PEER, "members_max"))
 _kind(messages.Declare, _check_declare, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
-      shapes=_SHAPES, dtypes=_DTYPES)  # fmt: skip
+      shapes=_SHAPES, dtypes=_DTYPES, pulled_as=_DTYPES, forms=_FORMS)  # fmt: skip
 _kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=fields.many(_U32, "keys_max"))
 _kind(messages.Assign, _check_assign, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
-      shapes=_SHAPES, dtypes=_DTYPES, placement=_PLACEMENT)  # fmt: skip
+      shapes=_SHAPES, dtypes=_DTYPES, pulled_as=_DTYPES, forms=_FORMS, placement=_PLACEMENT)  # fmt: skip
 _kind(messages.Configure, request=_U64, store=_U32, description=fields.DESCRIPTION)
 _kind(messages.SetOptimizer, request=_U64, store=_U32, description=fields.DESCRIPTION)
 _kind(messages.Done, request=_U64)
@@ -381,6 +459,9 @@ _kind(messages.InitValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arra
 _kind(messages.ReplaceValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.Push, _check_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
       samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
+_kind(compressed.CompressedPush, _check_compressed_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS,
+      steps=_NUMBERS, versions=_NUMBERS, samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS,
+      setting_of=_OCTETS, arrays=fields.CODED)  # fmt: skip
 _kind(messages.JoinedPush, _check_joined_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, ranks=_NUMBERS,
       steps=_NUMBERS, versions=_NUMBERS, samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS,
       setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
@@ -390,6 +471,11 @@ _kind(messages.Values, _check_values, runs=_NUMBERS, ids=_NUMBERS, versions=_NUM
       arrays=_ARRAYS)  # fmt: skip
 _kind(messages.Counted, _check_counted, runs=_NUMBERS, ids=_NUMBERS, versions=_NUMBERS, outcomes=_OCTETS)
 _kind(messages.Refused, _check_refused, runs=_NUMBERS, ids=_NUMBERS, code=fields.ERROR, reason=_SENTENCE)
+_kind(rows.InitRows, _check_init_rows, runs=_NUMBERS, ids=_NUMBERS, flags=_OCTETS, arrays=_ARRAYS)
+_kind(rows.PushRows, _check_push_rows, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
+      samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
+_kind(rows.PullRows, _check_pull_rows, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS, arrays=_ARRAYS)
+_kind(rows.RowValues, _check_row_values, runs=_NUMBERS, ids=_NUMBERS, versions=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.Alive)
 _kind(messages.Ack, wanted=fields.FLAG)
 _kind(messages.Waiting, subject=_SENTENCE, ranks=fields.many(_U32, "members_max"), since_s=fields.SECONDS)

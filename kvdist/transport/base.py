@@ -23,6 +23,8 @@ import abc
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from kvdist.nodes import NodeId
+
 Route = Hashable
 """An opaque token for one direction in which frames can be sent."""
 
@@ -36,6 +38,8 @@ class Arrived:
 
     route: Route
     frames: list[memoryview]
+    sender: NodeId | None = None
+    """Whose key the connection has; None where nobody shows one: unencrypted, and within a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,15 @@ class Disconnected:
     reason: str
 
 
-Event = Arrived | Connected | Disconnected
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Whoever listens where this route was dialled will never have us, by `reason`: the keys do not match."""
+
+    route: Route
+    reason: str
+
+
+Event = Arrived | Connected | Disconnected | Refused
 
 
 class Transport(abc.ABC):
@@ -73,8 +85,13 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def connect(self, endpoint: str) -> Route:
-        """Dial `endpoint`; returns at once. Frames sent before the connection is up wait for it."""
+    def connect(self, endpoint: str, to: NodeId | None = None) -> Route:
+        """Dial `endpoint`; returns at once. Frames sent before the connection is up wait for it.
+
+        Args:
+            endpoint: as a `bind` returned it.
+            to: who listens there. An encrypted transport needs it, and speaks with nobody else.
+        """
 
     @abc.abstractmethod
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:

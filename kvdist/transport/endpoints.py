@@ -10,6 +10,7 @@ import stat
 
 from kvdist.errors import ConfigError
 from kvdist.nodes import HOST_MARK
+from kvdist.transport.owners import owner_of_port
 
 
 def with_host(endpoint: str, host: str) -> str:
@@ -51,15 +52,32 @@ def check_path_is_free(endpoint: str) -> None:
             raise bind_error(endpoint, errno.EADDRINUSE, "")
 
 
+class AddressInUse(ConfigError):
+    """Somebody else listens there, so another port may do."""
+
+    def __str__(self) -> str:
+        # Whose it is takes a look at every descriptor of the machine, so only a sentence that is shown has it.
+        endpoint = str(self.args[0])
+        port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp://") else ""
+        owner = (owner_of_port(int(port)) if port.isdigit() else "") or "another process"
+        return (
+            f"cannot bind {endpoint}: it is in use by {owner}; end that one or choose another port or path"
+            f" (errno {errno.EADDRINUSE}, EADDRINUSE)"
+        )
+
+
 def bind_error(endpoint: str, number: int, text: str) -> ConfigError:
     """The sentence for a refused bind; `text` stands for an error number that is not expected."""
+    if number == errno.EADDRINUSE:
+        return AddressInUse(endpoint)
     advice = {
-        errno.EADDRINUSE: "it is in use by another process; end that one or choose another port or path",
         errno.EADDRNOTAVAIL: "it is not an address of this machine; give one that `ip address` lists here",
         errno.ENODEV: "it is not an address or interface of this machine; give one that `ip address` lists here",
         errno.EACCES: "this user may not; choose a port from 1024 up, or a folder of your own",
     }
-    return ConfigError(f"cannot bind {endpoint}: {advice.get(number, text)}")
+    name = errno.errorcode.get(number, "")
+    code = f" (errno {number}, {name})" if name else f" (errno {number})"
+    return ConfigError(f"cannot bind {endpoint}: {advice.get(number, text)}{code}")
 
 
 def unlink_if_ours(path: str, inode: int) -> None:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvdist.errors import ConfigError, StoreClosed
+from kvdist.nodes import NodeId
 from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
 
 SCHEME = "inproc://"
@@ -93,7 +94,7 @@ class InprocTransport(Transport):
             self._changed.notify_all()
         return endpoint
 
-    def connect(self, endpoint: str) -> Route:
+    def connect(self, endpoint: str, to: NodeId | None = None) -> Route:
         _check(endpoint)
         with self._changed:
             self._check_open()

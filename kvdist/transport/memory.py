@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.transport.arena import Arena
+from kvdist.transport.segments import Pin
 from kvdist.transport.window import WindowCache
 
 LOG = logging.getLogger("kvdist")
@@ -26,6 +27,9 @@ class Memory(Protocol):
 
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         """Arrays that peers sent, side by side as one without a copy; None where that cannot be. For one thread."""
+
+    def pin(self, pin: Pin) -> None:
+        """Pin, for a GPU, what is given out and what peers of this host show, now and later. For the same thread."""
 
     def forget_shown(self) -> None:
         """Keep nothing that was shown: it may have been written to, or its peers are gone.
@@ -45,6 +49,9 @@ class OrdinaryMemory:
 
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         return None
+
+    def pin(self, pin: Pin) -> None:
+        pass  # it is the system's, and comes and goes
 
     def forget_shown(self) -> None:
         pass
@@ -76,6 +83,10 @@ class SharedMemory:
 
     def show(self, arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8] | None:
         return self._windows.view([array.data for array in arrays])
+
+    def pin(self, pin: Pin) -> None:
+        for table in self._windows.tables:
+            table.pin_all(pin)
 
     def forget_shown(self) -> None:
         self._windows.clear()

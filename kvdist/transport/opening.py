@@ -1,23 +1,37 @@
-"""Which transport a process of a cluster uses, and where its values lie."""
+"""Which transport a process of a cluster uses, where it listens, and where its values lie.
+
+ZeroMQ is imported when the first socket is wanted: a process that opens none, as with the store ``device`` or with a
+cluster of its own, neither waits for it nor needs it.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+from typing import TYPE_CHECKING
 
+from kvdist.addresses import tcp_endpoint
 from kvdist.config import ClusterConfig
+from kvdist.errors import ConfigError
+from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
+from kvdist.secret import read_secret
 from kvdist.transport.arena import Arena
 from kvdist.transport.base import Transport
+from kvdist.transport.endpoints import AddressInUse
 from kvdist.transport.memory import Memory, OrdinaryMemory, SharedMemory
 from kvdist.transport.shared_memory import SharedMemoryTransport
 from kvdist.transport.window import WindowCache
-from kvdist.transport.zeromq import ZeroMQTransport
+
+if TYPE_CHECKING:
+    from kvdist.transport.curve import Credentials
+    from kvdist.transport.zeromq import ZeroMQTransport
 
 LOG = logging.getLogger("kvdist")
 
 
 def open_transport(config: ClusterConfig) -> tuple[Transport, Memory]:
     """ZeroMQ, and shared memory between processes of one host where the system has it and the configuration allows."""
-    sockets = ZeroMQTransport(config.limits)
+    sockets = open_sockets(config)
     if config.transport == "tcp":
         return sockets, OrdinaryMemory()
     obstacle = SharedMemoryTransport.available()
@@ -27,3 +41,71 @@ def open_transport(config: ClusterConfig) -> tuple[Transport, Memory]:
     arena = Arena(config.limits.shared_bytes_max)
     transport = SharedMemoryTransport(sockets, arena)
     return transport, SharedMemory(arena, WindowCache([arena.table, transport.table]))
+
+
+def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
+    """ZeroMQ alone, encrypted if the configuration has a secret."""
+    from kvdist.transport.zeromq import ZeroMQTransport
+
+    if config.secret_file is not None and not config.encrypts:
+        level = logging.WARNING if config.role is Role.SCHEDULER else logging.INFO
+        LOG.log(level, "KVDIST_SECURITY is none: this job does not encrypt, although KVDIST_SECRET_FILE is set")
+    return ZeroMQTransport(config.limits, credentials_of(config), config.io_threads)
+
+
+def credentials_of(config: ClusterConfig) -> Credentials | None:
+    """The keys of this process and those of everybody whom it lets in; None for a job that does not encrypt.
+
+    Raises:
+        ConfigError: the secret is missing or cannot be used, or this process does not know its rank.
+    """
+    if config.security == "curve" and config.secret_file is None:
+        raise ConfigError(
+            "KVDIST_SECURITY is 'curve', but there is no secret to make keys of: set KVDIST_SECRET_FILE to a file with"
+            " at least 32 random bytes, the same for all processes of the job"
+        )
+    if not config.encrypts or config.secret_file is None:
+        return None
+    secret = read_secret(config.secret_file)
+    rank = 0 if config.role is Role.SCHEDULER else config.rank
+    if rank is None:
+        raise ConfigError(
+            "KVDIST_RANK is not set, and in a job that encrypts (KVDIST_SECRET_FILE) each process has a key of its own,"
+            " by role and rank: kvdist-launch sets it; whoever starts processes otherwise sets it for each, counted"
+            " from 0 within servers and within workers"
+        )
+    from kvdist.transport.curve import Credentials
+
+    everybody = {SCHEDULER, *map(server, range(config.num_servers)), *map(worker, range(config.num_workers))}
+    return Credentials(NodeId(config.role, rank), secret, frozenset(everybody))
+
+
+def bind_port(transport: Transport, config: ClusterConfig, host: str) -> str:
+    """Listen at a free port of `host` and return the endpoint: one of the range, if there is one.
+
+    Raises:
+        ConfigError: there is no such address here, or every port of the range is taken.
+    """
+    if config.port_range is None:
+        return transport.bind(tcp_endpoint(host, 0))
+    for port in _ports(config, *config.port_range):
+        try:
+            return transport.bind(tcp_endpoint(host, port))
+        except AddressInUse:
+            continue
+    first, last = config.port_range
+    raise ConfigError(
+        f"every port of {host} from {first} to {last} is taken (KVDIST_PORT_RANGE): widen the range, or end what"
+        " listens there"
+    )
+
+
+def _ports(config: ClusterConfig, first: int, last: int) -> list[int]:
+    """Every port of the range, beginning where none of the job's other processes begins, if there are enough."""
+    ports = list(range(first, last + 1))
+    if config.rank is None:
+        begin = os.getpid()
+    else:
+        begin = {Role.SCHEDULER: 0, Role.SERVER: 1, Role.WORKER: 1 + config.num_servers}[config.role] + config.rank
+    begin %= len(ports)
+    return ports[begin:] + ports[:begin]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvdist.errors import ProtocolError
@@ -36,6 +37,7 @@ class Segment:
         token: what its first page says.
         memory: all of it, the first page included. Outlives `close` as long as somebody shows it.
         file: its descriptor in this process; None after `close`.
+        pin: keeps its pages in place for a GPU; None where there is none, or where that cannot be.
     """
 
     owner: int
@@ -43,6 +45,7 @@ class Segment:
     token: bytes
     memory: Bytes
     file: int | None
+    pin: object = None
 
     def __post_init__(self) -> None:
         self.nbytes = self.memory.nbytes
@@ -115,11 +118,16 @@ def _checked(file: int, owner: int, token: bytes) -> Bytes:
     return memory
 
 
+Pin = Callable[[Bytes], object]
+"""Registers memory with a GPU, which then copies from and to it at full speed, until what is returned is let go."""
+
+
 class SegmentTable:
     """Which segment an address lies in. Changed under its owner's lock, read by any thread without one."""
 
     def __init__(self) -> None:
         self._rows: tuple[list[int], list[Segment]] = ([], [])
+        self._pin: Pin | None = None
 
     def __len__(self) -> int:
         return len(self._rows[1])
@@ -128,10 +136,20 @@ class SegmentTable:
         """All of them."""
         return list(self._rows[1])
 
+    def pin_all(self, pin: Pin) -> None:
+        """Pin every segment, those to come too, each once and for as long as it is in the table."""
+        self._pin = pin
+        for segment in self.segments():
+            if segment.pin is None:  # another thread may have added it meanwhile
+                segment.pin = pin(segment.memory)
+
     def add(self, segment: Segment) -> None:
+        if self._pin is not None:
+            segment.pin = self._pin(segment.memory)
         self._replace([*self._rows[1], segment])
 
     def discard(self, segment: Segment) -> None:
+        segment.pin = None  # now, and not after its pages are unmapped
         self._replace([other for other in self._rows[1] if other is not segment])
 
     def find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:

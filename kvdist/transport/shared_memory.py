@@ -28,8 +28,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvdist.errors import ProtocolError
+from kvdist.nodes import NodeId
 from kvdist.transport.arena import Arena
-from kvdist.transport.base import Arrived, Buffer, Disconnected, Event, Route, Transport
+from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
 from kvdist.transport.descriptors import (
     FRAMES_MAX,
     Entry,
@@ -116,9 +117,9 @@ class SharedMemoryTransport(Transport):
         plain, _ = split_host(endpoint)
         return with_host(self.inner.bind(plain), f"{self._host}.{os.getpid()}")
 
-    def connect(self, endpoint: str) -> Route:
+    def connect(self, endpoint: str, to: NodeId | None = None) -> Route:
         plain, mark = split_host(endpoint)
-        route = self.inner.connect(plain)
+        route = self.inner.connect(plain, to)
         if mark.partition(".")[0] == self._host:
             self._greeted.add(route)
         return route
@@ -165,7 +166,7 @@ class SharedMemoryTransport(Transport):
                 if self._part(event.route):
                     events.append(event)
             else:
-                if event.route in self._greeted:
+                if type(event) is Connected and event.route in self._greeted:
                     self._partners[event.route] = _Partner(self.table)
                     self.inner.send(event.route, [greeting(self.arena.beacon)])
                 events.append(event)
@@ -215,7 +216,7 @@ class SharedMemoryTransport(Transport):
         try:
             for frames in read_pack(message.frames[0]):
                 if not partner.has_failed:
-                    self._read(Arrived(message.route, frames), partner, events)
+                    self._read(Arrived(message.route, frames, message.sender), partner, events)
         except ProtocolError as error:
             self._fail(message.route, partner, error, events)
 
@@ -226,7 +227,7 @@ class SharedMemoryTransport(Transport):
             self.messages_dropped += 1
         else:
             try:
-                events.append(Arrived(message.route, partner.restored(message.frames)))
+                events.append(Arrived(message.route, partner.restored(message.frames), message.sender))
             except ProtocolError as error:
                 self._fail(message.route, partner, error, events)
 

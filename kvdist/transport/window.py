@@ -27,7 +27,7 @@ class WindowCache:
     """
 
     def __init__(self, tables: Sequence[SegmentTable], windows_max: int = WINDOWS_MAX) -> None:
-        self._tables = tuple(tables)
+        self.tables = tuple(tables)
         self._windows_max = windows_max
         self._windows: OrderedDict[tuple[tuple[Segment, int, int], ...], Bytes] = OrderedDict()
 
@@ -66,7 +66,7 @@ class WindowCache:
         return tuple(stretches) or None
 
     def _find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:
-        for table in self._tables:
+        for table in self.tables:
             place = table.find(address, nbytes)
             if place is not None:
                 return place

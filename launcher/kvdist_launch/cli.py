@@ -1,88 +1,70 @@
-"""The command line of ``kvdist-launch``.
-
-Everything after the first word that is no option of ours belongs to the user's command, even if it looks like one
-of ours. argparse cannot promise that, so the command is cut off before argparse sees the rest.
-"""
+"""The command line of ``kvdist-launch``: from a request to a plan, and on to who carries it out."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from kvdist.config import module_names
+from kvdist.addresses import host_name
 from kvdist.errors import ConfigError
-from kvdist_launch.command import CommandError, parse_command
+from kvdist.nodes import Role
+from kvdist.variables import with_twins
+from kvdist_launch.chronicle import Chronicle, remove_summary, write_summary
+from kvdist_launch.command import CommandError
 from kvdist_launch.course import Patience
-from kvdist_launch.local import free_port
-from kvdist_launch.output import Sink
-from kvdist_launch.plan import Job, parse_assignments, plan, threads_per_worker
-from kvdist_launch.supervisor import Supervisor
+from kvdist_launch.crew import LocalCrew
+from kvdist_launch.ending import SIGNAL_BASE
+from kvdist_launch.environment import forwarded
+from kvdist_launch.hosts import Host
+from kvdist_launch.listening import listen, port_of, ports_of
+from kvdist_launch.logs import Logs, RankFolders
+from kvdist_launch.options import asked, is_elsewhere, parse_options, split_command
+from kvdist_launch.output import PROGRAM, Sink
+from kvdist_launch.plan import HostFacts, Job, Process, plan, thread_note, worker_lines
+from kvdist_launch.request import ROLE_COMMAND, Request, encrypts, hosts_of, job_of, patience_of
+from kvdist_launch.secret import draw_for_one_machine
+from kvdist_launch.supervisor import Interrupted, Supervisor
+from kvdist_launch.transcript import Filter, Transcript
 
-ROLE_COMMAND = (sys.executable, "-m", "kvdist")
-"""What schedulers and servers run."""
-
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
+RESTARTS = "KVDIST_RESTARTS"
+"""Tells the processes how often the job was started before, where it was."""
 USAGE_ERROR = 2
 
-USAGE = "kvdist-launch -n WORKERS [-s SERVERS] [options] [--] COMMAND [ARGUMENT...]"
 
-EXAMPLES = """\
-examples:
-  kvdist-launch -n 2 python train.py                     two workers, two servers, one scheduler
-  kvdist-launch -n 4 -s 1 python train.py -n 5 --lr .1   what follows the command belongs to it
-  kvdist-launch -n 2 -s 2 "python train.py --lr .1"      the same as one quoted string
-  kvdist-launch -n 2 --env-worker LOG=debug -- ./train   a variable for the workers alone
+class Screen:
+    """What the user sees of a job, and who watches it now.
 
-Only workers run COMMAND; it is never passed to a shell. Each line of output gets the name of its process. The first
-process that fails ends the job, and its exit code (128 + n for signal n) is that of kvdist-launch. Ctrl-C asks the
-workers to end, and once more kills everything.
-"""
+    Args:
+        out, err: where outputs go.
+        shown: whose output is shown.
+        logs: where all of it is kept; None is nowhere.
+        patience: how long is waited for processes that should end.
 
+    Attributes:
+        chronicle: what happened so far, of all starts.
+    """
 
-class ShowVersion(argparse.Action):
-    """Print the version and exit. argparse's own action wants to know it beforehand, and finding it takes time."""
+    def __init__(self, out: Sink, err: Sink, shown: Filter, logs: Logs | None, patience: Patience) -> None:
+        self.err = err
+        self.chronicle = Chronicle(time.monotonic())
+        self._out = out
+        self._shown = shown
+        self._logs = logs
+        self._patience = patience
+        self.supervisor = self.begin()
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"kvdist-launch {_version()}")
-        parser.exit()
-
-
-OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
-    (("-n", "--num-workers"), {"type": int, "required": True, "metavar": "WORKERS", "help": "number of workers"}),
-    (("-s", "--num-servers"), {"type": int, "metavar": "SERVERS", "help": "number of servers (default: as workers)"}),
-    (("--env",), {"action": "append", "metavar": "NAME=VALUE", "help": "set a variable for every process"}),
-    (("--env-server",), {"action": "append", "metavar": "NAME=VALUE", "help": "set a variable for the servers"}),
-    (("--env-worker",), {"action": "append", "metavar": "NAME=VALUE", "help": "set a variable for the workers"}),
-    (
-        ("--server-module",),
-        {"action": "append", "metavar": "MODULE", "help": "a module with optimizers or handlers of commands of your"
-         " own, which scheduler and servers import"},
-    ),
-    (
-        ("--optimizer-module",),
-        {"action": "append", "metavar": "MODULE", "help": "a module with optimizers of your own, which scheduler and"
-         " servers import"},
-    ),
-    (
-        ("--grace",),
-        {"type": float, "default": 5.0, "metavar": "SECONDS", "help": "how long the others may take to end after a"
-         " failure, an interruption or the last worker's end (default: 5)"},
-    ),
-    (("--launcher",), {"default": "local", "metavar": "local", "help": "how to start processes; so far only: local"}),
-    (("-H", "--hostfile"), {"metavar": "HOSTS", "help": argparse.SUPPRESS}),
-    (("--sync-dst-dir",), {"metavar": "DIR", "help": argparse.SUPPRESS}),
-    (("--version",), {"action": ShowVersion, "nargs": 0, "help": "print the version and exit"}),
-    (("-h", "--help"), {"action": "help", "help": "print this text and exit"}),
-)  # fmt: skip
-"""Every option: its names, and what argparse is told of it."""
-
-VALUED_OPTIONS = frozenset(
-    name for names, settings in OPTIONS if settings.get("action", "append") == "append" for name in names
-)
-"""The options whose value may be the next word."""
+    def begin(self) -> Supervisor:
+        """The one who watches from now on: a new one for each start of the job."""
+        transcript = Transcript(self._out, self.err, self._shown, self._logs)
+        self.supervisor = Supervisor(transcript, self.err, self._patience, self.chronicle)
+        return self.supervisor
 
 
 def main(argv: Sequence[str] | None = None, role_command: Sequence[str] = ROLE_COMMAND) -> int:
@@ -96,131 +78,193 @@ def main(argv: Sequence[str] | None = None, role_command: Sequence[str] = ROLE_C
         SystemExit: argparse answered (``--help``, ``--version``) or refused the options.
     """
     own_words, command_words = split_command(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(own_words)
-    environ = _environ()
-    err = _sink(2, environ)
+    return launch(Request(parse_options(own_words), command_words, tuple(role_command)))
+
+
+def launch(request: Request) -> int:
+    """Run the job that is asked for and return the launcher's exit code."""
+    options = request.options
+    clock = time.time if options.timestamps else None
+    out, err = (_sink(number, os.environ, clock, request.program) for number in (1, 2))
+    screen = Screen(out, err, Filter(options.filter or ()), _logs(request, err), patience_of(options))
+    if options.json_summary and not options.dry_run:
+        remove_summary(Path(options.json_summary))
+    code, reason = _attempt(request, screen)
+    if options.json_summary and not options.dry_run:
+        try:
+            write_summary(Path(options.json_summary), screen.chronicle.summary(code, time.monotonic(), reason))
+        except OSError as error:
+            err.say(f"--json-summary {options.json_summary} cannot be written: {error.strerror}")
+    return code
+
+
+def _logs(request: Request, err: Sink) -> Logs | None:
+    if request.output_folder:
+        return RankFolders(Path(request.output_folder), err.say, request.options.num_workers)
+    return Logs(Path(request.options.log_dir), err.say) if request.options.log_dir else None
+
+
+def _attempt(request: Request, screen: Screen) -> tuple[int, str]:
+    """Run the job. Returns the exit code, and what was wrong where the job was not started, or not all of it."""
     try:
-        _require_one_machine(options)
-        job = _job(options, command_words, tuple(role_command), environ)
-        supervisor = Supervisor(plan(job, environ), _sink(1, environ), err, _patience(options.grace))
-        if "OMP_NUM_THREADS" not in {**environ, **job.env, **job.env_worker}:
-            supervisor.say(_thread_note(job))
-        return supervisor.run()
+        return _run(request, screen), ""
+    except Interrupted as interruption:
+        screen.err.say(str(interruption))
+        return SIGNAL_BASE + interruption.number, str(interruption)
+    except KeyboardInterrupt:
+        reason = "interrupted before anything was started"
+        screen.err.say(reason)
+        return SIGNAL_BASE + signal.SIGINT, reason
     except ConfigError as error:
-        err.write_lines(b"kvdist-launch: error: ", [f"{error}\n".encode(errors="surrogateescape")])
-        return error.exit_code if isinstance(error, CommandError) else USAGE_ERROR
+        screen.err.say(f"error: {error}")
+        return error.exit_code if isinstance(error, CommandError) else USAGE_ERROR, str(error)
 
 
-def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own words and those of the user's command; a ``--`` between them is dropped."""
-    index = 0
-    while index < len(words):
-        word = words[index]
-        if word == "--":
-            return list(words[:index]), list(words[index + 1 :])
-        if not word.startswith("-") or word == "-":
+def _run(request: Request, screen: Screen) -> int:
+    """Run the job, and again when a worker fails, as often as the user wants."""
+    options = request.options
+    hosts = hosts_of(request)
+    launcher = _launcher_facts(hosts)
+    job = job_of(request, hosts, launcher.environ)
+    if is_elsewhere(options):
+        return _run_elsewhere(options, job, hosts, launcher)
+    if options.dry_run:
+        facts = [_assumed_facts(host, launcher) for host in hosts]
+        return _show(job, plan(job, hosts, facts, launcher), hosts, launcher)
+    for attempt in range(options.on_worker_exit + 1):
+        counted = replace(job, env={**job.env, RESTARTS: str(attempt)}) if attempt else job
+        supervisor = screen.begin() if attempt else screen.supervisor
+        try:
+            code = _run_once(request, counted, hosts, launcher, supervisor)
+        except (ConfigError, Interrupted, KeyboardInterrupt) as error:
+            if not attempt:
+                raise
+            # The job's code and cause stay those of the last start that there was.
+            screen.err.say(screen.chronicle.give_up(str(error) or "interrupted"))
             break
-        index += 2 if word in VALUED_OPTIONS else 1
-    return list(words[:index]), list(words[index:])
+        if not _wants_another(supervisor) or attempt == options.on_worker_exit:
+            break
+        supervisor.say(f"starting the whole job again ({attempt + 1} of {options.on_worker_exit})")
+    return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvdist-launch",
-        usage=USAGE,
-        description="Start a kvdist job on this machine: one scheduler, its servers, and workers that run COMMAND.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
+def _run_once(
+    request: Request, job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor
+) -> int:
+    if all(host.is_local for host in hosts):
+        return _run_here(job, hosts, launcher, supervisor, request.is_verbose)
+    return _run_on_hosts(request, job, hosts, launcher, supervisor)
+
+
+def _wants_another(supervisor: Supervisor) -> bool:
+    """Whether a worker failed, and the user has not said since that it is enough."""
+    cause = supervisor.cause
+    return cause is not None and cause.node.role is Role.WORKER and not supervisor.is_interrupted
+
+
+def _run_elsewhere(options: argparse.Namespace, job: Job, hosts: Sequence[Host], launcher: HostFacts) -> int:
+    """Print what starts the job elsewhere, or let that run in this process's place."""
+    # Imported here because few ask for it, and every job would wait for it.
+    from kvdist_launch.elsewhere import address_towards, require_understood, run_script, script_of
+
+    require_understood(options, asked(options))
+    others = [host for host in hosts if not host.is_local]
+    if others:
+        launcher = replace(launcher, address=address_towards(others[0]))
+    with listen(launcher.address, ports_of({**launcher.environ, **job.env})) as listening:
+        # Whoever starts the job does so later, so all that can be done is to choose a port that is free now.
+        job = replace(job, port=port_of(listening))
+    processes = plan(job, hosts, [_assumed_facts(host, launcher) for host in hosts], launcher)
+    text = script_of(options, job, hosts, processes, launcher, encrypts(options, job.env, launcher.environ))
+    if options.emit is None and options.launcher != "none" and not options.dry_run:
+        run_script(options.launcher, text, os.environ)
+    lines = [line.encode(errors="surrogateescape") + b"\n" for line in text.split("\n")[:-1]]
+    _sink(1, os.environ).write_lines(b"", lines)
+    return 0
+
+
+def _run_here(
+    job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor, is_verbose: bool
+) -> int:
+    """Run a job all of whose hosts are this machine."""
+    facts = [_assumed_facts(host, launcher) for host in hosts]
+    variables = {**launcher.environ, **job.env}
+    with listen(LOOPBACK, ports_of(variables)) as listening:
+        processes = plan(replace(job, port=port_of(listening)), hosts, facts, launcher)
+        note = thread_note(processes, hosts, facts)
+        if note is not None:
+            supervisor.say(note)
+        for line in worker_lines(processes, hosts) if is_verbose else ():
+            supervisor.say(line)
+        crew = LocalCrew(supervisor.selector, supervisor)
+        return supervisor.run([(crew, processes)], listening, draw_for_one_machine(variables))
+
+
+def _run_on_hosts(
+    request: Request, job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor
+) -> int:
+    """Run a job that needs ssh."""
+    options = request.options
+    # Imported here because a job on this machine needs none of it.
+    from kvdist_launch.launch import Wishes, run
+    from kvdist_launch.ssh import SshOptions, python_of_hosts
+    from kvdist_launch.sync import Sync
+
+    note = _left_out_note(job, launcher)
+    if note:
+        supervisor.say(note)
+    ssh = SshOptions(options.accept_new_host_keys, tuple(options.ssh_option or ()), options.activate or "")
+    # What the options say stands in the job's variables too; there may be others, which servers follow as well.
+    variables = with_twins({**launcher.environ, **job.env})
+    wishes = Wishes(
+        python=python_of_hosts(options.python, options.activate),
+        ssh=ssh,
+        encrypts=encrypts(options, job.env, launcher.environ),
+        ports=ports_of(variables),
+        interface=variables.get("KVDIST_INTERFACE") or None,
+        is_checked=not options.no_preflight,
+        is_verbose=request.is_verbose,
     )
-    for names, settings in OPTIONS:
-        parser.add_argument(*names, **settings)
-    return parser
+    if options.sync_dst_dir and RESTARTS not in job.env:  # a job that is started anew has its files
+        excluded = tuple(options.sync_exclude or ())
+        wishes = replace(wishes, sync=Sync(os.getcwd(), options.sync_dst_dir, excluded, options.sync_delete))
+    return run(job, hosts, wishes, supervisor, launcher.environ)
 
 
-def _require_one_machine(options: argparse.Namespace) -> None:
-    asked = {
-        f"-H {options.hostfile}": options.hostfile,
-        f"--sync-dst-dir {options.sync_dst_dir}": options.sync_dst_dir,
-        f"--launcher {options.launcher}": options.launcher != "local",
-    }
-    several = [text for text, is_asked in asked.items() if is_asked]
-    if several:
-        raise ConfigError(
-            f"several machines are not supported by this version; leave out {' and '.join(several)} to start all"
-            " processes on this machine, or start the processes yourself with DMLC_* variables"
-        )
+def _launcher_facts(hosts: Sequence[Host]) -> HostFacts:
+    """This machine; ``python`` will be the interpreter that runs the launcher, on every host."""
+    address = LOOPBACK if all(host.is_local for host in hosts) else host_name()
+    return HostFacts(len(os.sched_getaffinity(0)), sys.executable, address, os.environ)
 
 
-def _job(
-    options: argparse.Namespace, words: Sequence[str], role_command: tuple[str, ...], environ: Mapping[str, str]
-) -> Job:
-    num_servers = options.num_workers if options.num_servers is None else options.num_servers
-    for flag, count, role in (("-n", options.num_workers, "worker"), ("-s", num_servers, "server")):
-        if count < 1:
-            raise ConfigError(f"{flag} is {count}; a job needs at least 1 {role}")
-    env, env_worker = parse_assignments(options.env or ()), parse_assignments(options.env_worker or ())
-    return Job(
-        num_workers=options.num_workers,
-        num_servers=num_servers,
-        command=parse_command(words, {**environ, **env, **env_worker}.get("PATH")),
-        role_command=role_command
-        + _module_words("--server-module", options.server_module or ())
-        + _module_words("--optimizer-module", options.optimizer_module or ()),
-        port=free_port(HOST),
-        name=os.urandom(8).hex(),
-        host=HOST,
-        cores=len(os.sched_getaffinity(0)),
-        env=env,
-        env_server=parse_assignments(options.env_server or ()),
-        env_worker=env_worker,
-    )
+def _assumed_facts(host: Host, launcher: HostFacts) -> HostFacts:
+    """What is known of a host that nobody has asked yet."""
+    python = host.python or launcher.python
+    return replace(launcher, python=python) if host.is_local else HostFacts(0, python, host.name)
 
 
-def _module_words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """The words with which schedulers and servers are told of modules; misspelt names end the job before it starts."""
-    names = [name for text in texts for name in module_names(text)]
-    return tuple(word for name in names for word in (option, name))
+def _show(job: Job, processes: Sequence[Process], hosts: Sequence[Host], launcher: HostFacts) -> int:
+    # Imported here because few ask for it, and every job would wait for it.
+    from kvdist_launch.preview import preview
+
+    text = preview(processes, hosts)
+    if any(not host.is_local for host in hosts):
+        text += "\nAddresses, cores and variables of other hosts are found out when the job starts.\n"
+        note = _left_out_note(job, launcher)
+        text += f"{note}\n" if note else ""
+    _sink(1, os.environ).write_lines(b"", [line.encode() + b"\n" for line in text.splitlines()])
+    return 0
 
 
-def _patience(grace_s: float) -> Patience:
-    if not 0 <= grace_s < float("inf"):
-        raise ConfigError(f"--grace is {grace_s}; it must be a number of seconds, at least 0")
-    return Patience(grace_s=grace_s, farewell_s=grace_s)
+def _left_out_note(job: Job, launcher: HostFacts) -> str:
+    """Which variables other hosts do not get for the look of their names; empty where there are none."""
+    names = [name for name in forwarded(launcher.environ)[1] if name not in job.env]
+    return f"not forwarded, as their names look secret (-x NAME forwards one): {', '.join(names)}" if names else ""
 
 
-def _environ() -> dict[str, str]:
-    """The launcher's environment, in which ``python`` is the interpreter that runs the launcher.
-
-    A launcher called by its path from a virtual environment that is not activated would otherwise start workers
-    with an interpreter that does not have kvdist.
-    """
-    environ = dict(os.environ)
-    if sys.prefix != sys.base_prefix:
-        own = os.path.dirname(sys.executable)
-        path = environ.get("PATH", os.defpath)
-        if path.split(os.pathsep)[0] != own:
-            environ["PATH"] = own + os.pathsep + path
-    return environ
-
-
-def _sink(descriptor: int, environ: Mapping[str, str]) -> Sink:
+def _sink(
+    descriptor: int, environ: Mapping[str, str], clock: Callable[[], float] | None = None, program: str = PROGRAM
+) -> Sink:
     # https://no-color.org: any value but an empty one asks for no colour.
     is_terminal = os.isatty(descriptor) and environ.get("TERM") != "dumb"
-    return Sink(descriptor, is_terminal, colours=not environ.get("NO_COLOR"))
-
-
-def _thread_note(job: Job) -> str:
-    threads = threads_per_worker(job.cores, job.num_workers)
-    return f"OMP_NUM_THREADS={threads} for each worker (cores: {job.cores}, workers: {job.num_workers})"
-
-
-def _version() -> str:
-    # Imported here because it costs a third of the launcher's whole start, and few ask for the version.
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("kvdist")
-    except PackageNotFoundError:
-        return "(unknown version: kvdist is not installed as a package)"
+    return Sink(descriptor, is_terminal, not environ.get("NO_COLOR"), clock, program)

@@ -27,12 +27,13 @@ class CommandError(ConfigError):
         self.exit_code = exit_code
 
 
-def parse_command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
+def parse_command(words: Sequence[str], path: str | None, is_here: bool = True) -> tuple[str, ...]:
     """The argument list that `words` stand for: themselves, or if there is one only, the words quoted in it.
 
     Args:
         words: what stands on the command line.
         path: where programs are searched, as in the variable PATH; None is the system's default.
+        is_here: whether it runs on this machine, so that the program must be there.
 
     Raises:
         CommandError: there is no such program, or it cannot be executed.
@@ -42,8 +43,9 @@ def parse_command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
     if len(command) == 1 and shutil.which(command[0], path=path) is None:
         command = _split(command[0])
     if not command or not command[0]:
-        raise ConfigError("there is no command to run; write it last, as in: kvdist-launch -n 2 python train.py")
-    _require_program(command[0], path)
+        raise ConfigError("there is no command to run; write it last, behind the options, as in: ... python train.py")
+    if is_here:
+        _require_program(command[0], path)
     return tuple(command)
 
 
@@ -55,7 +57,7 @@ def _split(text: str) -> list[str]:
     operators = [word for word in command if word in SHELL_OPERATORS]
     if operators:
         raise ConfigError(
-            f"the command {text!r} needs a shell for {operators[0]!r}, and kvdist-launch uses none;"
+            f"the command {text!r} needs a shell for {operators[0]!r}, and the launcher uses none;"
             f" to have one, write: sh -c {shlex.quote(text)}"
         )
     return command

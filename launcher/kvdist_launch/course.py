@@ -10,6 +10,8 @@ Pure: endings, signals and the time come in; what to do comes out. The rules:
   at all once every worker has succeeded: whatever it missed, nobody needed it any more.
 - A server that ends with 0 while workers run is odd, but right when the scheduler also ends with 0: all workers
   have said goodbye and only finish work of their own. Otherwise the server is the first cause.
+- In a job without servers nobody is told of a failure from here: ranks tell each other as far as they use operations,
+  and who does something else is terminated after the grace.
 - A first interruption asks: the workers get SIGINT, and servers live on so that workers can still save; whatever
   is left after the grace is terminated. A second one kills.
 """
@@ -98,6 +100,11 @@ class Course:
         """Whether every process has ended."""
         return not self._alive
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the user or the system asked for its end."""
+        return self._interruption is not None
+
     def ended(self, endings: Iterable[Ending], now: float) -> list[Action]:
         """Take note of processes that ended; those of one call count as having ended at the same moment."""
         batch = sorted(endings, key=lambda ending: ending.doubt)
@@ -151,8 +158,8 @@ class Course:
         elif self._interruption is not None:
             what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._started)}"
         else:
-            workers, servers = (self._count(role) for role in (Role.WORKER, Role.SERVER))
-            return f"{workers} and {servers} finished in {_seconds(now - self._started)}"
+            roles = [role for role in (Role.WORKER, Role.SERVER) if any(node.role is role for node in self._nodes)]
+            return f"{' and '.join(map(self._count, roles))} finished in {_seconds(now - self._started)}"
         return f"{what}; job ended with exit code {self.exit_code()}"
 
     def _judge(self, ending: Ending, now: float) -> None:

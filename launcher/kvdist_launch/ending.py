@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from kvdist.errors import PeerLostError
+from kvdist.errors import PeerLostError, RankLostError
 from kvdist.nodes import NodeId, Role
 
 PEER_LOST = 75
 """sysexits.h's EX_TEMPFAIL: a scheduler or server ended because some *other* process was lost."""
 
-PEER_LOST_TRACEBACK = f"{PeerLostError.__module__}.{PeerLostError.__qualname__}:".encode()
+PEER_LOST_TRACEBACKS = tuple(f"{one.__module__}.{one.__qualname__}:".encode() for one in (PeerLostError, RankLostError))
 """How the last line of a traceback begins when a worker did not catch the error that says the same."""
+
+HOST_LOST = 255
+"""What ssh ends with when the connection is gone, and so does a job that loses a host."""
 
 SENTENCE_MAX = 300
 """Characters of another process's last line that are repeated."""
@@ -29,12 +32,16 @@ class Ending:
         pid: the process's id.
         status: its exit code, or minus the number of the signal that killed it (as in `subprocess`).
         last_error_line: the last line it printed to standard error.
+        host: the host it ran on; empty where there is only this machine.
+        lost: why nothing is known but that its host cannot be reached any more; then there is no status of its own.
     """
 
     node: NodeId
     pid: int
     status: int
     last_error_line: bytes = b""
+    host: str = ""
+    lost: str = ""
 
     @property
     def is_failure(self) -> bool:
@@ -46,13 +53,13 @@ class Ending:
         """Whether it says of itself that it failed because another process was lost."""
         if self.node.role is Role.WORKER:
             # A script chooses its exit codes freely; what ends Python's traceback is as good as a code of its own.
-            return self.status == 1 and self.last_error_line.startswith(PEER_LOST_TRACEBACK)
+            return self.status == 1 and self.last_error_line.startswith(PEER_LOST_TRACEBACKS)
         return self.status == PEER_LOST
 
     @property
     def doubt(self) -> int:
         """Orders endings seen at the same moment: the likelier one is the first cause, the lower."""
-        if self.status < 0:
+        if self.status < 0 or self.lost:
             return 0
         return 3 if self.is_consequence else 1 if self.is_failure else 2
 
@@ -65,10 +72,14 @@ class Ending:
     def report(self) -> str:
         """The line, without line end, that tells the scheduler."""
         how = f"signal {-self.status}" if self.status < 0 else f"exit {self.status}"
+        if self.lost:
+            how = f"lost {self.host}"
         return f"ended {self.node.role} {self.node.rank} {how}"
 
     def __str__(self) -> str:
-        who = f"{self.node} (pid {self.pid})"
+        who = f"{self.node} on {self.host} (pid {self.pid})" if self.host else f"{self.node} (pid {self.pid})"
+        if self.lost:
+            return f"{who} was lost: {self.lost}"
         if self.status < 0:
             return f"{who} was killed by {signal_name(-self.status)}"
         if self.is_consequence:

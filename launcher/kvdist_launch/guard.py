@@ -1,9 +1,12 @@
-"""Ends a job's processes when the launcher itself was killed; a program, started as ``python guard.py PGID…``.
+"""Ends a job's processes when the launcher itself was killed; a program, started as ``python guard.py``.
 
 A launcher that gets SIGKILL cannot clean up, and its workers may be computing or sleeping without ever noticing.
-This second process waits for the end of a pipe from the launcher. ``done`` on it means that all is well; an end
-without it means that the launcher is gone. The processes then get a moment to end as the scheduler tells them,
-SIGTERM, and SIGKILL.
+This second process reads a pipe from the launcher: ``group 4242`` and ``folder /path`` name what is not to outlive it,
+as it comes into being, ``done`` on the last line means that all is well. An end without that means that the launcher
+is gone. The processes then get a moment to end as the scheduler tells them, SIGTERM, and SIGKILL.
+
+``mark NAME=VALUE`` is what stands in the environment of all processes of the job and of no other. It finds the one that
+was just being started and not yet named, and those that left their group.
 
 The alternative, PR_SET_PDEATHSIG, needs code between fork and exec (slow, and unsafe beside threads), fires when the
 starting *thread* ends, and reaches no grandchildren. Only modules that Python has loaded anyway are imported.
@@ -13,7 +16,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 
 GRACE_S = 2.0
@@ -25,18 +27,37 @@ TERMINATE_S = 1.0
 DONE = b"done\n"
 
 
-def main(arguments: list[str]) -> int:
-    """Wait for the launcher's end and return 0 if it went in order, else 1 after ending all `arguments` (pgids)."""
+def main() -> int:
+    """Wait for the launcher's end and return 0 if it went in order, else 1 after ending all that it named."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if _read_all(0).endswith(DONE):
+    said = _read_all(0)
+    if said.endswith(DONE):
         return 0
-    groups = [int(argument) for argument in arguments]
+    # A last line without an end is one that was cut off.
+    lines = [line.split(b" ", 1) for line in said.splitlines(keepends=True) if line.endswith(b"\n")]
+    groups = [int(value) for word, value in lines if word == b"group"]
+    marks = [value[:-1] for word, value in lines if word == b"mark"]
     for number, delay_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, TERMINATE_S)):
         time.sleep(delay_s)
         for group in groups:
-            _send(group, number)
+            _send(-group, number)
+        for process in _marked(marks):
+            _send(process, number)
+    for word, value in lines:
+        if word == b"folder":
+            _remove(os.fsdecode(value[:-1]))
     return 1
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of files."""
+    try:
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
+    except OSError:
+        return  # It is gone.
 
 
 def _read_all(descriptor: int) -> bytes:
@@ -46,12 +67,27 @@ def _read_all(descriptor: int) -> bytes:
     return read
 
 
-def _send(group: int, number: int) -> None:
+def _marked(marks: list[bytes]) -> list[int]:
+    """The processes that have one of these in their environment, where the system shows that."""
+    found = []
+    for name in os.listdir("/proc") if marks and os.path.isdir("/proc") else ():
+        try:
+            with open(f"/proc/{name}/environ", "rb") as environ:
+                variables = environ.read().split(b"\0")
+        except OSError:
+            continue  # No process, or not ours.
+        if any(mark in variables for mark in marks):
+            found.append(int(name))
+    return found
+
+
+def _send(target: int, number: int) -> None:
+    """Send a signal to a process, or to a group if that is minus its number."""
     try:
-        os.killpg(group, number)
+        os.kill(target, number)
     except OSError:
         return  # It has ended.
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

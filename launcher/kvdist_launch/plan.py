@@ -1,37 +1,59 @@
-"""What a job consists of: one list of processes, each with its argv and its whole environment.
+"""What a job consists of: one list of processes, each with its host, its argv and its environment.
 
-Pure: nothing here starts a process or reads the machine, so a plan can be compared with a file and printed. No
-shell ever sees an argument or a value; they reach the processes byte for byte, whatever they contain.
+Pure: nothing here starts a process or reads a machine, so a plan can be compared with a file and printed. No shell
+ever sees an argument or a value; they reach the processes byte for byte, whatever they contain.
 
-A process's environment is, later ones winning: the launcher's own without the variables of an earlier job,
-defaults that the user may override, ``--env``, the role's ``--env-…``, and last who the process is in the cluster.
-torchrun's variables (RANK, WORLD_SIZE and so on) are never set: libraries would go distributed on seeing them.
+A process's environment is, later ones winning: its host's own without the variables of an earlier job, defaults that
+the user may override, what is forwarded to other hosts, ``--env``, the role's ``--env-...``, and last who the process
+is in the cluster. Settings of kvdist come from the launching machine alone, so that all hosts have the same.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvdist.config import CLUSTER_VARIABLES, TWINS, ClusterConfig
+from kvdist.config import ClusterConfig
 from kvdist.errors import ConfigError
-from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
-
-OWNED_VARIABLES = frozenset(
-    [
-        *CLUSTER_VARIABLES,
-        *(TWINS[name] for name in CLUSTER_VARIABLES),
-        "KVDIST_RANK",
-        "KVDIST_LOCAL_RANK",
-        "KVDIST_JOB",
-        "KVDIST_SUPERVISED",
-    ]
+from kvdist.nodes import NodeId, Role
+from kvdist_launch.environment import (
+    ADDRESS_VARIABLES,
+    OWNED_VARIABLES,
+    Environment,
+    forwarded,
+    interpreter_front,
+    overlay,
 )
-"""Who a process is: set by the launcher alone, and never taken over from the environment it was started in."""
+from kvdist_launch.hosts import Host
+from kvdist_launch.placement import LAUNCHER, Neighbours, Seat, neighbours, place
 
-OTHER_NAME = {**TWINS, **{theirs: ours for ours, theirs in TWINS.items()}}
-"""For each variable that has two names, the other one."""
+PYTHON = "{python}"
+"""As first word of a role's command: the interpreter of the host it runs on."""
+
+INTERFACES = ("KVDIST_INTERFACE", "DMLC_INTERFACE")
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+NUM_SERVERS = "DMLC_NUM_SERVER"
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What is known of a machine when a plan is made.
+
+    Attributes:
+        cores: CPU cores that the job's processes may use there; 0 is unknown.
+        python: the path of its interpreter.
+        address: where the other machines of the job reach it.
+        environ: its own variables, as a process that is started there would see them.
+        scheduler: where it reaches the scheduler; empty is the address of the scheduler's host.
+    """
+
+    cores: int
+    python: str
+    address: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+    scheduler: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +62,25 @@ class Process:
 
     Attributes:
         node: its seat in the cluster.
+        host: an index into the job's hosts, or `LAUNCHER`.
         argv: the program and its arguments.
-        env: its whole environment.
+        environment: what is changed about its host's environment.
+        cwd: the folder it starts in; None is that of whoever starts it.
         is_told_of_endings: whether its standard input carries one line for each process that ended
             (``ended worker 1 exit 3``); the input of the others is empty.
+        is_root: whether the others dial it, so that it gets the socket that listens for them: the scheduler, or in a
+            job without servers worker 0.
+        descriptors: those of the launcher that it inherits besides; only on the launching machine.
     """
 
     node: NodeId
+    host: int
     argv: tuple[str, ...]
-    env: Mapping[str, str]
+    environment: Environment
+    cwd: str | None = None
     is_told_of_endings: bool = False
+    is_root: bool = False
+    descriptors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,11 +88,14 @@ class Job:
     """What the user asked for.
 
     Attributes:
+        num_servers: 0 is a job of workers alone, whose rank 0 is where the others find each other.
         command: the worker's program and arguments.
-        role_command: the program and arguments of schedulers and servers.
-        port: the scheduler's TCP port on `host`.
+        role_command: the program and arguments of schedulers and servers; see `PYTHON`.
+        port: the TCP port of the scheduler, or of rank 0.
         name: a token unlike that of any other job.
-        cores: CPU cores that all workers share.
+        scheduler_host: an index into the hosts; None is the launching machine.
+        is_filled: whether workers take all slots of a host before those of the next.
+        cwd: the folder in which processes on hosts start; None is that of whoever starts them.
         env, env_server, env_worker: variables for every process, for servers, for workers.
     """
 
@@ -71,33 +105,57 @@ class Job:
     role_command: tuple[str, ...]
     port: int
     name: str
-    host: str = "127.0.0.1"
-    cores: int = 1
+    scheduler_host: int | None = None
+    is_filled: bool = False
+    cwd: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     env_server: Mapping[str, str] = field(default_factory=dict)
     env_worker: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def nodes(self) -> list[NodeId]:
-        """The seats in the order in which they are started: those that others wait for come first."""
-        return [SCHEDULER, *map(server, range(self.num_servers)), *map(worker, range(self.num_workers))]
 
+def plan(job: Job, hosts: Sequence[Host], facts: Sequence[HostFacts], launcher: HostFacts) -> list[Process]:
+    """The processes of `job`, in starting order.
 
-def plan(job: Job, environ: Mapping[str, str]) -> list[Process]:
-    """The processes of `job`, in starting order, when the launcher's environment is `environ`.
+    Args:
+        facts: what is known of each of `hosts`.
+        launcher: what is known of the launching machine; its address is where the hosts reach it.
 
     Raises:
-        ConfigError: a variable has an impossible value; the message names it.
+        ConfigError: some processes have no place, or a variable has an impossible value; the message names it.
     """
-    return [
-        Process(
-            node,
-            job.command if node.role is Role.WORKER else job.role_command,
-            _environment(job, node, environ),
-            is_told_of_endings=node.role is Role.SCHEDULER,
+    seats = _seats(job, hosts)
+    around = neighbours(seats)
+    root = root_host(job, hosts)
+    address = (launcher if root is None else facts[root]).address
+    processes = []
+    for seat in seats:
+        role, host = seat.node.role, None if seat.host == LAUNCHER else hosts[seat.host]
+        own = launcher if host is None else facts[seat.host]
+        processes.append(
+            Process(
+                seat.node,
+                seat.host,
+                job.command if role is Role.WORKER else _role_argv(job.role_command, own.python),
+                _environment(job, own.scheduler or address, seat, host, own, launcher, around.get(seat.node)),
+                None if host is None else job.cwd,
+                is_told_of_endings=role is Role.SCHEDULER,
+                is_root=seat is seats[0],
+            )
         )
-        for node in job.nodes
-    ]
+    return processes
+
+
+def root_host(job: Job, hosts: Sequence[Host]) -> int | None:
+    """The index of the host where everybody meets: the scheduler's, or rank 0's; None is the launching machine.
+
+    Raises:
+        ConfigError: some processes have no place.
+    """
+    return job.scheduler_host if job.num_servers else _seats(job, hosts)[0].host
+
+
+def _seats(job: Job, hosts: Sequence[Host]) -> list[Seat]:
+    return place(hosts, job.num_workers, job.num_servers, job.scheduler_host, job.is_filled)
 
 
 def threads_per_worker(cores: int, num_workers: int) -> int:
@@ -105,57 +163,116 @@ def threads_per_worker(cores: int, num_workers: int) -> int:
     return max(1, cores // num_workers)
 
 
-def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
-    """``NAME=VALUE`` texts as a dictionary; MXNet's ``NAME:VALUE`` is understood too.
+def thread_note(processes: Sequence[Process], hosts: Sequence[Host], facts: Sequence[HostFacts]) -> str | None:
+    """The sentence that says which OMP_NUM_THREADS workers were given; None where all have one of their own."""
+    name = "OMP_NUM_THREADS"
+    notes: dict[str, list[str]] = {}
+    workers = [process for process in processes if process.node.role is Role.WORKER]
+    for index, count in Counter(process.host for process in workers).items():
+        environment = next(process.environment for process in workers if process.host == index)
+        if name in environment.defaults and name not in {**facts[index].environ, **environment.settings}:
+            text = f"{environment.defaults[name]} for each worker (cores: {facts[index].cores}, workers: {count})"
+            notes.setdefault(text, []).append(str(hosts[index]))
+    if len(hosts) == 1 and notes:
+        return f"{name}={next(iter(notes))}"
+    return "; ".join(f"{name}={text} on {_listed(names)}" for text, names in notes.items()) or None
 
-    The first character that cannot be part of a name decides, so values may contain both separators.
 
-    Raises:
-        ConfigError: a text has neither form, or names a variable that the launcher sets itself.
+def worker_lines(processes: Sequence[Process], hosts: Sequence[Host]) -> list[str]:
+    """For each worker a line: where it runs, and its place among the others."""
+    told = []
+    for process in processes:
+        if process.node.role is Role.WORKER:
+            rank, size, across, machines = (process.environment.settings[f"KVDIST_{name}"] for name in _PLACES)
+            told.append(
+                f"{process.node} on {hosts[process.host]}: local rank {rank} of {size}, cross rank {across} of"
+                f" {machines}"
+            )
+    return told
+
+
+_PLACES = ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+
+
+def share_of_devices(devices: Sequence[str], local_rank: int, workers: int) -> Sequence[str]:
+    """The devices of one of `workers` workers: a block of its own, or where devices are fewer, one in turn."""
+    if len(devices) < workers:
+        return [devices[local_rank % len(devices)]]
+    return devices[local_rank * len(devices) // workers : (local_rank + 1) * len(devices) // workers]
+
+
+def _role_argv(command: tuple[str, ...], python: str) -> tuple[str, ...]:
+    return (python, *command[1:]) if command[:1] == (PYTHON,) else command
+
+
+def _environment(
+    job: Job,
+    address: str,
+    seat: Seat,
+    host: Host | None,
+    own: HostFacts,
+    launcher: HostFacts,
+    around: Neighbours | None,
+) -> Environment:
+    role = seat.node.role
+    front, settings = interpreter_front(own.python), {}
+    if host is not None and not host.is_local:
+        sent, _ = forwarded(launcher.environ)
+        front, settings = {**sent.front, **front}, dict(sent.settings)
+    by_role: Mapping[str, str] = {Role.SERVER: job.env_server, Role.WORKER: job.env_worker}.get(role, {})
+    for variables in (job.env, by_role):
+        overlay(settings, variables)
+    settings.update(_cluster_settings(job, address, seat.node, Environment(settings=settings).over(launcher.environ)))
+    if host is not None and host.iface is not None:
+        overlay(settings, {INTERFACES[0]: host.iface})
+    defaults = {"PYTHONUNBUFFERED": "1"}
+    if around is not None:
+        settings |= _place_among_workers(seat, around)
+        if own.cores:
+            defaults["OMP_NUM_THREADS"] = str(threads_per_worker(own.cores, around.local_size))
+        given = Environment(settings=settings).over(own.environ).get(DEVICES, "")
+        devices = list((host.gpus if host else None) or (name.strip() for name in given.split(",") if name.strip()))
+        if devices:
+            settings[DEVICES] = ",".join(share_of_devices(devices, seat.local_rank, around.local_size))
+    return Environment(defaults, front, settings)
+
+
+def _place_among_workers(seat: Seat, around: Neighbours) -> dict[str, str]:
+    return {
+        "KVDIST_LOCAL_RANK": str(seat.local_rank),
+        "KVDIST_LOCAL_SIZE": str(around.local_size),
+        "KVDIST_CROSS_RANK": str(around.cross_rank),
+        "KVDIST_CROSS_SIZE": str(around.cross_size),
+    }
+
+
+def _cluster_settings(job: Job, address: str, node: NodeId, environ: Mapping[str, str]) -> dict[str, str]:
+    """Who the process is, and the settings of kvdist that the launching machine has.
+
+    They are read through the configuration, so that what is wrong with them is found before anything starts. It knows
+    no job without servers, so such a one is described to it with a server that is left out at the end.
     """
-    variables = {}
-    for text in texts:
-        match = re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)[=:](.*)", text, re.DOTALL)
-        if match is None:
-            raise ConfigError(f"{text!r} does not set a variable; write NAME=VALUE, as in --env LOG_LEVEL=debug")
-        name, value = match.groups()
-        if name in OWNED_VARIABLES:
-            raise ConfigError(f"{name} is set by kvdist-launch for each process; leave out {text!r}")
-        variables[name] = value
-    return variables
-
-
-def _environment(job: Job, node: NodeId, environ: Mapping[str, str]) -> dict[str, str]:
-    env = {"PYTHONUNBUFFERED": "1"}
-    if node.role is Role.WORKER:
-        env["OMP_NUM_THREADS"] = str(threads_per_worker(job.cores, job.num_workers))
-    own: Mapping[str, str] = {Role.SERVER: job.env_server, Role.WORKER: job.env_worker}.get(node.role, {})
-    env.update((name, value) for name, value in environ.items() if name not in OWNED_VARIABLES)
-    for variables in (job.env, own):
-        for name, value in variables.items():
-            # A variable that has two names would otherwise keep the value that this one is meant to replace.
-            env.pop(OTHER_NAME.get(name, ""), None)
-            env[name] = value
-    # Read through the configuration so that the user's settings (limits, placement and so on) are checked before
-    # anything starts, and kept.
-    config = ClusterConfig.from_env({**env, **_identity(job, node)})
-    if config is None:
-        raise ConfigError(f"the launcher described no cluster to {node}")
-    env.update(config.to_env())
-    if node.role is Role.WORKER:
-        env["KVDIST_LOCAL_RANK"] = str(node.rank)
-    return env
-
-
-def _identity(job: Job, node: NodeId) -> dict[str, str]:
-    cluster = ClusterConfig(
+    identity = ClusterConfig(
         role=node.role,
-        root_host=job.host,
+        root_host=address,
         root_port=job.port,
         num_workers=job.num_workers,
-        num_servers=job.num_servers,
+        num_servers=job.num_servers or 1,
         rank=node.rank,
         job=job.name,
         supervised=node.role is Role.SCHEDULER,
-    )
-    return {name: value for name, value in cluster.to_env().items() if name in OWNED_VARIABLES}
+    ).to_env()
+    # Addresses and interfaces are those of the process's own host, and are looked up there.
+    variables = {name: value for name, value in environ.items() if name not in {*ADDRESS_VARIABLES, *INTERFACES}}
+    if variables.get("KVDIST_SECURITY", "").lower() == "curve":
+        # The secret for it is made where the process starts.
+        del variables["KVDIST_SECURITY"]
+    variables |= {name: value for name, value in identity.items() if name in OWNED_VARIABLES}
+    config = ClusterConfig.from_env(variables)
+    if config is None:
+        raise ConfigError(f"the launcher described no cluster to {node}")
+    return config.to_env() | {NUM_SERVERS: str(job.num_servers)}
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

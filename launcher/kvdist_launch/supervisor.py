@@ -6,167 +6,263 @@ ended and been reaped, together with what they left in their process groups.
 
 from __future__ import annotations
 
-import os
+import math
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import IO
+from dataclasses import replace
+from types import TracebackType
 
-from kvdist.nodes import NodeId
+from kvdist.nodes import SCHEDULER, NodeId
+from kvdist_launch.chronicle import INDENT, Chronicle
 from kvdist_launch.course import Action, Course, Patience, Say, SendSignal
-from kvdist_launch.local import Child, Guard, start
-from kvdist_launch.output import LineSplitter, Sink
+from kvdist_launch.crew import Crew
+from kvdist_launch.ending import Ending, signal_name
+from kvdist_launch.output import Sink
 from kvdist_launch.plan import Process
-from kvdist_launch.signals import INTERRUPTIONS, Signals
-
-READ_BYTES = 64 * 1024
-"""Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
+from kvdist_launch.signals import INTERRUPTIONS, Mailbox, Signals
+from kvdist_launch.transcript import Transcript
 
 DRAIN_S = 0.5
 """How long the output of processes is awaited that outlive the one that started them (such as ``tee``)."""
 
-SELF_PREFIX = b"kvdist-launch: "
+FAR_DRAIN_S = 3.0
+"""The same where agents of other hosts drain first."""
+
+BEAT_S = 1.0
+"""How often agents are shown that the launcher lives."""
 
 
-@dataclass
-class Source:
-    """One output of one process on its way to one of ours."""
+class Interrupted(Exception):
+    """The user wants to end a job that has not begun.
 
-    stream: IO[bytes]
-    sink: Sink
-    prefix: bytes
-    splitter: LineSplitter = field(default_factory=LineSplitter)
-    is_open: bool = True
-    last_line: bytes = b""
+    Attributes:
+        number: of the signal that said so.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal_name(number)} before anything was started")
+        self.number = number
 
 
 class Supervisor:
-    """Runs one job.
+    """Runs one job. Its crews are made with its selector, and it listens to them.
 
     Args:
-        processes: what to start, in order.
-        out: where standard outputs go.
-        err: where standard errors and the launcher's own messages go.
+        transcript: takes what processes print.
+        err: where the launcher's own messages go.
         patience: how long is waited for processes that should end.
+        chronicle: takes note of what happens; None if nobody reads it.
+        signals: brings the endings of processes and the wishes of users; None takes the signals of this process.
+        is_quiet: whether nothing is said of how the job ended, because whoever called is told otherwise.
     """
 
-    def __init__(self, processes: Sequence[Process], out: Sink, err: Sink, patience: Patience) -> None:
-        self._processes = list(processes)
-        self._sinks = (out, err)
-        self._selector = selectors.DefaultSelector()
-        self._course = Course([process.node for process in processes], time.monotonic(), patience)
-        self._children: dict[NodeId, Child] = {}
-        self._running: list[Child] = []
-        self._sources: dict[NodeId, list[Source]] = {}
-        self._signals = Signals()
+    def __init__(
+        self,
+        transcript: Transcript,
+        err: Sink,
+        patience: Patience,
+        chronicle: Chronicle | None = None,
+        signals: Mailbox | None = None,
+        is_quiet: bool = False,
+    ) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._transcript = transcript
+        self._err = err
+        self._sinks = {*transcript.sinks, err}
+        self._patience = patience
+        self._signals = Signals() if signals is None else signals
+        self._is_quiet = is_quiet
+        self._chronicle = Chronicle(time.monotonic()) if chronicle is None else chronicle
+        self._course = Course((), time.monotonic(), patience)
+        self._crews: list[Crew] = []
+        self._crew_of: dict[NodeId, Crew] = {}
+        self._alive: set[NodeId] = set()
+        self._is_running = False
+        self._beat_at = math.inf
+        self._depth = 0
 
-    def run(self) -> int:
+    def run(
+        self,
+        assignments: Sequence[tuple[Crew, Sequence[Process]]],
+        listening: socket.socket | None = None,
+        secret: str | None = None,
+    ) -> int:
         """Start everything, wait until all has ended, say how, and return the job's exit code.
+
+        Args:
+            assignments: what each crew is to start, in order.
+            listening: where a scheduler of this machine listens.
+            secret: what encrypts the job's traffic.
 
         Raises:
             CommandError: a process could not be started; none is left.
+            ConfigError: log files cannot be written; nothing was started.
         """
-        with self._signals, self._selector:
-            self._running = start(self._processes)
-            self._children = {child.node: child for child in self._running}
-            guard = None
+        nodes = [process.node for _, processes in assignments for process in processes]
+        self._crews = [crew for crew, _ in assignments]
+        self._crew_of = {process.node: crew for crew, processes in assignments for process in processes}
+        self._alive = set(nodes)
+        self._course = Course(nodes, time.monotonic(), self._patience)
+        self._chronicle.begin()
+        for warning in self._transcript.open((node, crew.host) for node, crew in self._crew_of.items()):
+            self.say(warning)
+        self._is_running = True
+        self._beat_at = time.monotonic() if any(crew.host for crew in self._crews) else math.inf
+        with self:
             try:
-                guard = Guard(self._running)
+                for crew, processes in assignments:
+                    crew.start(processes, listening, secret)
+                    self._chronicle.started([(process.node, crew.host) for process in processes], time.monotonic())
+                if listening is not None:
+                    listening.close()
                 self._watch()
                 self._drain()
             finally:
-                for child in self._children.values():
-                    child.reap()
-                if guard is not None:
-                    guard.dismiss()
-        self.say(self._course.summary(time.monotonic()))
+                for crew in self._crews:
+                    crew.hang_up()
+                for crew in self._crews:
+                    crew.release()
+        if not self._is_quiet:
+            self._conclude()
         return self._course.exit_code()
+
+    def __enter__(self) -> Supervisor:
+        """Listen to signals from now on; `run` does so by itself, and may be called inside."""
+        self._depth += 1
+        if self._depth == 1:
+            self._signals.__enter__()
+            self.selector.register(self._signals.descriptor, selectors.EVENT_READ, self._take_signals)
+            for sink in self._sinks:
+                sink.attend(self.selector)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for sink in self._sinks:
+                sink.finish()
+            self.selector.close()
+            self._signals.__exit__(kind, error, trace)
+
+    @property
+    def cause(self) -> Ending | None:
+        """What failed the job; None while nothing has."""
+        return self._course.cause
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the user or the system asked for the job's end."""
+        return self._course.is_interrupted
+
+    def last_lines(self, node: NodeId) -> list[str]:
+        """What a process printed last."""
+        return [line.decode(errors="replace") for line in self._transcript.last_lines(node)]
+
+    @property
+    def is_on_terminal(self) -> bool:
+        """Whether somebody watches who can be shown a progress bar."""
+        return self._err.is_terminal
 
     def say(self, text: str) -> None:
         """Print a message of the launcher's own."""
-        self._sinks[1].write_lines(SELF_PREFIX, [text.encode(errors="surrogateescape") + b"\n"])
+        self._err.say(text)
+
+    def note(self, text: str) -> None:
+        """Print a line that has a form of its own."""
+        self._err.write_lines(b"", [text.encode(errors="surrogateescape") + b"\n"])
+
+    # What the crews tell.
+
+    def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
+        if host:
+            for node, pid in pids:
+                self._tell_scheduler(f"placed {node.role} {node.rank} {host} {pid}")
+
+    def output(self, node: NodeId, stream: int, data: bytes) -> None:
+        self._transcript.feed(node, stream, data)
+
+    def output_ended(self, node: NodeId, stream: int) -> None:
+        self._transcript.finish(node, stream)
+
+    def ended(self, endings: Sequence[Ending]) -> None:
+        self._alive.difference_update(ending.node for ending in endings)
+        for ending in endings:
+            self._tell_scheduler(ending.report)
+
+    def settled(self, endings: Sequence[Ending]) -> None:
+        # Reasons before conclusions: the last words are on the screen by now.
+        told = [replace(one, last_error_line=self._transcript.last_error_line(one.node)) for one in endings]
+        now = time.monotonic()
+        self._chronicle.ended(told, now)
+        self._perform(self._course.ended(told, now))
+
+    def _tell_scheduler(self, line: str) -> None:
+        """Write to the scheduler, while there is one; a job without servers has none."""
+        if SCHEDULER in self._alive:
+            self._crew_of[SCHEDULER].tell(SCHEDULER, line)
 
     def _watch(self) -> None:
-        self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._take_signals)
-        for child in self._running:
-            self._sources[child.node] = [
-                Source(stream, sink, sink.prefix(child.node))
-                for stream, sink in zip(child.outputs, self._sinks, strict=True)
-            ]
-            for source in self._sources[child.node]:
-                os.set_blocking(source.stream.fileno(), False)
-                self._selector.register(source.stream, selectors.EVENT_READ, partial(self._read, source))
         while not self._course.is_over:
             deadline = self._course.deadline
-            self._select(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self.turn(None if deadline is None else max(0.0, deadline - time.monotonic()))
             self._perform(self._course.tick(time.monotonic()))
 
-    def _select(self, timeout_s: float | None) -> None:
-        for key, _ in self._selector.select(timeout_s):
+    def turn(self, timeout_s: float | None) -> None:
+        """Take what has happened, or happens within that time.
+
+        Raises:
+            Interrupted: the user wants the job to end, and it has not begun.
+        """
+        until_beat_s = max(0.0, self._beat_at - time.monotonic())
+        wait_s = until_beat_s if timeout_s is None else min(timeout_s, until_beat_s)
+        for key, _ in self.selector.select(None if wait_s == math.inf else wait_s):
             key.data()
+        is_full = self._transcript.is_full
+        for crew in self._crews:
+            crew.pause(is_full)
+        now = time.monotonic()
+        if now >= self._beat_at:
+            self._beat_at = now + BEAT_S
+            for crew in self._crews:
+                crew.beat(now)
 
     def _drain(self) -> None:
-        """Read what is still on its way; the selector holds the outputs that have not ended, and the signals."""
-        deadline = time.monotonic() + DRAIN_S
-        while len(self._selector.get_map()) > 1 and (left_s := deadline - time.monotonic()) > 0:
-            self._select(left_s)
-        for sources in self._sources.values():
-            for source in sources:
-                self._finish(source)
+        """Read what is still on its way. A reader that does not keep up is waited for."""
+        for crew in self._crews:
+            crew.dismiss()
+        patience_s = FAR_DRAIN_S if any(crew.host for crew in self._crews) else DRAIN_S
+        deadline = time.monotonic() + patience_s
+        while not all(crew.is_silent for crew in self._crews) and (left_s := deadline - time.monotonic()) > 0:
+            self.turn(left_s)
+            if self._transcript.is_full:
+                deadline = time.monotonic() + patience_s
+        self._transcript.close()
 
-    def _read(self, source: Source) -> None:
-        if not source.is_open:
-            return  # It ended earlier in the same turn of the loop.
-        try:
-            data = os.read(source.stream.fileno(), READ_BYTES)
-        except BlockingIOError:
-            return
-        if data:
-            self._show(source, source.splitter.feed(data))
-        else:
-            self._selector.unregister(source.stream)
-            source.is_open = False
-            self._finish(source)
-
-    def _finish(self, source: Source) -> None:
-        self._show(source, source.splitter.finish())
-
-    def _show(self, source: Source, lines: list[bytes]) -> None:
-        source.sink.write_lines(source.prefix, lines)
-        source.last_line = next((line for line in reversed(lines) if line.strip()), source.last_line)
+    def _conclude(self) -> None:
+        """Say how the job ended: after a failure, reasons before the sentence that has the exit code."""
+        cause = self._course.cause
+        last_lines = [] if cause is None else self.last_lines(cause.node)
+        for line in self._chronicle.conclude(self._course.summary(time.monotonic()), cause, last_lines):
+            if line.startswith(INDENT):
+                self.note(line)
+            else:
+                self.say(line)
 
     def _take_signals(self) -> None:
         numbers = self._signals.read()
         if signal.SIGCHLD in numbers:
-            self._take_endings()
+            for crew in self._crews:
+                crew.take_endings()
         for number in numbers:
+            if number in INTERRUPTIONS and not self._is_running:
+                raise Interrupted(number)
             if number in INTERRUPTIONS:
                 self._perform(self._course.interrupt(number, time.monotonic()))
-
-    def _take_endings(self) -> None:
-        endings = [ending for child in self._running if (ending := child.ending()) is not None]
-        for index, ending in enumerate(endings):
-            child = self._children[ending.node]
-            self._running.remove(child)
-            if ending.is_failure:
-                # What it had started may hold its sockets open and so hide its end from the others.
-                child.signal_group(signal.SIGKILL)
-            for other in self._running:
-                other.tell(ending.report)
-            endings[index] = replace(ending, last_error_line=self._read_last_words(child))
-        self._perform(self._course.ended(endings, time.monotonic()))
-
-    def _read_last_words(self, child: Child) -> bytes:
-        """Show what it printed before its end (one read takes what a pipe holds): reasons before conclusions.
-
-        Returns the last line of its standard error.
-        """
-        for source in self._sources[child.node]:
-            self._read(source)
-        return self._sources[child.node][1].last_line
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -174,4 +270,5 @@ class Supervisor:
                 case Say(text):
                     self.say(text)
                 case SendSignal(node, number):
-                    self._children[node].signal_group(number)
+                    self._chronicle.told_to_end(node)
+                    self._crew_of[node].signal_group(node, number)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from kvdist import kv
+from kvdist import LazyRows, RowSparse, kv
 from kvdist.__main__ import EXIT_CONFIG, main
 from kvdist.checkpoint import export as exporting
 from kvdist.checkpoint.export import export
@@ -58,6 +58,42 @@ def test_the_library_of_the_format_loads_what_was_exported_under_the_users_names
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "kvdist.step": "7"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "run"]
+
+
+@pytest.mark.parametrize("kind", ["local", "dist"])
+def test_a_lazy_table_is_two_arrays_and_what_its_other_rows_are(tmp_path, capsys, kind):
+    eager = np.arange(12, dtype=np.float32).reshape(4, 3)
+    with kv.create(kind) as store:
+        store.set_optimizer("test")
+        store.init("eager", RowSparse(np.arange(4), eager))
+        store.init("lazy", LazyRows((10**9, 2), initializer="constant(2)", dtype="float16"))
+        store.init("untouched", LazyRows((10**9, 2, 5)))
+        store.push("lazy", RowSparse([999_999_999, 3], np.full((2, 2), [[1], [4]], np.float16), (10**9, 2)))
+        store.save_checkpoint(tmp_path / "run", 1, names={"lazy": "emb"}).result(60)
+    code, out, err = told(capsys, "export", tmp_path / "run", tmp_path / "out")
+    assert (code, err) == (0, "") and "5 arrays of" in out
+    found = load_file(tmp_path / "out")
+    assert found.keys() == {"eager", "emb.indices", "emb.values", "untouched.indices", "untouched.values"}
+    assert found["eager"].tolist() == eager.tolist()
+    assert found["emb.indices"].tolist() == [3, 999_999_999]
+    assert (found["emb.values"].dtype, found["emb.values"].tolist()) == (torch.float16, [[6, 6], [3, 3]])
+    assert found["untouched.indices"].shape == (0,) and found["untouched.values"].shape == (0, 2, 5)
+    with safe_open(tmp_path / "out", "pt") as file:
+        assert json.loads(file.metadata()["kvdist.lazy"]) == {
+            "emb": {"shape": [10**9, 2], "initializer": "constant(2.0)"},
+            "untouched": {"shape": [10**9, 2, 5], "initializer": "zeros"},
+        }
+    code, out, _ = told(capsys, "checkpoints", tmp_path / "run", "--verify")
+    assert code == 0 and "intact" in out and "3 key(s)" in out
+
+
+def test_a_key_called_as_an_array_of_a_lazy_table_is_a_sentence(tmp_path):
+    with kv.create("local") as store:
+        store.init("e", LazyRows((9, 2)))
+        store.init("e.values", np.zeros(3))
+        store.save_checkpoint(tmp_path / "run", 1).result(60)
+    with pytest.raises(CheckpointError, match=r"the keys 'e.values' and 'e' would both be called 'e\.values'"):
+        export(tmp_path / "run", tmp_path / "out")
 
 
 def test_a_module_takes_its_weights_back(tmp_path):

@@ -28,6 +28,8 @@ from kvdist.errors import CheckpointError
 from kvdist.optimizer import create
 
 KEYS = (SavedKey("w", (3, 5), "float32"), SavedKey(7, (), "bfloat16"), SavedKey("0", (0, 2), "int64"))
+LAZY = SavedKey("e", (10**9, 4), "float16", "normal(0.01,seed=3)")
+TABLES = (*KEYS, SavedKey("t", (8, 4), "float32", "rows"), LAZY)
 SGD = create("sgd", momentum=0.9).describe()
 
 
@@ -66,6 +68,7 @@ def read_changed(folder, change):
         {"contents": (STATES,), "step": 0},
         {"contents": (WEIGHTS,), "exact": False, "mode": "async", "step": (1 << 63) - 1},
         {"keys": ()},
+        {"keys": TABLES},
         {"keys": (SavedKey('"ключ"\n', (1, 1, 1), "uint8"),)},
         {"optimizer": create("adam", lr_scheduler=None, clip_gradient=0.1).describe()},
     ],
@@ -89,6 +92,47 @@ def test_it_is_plain_json_that_a_reader_of_another_kind_can_check(tmp_path):
     assert (body["format"], body["version"], body["step"]) == ("kvdist checkpoint", 1, 5)
     assert body["keys"][1] == {"key": 7, "shape": [], "dtype": "bfloat16"}
     assert signed(body) == (tmp_path / NAME).read_text()
+
+
+def test_only_with_tables_it_is_one_that_older_readers_do_not_know(tmp_path):
+    write_manifest(tmp_path, manifest(records(tmp_path), keys=TABLES))
+    body = json.loads((tmp_path / NAME).read_text())
+    assert body["version"] == 2
+    assert [one.get("form") for one in body["keys"]] == [None, None, None, "rows", "normal(0.01,seed=3)"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "form"),
+    [
+        ([8, 4], "float32", "rows of mine"),
+        ([8, 4], "float32", 7),
+        ([8, 4], "float32", None),
+        ([8, 4], "float32", ["rows"]),
+        ([8, 4], "float32", "__import__('os')"),
+        ([8, 4], "int32", "normal(0.01)"),
+        ([8, 4], "float32", "constant(1e9999)"),
+        ([], "float32", "rows"),
+        ([8, 0], "float32", "zeros"),
+    ],
+)
+def test_a_form_that_no_table_has_is_not_believed(tmp_path, shape, dtype, form):
+    def change(body):
+        body["keys"][0].update(shape=shape, dtype=dtype, form=form)
+
+    with pytest.raises(CheckpointError, match=f"{NAME} is damaged: not readable"):
+        read_changed(tmp_path, change)
+
+
+def test_a_table_fits_one_that_begins_alike_and_all_its_rows_an_array(tmp_path):
+    whole = {form: SavedKey("t", (8, 4), "float32", form) for form in ("", "rows", "zeros", "normal(0.01,seed=3)")}
+    fits = {(one, other) for one in whole for other in whole if whole[one].fits(whole[other])}
+    assert fits == {(one, one) for one in whole} | {("", "rows"), ("rows", "")}
+    assert not whole["rows"].fits(replace(whole["rows"], shape=(4, 8)))
+    assert not whole["zeros"].fits(replace(whole["zeros"], dtype="float64"))
+    found = manifest(keys=(whole["zeros"],))
+    found.require((whole["zeros"],), SGD, EVERYTHING)
+    with pytest.raises(CheckpointError, match=r"rows that begin as zeros in the checkpoint, but .* init it as it was"):
+        found.require((whole["rows"],), SGD, EVERYTHING)
 
 
 def test_it_is_written_only_when_every_file_is_there_with_its_length(tmp_path):
@@ -124,8 +168,8 @@ def test_each_flipped_bit_of_a_manifest_is_found(tmp_path):
 
 
 def test_a_newer_version_says_what_wrote_it_and_what_to_do(tmp_path):
-    with pytest.raises(CheckpointError, match=r"version 2 of the format, written by kvdist 9\.9; .* install a newer"):
-        read_changed(tmp_path, lambda body: body.update(version=2, kvdist="9.9", new=[]))
+    with pytest.raises(CheckpointError, match=r"version 3 of the format, written by kvdist 9\.9; .* install a newer"):
+        read_changed(tmp_path, lambda body: body.update(version=3, kvdist="9.9", new=[]))
 
 
 @pytest.mark.parametrize("version", [-1, True, "1", None, 1.0, [1], 1 << 70])

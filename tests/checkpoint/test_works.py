@@ -23,7 +23,8 @@ from kvdist.errors import CheckpointError
 from tests.checkpoint.faults import Faults, Killed, failing
 
 SIZE = 5
-KEYS = (SavedKey("w", (2 * SIZE,), "float32"),)
+BEGINS = "constant(0.5)"
+KEYS = (SavedKey("w", (2 * SIZE,), "float32"), SavedKey("rows", (2000,), "float32", BEGINS))
 
 
 def content_of(step, half):
@@ -35,13 +36,23 @@ def slice_of(step, half, value=None):
     return SavedSlice("w", half * SIZE, SIZE, DType.FLOAT32, step, weight)
 
 
+def rows_of(step, half, value):
+    """The half of a lazy table, of which a few rows exist."""
+    ids, weight = 1000 * half + 7 * np.arange(SIZE), content_of(value, half)
+    return SavedSlice("rows", 1000 * half, 1000, DType.FLOAT32, step, weight, ids=ids, initializer=BEGINS)
+
+
 def save(directory, step, keep=0, value=None, root=None):
     """What scheduler and two servers do; on failure, what the scheduler does then."""
     folder = folder_of(directory, step)
     value = step if value is None else value
     try:
         files = [
-            perform(WriteShard(str(folder), f"server-{rank}", (slice_of(step, rank, value),)), root) for rank in (0, 1)
+            perform(
+                WriteShard(str(folder), f"server-{rank}", (slice_of(step, rank, value), rows_of(step, rank, value))),
+                root,
+            )
+            for rank in (0, 1)
         ]
         own = write_file(folder, "worker-0", ".json", [memoryview(json.dumps(value).encode())])
         found = Manifest(step, EVERYTHING, "sync", True, None, 1, 2, KEYS, (*files, own))
@@ -54,8 +65,9 @@ def save(directory, step, keep=0, value=None, root=None):
 def restored(directory, step):
     """The one value that all of the checkpoint has."""
     folder = str(folder_of(directory, step))
-    wanted = WantedSlice(0, "w", 0, 2 * SIZE, DType.FLOAT32)
-    (found,) = perform(ReadShards(folder, (wanted,), EVERYTHING))
+    wanted = WantedSlice(0, "w", 0, 2 * SIZE, DType.FLOAT32), WantedSlice(1, "rows", 0, 2000, DType.FLOAT32, lazy_row=1)
+    found, rows = perform(ReadShards(folder, wanted, EVERYTHING))
+    assert rows.weight.tolist() == found.weight.tolist() and rows.ids[[0, -1]].tolist() == [0, 1028]
     value = int(found.weight[0]) // 10
     assert found.weight.tolist() == [*content_of(value, 0), *content_of(value, 1)]
     assert perform(ReadManifest(folder)).step == step

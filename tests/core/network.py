@@ -18,7 +18,7 @@ from typing import get_args
 
 from kvdist.core.effects import Effect
 from kvdist.node import Node
-from kvdist.nodes import Member
+from kvdist.nodes import Member, NodeId
 from kvdist.protocol.messages import Message
 from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
 
@@ -234,7 +234,7 @@ class SimulatedTransport(Transport):
         self.network.listening[endpoint] = self
         return endpoint
 
-    def connect(self, endpoint: str) -> Route:
+    def connect(self, endpoint: str, to: NodeId | None = None) -> Route:
         dialled = Dialled(self, endpoint)
         self.network.after(self.network.delay(), lambda: self.dial(dialled))
         return dialled

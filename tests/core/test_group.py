@@ -17,7 +17,8 @@ from kvdist.core.group import Group
 from kvdist.core.groups import APART_MAX, ROUNDS_WORTH_IT, STRIKES_MAX
 from kvdist.core.table import Table
 from kvdist.errors import OptimizerMismatch, PushRefused
-from kvdist.protocol.messages import Arrays, Flag, Packet, Pull, Push, Stamp, Values
+from kvdist.protocol.arrays import Arrays
+from kvdist.protocol.messages import Flag, Packet, Pull, Push, Stamp, Values
 from tests.core.rivals import LISTS, SIZES, Step, Watched, assert_nobody_notices, draw, live, no_groups
 from tests.core.wired import JOB, Wired
 

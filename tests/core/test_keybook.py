@@ -20,7 +20,8 @@ def member(rank: int) -> Member:
 def declare(
     book: KeyBook, rank: int, keys: dict[int | str, tuple[int, ...]], dtype: int = FLOAT32, mode: str = "sync"
 ) -> KeyRequest:
-    message = Declare(100 + rank, 0, mode, tuple(keys), tuple(keys.values()), (dtype,) * len(keys))
+    dtypes, forms = (dtype,) * len(keys), ("",) * len(keys)
+    message = Declare(100 + rank, 0, mode, tuple(keys), tuple(keys.values()), dtypes, dtypes, forms)
     return book.declare(member(rank), message, 1.5)
 
 
@@ -34,14 +35,8 @@ def test_a_key_is_agreed_when_every_live_worker_has_declared_it(book: KeyBook) -
     assert book.take_agreed({0, 1}) == []
     declare(book, 1, {"w": (2, 3)})
     (entry,) = book.take_agreed({0, 1})
-    assert (entry.key, entry.size) == ("w", 6)
+    assert (entry.key, entry.shape) == ("w", (2, 3))
     assert book.take_agreed({0, 1}) == []
-
-
-def test_a_scalar_has_one_element(book: KeyBook) -> None:
-    declare(book, 0, {"scale": ()})
-    (entry,) = book.take_agreed({0})
-    assert entry.size == 1
 
 
 def test_a_request_is_answered_when_its_last_key_is_placed(book: KeyBook) -> None:

@@ -12,7 +12,8 @@ from kvdist.config import Limits
 from kvdist.core.effects import Disconnected
 from kvdist.errors import OptimizerMismatch, PeerLostError
 from kvdist.nodes import Member, worker
-from kvdist.protocol.messages import Arrays, Flag, JoinedPush, Packet, Stamp
+from kvdist.protocol.arrays import Arrays
+from kvdist.protocol.messages import Flag, JoinedPush, Packet, Stamp
 from tests.core.wired import JOB, NAN, Wired
 
 WIDE = {"w": [1.0, 2.0, 3.0], "b": [5.0]}
@@ -274,6 +275,21 @@ def test_a_leader_that_leaves_while_an_answer_is_under_way_costs_nobody_the_answ
     wired.wire.pop()  # and never arrives
     wired.advance(30.0)
     assert wired.value(second, "b") == [11]
+
+
+def test_a_leader_that_leaves_while_a_refusal_is_under_way_costs_nobody_the_refusal() -> None:
+    wired = cluster("xx")
+    second = [wired.push(rank, {"b": [1]}, setting=(0.1 * (rank + 1), 0.0, 1.0)) for rank in range(2)][1]
+    wired.deliver(3)  # worker-1's push, the joined one, and the refusal, which worker-0 passes on
+    assert closed(wired) == 1 and said(wired, "worker-0 -> worker-1: Refused(")
+    assert wired.lose() == 1  # and which never arrives
+    wired.leave(0)
+    wired.advance(30.0)
+    assert len(said(wired, "worker-1 -> server-0: Push(")) == 1, "worker-1 asks for itself"
+    assert isinstance(wired.failed.get(second), OptimizerMismatch)
+    third = wired.pushpull(1, {"b": [10]})
+    wired.settle()
+    assert wired.value(third, "b") == [10], "what comes after it is not refused"
 
 
 def test_a_regular_leave_is_no_lost_connection() -> None:

@@ -123,6 +123,58 @@ def test_joined_messages_have_a_size_limit() -> None:
     assert taken(filled(run(1), run(2), run(3), join=32)) == [[1, 2], [3]]
 
 
+def sliced(*runs: Run, near: bool = False, slices: int = 2) -> Outbox:
+    """An outbox of a store with priority slices, whose window has room for so many of them."""
+    outbox = filled(near=near)
+    outbox.keep_little_flying(slices * ALONE_BYTES_MIN)
+    for one in runs:
+        outbox.add(Part(one))
+    return outbox
+
+
+SLICE = ALONE_BYTES_MIN // 4
+"""Elements."""
+
+
+def test_what_is_urgent_waits_for_no_more_than_the_window_of_priority_slices() -> None:
+    outbox = sliced(*(run(i, size=SLICE) for i in range(6)))
+    assert taken(outbox) == [[0], [1]]
+    outbox.add(Part(run(9, size=SLICE, priority=1)))
+    outbox.add(Part(run(8, size=3, priority=2)))
+    outbox.release(Credit(3, ALONE_BYTES_MIN))
+    assert taken(outbox) == [[8]]
+    outbox.release(Credit(3, ALONE_BYTES_MIN))
+    assert taken(outbox) == [[9]]
+
+
+def test_without_priority_slices_the_same_leave_together() -> None:
+    assert taken(filled(*(run(i, size=SLICE) for i in range(6)))) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_priority_slices_join_up_to_a_quarter_of_their_window() -> None:
+    outbox = sliced(*(run(i, size=SLICE) for i in range(9)), slices=8)
+    assert taken(outbox) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_priority_slices_bound_nothing_that_stays_on_the_host(stays: bool) -> None:
+    outbox = sliced(*(run(i, size=SLICE, stays=stays) for i in range(6)), near=not stays)
+    assert taken(outbox) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_a_slice_of_another_store_that_is_larger_than_the_window_of_priority_slices_leaves_alone() -> None:
+    outbox = sliced(run(1, size=4 * SLICE), run(2, size=SLICE))
+    assert taken(outbox) == [[1]]
+    outbox.release(Credit(3, 4 * ALONE_BYTES_MIN))
+    assert taken(outbox) == [[2]]
+
+
+def test_the_window_of_priority_slices_is_never_larger_than_the_usual_one() -> None:
+    outbox = filled(run(1), run(2), run(3), window=32, join=16)
+    outbox.keep_little_flying(1 << 20)
+    assert taken(outbox) == [[1], [2]]
+
+
 def test_the_window_holds_back_until_bytes_have_arrived() -> None:
     outbox = filled(run(1), run(2), run(3), window=32, join=16)
     assert taken(outbox) == [[1], [2]]

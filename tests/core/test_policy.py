@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvdist.core.policy import ASYNC, POLICIES, SYNC
+import pytest
+
+from kvdist.core.policy import ASYNC, P3, P3_ASYNC, POLICIES, SYNC, with_priority_slices
+from kvdist.limits import Limits
 
 
 def test_a_synchronous_version_needs_every_live_worker() -> None:
@@ -27,4 +30,13 @@ def test_an_asynchronous_version_is_made_of_each_contribution_and_needs_an_optim
 
 
 def test_policies_are_found_by_the_word_on_the_wire() -> None:
-    assert POLICIES == {"sync": SYNC, "async": ASYNC}
+    assert POLICIES == {"sync": SYNC, "async": ASYNC, "p3": P3, "p3_async": P3_ASYNC}
+
+
+@pytest.mark.parametrize(("plain", "sliced"), [(SYNC, P3), (ASYNC, P3_ASYNC)])
+def test_priority_slices_change_how_a_store_sends_and_not_when_its_versions_are_made(plain, sliced) -> None:
+    assert with_priority_slices(plain) is with_priority_slices(sliced) is sliced
+    same = ("close", "needs_optimizer", "has_rounds")
+    assert [getattr(plain, name) for name in same] == [getattr(sliced, name) for name in same]
+    limits = Limits(slice_bytes=4096, priority_slice_bytes=64)
+    assert (plain.slice_bytes(limits), sliced.slice_bytes(limits)) == (4096, 64)

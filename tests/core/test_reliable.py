@@ -7,10 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvdist.core.effects import NEVER, Adopt, Connected, Disconnected, Effect, Event, Forget, Machine, Send, Transmit
-from kvdist.core.reliable import ACK_BYTES_MAX, ACK_DELAY_S, RETRY_MAX_S, RETRY_S, SLOWEST_BYTES_PER_S, Reliable
+from kvdist.core.effects import (
+    ACK_BYTES_MAX,
+    NEVER,
+    Adopt,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    Forget,
+    Machine,
+    Send,
+    Transmit,
+)
+from kvdist.core.reliable import ACK_DELAY_S, RETRY_MAX_S, RETRY_S, SLOWEST_BYTES_PER_S, Reliable
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
-from kvdist.protocol.messages import Ack, Alive, Arrays, Done, InitValues, Message, Packet, Stamp
+from kvdist.protocol.arrays import Arrays
+from kvdist.protocol.messages import Ack, Alive, Done, InitValues, Message, Packet, Stamp
 from kvdist.protocol.registration import Rejected
 
 JOB = 7

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvdist.config import ClusterConfig, Limits
-from kvdist.core.effects import Adopt, ChildEnded, Connected, Disconnected, LauncherGone, Send, Stop
+from kvdist.core.effects import Adopt, ChildEnded, Connected, Disconnected, LauncherGone, Placed, Send, Stop
 from kvdist.core.requests import Register
 from kvdist.core.scheduler import ROSTER_GAP_S, Scheduler
 from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
@@ -41,6 +41,16 @@ def test_a_repeated_hello_gets_the_same_seat(scheduler: Scheduler) -> None:
         Adopt(stranger(Role.WORKER, 7), Member(worker(1), 1)),
     ]
     assert len(scheduler.seats.peers) == 1
+
+
+@pytest.mark.parametrize(("role", "rank"), [(Role.WORKER, 0), (Role.SERVER, 1), (Role.SERVER, -1)])
+def test_the_token_of_another_gives_nobody_his_seat(scheduler: Scheduler, role: Role, rank: int) -> None:
+    scheduler.handle(stranger(Role.WORKER, 7), hello(1), 0.0)
+    (answer,) = scheduler.handle(stranger(role, 7), hello(rank), 1.0)
+    assert isinstance(answer, Send) and isinstance(answer.message, Rejected)
+    assert "with the token of worker-1" in answer.message.reason
+    (welcome, _) = scheduler.handle(stranger(Role.WORKER, 7), hello(), 2.0)  # without a rank it may be the same
+    assert isinstance(welcome, Send) and welcome.message == Welcome(1, 1)
 
 
 def test_who_asks_for_no_rank_gets_the_next_free_one(scheduler: Scheduler) -> None:
@@ -120,12 +130,22 @@ def test_the_lowest_live_worker_gives_the_first_values() -> None:
 
 def test_an_incomplete_cluster_ends_with_who_is_missing(scheduler: Scheduler) -> None:
     scheduler.handle(stranger(Role.WORKER, 1), hello(1), 0.0)
-    assert scheduler.explain(1.0) == "waiting for server-0, worker-0 to register"
+    assert scheduler.explain(1.0) == "0/1 servers, 1/2 workers; waiting for server-0, worker-0 to register"
     scheduler.tick(10.0)
     effects = scheduler.tick(300.0)
     stop = effects[-1]
     assert isinstance(stop, Stop) and isinstance(stop.error, PeerLostError)
     assert str(stop.error) == "the cluster is incomplete after 300 s: server-0, worker-0 did not register"
+
+
+def test_who_is_missing_is_named_with_the_place_where_the_launcher_started_it(scheduler: Scheduler) -> None:
+    scheduler.handle(stranger(Role.WORKER, 1), hello(1), 0.0)
+    scheduler.observe(Placed(worker(0), "d2", 4242), 0.5)
+    told = "worker-0 on d2 (pid 4242 was started there, no hello yet)"
+    assert scheduler.explain(1.0) == f"0/1 servers, 1/2 workers; waiting for server-0, {told} to register"
+    stop = scheduler.tick(300.0)[-1]
+    assert isinstance(stop, Stop)
+    assert str(stop.error) == f"the cluster is incomplete after 300 s: server-0, {told} did not register"
 
 
 def test_who_waits_for_the_cluster_is_told_for_whom(scheduler: Scheduler) -> None:

@@ -14,7 +14,8 @@ from kvdist.core.shard import Buffer
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol import wire
-from kvdist.protocol.messages import Arrays, Flag, InitValues, Packet, Pull, Push, Stamp, Values
+from kvdist.protocol.arrays import Arrays
+from kvdist.protocol.messages import Flag, InitValues, Packet, Pull, Push, Stamp, Values
 from tests.core.wired import JOB, Wired
 
 NAN = math.nan

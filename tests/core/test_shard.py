@@ -225,6 +225,23 @@ def test_a_replaced_value_keeps_its_version_and_what_was_read_stays() -> None:
     assert before.array.tolist() == [1, 2, 3]
 
 
+def test_values_that_are_replaced_again_and_again_never_come_in_an_array_that_was_shown_and_leave_none_behind() -> None:
+    made = shard()
+    assert made.published is not None
+    read = made.published
+    read.leases += 1
+    shown = [read.array]
+    for turn in range(5):
+        made.replace(np.array([turn, 8, 9], np.float32))
+        assert not any(made.published.array is array for array in shown)
+        shown.append(made.published.array)
+    assert [buffer.leases for buffer in made.spare] == [1], "what somebody reads is kept from others"
+    assert read.array.tolist() == [1, 2, 3]
+    read.leases -= 1
+    made.replace(np.zeros(3, np.float32))
+    assert made.spare == []
+
+
 def test_a_full_round_that_was_not_closed_is_an_invariant_broken() -> None:
     made = shard()
     offer_all(made, contribution(0, [1, 1, 1]))

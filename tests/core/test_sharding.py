@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist.core.sharding import Placer, cut, ranges
+from kvdist.core.policy import P3, P3_ASYNC, SYNC
+from kvdist.core.sharding import Placer, cut, ranges, slices_of
 from kvdist.protocol.messages import Placement
 
 CUT = Placement.CUT
@@ -71,6 +73,22 @@ def test_slices_are_consecutive_and_never_too_large(
     assert {piece.server for piece in slices} == ({0} if whole else set(range(servers)))
 
 
+def test_slices_that_are_too_short_for_pages_begin_at_cache_lines() -> None:
+    slices = cut(102_760_448, 4, CUT, 2, 0, 160_000)
+    assert all(piece.start * 4 % 64 == 0 and piece.count <= 40_000 for piece in slices)
+    assert len(slices) == 2 * math.ceil(102_760_448 / 2 / 40_000)
+
+
+def test_a_store_with_priority_slices_has_slices_of_its_own_size() -> None:
+    placer = Placer(2, 1 << 30, 64, priority_slice_bytes=16)
+    assert [placer.slice_bytes_of(policy) for policy in (SYNC, P3, P3_ASYNC)] == [64, 16, 16]
+    usual = placer.place(["a"], [(10,)], [4])
+    small = placer.place(["b"], [(10,)], [4], slice_bytes=16)
+    after = placer.place(["c"], [(1,)], [4])
+    assert (usual.slice_bytes, small.slice_bytes) == (64, 16)
+    assert [one.first_slices for one in (usual, small, after)] == [(0,), (1,), (4,)]
+
+
 def test_a_key_without_elements_has_one_slice_so_that_it_takes_part_in_rounds() -> None:
     (piece,) = cut(0, 4, 1, 3, 5, 64)
     assert (piece.number, piece.server, piece.count) == (5, 1, 0)
@@ -88,33 +106,60 @@ def test_an_element_larger_than_a_slice_travels_alone() -> None:
 
 def test_a_key_is_cut_from_a_million_elements_on() -> None:
     placer = Placer(2, 1_000_000, 1 << 30)
-    placement = placer.place(["below", "at"], [999_999, 1_000_000], [4, 4])
+    placement = placer.place(["below", "at"], [(999_999,), (1000, 1000)], [4, 4])
     assert placement.homes[0] in (0, 1)
     assert placement.homes[1] == CUT
 
 
 def test_hashed_keys_live_where_the_mirrored_system_puts_them() -> None:
     placer = Placer(4, 1000, 64, by_hash=True)
-    assert placer.place([3, 7], [1, 1], [4, 4]).homes == (3 * 9973 % 4, 7 * 9973 % 4)
-    assert placer.place(["a", "b"], [1, 1], [4, 4]).homes == (0, 9973 % 4)
+    assert placer.place([3, 7], [(1,), (1,)], [4, 4]).homes == (3 * 9973 % 4, 7 * 9973 % 4)
+    assert placer.place(["a", "b"], [(1,), (1,)], [4, 4]).homes == (0, 9973 % 4)
 
 
 def test_large_keys_choose_first_so_that_bytes_balance() -> None:
     placer = Placer(2, 1000, 1 << 20)
-    placement = placer.place(["small", "large", "middle"], [10, 100, 90], [4, 4, 4])
+    placement = placer.place(["small", "large", "middle"], [(10,), (100,), (90,)], [4, 4, 4])
     assert placement.homes == (1, 0, 1)
     assert placer.loads_bytes == [400, 400]
 
 
 def test_later_keys_go_to_the_emptier_server_and_take_the_next_numbers() -> None:
     placer = Placer(2, 1000, 16)
-    first = placer.place(["a"], [10], [4])
-    second = placer.place(["b"], [1], [8])
+    first = placer.place(["a"], [(10,)], [4])
+    second = placer.place(["b"], [(1,)], [8])
     assert (first.first_slices, first.homes) == ((0,), (0,))
     assert (second.first_slices, second.homes) == ((3,), (1,))
 
 
 def test_a_cut_key_loads_every_server_with_its_range() -> None:
     placer = Placer(3, 4, 64)
-    placer.place(["a"], [10], [2])
+    placer.place(["a"], [(10,)], [2])
     assert placer.loads_bytes == [6, 8, 6]
+
+
+def test_a_scalar_has_one_element() -> None:
+    placement = Placer(2, bigarray_bound=100, slice_bytes=64).place(["scale", "w"], [(), (3,)], [4, 4])
+    assert placement.first_slices == (0, 1)
+    (scale,) = slices_of((), 4, "", placement.homes[0], 2, 0, 64)
+    assert (scale.start, scale.stop) == (0, 1)
+
+
+def test_a_table_has_a_slice_of_whole_rows_on_each_server_however_large_it_is() -> None:
+    placer = Placer(3, bigarray_bound=20, slice_bytes=64)
+    shapes = [(11, 5), (3, 2), (1,)]
+    placement = placer.place(["large", "small", "next"], shapes, [4, 4, 4], forms=["rows", "zeros", ""])
+    assert placement.homes[0] == Placement.CUT and placement.homes[1] >= 0
+    assert placement.first_slices == (0, 3, 4)
+    large = slices_of((11, 5), 4, "rows", placement.homes[0], 3, 0, 64)
+    assert [(one.number, one.server, one.start, one.stop) for one in large] == [
+        (0, 0, 0, 20),
+        (1, 1, 20, 35),
+        (2, 2, 35, 55),
+    ]
+
+
+def test_a_table_with_fewer_rows_than_servers_leaves_some_without() -> None:
+    pieces = slices_of((2, 30), 4, "rows", Placement.CUT, 4, 7, 64)
+    assert [one.number for one in pieces] == [7, 8, 9, 10]
+    assert sum(one.count for one in pieces) == 60 and all(one.count in (0, 30) for one in pieces)

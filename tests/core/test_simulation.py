@@ -21,14 +21,21 @@ from kvdist.core.host_sum import HostRound, HostSum
 from kvdist.core.outbox import Part
 from kvdist.core.reliable import Link, Reliable
 from kvdist.core.restoring import Restoring
+from kvdist.core.row_shard import RowContribution, RowPull, RowShard
+from kvdist.core.row_tables import RowBuffer, RowTables
 from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
 from kvdist.core.slices import SliceTable
 from kvdist.core.transfers import LEADER, Transfers
+from kvdist.dtypes import DType
 from kvdist.nodes import Member
+from kvdist.optimizer.offload import DeviceUpdater
+from kvdist.optimizer.placement import on_device
 from kvdist.optimizer.states import SliceState
+from kvdist.optimizer.step import Piece
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Push
 from kvdist.protocol.saving import TakeRestored
+from tests.core import row_runs, row_workload
 from tests.simulation import IMPATIENT, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
 
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "10"))
@@ -42,6 +49,8 @@ FAULTS = {
     "async storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "leaver in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "hosts in cuts": ("cut", "lost in a cut"),
+    "encoded in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "offloaded in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "hosts in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "leader leaves in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "killed leader": ("crash",),
@@ -57,6 +66,11 @@ FAULTS = {
     "checkpoint and a killed server": ("crash",),
     "checkpoint and a paused worker": ("pause",),
     "long pause": ("pause",),
+    "rows in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "rows async in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "rows and a leaver in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "rows and a killed server": ("crash",),
+    "rows and a paused worker": ("pause",),
 }
 """Scenario → the faults that must have struck, or it has shown nothing."""
 
@@ -68,11 +82,19 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     yield from USED
     if scenario.holds:
         yield "held"
-    if scenario.hosts is None and not scenario.victim:
-        yield "round of a group"  # sums of hosts do not go into groups
+    if scenario.encodes:
+        yield "decoded"
+    if scenario.offloaded:
+        yield "offloaded"
+    if scenario.tables:
+        yield "rows in parts"
+        yield "PushRows in several frames"
+    elif scenario.hosts is None and not scenario.victim:
+        yield "round of a group"  # sums of hosts do not go into groups, and beside tables few seeds have one
     if scenario.hosts is not None and scenario.mode == "sync":
         yield "summed on a host"
-    if not scenario.victim or (scenario.pause_s is not None and scenario.pause_s < scenario.limits.silence_s):
+    is_complete = not scenario.victim or (scenario.pause_s is not None and scenario.pause_s < scenario.limits.silence_s)
+    if is_complete and scenario.saves:
         yield "checkpoint"
         yield "restored"
     if scenario.full >= 0.1:
@@ -114,6 +136,14 @@ def test_a_seed_repeats_exactly() -> None:
 
 def test_another_seed_is_another_story() -> None:
     assert run(3, SCENARIOS["storm"]).trace != run(4, SCENARIOS["storm"]).trace
+
+
+@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.offloaded])
+def test_with_servers_on_devices_the_same_happens_at_the_same_time(name: str) -> None:
+    for seed in (0, 1):
+        there, here = run(seed, SCENARIOS[name]), run(seed, replace(SCENARIOS[name], offloaded=False))
+        assert there.used["offloaded"] > 0 == here.used["offloaded"]
+        assert there.trace == here.trace
 
 
 def test_one_worker_and_three_servers_work_too() -> None:
@@ -198,6 +228,16 @@ def lets_go_too_early(self: Shard, member: Member) -> Buffer | None:
     return None
 
 
+def knows_a_weight_by_its_name(self: DeviceUpdater, piece: Piece, dtype: DType) -> Any:
+    """Whatever was published since, the device goes on from what it has."""
+    resident = self._residents.pop(piece.index, None)
+    return ORIGINAL_WEIGHT(self, piece, dtype) if resident is None else resident.array
+
+
+def restores_the_state_alone(self: DeviceUpdater, index: Any, state: SliceState | None) -> None:
+    self._updater.restore(index, None if state is None else on_device(state, self._device))
+
+
 def forgets_the_line(self: SliceTable, run: Any) -> Part:
     ORIGINAL_ENTER(self, run)
     return Part(run)
@@ -214,9 +254,9 @@ def says_nothing_again(self: Transfers) -> None:
     self._outboxes[LEADER].forget()
 
 
-def leases_nothing(self: Cuts, cut: Cut, shard: Shard, updater: Updater | None, is_exact: bool) -> None:
+def leases_nothing(self: Cuts, cut: Cut, shard: Shard, is_exact: bool) -> None:
     """What is being saved may be written again."""
-    ORIGINAL_TAKE(self, cut, shard, updater, is_exact)
+    ORIGINAL_TAKE(self, cut, shard, is_exact)
     taken = dict(cut.taken)
     cut.release()
     cut.taken = taken
@@ -236,9 +276,9 @@ def waits_for_one_mark(shard: Shard, marks: Mapping[int, int], workers: Mapping[
     return ORIGINAL_IS_DUE(shard, marks, workers, True)
 
 
-def takes_over_a_half(self: Restoring, message: Any, shards: Any, updater: Any) -> Any:
+def takes_over_a_half(self: Restoring, message: Any, now: float) -> Any:
     """What this server could read counts, whatever the others say."""
-    return ORIGINAL_END(self, TakeRestored(message.request, message.store), shards, updater)
+    return ORIGINAL_END(self, TakeRestored(message.request, message.store), now)
 
 
 def restores_no_state(self: Updater, index: Any, state: SliceState) -> None:
@@ -249,6 +289,45 @@ def is_complete_without_servers(self: Checkpoints, saving: Saving) -> bool:
     return bool(saving.arrived) and self._seats.workers.keys() <= saving.arrived.keys()
 
 
+def counts_messages_of_rows(self: RowShard, contribution: RowContribution, more: bool, now: float) -> Verdict:
+    """Each part of a contribution takes the next free slot."""
+    slot = contribution.member.node.rank
+    while slot in self.slots:
+        slot += 1
+    self.slots[slot] = contribution
+    return Verdict.ACCEPTED
+
+
+def takes_the_last_part(self: RowShard, contribution: RowContribution, more: bool, now: float) -> Verdict:
+    self.arriving.pop(contribution.member.node.rank, None)
+    return ORIGINAL_OFFER(self, contribution, more, now)
+
+
+def forgets_the_step_of_rows(self: RowShard, pull: RowPull) -> bool:
+    return self.has_value and self.version >= pull.version
+
+
+def writes_into_leased_answers(self: RowTables, nbytes: int) -> RowBuffer:
+    for buffer in self._buffers:
+        if len(buffer.memory) >= nbytes:
+            return buffer
+    return ORIGINAL_BUFFER(self, nbytes)
+
+
+def leaves_out_servers_without_rows(*arguments: Any, **options: Any) -> Any:
+    """Who has no rows for a server sends it nothing."""
+    runs, memory = row_runs.push_runs(*arguments, **options)
+    return [run for run in runs if any(chunk.rows for chunk in run.chunks)] or runs[:1], memory
+
+
+def answers_pulls_with_the_present(self: RowShard) -> list[RowPull]:
+    """What waits for first values is answered without them."""
+    pulls, self.pulls = self.pulls, []
+    return pulls
+
+
+ORIGINAL_OFFER = RowShard.offer
+ORIGINAL_BUFFER = RowTables._buffer
 ORIGINAL_COMPLETE = HostSum._complete
 ORIGINAL_TAKE = Cuts._take
 ORIGINAL_IS_DUE = cuts._is_due
@@ -257,6 +336,7 @@ ORIGINAL_SEQUENCE = Reliable._sequence
 ORIGINAL_ACKNOWLEDGE = Reliable._acknowledge
 ORIGINAL_ENTER = SliceTable.enter
 ORIGINAL_HOLD = Shard.hold
+ORIGINAL_WEIGHT = DeviceUpdater._weight
 
 Patches = list[tuple[type | ModuleType, str, Callable[..., Any]]]
 MUTANTS: dict[str, tuple[str, Patches]] = {
@@ -293,7 +373,24 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "half a checkpoint is loaded": ("async checkpoints", [(Restoring, "end", takes_over_a_half)]),
     "states are not loaded": ("checkpoints", [(Updater, "restore", restores_no_state)]),
+    "a device goes on from a weight that was replaced": (
+        "offloaded",
+        [
+            (DeviceUpdater, "_weight", knows_a_weight_by_its_name),
+            (DeviceUpdater, "restore", restores_the_state_alone),
+        ],
+    ),
     "two pushes of a slice are under way": ("calm", [(SliceTable, "enter", forgets_the_line)]),
+    "two pushes of rows are under way": ("rows", [(SliceTable, "enter", forgets_the_line)]),
+    "a round counts messages of rows": ("rows updated", [(RowShard, "offer", counts_messages_of_rows)]),
+    "only the last part of a contribution counts": ("rows updated", [(RowShard, "offer", takes_the_last_part)]),
+    "a pull of rows does not wait for its own pushes": ("rows", [(RowShard, "_satisfies", forgets_the_step_of_rows)]),
+    "a pull of rows waits for nothing": ("rows", [(RowShard, "take_satisfied_pulls", answers_pulls_with_the_present)]),
+    "leased answers are written": ("rows async", [(RowTables, "_buffer", writes_into_leased_answers)]),
+    "servers without rows get no contribution": (
+        "rows",
+        [(row_workload, "push_runs", leaves_out_servers_without_rows)],
+    ),
 }
 
 

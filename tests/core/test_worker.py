@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvdist.config import Limits
-from kvdist.core.effects import Connected, Disconnected
+from kvdist.core.effects import ACK_BYTES_MAX, Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.outbox import FAR_BYTES_MAX
 from kvdist.core.requests import Kind, Register, RunData, Transfer, make_plan
@@ -100,6 +100,21 @@ def test_slices_that_are_large_for_a_line_leave_together_only_on_the_loopback(ho
     wired.settle()
     assert said_by(wired, "worker-0", "Push") == said_by(wired, "server-0", "Values") == messages
     assert all(wired.value(pushed, key) == value for key, value in large.items())
+
+
+@pytest.mark.parametrize(("mode", "overtakes"), [("sync", False), ("p3", True)])
+def test_with_priority_slices_what_is_urgent_overtakes_what_was_pushed_before(mode: str, overtakes: bool) -> None:
+    # The large key is seven slices of at most 64 KiB, and two of them may be on their way.
+    limits = Limits(slice_bytes=1 << 16, priority_slice_bytes=1 << 16, priority_window_bytes=1 << 17)
+    wired = Wired(1, 1, server_host="10.0.0.1", limits=limits)
+    large = [1.0] * (100_000 + 3)
+    wired.initialise({"large": large, "urgent": [1.0]}, mode=mode)
+    later = wired.pushpull(0, {"large": large})
+    first = wired.pushpull(0, {"urgent": [2.0]}, priority=1)
+    wired.settle()
+    assert (wired.value(later, "large"), wired.value(first, "urgent")) == (large, [2.0])
+    assert (list(wired.completed).index(first) < list(wired.completed).index(later)) is overtakes
+    assert wired.servers[0].ack_bytes_max == (1 << 15 if mode == "p3" else ACK_BYTES_MAX)
 
 
 def test_a_pull_sees_the_workers_own_pushes(wired: Wired) -> None:

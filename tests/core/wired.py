@@ -59,9 +59,12 @@ from kvdist.core.server import Server
 from kvdist.core.worker import Worker
 from kvdist.disk import outcome
 from kvdist.dtypes import DType, from_name
+from kvdist.kernels.device import Device
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import HOST_MARK, Member, Role
+from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import create
+from kvdist.protocol.compressed import Coded
 from kvdist.protocol.layout import views
 from kvdist.protocol.messages import Flag, Message, Packet
 from kvdist.protocol.saving import SavedFile
@@ -98,7 +101,10 @@ class Wired:
         local_reduce: str = "auto",
         servers_on: str = "elsewhere",
         handlers: Mapping[int, Handler] | None = None,
+        devices: Sequence[Device] = (),
     ) -> None:
+        self.devices = devices
+        """Per server the GPU on which it computes; none for their hosts."""
         self.handlers = handlers or {}
         """What servers run when they are sent a command."""
         self.hosts = hosts
@@ -360,7 +366,8 @@ class Wired:
 
     def _server(self, rank: int, num_workers: int, num_servers: int) -> Server:
         introduction = self._introduction(Role.SERVER, rank, num_workers, num_servers)
-        machine = Server(introduction, self.limits, REFERENCE, 0.0, handlers=self.handlers)
+        arithmetic = arithmetic_on(self.devices[rank], REFERENCE) if self.devices else None
+        machine = Server(introduction, self.limits, REFERENCE, 0.0, handlers=self.handlers, arithmetic=arithmetic)
         self.processes[f"server-{rank}"] = Reliable(machine, JOB)
         return machine
 
@@ -410,7 +417,7 @@ class Wired:
 
 
 def _unwritten(info: KeyInfo) -> Array:
-    return np.full(info.size, NAN if info.dtype.is_floating else -77, info.dtype.storage)
+    return np.full(info.size, NAN if info.dtype.storage.kind == "f" else 77, info.dtype.storage)
 
 
 def _array(values: Sequence[float] | None, dtype: DType) -> Array | None:
@@ -441,6 +448,8 @@ HIDDEN = {"samples", "outcomes", "setting_of", "num_workers", "num_servers", "ve
 def _shown(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return str(value.tolist())
+    if isinstance(value, Coded):
+        return f"{value.counts.tolist()} in {value.nbytes} bytes"
     if hasattr(value, "payload"):
         arrays = [array.tolist() for array, n in zip(views(value), value.counts, strict=True)]
         return str(arrays)

@@ -22,8 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.checkpoint.manifest import EVERYTHING, WEIGHTS
+from kvdist.compression import Codec, Half, TopK
 from kvdist.core.requests import (
     DeclareKeys,
+    Encoded,
     EnterBarrier,
     KeyInfo,
     Kind,
@@ -39,11 +41,13 @@ from kvdist.core.requests import (
 )
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError, KvdistError
+from kvdist.kernels.reference import REFERENCE
 from kvdist.mailbox import AnswerByKey
 from kvdist.node import Node
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Flag
 from kvdist.protocol.saving import SavedFile
+from tests.core.row_workload import TABLES, RowOracle, RowUser
 from tests.core.shelf import Shelf
 
 Array = npt.NDArray[Any]
@@ -52,6 +56,8 @@ Program = Generator[Sequence["Future[Any]"], None, None]
 STORE = 0
 GARBAGE = 0x5A
 """Buffers are overwritten with it as soon as they belong to the worker again."""
+LOSSLESS: tuple[Codec, ...] = (Half(DType.FLOAT16), Half(DType.BFLOAT16), TopK(1.0))
+"""Of small integers."""
 SERVER_DECIDES = ((math.nan, math.nan, math.nan),)
 
 
@@ -90,6 +96,9 @@ class Job:
     leaver: which one; None = the last.
     holds: whether results are read where servers keep them now and then.
     saves: how probable it is that a checkpoint follows a round.
+    encodes: how probable it is that a run of float32 travels encoded, in an encoding that loses nothing of its numbers;
+        unless it is 0, values of float32 come back as halves.
+    tables: whether there are tables of rows, too.
     """
 
     num_workers: int
@@ -100,6 +109,8 @@ class Job:
     leaver: int | None = None
     holds: bool = True
     saves: float = 0.0
+    encodes: float = 0.0
+    tables: bool = False
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -124,14 +135,18 @@ class Oracle:
         """Round → whether a checkpoint follows it."""
         self.together = [generator.random() < 0.8 for _ in range(job.rounds)]
         """Round → whether the workers push the small keys as one list."""
+        # Halves hold integers up to 256, or 2048, exactly.
+        by_rank, by_turn = (2, 8) if job.encodes else (10, 100)
         for number, key in enumerate(KEYS):
             self.firsts[key.name] = (np.arange(key.size) % 5 + number).astype(key.dtype.storage)
             for rank in range(job.num_workers):
                 for turn in range(job.rounds_of(rank)):
-                    grad = np.arange(key.size) % 7 + 1 + 10 * rank + 100 * turn
+                    grad = np.arange(key.size) % 7 + 1 + by_rank * rank + by_turn * turn
                     empty = generator.random() < (0.005 if key.name in TOGETHER else 0.1)
                     self.given[rank, turn, key.name] = None if empty else grad.astype(key.dtype.storage)
             self.states[key.name], self.momenta[key.name] = self._states(key)
+        turns = [job.rounds_of(rank) for rank in self._ranks]
+        self.rows = RowOracle(turns, job.optimizer, generator) if job.tables else None
 
     def encore(self, key: Key, weight: Array, momentum: Array | None) -> Array:
         """The value after one more round of ones by all who are there at the end."""
@@ -240,6 +255,8 @@ class User:
     _held: dict[int, tuple[Array, bytes]] = field(default_factory=dict)
     """Slice → the newest value that is read where it lies, and what it was when it came."""
     _leaving: bool = False
+    _rows: RowUser | None = None
+    """What it does with tables of rows."""
 
     def advance(self) -> None:
         """Go on as far as the futures allow."""
@@ -275,6 +292,7 @@ class User:
                 tuple(key.name for key in KEYS),
                 tuple((key.size,) for key in KEYS),
                 tuple(key.dtype for key in KEYS),
+                tuple(DType.FLOAT16 if self._is_narrow(key.dtype) else key.dtype for key in KEYS),
             )
         )
         yield [declared]
@@ -283,8 +301,11 @@ class User:
             name, more = ("sgd", {"momentum": 0.5}) if self.job.optimizer == "momentum" else (self.job.optimizer, {})
             description = create(name, learning_rate=1.0, **more).describe()
             yield [self._ask(lambda number: SetStoreOptimizer(number, STORE, description))]
+        if self.oracle.rows is not None:
+            self._rows = RowUser(self.rank, self.job.mode, self.oracle.rows, self.random, self._ask, GARBAGE)
+            yield [self._rows.declare(STORE)]
         if self.rank == 0:
-            yield [self._initialise()]
+            yield [self._initialise(), *(() if self._rows is None else self._rows.initialise())]
         for turn in range(self.job.rounds_of(self.rank)):
             self.round = turn
             yield from self._take_turn(turn)
@@ -297,6 +318,9 @@ class User:
             yield self._landed
         self._let_go()
         yield [self._ask(Leave)]
+
+    def _is_narrow(self, dtype: DType) -> bool:
+        return bool(self.job.encodes) and dtype is DType.FLOAT32
 
     def _initialise(self) -> Future[Any]:
         plan = make_plan(list(self.infos.values()), 64)
@@ -316,7 +340,10 @@ class User:
             names = names[count:]
         self.random.shuffle(lists)
         outstanding: list[Future[Any]] = []
+        tables = [] if self._rows is None else self.random.sample([table.name for table in TABLES], len(TABLES))
         for group in lists:
+            if self._rows is not None and tables and self.random.random() < 0.5:
+                outstanding += self._rows.contribute(turn, tables.pop())
             outstanding.append(self._contribute(turn, group, pull=self.random.random() < 0.5))
             if self.random.random() < 0.4:
                 outstanding.append(self._pull(self._some_keys()))
@@ -328,6 +355,9 @@ class User:
             if self._last_turn and self.random.random() < 0.3:
                 # Within a turn one may only wait for turns before it: others may wait for what is still to come.
                 yield self._last_turn
+        if self._rows is not None:
+            for name in tables:
+                outstanding += self._rows.contribute(turn, name)
         self._last_turn = outstanding
         if self.job.leaver_rounds is None and turn % 2 == 1:
             yield [self._ask(lambda number: EnterBarrier(number, STORE))]
@@ -351,6 +381,11 @@ class User:
             assert np.array_equal(result, self.oracle.final(key)), (
                 f"worker {self.rank}: key {info.key!r} ended as {result}, not {self.oracle.final(key)}"
             )
+        if self._rows is not None:
+            reads = self._rows.check_the_end()
+            yield [future for _, _, future in reads]
+            self._rows.require_final(reads)
+            self.reads += self._rows.reads
 
     def _go_back(self) -> Program:
         """To the newest checkpoint, if there is one; and one round more from there."""
@@ -406,7 +441,10 @@ class User:
             if grad is not None:
                 self._sums[name] = self._sums.get(name, 0) + grad
         reading = self._reading(infos)
-        payloads = [_payload(run, plan.keys, grads) for run in plan.runs]
+        codecs = [self._codec(run) for run in plan.runs]
+        payloads, encoded = zip(
+            *(_encoded(run, plan.keys, grads, codec) for run, codec in zip(plan.runs, codecs, strict=True)), strict=True
+        )
         holds = pull and self.job.holds and self.random.random() < (0.05 if names == list(TOGETHER) else 0.5)
         stays = self.random.random() < 0.5
         hold = int(Flag.HOLD) if holds else 0
@@ -419,8 +457,9 @@ class User:
                 SERVER_DECIDES,
                 kept=Kept(run, _sinks(run, reading.results), self._hold) if holds else None,
                 stays=stays,
+                encoded=how,
             )
-            for run, payload in zip(plan.runs, payloads, strict=True)
+            for run, payload, how in zip(plan.runs, payloads, encoded, strict=True)
         ]
 
         def finish() -> None:
@@ -432,6 +471,12 @@ class User:
         kind = Kind.PUSHPULL if pull else Kind.PUSH
         priority = self.random.randint(-2, 2)
         return self._ask(lambda number: Transfer(number, kind, kind.value, runs, priority), finish)
+
+    def _codec(self, run: RunPlan) -> Codec | None:
+        """How a run is encoded now; None for not at all."""
+        if not self.job.encodes or self.random.random() >= self.job.encodes or (run.dtypes != DType.FLOAT32).any():
+            return None
+        return self.random.choice(LOSSLESS)
 
     def _pull(self, names: list[int | str]) -> Future[Any]:
         return self._read(names)[1]
@@ -576,6 +621,27 @@ def _payload(run: RunPlan, keys: Sequence[KeyInfo], values: dict[int | str, Any]
             part = value[piece.start : piece.stop].tobytes()
             payload += part + b"\0" * (-len(part) % 8)
     return payload
+
+
+def _encoded(
+    run: RunPlan, keys: Sequence[KeyInfo], values: dict[int | str, Any], codec: Codec | None
+) -> tuple[bytearray, Encoded | None]:
+    """The bytes of one run, and how they are encoded."""
+    if codec is None:
+        return _payload(run, keys, values), None
+    payload, entries = bytearray(), []
+    for piece in run.pieces:
+        value = values[keys[piece.index].key]
+        if value is None:
+            entries.append(0)
+            continue
+        part = value[piece.start : piece.stop]
+        residual = np.zeros_like(part)
+        data, own = codec.encode(part, residual, REFERENCE)
+        assert not residual.any(), "nothing of an integer is lost"
+        payload += data.tobytes()
+        entries.append(own)
+    return payload, Encoded(codec.encoding, codec.parameter, np.array(entries, np.uint32))
 
 
 def _sinks(run: RunPlan, results: Sequence[Array]) -> list[Array]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
@@ -52,6 +53,16 @@ class Process:
     def lines_with(self, text: str) -> list[str]:
         """The lines so far that contain a text."""
         return [line for line in self.text.splitlines() if text in line]
+
+    def worker_lines(self) -> list[str]:
+        """The lines so far of a launcher's workers, with their prefixes."""
+        return [line for line in self.text.splitlines() if re.match(r"w[0-9]+ │ ", line)]
+
+
+def prefix_of(name: str) -> str:
+    """What the launcher writes before the lines of ``worker-0``, for one."""
+    role, _, rank = name.partition("-")
+    return f"{role[0]}{rank} │ " if rank else "sched │ "
 
 
 class Job:

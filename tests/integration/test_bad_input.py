@@ -38,7 +38,7 @@ def listening_port(pid):
 def test_wrong_calls_name_key_and_reason_and_break_nothing(job):
     launcher = job.launch(2, 2, "mistakes.py", "calls")
     job.succeed()
-    said = [line.removeprefix("[worker-1] ") for line in launcher.text.splitlines() if line.startswith("[worker-1] ")]
+    said = [line.removeprefix("w1 │ ") for line in launcher.text.splitlines() if line.startswith("w1 │ ")]
     expected = [
         r"KeyNotInitialised: key 'unknown' has not been initialised; call init first\. The keys there are: 'w'",
         r"KeyNotInitialised: key 'unknown' has not been initialised",
@@ -64,7 +64,7 @@ def test_shapes_or_dtypes_that_differ_between_workers_are_told_to_all_of_them(jo
     launcher = job.launch(3, 2, "mistakes.py", "shapes")
     job.succeed()
     for rank in range(3):
-        said = [line for line in launcher.text.splitlines() if line.startswith(f"[worker-{rank}] ")]
+        said = [line for line in launcher.text.splitlines() if line.startswith(f"w{rank} │ ")]
         assert len(said) == 4, job.transcript()
         for line, key in zip(said[:3], ("w", "v", "u"), strict=True):
             assert f"InitMismatch: key {key!r} was declared with " in line, job.transcript()
@@ -84,7 +84,7 @@ def test_models_that_differ_between_workers_are_told_to_all_of_them(job):
         r"works",
     ]
     for rank in range(3):
-        said = [line for line in launcher.text.splitlines() if line.startswith(f"[worker-{rank}] ")]
+        said = [line for line in launcher.text.splitlines() if line.startswith(f"w{rank} │ ")]
         assert len(said) == len(expected), job.transcript()
         for line, pattern in zip(said, expected, strict=True):
             assert re.search(pattern, line), f"{line!r} has no {pattern!r}"
@@ -169,7 +169,7 @@ def test_a_port_that_is_taken_is_named(job):
         other.listen()
         process = alone(job, sys.executable, "-m", "kvdist", **job.environment("scheduler", 1, 1))
     assert process.code == EXIT_CONFIG, process.text
-    assert f"{HOST}:{job.port}" in process.text and "in use by another process" in process.text
+    assert f"{HOST}:{job.port}: it is in use by process {os.getpid()} (" in process.text
     assert "Traceback" not in process.text
 
 
@@ -249,7 +249,7 @@ def test_a_scheduler_that_others_could_reach_needs_to_be_told_so(job, address):
     variables = {**job.environment("scheduler", 1, 1), "DMLC_PS_ROOT_URI": address}
     process = alone(job, sys.executable, "-m", "kvdist", **variables)
     assert process.code == EXIT_CONFIG
-    assert f"kvdist: {address} can be reached from other machines, and kvdist does not encrypt" in process.text
+    assert f"kvdist: {address} can be reached from other machines, and this job does not encrypt" in process.text
     assert "Set KVDIST_SECURITY=none if the network is trusted" in process.text
 
 

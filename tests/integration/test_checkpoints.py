@@ -36,6 +36,29 @@ def test_a_run_resumed_on_any_number_of_servers_has_the_bits_of_one_that_was_not
         assert results(launcher) == expected, f"on {servers} servers: {job.transcript()}"
 
 
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param({}, id="shared memory"),
+        pytest.param({"KVDIST_TRANSPORT": "tcp"}, id="tcp", marks=pytest.mark.slow),
+        pytest.param({"KVDIST_LOCAL_REDUCE": "on"}, id="one push per host", marks=pytest.mark.slow),
+    ],
+)
+def test_tables_of_rows_go_on_with_the_same_bits_on_any_number_of_servers(job, tmp_path, ways):
+    folder = tmp_path / "saved"
+    variables = {**PIECES, **ways, "KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
+    launcher = job.launch(2, 2, "checkpoints.py", "train_tables", str(folder), **variables)
+    job.succeed()
+    expected = results(launcher)
+    assert len(expected) == 4, job.transcript()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 2_000_000, "rows that do not exist are not written"
+    for servers in (1, 3):
+        launcher = job.launch(2, servers, "checkpoints.py", "resume_tables", str(folder), **variables)
+        job.succeed()
+        assert results(launcher) == expected, f"on {servers} servers: {job.transcript()}"
+
+
 @pytest.mark.parametrize("where", ["there", "here"])
 def test_a_trainer_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(job, tmp_path, where):
     variables = {**PIECES, "KVDIST_CHECKPOINT_ROOT": str(tmp_path)}

@@ -37,7 +37,7 @@ def test_two_servers_run_a_registered_handler_and_its_errors_reach_the_caller(jo
         job.launch(2, 2, "commands.py", str(tmp_path), options=["--server-module", name], PYTHONPATH=path)
     job.succeed()
     launcher = job.processes["launcher"]
-    failed, unknown = (line.split("] ", 1)[1] for line in launcher.lines_with("refused: "))
+    failed, unknown = (line.split(" │ ", 1)[1] for line in launcher.lines_with("refused: "))
     assert failed == "refused: KvdistError: server-1: command 8 failed with LookupError: nothing is called 'x'"
     assert ": no handler is registered for command 9; known are: 7, 8. " in unknown
     assert len(launcher.lines_with("the servers live: (3,)")) == 2

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.integration.processes import EXIT_PEER_LOST, HOST
+from tests.integration.processes import EXIT_PEER_LOST, HOST, prefix_of
 
 NOTICED_S = 5.0
 """From a killing to the end of every other process."""
@@ -80,7 +80,7 @@ def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
     assert f"{victim} (pid {pid}) was killed by signal 9 (SIGKILL)" in summary, job.transcript()
     survivors = [name for name in ("worker-0", "worker-1") if name != victim]
     for name in survivors:
-        raised = [line for line in launcher.lines_with("PeerLostError: ") if line.startswith(f"[{name}]")]
+        raised = [line for line in launcher.lines_with("PeerLostError: ") if line.startswith(prefix_of(name))]
         assert raised and f": {victim} (" in raised[0], job.transcript()
     assert "the call returned" not in launcher.text
 
@@ -183,10 +183,10 @@ def test_a_worker_that_exits_without_a_word_is_lost_under_the_launcher(job, code
     launcher = job.launch(2, 1, "faults.py", "exits", str(code))
     job.finish()
     raised = launcher.lines_with("PeerLostError: ")
-    assert raised and raised[0].startswith("[worker-0]") and "worker-1 (" in raised[0], job.transcript()
+    assert raised and raised[0].startswith("w0 │") and "worker-1 (" in raised[0], job.transcript()
     # Nobody failed by itself but who lost worker-1, and the first of those gives the code.
     assert launcher.code in ([code] if code else [1, EXIT_PEER_LOST]), job.transcript()
-    assert launcher.lines_with(f"[scheduler] kvdist: {named('worker-1')}"), job.transcript()
+    assert launcher.lines_with(f"sched │ kvdist: {named('worker-1')}"), job.transcript()
 
 
 def test_sys_exit_with_a_code_fails_the_job_under_the_launcher(job, tmp_path):
@@ -195,7 +195,7 @@ def test_sys_exit_with_a_code_fails_the_job_under_the_launcher(job, tmp_path):
     job.finish()
     assert launcher.code == 3
     assert "worker-1 (pid " in launcher.text.splitlines()[-1] and "failed with exit code 3" in launcher.text
-    assert launcher.lines_with(f"[scheduler] kvdist: {named('worker-1')}"), job.transcript()
+    assert launcher.lines_with(f"sched │ kvdist: {named('worker-1')}"), job.transcript()
 
 
 def test_an_interrupted_worker_is_lost_by_name(job):

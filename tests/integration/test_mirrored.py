@@ -43,6 +43,18 @@ def test_dense_values_have_the_known_numbers_on_seven_workers_too(job, workers, 
     run(job, workers, workers, "mirrored.py", "numpy", store, KVDIST_TRANSPORT=transport)
 
 
+@pytest.mark.parametrize(
+    ("workers", "transport"),
+    [
+        (2, "auto"),
+        pytest.param(2, "tcp", marks=pytest.mark.slow),
+        pytest.param(7, "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_compressed_values_have_the_known_numbers(job, workers, transport):
+    run(job, workers, 2, "mirrored.py", "compression", "dist_sync", KVDIST_TRANSPORT=transport)
+
+
 @pytest.mark.parametrize("workers", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 7))])
 def test_trainers_have_the_known_numbers_and_update_where_the_table_says(job, workers):
     pytest.importorskip("torch")

@@ -12,7 +12,7 @@ def run(job, workers, scenario, servers=2, **variables):
     """Launch a scenario of `programs/optimizers.py`; the lines that the workers printed, without their prefixes."""
     job.launch(workers, servers, "optimizers.py", scenario, **variables)
     job.succeed()
-    lines = [line.split("] ", 1)[1] for line in job.processes["launcher"].lines_with("[worker-")]
+    lines = [line.split(" │ ", 1)[1] for line in job.processes["launcher"].worker_lines()]
     assert sorted(line for line in lines if line.startswith("checked on")) == [
         f"checked on {rank} of {workers}" for rank in range(workers)
     ]
@@ -89,7 +89,13 @@ def test_an_asynchronous_store_without_an_optimizer_says_what_to_do(job):
     assert refused
 
 
-@pytest.mark.parametrize("scenario", ["nesterov", "adam_w", "bfloat16", "groups", "batch_sizes", "clipping"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("nesterov", "adam_w", "clipping")),
+        *("bfloat16", "groups", "batch_sizes"),
+    ],
+)
 def test_two_workers_have_the_expected_weights_and_the_same_bits_after(job, scenario):
     digests = Counter(line for line in run(job, 2, scenario) if line.startswith("digest"))
     ways = 2 if scenario in ("bfloat16", "groups", "batch_sizes") else 1

@@ -19,7 +19,7 @@ def run(job, workers, scenario, **variables):
 
 
 def printed(job):
-    return [line.split("] ", 1)[1] for line in job.processes["launcher"].lines_with("[worker-")]
+    return [line.split(" │ ", 1)[1] for line in job.processes["launcher"].worker_lines()]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def printed(job):
         (2, "unused"),
         (2, "accumulation"),
         (2, "loader"),
-        (3, "floats"),
+        pytest.param(3, "floats", marks=pytest.mark.slow),
         pytest.param(3, "unused", marks=pytest.mark.slow),
     ],
 )

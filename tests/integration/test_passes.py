@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from kvdist.config import ClusterConfig, tcp_endpoint
+from kvdist.addresses import tcp_endpoint
+from kvdist.config import ClusterConfig
 from kvdist.core.policy import SYNC
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server

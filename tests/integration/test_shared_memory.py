@@ -31,9 +31,9 @@ def run(job, workers, servers, *words, timeout_s=100.0, **variables):
     """Launch a scenario of `programs/shared.py`, see that every worker has checked it; what the workers printed."""
     launcher = job.launch(workers, servers, "shared.py", *words, **variables)
     job.succeed(timeout_s)
-    checked = sorted(line.split("] ", 1)[1] for line in launcher.lines_with("checked on"))
+    checked = sorted(line.split(" │ ", 1)[1] for line in launcher.lines_with("checked on"))
     assert checked == [f"checked on {rank} of {workers}" for rank in range(workers)], job.transcript()
-    return [line.split("] ", 1)[1] for line in launcher.lines_with("[worker-")]
+    return [line.split(" │ ", 1)[1] for line in launcher.worker_lines()]
 
 
 def digests(lines):
@@ -44,7 +44,7 @@ def digests(lines):
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param(one, marks=[pytest.mark.slow] if one in ("one worker by tcp", "no room") else [])
+        pytest.param(one, marks=[pytest.mark.slow] if one in ("tcp", "one worker by tcp", "no room") else [])
         for one in SETTINGS
     ],
 )
@@ -53,7 +53,7 @@ def test_integer_gradients_give_exact_weights_by(job, setting):
     used = sorted(line for line in lines if " mapped " in line)
     mapped = [int(line.split(" mapped ")[1].split()[0]) for line in used]
     views = [int(line.split("was shown ")[1].split()[0]) for line in used]
-    warned = [line.split(":")[0].split("]")[0] for line in job.processes["launcher"].lines_with(FULL)]
+    warned = [line.split(":")[0].split(" │")[0] for line in job.processes["launcher"].lines_with(FULL)]
     assert len(warned) == len(set(warned)), "one line from each process at most"
     if setting == "shared memory":
         assert min(mapped) > 0 and min(views) > 0 and not warned, used
@@ -87,7 +87,7 @@ def test_a_view_stays_as_it_is_while_others_make_versions(job):
     run(job, 3, 2, "views_out_of_step")
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 5))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 5))])
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_kill_9_at_any_moment_of_large_transfers_leaves_no_wrong_number(job, way, seed):
     chosen = random.Random(f"{way} {seed}")
@@ -191,7 +191,11 @@ def test_after_close_nothing_of_the_stores_memory_stays_mapped(job):
     assert len(launcher.lines_with("open 0")) == 2, job.transcript()
 
 
-@pytest.mark.parametrize("options", [["--mount-proc"], []], ids=["with its own proc", "with the proc of outside"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(["--mount-proc"], marks=pytest.mark.slow), []],
+    ids=["with its own proc", "with the proc of outside"],
+)
 def test_a_worker_with_other_process_numbers_sends_its_values(job, options):
     unshare = ["unshare", "--pid", "--fork", "--kill-child", *options]
     if not succeeds([*unshare, "true"]):

@@ -19,7 +19,7 @@ def test_a_command_may_be_one_quoted_string(job):
     path = program("values.py")[-1]
     launcher = job.launch(1, 1, f"{sys.executable} {path} own_writes dist")
     job.succeed()
-    assert launcher.lines_with("[worker-0] checked on 0 of 1")
+    assert launcher.lines_with("w0 │ checked on 0 of 1")
 
 
 def test_a_job_started_by_hand_ends_well(job):

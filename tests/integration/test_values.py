@@ -24,7 +24,7 @@ def run(job, workers, servers, *words, **variables):
     """Launch a scenario of `programs/values.py` and see that every worker has checked it."""
     job.launch(workers, servers, "values.py", *words, **variables)
     job.succeed()
-    checked = sorted(line.split("] ")[1] for line in job.processes["launcher"].lines_with("checked on"))
+    checked = sorted(line.split(" │ ")[1] for line in job.processes["launcher"].lines_with("checked on"))
     assert checked == [f"checked on {rank} of {workers}" for rank in range(workers)]
 
 
@@ -44,6 +44,15 @@ def test_a_small_bound_cuts_small_keys_and_changes_no_value(job):
 
 def test_small_slices_and_a_small_window_change_no_value(job):
     run(job, 2, 2, "exact_weights", "dist", KVDIST_SLICE_BYTES="65536", KVDIST_WINDOW_BYTES="200000")
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"), [("p3", "exact_weights"), pytest.param("dist_async", "asynchronous", marks=pytest.mark.slow)]
+)
+def test_priority_slices_change_no_value(job, name, scenario):
+    # Over sockets, of which the window is the smallest that there can be: a slice.
+    settings = {"KVDIST_TRANSPORT": "tcp", "KVDIST_PRIORITY_WINDOW_BYTES": "1", "MXNET_KVSTORE_SLICE_THRESHOLD": "9000"}
+    run(job, 2, 2, scenario, name, DMLC_PS_VAN_TYPE="p3", **settings)
 
 
 def test_placement_by_hash_changes_no_value(job):

@@ -23,6 +23,7 @@ RULES = {
     "adam": ("adam", {}),
     "adamw": ("adamw", {}),
     "adamw without correction": ("adamw", {"correct_bias": False}),
+    "adagrad": ("adagrad", {}),
 }
 
 
@@ -169,5 +170,5 @@ def test_a_rule_of_this_package_is_taken_up_by_the_compiled_kernels(numba, rule)
     optimizer = create(name, **numbers)
     weight, states = np.ones(5, np.float32), [np.zeros(5, np.float32) for _ in optimizer.state_names]
     equation = optimizer.equation(0.1, 0.0, 1)
-    assert numba.fused_update(equation, weight, [np.ones(5, np.float32)], [1.0], None, weight, states)
+    assert numba.fused_update(equation, weight, [np.ones(5, np.float32)], [1.0], None, weight, states, DType.FLOAT32)
     assert (weight < 1).all()

@@ -7,7 +7,6 @@ import pytest
 
 from kvdist import ConfigError, KVStore, kv
 from kvdist.config import WITHOUT_EFFECT
-from kvdist.core.policy import ASYNC, SYNC
 from kvdist.kvstore import DIST_NAMES, LOCAL_NAMES, dist, local
 
 SYNC_NAMES = ["dist", "dist_sync", "dist_device_sync", "dist_sync_device", "p3", "p3store_dist"]
@@ -32,8 +31,9 @@ def test_the_names_of_stores_on_a_cluster(name):
 
 
 def test_the_mode_of_a_store_is_that_of_its_name():
-    assert {name for name, policy in DIST_NAMES.items() if policy is SYNC} == set(SYNC_NAMES)
-    assert {name for name, policy in DIST_NAMES.items() if policy is ASYNC} == set(ASYNC_NAMES)
+    assert {name for name, policy in DIST_NAMES.items() if policy.has_rounds} == set(SYNC_NAMES)
+    assert {name for name, policy in DIST_NAMES.items() if not policy.has_rounds} == set(ASYNC_NAMES)
+    assert {name for name, policy in DIST_NAMES.items() if policy.by_priority} == {"p3", "p3store_dist"}
 
 
 def test_local_is_the_default_and_upper_case_is_the_same():
@@ -44,11 +44,6 @@ def test_local_is_the_default_and_upper_case_is_the_same():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("horovod", "sums without servers.*use 'dist'"),
-        ("byteps", "use 'dist'"),
-        ("collective", "or torch.distributed"),
-        ("allreduce", "or torch.distributed"),
-        ("hybrid", "or torch.distributed"),
         ("TestStore", "register a class of your own called TestStore"),
         ("dist_device", "use 'dist_device_sync' or 'dist_device_async'"),
         ("dist_sync_async", "use 'dist_sync' or 'dist_async'"),
@@ -61,15 +56,15 @@ def test_a_name_that_people_try_is_refused_with_what_to_use(name, advice):
 
 def test_a_registered_class_comes_before_advice():
     @kv.register
-    class Horovod:
+    class TestStore:
         """Somebody's own."""
 
-    assert type(kv.create("horovod")) is Horovod
+    assert type(kv.create("teststore")) is TestStore
 
 
-def test_nccl_says_that_sums_are_made_on_the_cpu(caplog):
+def test_nccl_says_what_it_is_in_a_process_that_is_alone(caplog):
     assert kv.create("nccl").type == "nccl"
-    assert "'nccl'): this version sums on the CPU; the store is what 'device' gives" in caplog.text
+    assert "'nccl') in a process that is alone: the store is what 'device' gives" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["", "dst", "dist_sync_async", "my_dist", "distributed", "local2", " dist"])
@@ -116,11 +111,31 @@ def test_a_cluster_that_is_half_described_is_an_error(monkeypatch):
 
 
 def test_the_first_worker_names_variables_that_change_nothing(monkeypatch, caplog):
-    monkeypatch.setenv("DMLC_PS_VAN_TYPE", "p3")
+    monkeypatch.setenv("DMLC_PS_VAN_TYPE", "ibverbs")
     with kv.create("dist"):
         pass
     told = [record.message for record in caplog.records if "has no effect" in record.message]
     assert told == [f"DMLC_PS_VAN_TYPE has no effect: {WITHOUT_EFFECT['DMLC_PS_VAN_TYPE']}"]
+
+
+@pytest.mark.parametrize("name", ["p3", "p3store_dist", "dist", "dist_async"])
+def test_a_store_has_priority_slices_by_its_name_or_by_the_environment(monkeypatch, name):
+    if not name.startswith("p3"):
+        monkeypatch.setenv("DMLC_PS_VAN_TYPE", "p3")
+    monkeypatch.setenv("MXNET_KVSTORE_SLICE_THRESHOLD", "100")
+    with kv.create(name) as store:
+        store.set_optimizer("test")
+        store.init("w", np.zeros(1001, np.float32))
+        assert len(store._keys["w"].slices) == 11
+        store.push("w", np.arange(1001, dtype=np.float32))
+        assert (store.pull("w") == np.arange(1001)).all()
+
+
+def test_a_store_without_priority_slices_is_cut_as_ever(monkeypatch):
+    monkeypatch.setenv("MXNET_KVSTORE_SLICE_THRESHOLD", "100")
+    with kv.create("dist") as store:
+        store.init("w", np.zeros(1001, np.float32))
+        assert len(store._keys["w"].slices) == 1
 
 
 def test_a_server_does_not_create_stores(monkeypatch):

@@ -305,4 +305,4 @@ def test_buffers_are_not_kept_for_every_order_of_a_list(store):
         rotated = keys[turn:] + keys[:turn]
         store.pushpull(rotated, [np.ones(1 << 20, np.float32) for _ in keys])
     # Each order has a plan of 32 MiB; four times the model may be kept.
-    assert len(store._stagings) <= 4
+    assert len(store._moves._stagings) <= 4

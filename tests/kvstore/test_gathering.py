@@ -16,6 +16,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import gathering
 from kvdist.kvstore.contribution import Contribution, Terms, contribute
+from kvdist.kvstore.descent import Descent
 from kvdist.kvstore.gathering import GATHER_S, PATIENCE_S, PLAIN, QUIET_S, Gatherings
 from kvdist.kvstore.handed import Given
 from kvdist.kvstore.pulling import PullFuture
@@ -54,7 +55,7 @@ class Store:
     def __post_init__(self) -> None:
         def lay_out(given: Given, terms: Terms, settings: Sequence[Any]) -> Contribution:
             staging = Staging(make_plan(given.infos, 1 << 20), OrdinaryMemory(), Traffic())
-            return contribute(staging, given, gathered(settings), terms, REFERENCE, [None], lambda _: False)
+            return contribute(staging, given, gathered(settings), terms, REFERENCE, [None], lambda _: False, Descent())
 
         self.gatherings = Gatherings(
             lay_out,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised, OptimizerMismatch, StoreClosed
 from kvdist.kvstore.local import LocalStore
 from kvdist.optimizer import create
@@ -308,3 +309,21 @@ def test_ten_rounds_of_random_gradients_on_four_devices_match_the_sum(store, gro
             store.pull(key, out=outs)
             for out in outs:
                 assert np.abs(out - expected[key]).sum() / np.abs(expected[key]).sum() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.label)
+def test_values_of_several_devices_are_summed_in_every_type(dtype):
+    store = LocalStore("device")
+    tensors = [torch.full((5,), number).to(getattr(torch, dtype.label)) for number in (1, 2, 4)]
+    store.init("w", torch.zeros(5).to(tensors[0].dtype))
+    store.push("w", tensors)
+    assert store.pull("w").tolist() == [7] * 5
+    assert [tensor[0].item() for tensor in tensors] == [1, 2, 4]
+
+
+def test_halves_of_several_devices_are_summed_in_float32():
+    # 2048 + 1 + 1 is 2050; in float16, step by step, it would stay 2048.
+    store = LocalStore("device")
+    store.init("w", np.zeros(1, np.float16))
+    store.push("w", [np.array([number], np.float16) for number in (2048, 1, 1)])
+    assert store.pull("w")[0] == 2050

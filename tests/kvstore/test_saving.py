@@ -395,8 +395,8 @@ def test_a_newer_version_is_refused(tmp_path, kind):
     with started(kind) as store:
         folder = store.save_checkpoint(tmp_path, 3).result(60)
         body = json.loads((folder / NAME).read_text())
-        (folder / NAME).write_text(json.dumps({**body, "version": 2}))
-        refused(store, "is of version 2 of the format, .*: install a newer one", tmp_path)
+        (folder / NAME).write_text(json.dumps({**body, "version": 3}))
+        refused(store, "is of version 3 of the format, .*: install a newer one", tmp_path)
 
 
 # A disk that fails.

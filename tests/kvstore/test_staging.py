@@ -31,7 +31,9 @@ def arrays_of(plan, *factors: int):
 
 
 def filled(staging: Staging, arrays, lent=None):
-    return staging.fill(arrays, REFERENCE, lent or [None] * len(staging.plan.runs))
+    payloads, buffers, marks = staging.fill(arrays, REFERENCE, lent or [None] * len(staging.plan.runs))
+    assert not marks
+    return payloads, buffers
 
 
 @pytest.mark.parametrize("sizes", [(1,), (0, 3, 5), (7, LARGE, 2), (3 * LARGE + 1,)])

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from kvdist.dtypes import DType
-from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 
 NUMPY_DTYPES = [dtype for dtype in DType if dtype is not DType.BFLOAT16]
@@ -232,27 +231,6 @@ def test_keys_alone_are_checked_too():
         values.keys([1, 2.0])
     with pytest.raises(ValueError, match="empty"):
         values.keys([])
-
-
-@pytest.mark.parametrize("dtype", DType)
-def test_values_of_several_devices_are_summed(dtype):
-    tensors = [torch.full((5,), number).to(getattr(torch, dtype.label)) for number in (1, 2, 4)]
-    total = values.sum_devices(tensors, dtype, REFERENCE)
-    assert values.like("torch", (5,), dtype, total).tolist() == [7] * 5
-    assert [tensor[0].item() for tensor in tensors] == [1, 2, 4]
-
-
-def test_halves_are_summed_in_float32():
-    # 2048 + 1 + 1 is 2050; in float16, step by step, it would stay 2048.
-    arrays = [np.array([number], np.float16) for number in (2048, 1, 1)]
-    assert values.sum_devices(arrays, DType.FLOAT16, REFERENCE)[0] == 2050
-
-
-def test_the_sum_of_one_value_is_no_copy_unless_it_has_a_place_to_go():
-    array, out = np.ones(3, np.float32), np.zeros(3, np.float32)
-    assert np.shares_memory(values.sum_devices([array], DType.FLOAT32, REFERENCE), array)
-    assert values.sum_devices([array], DType.FLOAT32, REFERENCE, out=out) is out
-    np.testing.assert_array_equal(out, array)
 
 
 @pytest.mark.parametrize(

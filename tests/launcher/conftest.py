@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 import kvdist
 import kvdist_launch
+from tests.launcher import slurm_cluster
 
 PACKAGES = [str(Path(package.__file__).parents[1]) for package in (kvdist, kvdist_launch)]
 ROLES = str(Path(__file__).with_name("roles.py"))
@@ -23,6 +25,12 @@ from kvdist_launch.cli import main
 raise SystemExit(main(sys.argv[2:], role_command=(sys.executable, sys.argv[1])))
 """
 TIMEOUT_S = 30
+
+
+def prefix_of(name: str) -> str:
+    """What stands before the lines of ``worker-0``, for one."""
+    role, _, rank = name.partition("-")
+    return f"{role[0]}{rank} │ " if rank else "sched │ "
 
 
 class Launch:
@@ -42,7 +50,7 @@ class Launch:
 
     def pid_of(self, name: str) -> int:
         """The pid that the process `name` printed."""
-        return int(self.line_with(f"[{name}] pid ").split()[-1])
+        return int(self.line_with(f"{prefix_of(name)}pid ").split()[-1])
 
     def error_line_with(self, text: str) -> str:
         """Read standard error up to a line that contains `text`."""
@@ -66,8 +74,8 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     own = {"PYTHONPATH": os.pathsep.join(PACKAGES), "GOODBYE_FIFO": str(fifo)}
     started: list[Launch] = []
 
-    def start(*words: str) -> Launch:
-        started.append(Launch(words, {**os.environ, **own}))
+    def start(*words: str, env: dict[str, str] | None = None) -> Launch:
+        started.append(Launch(words, {**os.environ, **own, **(env or {})}))
         return started[-1]
 
     yield start
@@ -91,3 +99,30 @@ def is_gone() -> Callable[..., bool]:
             os.close(descriptor)
 
     return check
+
+
+@pytest.fixture
+def env() -> dict[str, str]:
+    """The test's own variables, with which a process finds the packages."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(PACKAGES)}
+
+
+@pytest.fixture
+def mpi_env(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """Variables for Open MPI's commands."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("OPEN MPI IS NOT TESTED: apt install openmpi-bin")
+    # A root user in a container with few cores, which only a test is.
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env.pop("PYTHONUNBUFFERED", None)
+    return {**env, **as_root, "OMPI_MCA_rmaps_base_oversubscribe": "1", "HOME": str(tmp_path)}
+
+
+@pytest.fixture(scope="module")
+def slurm_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables for Slurm's commands, which reach a cluster of one node."""
+    why = slurm_cluster.missing()
+    if why is not None:
+        pytest.skip(f"SLURM IS NOT TESTED: {why}")
+    with slurm_cluster.slurm_cluster(tmp_path_factory.mktemp("slurm")) as variables:
+        yield {**variables, "PYTHONPATH": os.pathsep.join(PACKAGES)}

@@ -1,7 +1,8 @@
 """Stand-ins for ``python -m kvdist``: a scheduler and servers that obey the launcher, without a network.
 
 The servers wait on a FIFO that the scheduler holds open: a byte means goodbye (exit 0), its end that the scheduler
-is lost (exit 75). The variables SCHEDULER_DOES and SERVER_DOES make them misbehave.
+is lost (exit 75). The variables SCHEDULER_DOES and SERVER_DOES make them misbehave. A server opens the FIFO that
+READY_FIFO names, if it is set, when it hears of such things, and so waits for whoever opens the other end.
 """
 
 import os
@@ -20,6 +21,8 @@ def scheduler() -> int:
     waiting = {"worker": int(os.environ["DMLC_NUM_WORKER"]), "server": int(os.environ["DMLC_NUM_SERVER"])}
     for line in sys.stdin:
         print(line, end="", flush=True)
+        if line.startswith("placed "):
+            continue
         _, role, _, how, number = line.split()
         if (how, number) != ("exit", "0"):
             return PEER_LOST
@@ -36,6 +39,8 @@ def server() -> int:
     if does == "leave":
         return 0
     goodbye = os.open(os.environ["GOODBYE_FIFO"], os.O_RDONLY)
+    if "READY_FIFO" in os.environ:
+        os.close(os.open(os.environ["READY_FIFO"], os.O_WRONLY))
     print(f"pid {os.getpid()}", flush=True)
     if not os.read(goodbye, 1):
         return PEER_LOST

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from kvdist_launch.cli import OPTIONS, main, split_command
-
-
-@pytest.mark.parametrize(
-    ("words", "own", "command"),
-    [
-        ("-n 2 python train.py -n 5 --env x", "-n 2", "python train.py -n 5 --env x"),
-        ("-n 2 -s 1 -- python train.py -- -n 5", "-n 2 -s 1", "python train.py -- -n 5"),
-        ("-n2 --env=A=b train", "-n2 --env=A=b", "train"),
-        ("--env A=b --env-worker C:d -n 1 ./train --version", "--env A=b --env-worker C:d -n 1", "./train --version"),
-        ("-n 2 -- -odd-name", "-n 2", "-odd-name"),
-        ("--env -- train", "--env --", "train"),
-        ("--version train", "--version", "train"),
-        ("-n 2", "-n 2", ""),
-        ("-n", "-n", ""),
-        ("", "", ""),
-    ],
-)
-def test_options_after_the_command_belong_to_the_command(words, own, command):
-    assert split_command(words.split()) == (own.split(), command.split())
+from kvdist_launch.cli import main
+from kvdist_launch.hosts import EXAMPLE_HOSTFILE
+from kvdist_launch.listening import listen, port_of
+from kvdist_launch.options import OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -36,15 +23,35 @@ def test_options_after_the_command_belong_to_the_command(words, own, command):
         (["-n", "2", "/"], 126, "/ is a directory, not a command"),
         (["-n", "2"], 2, "there is no command to run"),
         (["-n", "0", "true"], 2, "-n is 0; a job needs at least 1 worker"),
-        (["-n", "1", "-s", "0", "true"], 2, "-s is 0; a job needs at least 1 server"),
-        (["-n", "1", "-H", "hosts", "true"], 2, "several machines are not supported by this version; leave out -H"),
-        (["-n", "1", "--launcher", "ssh", "true"], 2, "leave out --launcher ssh"),
-        (["-n", "1", "--sync-dst-dir", "/d", "true"], 2, "leave out --sync-dst-dir /d"),
+        (["-n", "1", "-s", "-1", "true"], 2, "-s is -1; write the number of servers, or 0 for a job without servers"),
+        (["-n", "0", "-s", "0", "true"], 2, "-n is 0; a job needs at least 1 worker"),
+        (["-n", "2", "-s", "0", "-H", "a:1,b:1", "true"], 2, "the workers send to each other is not encrypted"),
+        (["-n", "2", "-s", "0", "-H", "a:1", "--dry-run", "true"], 2, "say so with --security none"),
+        (["-n", "2", "-s", "0", "-H", "a:1", "--security", "curve", "true"], 2, "say so with --security none"),
+        (["-n", "1", "-s", "0", "--server-device", "cpu", "true"], 2, "--server-device is for jobs with servers"),
+        (["-n", "1", "-s", "0", "--env-server", "A=1", "true"], 2, "--env-server is for jobs with servers, and -s 0"),
+        (["-n", "1", "-s", "0", "-H", "a", "--scheduler-on", "a", "true"], 2, "--scheduler-on is for jobs with serv"),
+        (["-n", "4", "-s", "0", "--launcher", "mpi", "true"], 2, "mpirun -np 4 COMMAND starts it"),
+        (["-n", "4", "-s", "0", "--launcher", "slurm", "true"], 2, "srun --ntasks=4 COMMAND starts it"),
+        (["-n", "4", "-s", "0", "--emit", "sbatch", "true"], 2, "with the line srun COMMAND"),
+        (["-n", "4", "-s", "0", "--emit", "kubernetes", "--image", "x", "true"], 2, "a TrainJob with a torch policy"),
+        (["-n", "4", "-s", "0", "--emit", "compose", "--image", "x", "true"], 2, "give each service RANK, WORLD_SIZE"),
+        (["-n", "4", "-s", "0", "--emit", "systemd", "true"], 2, "run kvdist-launch -n 4 -s 0 COMMAND"),
+        (["true"], 2, "the number of workers is missing: write -n WORKERS"),
+        (["-H", "a:1,b", "true"], 2, "write -n WORKERS, or slots= for every host (b has none)"),
+        (["-n", "1", "-H", "no/hosts", "true"], 2, "-H 'no/hosts': there is no such file"),
+        (["-n", "1", "-H", "a;id", "true"], 2, "this is no name of a host"),
+        (["-n", "1", "--launcher", "ssh", "true"], 2, "--launcher ssh needs the names of the machines: write -H HOSTS"),
+        (["-n", "1", "-H", "d1", "--launcher", "local", "true"], 2, "on this machine alone, and -H names d1"),
+        (["-n", "2", "-H", "localhost:1", "true"], 2, "-n asks for 2 workers, but the hosts have 1 slots"),
+        (["-n", "1", "--log-dir", "/dev/null/logs", "true"], 2, "log files cannot be written to /dev/null/logs"),
+        (["-n", "1", "-x", "NO_SUCH_VARIABLE_HERE", "true"], 2, "there is no such variable here"),
+        (["-n", "1", "-x", "KVDIST_RANK=1", "true"], 2, "KVDIST_RANK is set by the launcher"),
+        (["-n", "1", "--env-file", "/nonexistent", "true"], 2, "--env-file /nonexistent cannot be read"),
         (["-n", "1", "--env", "A", "true"], 2, "'A' does not set a variable"),
         (["-n", "1", "--env", "KVDIST_SLICE_BYTES=x", "true"], 2, "KVDIST_SLICE_BYTES is 'x'"),
         (["-n", "1", "--server-module", "a-b", "true"], 2, "'a-b' is not the name of a module"),
         (["-n", "1", "--optimizer-module", "a/b.py", "true"], 2, "'a/b.py' is not the name of a module"),
-        (["-n", "1", "--grace", "-1", "true"], 2, "--grace is -1.0; it must be a number of seconds"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, message):
@@ -58,7 +65,7 @@ def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["true"], "-n/--num-workers"),
+        (["-n", "1", "--grace", "-1", "true"], "'-1' is no number of seconds, at least 0"),
         (["-n", "two", "true"], "invalid int value: 'two'"),
         (["-n", "1", "--num", "2", "true"], "unrecognized arguments: --num"),
     ],
@@ -75,16 +82,38 @@ def test_schedulers_and_servers_are_told_of_optimizer_modules_and_workers_are_no
     main(words, role_command=["echo", "role"])
     lines = capfd.readouterr().out.splitlines()
     told = "role --optimizer-module my_rules --optimizer-module team.rules --optimizer-module more"
-    assert sorted(line.partition("] ")[2] for line in lines) in ([told, told, "worker"], [told, told])
+    assert sorted(line.partition(" │ ")[2] for line in lines) in ([told, told, "worker"], [told, told])
 
 
 def test_schedulers_and_servers_are_told_of_server_modules_too(capfd):
     words = ["-n", "1", "--optimizer-module", "rules", "--server-module", "a,b.c", "true"]
     main(words, role_command=["echo", "role"])
     lines = capfd.readouterr().out.splitlines()
-    assert {line.partition("] ")[2] for line in lines} == {
+    assert {line.partition(" │ ")[2] for line in lines} == {
         "role --server-module a --server-module b.c --optimizer-module rules"
     }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--server-device", "cuda:0,cuda:1"],
+        ["--env", "KVDIST_SERVER_DEVICE=cuda:0,cuda:1"],
+        ["--env-server", "KVDIST_SERVER_DEVICE=cuda:0,cuda:1"],
+        ["--server-device", "cpu", "--env-server", "KVDIST_SERVER_DEVICE=cuda:0, CUDA:1"],
+    ],
+)
+def test_servers_are_told_of_their_devices(capfd, words):
+    assert main(["-n", "1", "-s", "2", *words, "--dry-run", "true"]) == 0
+    shown = capfd.readouterr().out.split("\n\n")
+    servers = [process for process in shown if process.startswith("server-")]
+    assert len(servers) == 2
+    assert all("  set     KVDIST_SERVER_DEVICE=cuda:0,cuda:1\n" in process for process in servers)
+
+
+def test_a_device_that_is_none_ends_the_job_before_anything_starts(capfd):
+    assert main(["-n", "1", "--env", "KVDIST_SERVER_DEVICE=gpu", "true"]) == 2
+    assert "KVDIST_SERVER_DEVICE is 'gpu', and 'gpu' is no device" in capfd.readouterr().err
 
 
 def test_a_role_program_that_cannot_be_started_leaves_nothing_behind(capfd):
@@ -105,9 +134,65 @@ def test_the_help_names_every_supported_option_and_shows_examples(capsys):
         main(["--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    names = [name for names, settings in OPTIONS for name in names if settings["help"] != "==SUPPRESS=="]
+    names = [name for names, _ in OPTIONS for name in names]
     assert [name for name in names if name not in shown] == []
     assert "examples:" in shown
+
+
+def test_a_dry_run_shows_every_process_and_starts_nothing(capfd, monkeypatch):
+    monkeypatch.setenv("MXNET_TOKEN", "geheim")
+    words = ["-n", "3", "-s", "1", "-H", "localhost,me@d[1-2]:2", "--dry-run", "-x", "MY_KEY=geheim"]
+    assert main([*words, "no-such-program", "a b"], role_command=["/nonexistent"]) == 0
+    shown = capfd.readouterr().out
+    heads = [line for line in shown.splitlines() if " on " in line and not line.startswith(" ")]
+    assert [head.partition(" in ")[0] for head in heads] == [
+        "scheduler on the launching machine", "server-0 on localhost", "worker-0 on localhost", "worker-1 on d1",
+        "worker-2 on d2",
+    ]  # fmt: skip
+    assert shown.count("  run     no-such-program 'a b'\n") == 3
+    assert "geheim" not in shown and "MY_KEY='(hidden)'" in shown
+    assert "not forwarded, as their names look secret (-x NAME forwards one): MXNET_TOKEN\n" in shown
+    assert main([*words, "-x", "MXNET_TOKEN", "true"], role_command=["/nonexistent"]) == 0
+    assert "not forwarded" not in capfd.readouterr().out
+
+
+def test_hosts_that_are_this_machine_need_no_ssh(launch, tmp_path):
+    hosts = tmp_path / "my hosts"
+    hosts.write_text("localhost slots=2 gpus=4,5\n")
+    script = "import os; print(os.environ['KVDIST_LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])"
+    code, out, err = launch("-H", str(hosts), "-s", "1", "--launcher", "ssh", "python", "-c", script).finish()
+    assert code == 0, err
+    assert sorted(line for line in out.splitlines() if line.startswith("w")) == [
+        "w0 │ 0 4", "w1 │ 1 5",
+    ]  # fmt: skip
+
+
+def test_variables_of_files_exports_and_options_reach_the_worker_later_ones_winning(launch, tmp_path):
+    path = tmp_path / "my.env"
+    path.write_text("A=file\nB=file\nC=file\nD='$(id)'\n")
+    script = "import os; print(*(os.environ[name] for name in 'ABCDE'))"
+    words = ("--env-file", str(path), "-x", "B=export", "-x", "C=export", "--env", "C=env", "-x", "E")
+    job = launch("-n", "1", "-s", "1", *words, "python", "-c", script, env={"E": "here"})
+    assert "w0 │ file export env $(id) here" in job.finish()[1]
+
+
+def test_the_example_hostfile_is_printed(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--example-hostfile"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == EXAMPLE_HOSTFILE
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_can_be_taught_the_options(capsys, shell):
+    pytest.importorskip("shtab", reason="SHELL COMPLETION IS NOT TESTED: pip install 'kvdist[completion]'")
+    with pytest.raises(SystemExit) as caught:
+        main(["--print-completion", shell])
+    assert caught.value.code == 0
+    script = capsys.readouterr().out
+    assert "--sync-dst-dir" in script and "kubernetes" in script
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 def test_the_version_is_printed_without_a_command(capsys):
@@ -127,8 +212,129 @@ def test_the_threads_given_to_each_worker_are_said_unless_the_user_chose_them(la
 def test_the_launcher_loads_no_heavy_library():
     script = (
         "import sys, kvdist_launch.cli\n"
-        "heavy = {'numpy', 'torch', 'zmq', 'msgpack', 'numba', 'rich', 'asyncio', 'importlib.metadata'}\n"
+        "heavy = {'numpy', 'torch', 'zmq', 'msgpack', 'numba', 'rich', 'asyncio', 'importlib.metadata', 'shtab',"
+        " 'json', 'kvdist_launch.preview'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "[]"
+
+
+def test_only_the_processes_that_match_are_shown_and_all_are_logged(launch, tmp_path):
+    words = ("--filter", "worker-1,s[0-3]", "--log-dir", str(tmp_path / "logs"), "python", "-c", "print('hello')")
+    _, out, _ = launch("-n", "2", "-s", "1", *words).finish()
+    assert {line.partition(" │ ")[0] for line in out.splitlines()} == {"s0", "w1"}
+    files = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert sorted(files) == ["scheduler.log", "server-0.log", "worker-0.log", "worker-1.log"]
+    assert files["worker-0.log"] == files["worker-1.log"] == "hello\n"
+
+
+def test_a_filter_that_matches_nobody_is_told(launch):
+    _, out, err = launch("-n", "1", "-s", "1", "--filter", "w3", "true").finish()
+    assert "kvdist-launch: --filter w3 matches no process of this job" in err
+    assert out == ""
+
+
+def test_every_line_begins_with_the_time_where_it_is_asked_for(launch):
+    _, out, err = launch("-n", "1", "-s", "1", "--timestamps", "python", "-c", "print('hello')").finish()
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} "
+    assert all(re.match(time, line) for line in (out + err).splitlines())
+    assert re.search(f"^{time}w0 │ hello$", out, re.MULTILINE)
+
+
+def test_a_failure_is_concluded_with_its_last_lines_and_how_the_others_ended(launch, tmp_path):
+    script = (
+        "import os, time\n"
+        "if os.environ['KVDIST_RANK'] == '0':\n"
+        "    time.sleep(60)\n"
+        "os.open(os.environ['READY_FIFO'], os.O_RDONLY)\n"  # the server is there
+        "for number in range(12): print('step', number, flush=True)\n"
+        "raise ValueError('mine')"
+    )
+    summary = tmp_path / "summary.json"
+    os.mkfifo(tmp_path / "ready")
+    words = ("--grace", "1", "--env", f"READY_FIFO={tmp_path / 'ready'}", "--json-summary", str(summary))
+    words = (*words, "python", "-c", script)
+    code, _, err = launch("-n", "2", "-s", "1", *words).finish()
+    *_, others, sentence = lines = err.splitlines()
+    begin = lines.index("kvdist-launch: the last lines of worker-1:")
+    last = lines[begin + 1 : -2]
+    assert len(last) == 10 and last[-1] == "    ValueError: mine" and any("    step " in line for line in last)
+    assert others == (
+        "kvdist-launch: 1 server and the scheduler lost a peer; 1 worker was ended by the launcher"
+    )
+    assert "failed with exit code 1 after" in sentence
+    found = json.loads(summary.read_text())
+    assert (code, found["exit_code"], found["outcome"]) == (1, 1, "failed")
+    assert found["first_failure"]["node"] == "worker-1"
+    assert found["first_failure"]["last_lines"] == [line.removeprefix("    ") for line in last]
+    assert {one["node"]: one.get("signal", one.get("exit_code")) for one in found["processes"]} == {
+        "scheduler": 75, "server-0": 75, "worker-0": 15, "worker-1": 1,
+    }  # fmt: skip
+    assert f"kvdist-launch: {found['sentence']}" == sentence
+
+
+@pytest.mark.parametrize(("words", "code", "outcome"), [(["true"], 0, "finished"), (["absent"], 127, "not started")])
+def test_a_summary_is_written_of_every_job_that_was_asked_for(launch, tmp_path, words, code, outcome):
+    path = tmp_path / "summary.json"
+    assert launch("-n", "1", "-s", "1", "--json-summary", str(path), *words).finish()[0] == code
+    found = json.loads(path.read_text())
+    assert (found["exit_code"], found["outcome"], found["first_failure"]) == (code, outcome, None)
+    assert found["sentence"]
+
+
+def test_a_summary_that_cannot_be_written_changes_nothing_else(launch):
+    code, _, err = launch("-n", "1", "-s", "1", "--json-summary", "/nonexistent/summary.json", "true").finish()
+    assert code == 0
+    assert err.splitlines()[-1] == (
+        "kvdist-launch: --json-summary /nonexistent/summary.json cannot be written: No such file or directory"
+    )
+
+
+def test_a_job_that_was_started_again_has_one_log_and_one_summary(launch, tmp_path):
+    script = "import os; n = os.environ.get('KVDIST_RESTARTS', '0'); print('start', n); exit(0 if n == '2' else 5)"
+    words = ("--on-worker-exit", "restart:2", "--log-dir", str(tmp_path), "--json-summary", str(tmp_path / "summary"))
+    code, _, err = launch("-n", "1", "-s", "1", "--grace", "0.2", *words, "python", "-c", script).finish()
+    assert code == 0, err
+    assert (tmp_path / "worker-0.log").read_text() == "start 0\nstart 1\nstart 2\n"
+    assert not (tmp_path / "worker-0.log.1").exists()
+    found = json.loads((tmp_path / "summary").read_text())
+    assert (found["outcome"], found["first_failure"]) == ("finished", None)
+    assert [one["exit_code"] for one in found["processes"] if one["node"] == "worker-0"] == [5, 5, 0]
+
+
+def free_port():
+    with listen("127.0.0.1") as free:
+        return port_of(free)
+
+
+def test_the_scheduler_s_host_is_found_in_whatever_case_it_is_written(monkeypatch):
+    jobs = []
+    monkeypatch.setattr("kvdist_launch.launch.run", lambda job, *_: jobs.append(job) or 0)
+    assert main(["-n", "1", "-s", "1", "-H", "d1,GPUBox", "--scheduler-on", "gpubox", "true"]) == 0
+    assert jobs[0].scheduler_host == 1
+
+
+@pytest.mark.parametrize("way", ["option", "variable", "env"])
+def test_the_scheduler_of_one_machine_keeps_to_the_range_of_ports(launch, way):
+    port = free_port()
+    text = f"{port}-{port}"
+    words = {"option": ("--port-range", text), "variable": (), "env": ("--env", f"KVDIST_PORT_RANGE={text}")}[way]
+    script = "import os; print('port', os.environ['DMLC_PS_ROOT_PORT'])"
+    env = {"KVDIST_PORT_RANGE": text} if way == "variable" else None
+    code, out, err = launch("-n", "1", "-s", "1", *words, "python", "-c", script, env=env).finish()
+    assert code == 0, err
+    assert f"w0 │ port {port}\n" in out
+
+
+@pytest.mark.parametrize(("variable", "interface"), [("KVDIST_INTERFACE", "eth7"), ("DMLC_INTERFACE", "10.1.0.0/16")])
+def test_the_scheduler_of_several_machines_follows_the_variables_that_servers_follow(
+    monkeypatch, variable, interface
+):
+    wishes = []
+    monkeypatch.setattr("kvdist_launch.launch.run", lambda job, hosts, wanted, *_: wishes.append(wanted) or 0)
+    monkeypatch.setenv(variable, interface)
+    monkeypatch.setenv("KVDIST_PORT_RANGE", "20000-20002")
+    assert main(["-n", "1", "-s", "1", "-H", "d1", "true"]) == 0
+    assert main(["-n", "1", "-s", "1", "-H", "d1", "--interface", "eth0", "--port-range", "7-7", "true"]) == 0
+    assert [(one.interface, one.ports) for one in wishes] == [(interface, (20000, 20001, 20002)), ("eth0", (7,))]

@@ -1,40 +1,78 @@
-"""Plans: every process of a job with its argv and environment, compared with the files in ``golden``."""
+"""Plans: every process of a job with its host, argv and environment, compared with the files in ``golden``.
+
+Where a plan is meant to change, ``WRITE_GOLDEN=1`` in the environment writes the files anew; read the difference.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from kvdist.config import ClusterConfig
+from kvdist.config import ClusterConfig, world_from_env
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
-from kvdist_launch.plan import Job, Process, parse_assignments, plan, threads_per_worker
+from kvdist_launch.hosts import Host, parse_hostfile
+from kvdist_launch.placement import LAUNCHER
+from kvdist_launch.plan import (
+    PYTHON,
+    HostFacts,
+    Job,
+    Process,
+    plan,
+    share_of_devices,
+    thread_note,
+    threads_per_worker,
+    worker_lines,
+)
 
 GOLDEN = Path(__file__).with_name("golden")
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-AWKWARD = 'it\'s a "value" with\nlines, = and : and $HOME;`id`\\ é'
+AWKWARD = 'it\'s a "value" with\nlines, = and : and $HOME;`id` $(touch pwned)\\ é \U0001f600'
+HERE = [Host("localhost")]
+
+THREE_HOSTS = """\
+d1:2222 slots=2 gpus=0,1
+me@d2 gpus=0,1,2 python=/opt/py/bin/python iface=eth1   # two workers, three devices
+[fd00::17] role=server
+"""
+HOSTILE_HOSTFILE = "my_alias-2 python='/my \"programs\"/$(id)/python'\nh[09-10].lan role=worker\n"
 
 
 def new_job(num_workers: int = 2, num_servers: int = 2, **settings: object) -> Job:
     defaults: dict[str, object] = {
         "command": ("python", "train.py"),
-        "role_command": ("/venv/bin/python", "-m", "kvdist"),
+        "role_command": (PYTHON, "-m", "kvdist"),
         "port": 23456,
         "name": "0123456789abcdef",
-        "cores": 8,
     }
     return Job(num_workers, num_servers, **{**defaults, **settings})  # type: ignore[arg-type]
 
 
-def by_name(job: Job, environ: dict[str, str] | None = None) -> dict[str, Process]:
-    return {str(process.node): process for process in plan(job, environ or {})}
+def here(environ: dict[str, str] | None = None, cores: int = 8) -> HostFacts:
+    return HostFacts(cores, "/venv/bin/python", "127.0.0.1", environ or {})
+
+
+def plan_here(job: Job, environ: dict[str, str] | None = None) -> list[Process]:
+    return plan(job, HERE, [here(environ)], here(environ))
+
+
+def plan_on(text: str, job: Job, environ: dict[str, str], **theirs: str) -> list[Process]:
+    """The plan for the hosts of a hostfile's text, whose own variables are `theirs`."""
+    hosts = parse_hostfile(text, "hosts")
+    facts = [HostFacts(8, host.python or "/venv/bin/python", f"10.0.0.{i}", theirs) for i, host in enumerate(hosts)]
+    return plan(job, hosts, facts, HostFacts(4, "/venv/bin/python", "10.0.0.99", environ))
+
+
+def by_name(processes: list[Process]) -> dict[str, Process]:
+    return {str(process.node): process for process in processes}
 
 
 PLANS = {
-    "two_workers_two_servers": (new_job(), {"PATH": "/usr/bin", "HOME": "/home/someone"}),
-    "awkward_names_and_values": (
+    "two_workers_two_servers": lambda: plan_here(new_job(), {"PATH": "/usr/bin", "HOME": "/home/someone"}),
+    "awkward_names_and_values": lambda: plan_here(
         new_job(
             1,
             1,
@@ -45,7 +83,7 @@ PLANS = {
         ),
         {"PATH": "/a dir:/b=c", "QUOTED": "'\"'"},
     ),
-    "settings_of_the_user_are_kept": (
+    "settings_of_the_user_are_kept": lambda: plan_here(
         new_job(
             2,
             1,
@@ -55,29 +93,62 @@ PLANS = {
         ),
         {"KVDIST_PLACEMENT": "hash", "KVDIST_SLICE_BYTES": "1024", "OMP_NUM_THREADS": "5"},
     ),
+    "three_hosts": lambda: plan_on(
+        THREE_HOSTS,
+        new_job(4, 2, cwd="/data/my job", env={"X": "1"}, env_worker={"Y": "2"}),
+        {"PYTHONPATH": "/lib", "NCCL_DEBUG": "INFO", "HOME": "/home/me", "MXNET_TOKEN": "geheim", "RANK": "3"},
+    ),
+    "no_servers_on_three_hosts": lambda: plan_on(
+        "d1 slots=2\nd2 slots=2\n[fd00::17] slots=1\n",
+        new_job(5, 0, is_filled=True, cwd="/data/job", env={"KVDIST_SECURITY": "none"}),
+        {"GLOO_SOCKET_IFNAME": "eth1", "KVDIST_LOCAL_SIZE": "9"},
+    ),
+    "awkward_hosts": lambda: plan_on(
+        HOSTILE_HOSTFILE,
+        new_job(
+            3,
+            1,
+            command=("python", "/a dir/it's $(touch pwned).py", "-x"),
+            cwd="/tmp/é 'quoted' $(touch pwned)\n",
+            scheduler_host=0,
+            env={"TEXT": AWKWARD},
+        ),
+        {"PYTHONPATH": "/li b:/$(id)", "LD_LIBRARY_PATH": "/cu'da", "LC_ALL": "C", "KVDIST_NODE_HOST": "10.0.0.99"},
+    ),
 }
+
+
+def shown(process: Process) -> dict[str, object]:
+    return {
+        "node": str(process.node),
+        "host": process.host,
+        "argv": list(process.argv),
+        "cwd": process.cwd,
+        "defaults": dict(process.environment.defaults),
+        "front": dict(process.environment.front),
+        "settings": dict(process.environment.settings),
+        "is_told_of_endings": process.is_told_of_endings,
+        "is_root": process.is_root,
+    }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_is_what_its_file_says(name):
-    job, environ = PLANS[name]
-    shown = [
-        {"node": str(process.node), "argv": list(process.argv), "env": dict(process.env), "is_told_of_endings":
-         process.is_told_of_endings}
-        for process in plan(job, environ)
-    ]  # fmt: skip
-    assert shown == json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+    path, processes = GOLDEN / f"{name}.json", [shown(process) for process in PLANS[name]()]
+    if os.environ.get("WRITE_GOLDEN"):
+        path.write_text(json.dumps(processes, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
+    assert processes == json.loads(path.read_text("utf-8"))
 
 
 def test_processes_that_others_wait_for_are_started_first():
-    names = [str(process.node) for process in plan(new_job(2, 3), {})]
+    names = [str(process.node) for process in plan_here(new_job(2, 3))]
     assert names == ["scheduler", "server-0", "server-1", "server-2", "worker-0", "worker-1"]
 
 
 @pytest.mark.parametrize(("num_workers", "num_servers"), [(1, 1), (1, 3), (5, 2)])
 def test_every_process_reads_its_own_seat_from_its_environment(num_workers, num_servers):
-    for process in plan(new_job(num_workers, num_servers), {}):
-        config = ClusterConfig.from_env(process.env)
+    for process in plan_here(new_job(num_workers, num_servers)):
+        config = ClusterConfig.from_env(process.environment.over({}))
         assert config is not None
         assert (config.role, config.rank) == (process.node.role, process.node.rank)
         assert (config.num_workers, config.num_servers) == (num_workers, num_servers)
@@ -85,43 +156,137 @@ def test_every_process_reads_its_own_seat_from_its_environment(num_workers, num_
         assert config.supervised == process.is_told_of_endings == (process.node.role is Role.SCHEDULER)
 
 
+def test_without_servers_every_process_reads_its_place_and_is_told_that_there_is_no_cluster():
+    for rank, process in enumerate(plan_here(new_job(3, 0))):
+        env = process.environment.over({})
+        world = world_from_env(env)
+        assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 3, rank, 3)
+        assert (world.cross_rank, world.cross_size, world.launcher) == (0, 1, "kvdist-launch")
+        assert (world.meeting.host, world.meeting.port, world.meeting.job) == ("127.0.0.1", 23456, "0123456789abcdef")
+        assert process.is_root == (rank == 0)
+        with pytest.raises(ConfigError, match=r"this job has no servers .*: kv\.create\('collective'\) is the store"):
+            ClusterConfig.from_env(env)
+
+
+def test_without_servers_everybody_is_told_the_address_of_the_first_worker_host():
+    for text, address in (("d1 role=server\nd2\nd3", "10.0.0.1"), ("localhost\nd2", "10.0.0.0")):
+        processes = plan_on(text, new_job(2, 0), {})
+        assert [process.is_root for process in processes] == [True, False]
+        assert {process.environment.settings["DMLC_PS_ROOT_URI"] for process in processes} == {address}
+
+
+def test_it_can_be_told_where_each_worker_runs():
+    hosts = parse_hostfile("d1 slots=2\nd2 slots=2", "hosts")
+    facts = [HostFacts(8, "python", host.name) for host in hosts]
+    assert worker_lines(plan(new_job(3, 0, is_filled=True), hosts, facts, here()), hosts) == [
+        "worker-0 on d1: local rank 0 of 2, cross rank 0 of 2",
+        "worker-1 on d1: local rank 1 of 2, cross rank 0 of 1",
+        "worker-2 on d2: local rank 0 of 1, cross rank 1 of 2",
+    ]
+
+
 def test_variables_of_an_earlier_job_do_not_leak_into_this_one():
     stale = {
         "DMLC_ROLE": "server", "KVDIST_ROLE": "server", "KVDIST_ROOT_URI": "10.0.0.9", "KVDIST_ROOT_PORT": "9",
         "KVDIST_NUM_WORKER": "9", "KVDIST_NUM_SERVER": "9", "KVDIST_RANK": "8", "KVDIST_JOB": "old",
-        "KVDIST_SUPERVISED": "1", "KVDIST_LOCAL_RANK": "8",
+        "KVDIST_SUPERVISED": "1", "KVDIST_LOCAL_RANK": "8", "KVDIST_LISTEN_FD": "3", "KVDIST_SECRET_FILE": "/s",
     }  # fmt: skip
-    assert plan(new_job(), stale) == plan(new_job(), {})
+    clean = [process.environment.over({}) for process in plan_here(new_job())]
+    assert [process.environment.over(stale) for process in plan_here(new_job(), stale)] == clean
+    assert plan_on("d1", new_job(), stale) == plan_on("d1", new_job(), {})
 
 
 def test_variables_of_torchrun_are_never_set():
-    assert all(TORCHRUN.isdisjoint(process.env) for process in plan(new_job(), {}))
+    environ = dict.fromkeys(TORCHRUN, "1")
+    for process in plan_on("d1\nd2", new_job(), environ):
+        assert TORCHRUN.isdisjoint(process.environment.over({}))
 
 
 def test_only_workers_run_the_users_command_and_have_a_local_rank():
-    processes = by_name(new_job(command=("train",)))
+    processes = by_name(plan_here(new_job(command=("train",))))
     assert processes["worker-1"].argv == ("train",)
-    assert processes["worker-1"].env["KVDIST_LOCAL_RANK"] == "1"
+    assert processes["worker-1"].environment.settings["KVDIST_LOCAL_RANK"] == "1"
     for name in ("scheduler", "server-0"):
         assert processes[name].argv == ("/venv/bin/python", "-m", "kvdist")
-        assert "KVDIST_LOCAL_RANK" not in processes[name].env
-        assert "OMP_NUM_THREADS" not in processes[name].env
+        env = processes[name].environment.over({})
+        assert "KVDIST_LOCAL_RANK" not in env
+        assert "OMP_NUM_THREADS" not in env
+
+
+def test_each_host_runs_its_own_interpreter_and_finds_it_as_python():
+    processes = by_name(plan_on("d1 role=worker\nd2 python=/opt/py/bin/python role=server", new_job(1, 1), {}))
+    assert processes["server-0"].argv == ("/opt/py/bin/python", "-m", "kvdist")
+    assert processes["server-0"].environment.over({"PATH": "/usr/bin"})["PATH"] == "/opt/py/bin:/usr/bin"
+    assert processes["worker-0"].environment.over({"PATH": "/usr/bin"})["PATH"] == "/venv/bin:/usr/bin"
+
+
+def test_a_scheduler_sits_where_it_is_told_and_everybody_is_told_its_address():
+    for scheduler_host, place, address in ((None, LAUNCHER, "10.0.0.99"), (1, 1, "10.0.0.1")):
+        processes = plan_on("d1\nd2", new_job(scheduler_host=scheduler_host, cwd="/dst"), {})
+        assert (processes[0].host, processes[0].cwd) == (place, None if place == LAUNCHER else "/dst")
+        assert {process.environment.settings["DMLC_PS_ROOT_URI"] for process in processes} == {address}
 
 
 def test_a_roles_variable_wins_over_the_common_one_and_that_over_the_environment():
-    processes = by_name(new_job(env={"X": "all"}, env_server={"X": "server"}), {"X": "shell"})
-    assert [processes[name].env["X"] for name in ("scheduler", "server-0", "worker-0")] == ["all", "server", "all"]
+    processes = by_name(plan_here(new_job(env={"X": "all"}, env_server={"X": "server"})))
+    values = [processes[name].environment.over({"X": "shell"})["X"] for name in ("scheduler", "server-0", "worker-0")]
+    assert values == ["all", "server", "all"]
 
 
 def test_an_option_wins_over_the_environment_under_either_of_a_variables_names():
     job = new_job(env={"MXNET_KVSTORE_BIGARRAY_BOUND": "7"}, env_worker={"KVDIST_BIGARRAY_BOUND": "8"})
-    configs = [ClusterConfig.from_env(process.env) for process in plan(job, {"KVDIST_BIGARRAY_BOUND": "9"})]
-    assert [config and config.bigarray_bound for config in configs] == [7, 7, 7, 8, 8]
+    environ = {"KVDIST_BIGARRAY_BOUND": "9"}
+    for processes in (plan_here(job, environ), plan_on("d1", job, environ, KVDIST_BIGARRAY_BOUND="10")):
+        configs = [ClusterConfig.from_env(process.environment.over(environ)) for process in processes]
+        assert [config and config.bigarray_bound for config in configs] == [7, 7, 7, 8, 8]
+
+
+def test_all_hosts_have_the_settings_of_the_launching_machine():
+    processes = plan_on("d1\nd2", new_job(), {"KVDIST_PLACEMENT": "hash"}, KVDIST_TRANSPORT="tcp")
+    configs = [ClusterConfig.from_env(process.environment.over({"KVDIST_TRANSPORT": "tcp"})) for process in processes]
+    assert {(config.placement, config.transport) for config in configs if config} == {("hash", "auto")}
 
 
 def test_an_impossible_setting_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="KVDIST_PLACEMENT is 'here'"):
-        plan(new_job(env_server={"KVDIST_PLACEMENT": "here"}), {})
+        plan_here(new_job(env_server={"KVDIST_PLACEMENT": "here"}))
+
+
+def test_the_interface_of_a_host_is_that_of_its_processes_and_replaces_the_common_one():
+    processes = by_name(plan_on("d1 iface=eth1\nd2", new_job(2, 2), {"DMLC_INTERFACE": "eth0"}))
+    assert processes["server-0"].environment.over({})["KVDIST_INTERFACE"] == "eth1"
+    assert "DMLC_INTERFACE" not in processes["server-0"].environment.over({})
+    assert processes["server-1"].environment.over({})["DMLC_INTERFACE"] == "eth0"
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers", "shares"),
+    [
+        ("0,1", 1, ["0,1"]),
+        ("0,1", 2, ["0", "1"]),
+        ("0,1,2,3", 2, ["0,1", "2,3"]),
+        ("0,1,2", 2, ["0", "1,2"]),
+        ("4,7", 3, ["4", "7", "4"]),
+        ("GPU-a", 2, ["GPU-a", "GPU-a"]),
+    ],
+)
+def test_workers_of_a_host_share_its_devices(devices, workers, shares):
+    assert [",".join(share_of_devices(devices.split(","), rank, workers)) for rank in range(workers)] == shares
+    for processes in (
+        plan_on(f"d1 gpus={devices}", new_job(workers, 1), {"CUDA_VISIBLE_DEVICES": "9"}),
+        plan_on("d1", new_job(workers, 1), {"CUDA_VISIBLE_DEVICES": devices}),
+        plan_on("d1", new_job(workers, 1), {}, CUDA_VISIBLE_DEVICES=devices),
+        plan_on("d1", new_job(workers, 1, env_worker={"CUDA_VISIBLE_DEVICES": devices}), {}),
+        plan_here(new_job(workers, 1), {"CUDA_VISIBLE_DEVICES": devices}),
+    ):
+        given = [process.environment.settings["CUDA_VISIBLE_DEVICES"] for process in processes[2:]]
+        assert given == shares
+
+
+@pytest.mark.parametrize("environ", [{}, {"CUDA_VISIBLE_DEVICES": ""}])
+def test_devices_are_never_invented(environ):
+    for process in plan_here(new_job(), environ):
+        assert "CUDA_VISIBLE_DEVICES" not in process.environment.settings
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (1, 1, 1)])
@@ -129,28 +294,23 @@ def test_workers_share_the_cores(cores, workers, threads):
     assert threads_per_worker(cores, workers) == threads
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "value"),
-    [
-        ("A=b", "A", "b"),
-        ("A:b", "A", "b"),
-        ("A=", "A", ""),
-        ("A=b=c:d", "A", "b=c:d"),
-        ("URL:http://h/?a=b", "URL", "http://h/?a=b"),
-        ("_A1=line\nline", "_A1", "line\nline"),
-    ],
-)
-def test_the_first_separator_after_the_name_decides(text, name, value):
-    assert parse_assignments([text]) == {name: value}
+def test_the_threads_of_workers_are_told_for_each_host_unless_somebody_chose_them():
+    hosts = parse_hostfile("d1 slots=1\nd2\nd3\nd4", "hosts")
+    facts = [HostFacts(8, "python", host.name) for host in hosts[:3]] + [
+        HostFacts(8, "python", "d4", {"OMP_NUM_THREADS": "2"})
+    ]
+    processes = plan(new_job(6, 4), hosts, facts, here())
+    assert thread_note(processes, hosts, facts) == (
+        "OMP_NUM_THREADS=8 for each worker (cores: 8, workers: 1) on d1;"
+        " OMP_NUM_THREADS=4 for each worker (cores: 8, workers: 2) on d2, d3"
+    )
+    assert thread_note(plan_here(new_job()), HERE, [here()]) == (
+        "OMP_NUM_THREADS=4 for each worker (cores: 8, workers: 2)"
+    )
+    job = new_job(env={"OMP_NUM_THREADS": "1"})
+    assert thread_note(plan_here(job), HERE, [here()]) is None
 
 
-@pytest.mark.parametrize("text", ["A", "", "=b", "1A=b", "A-B=c", "A B=c", "Ä=b"])
-def test_a_text_that_sets_no_variable_is_refused_with_an_example(text):
-    with pytest.raises(ConfigError, match="write NAME=VALUE"):
-        parse_assignments([text])
-
-
-@pytest.mark.parametrize("name", ["DMLC_ROLE", "KVDIST_RANK", "DMLC_PS_ROOT_PORT", "KVDIST_JOB"])
-def test_variables_that_the_launcher_sets_cannot_be_given(name):
-    with pytest.raises(ConfigError, match=f"{name} is set by kvdist-launch"):
-        parse_assignments([f"{name}=1"])
+def test_threads_are_left_alone_where_nobody_knows_the_cores():
+    processes = plan(new_job(), HERE, [here(cores=0)], here())
+    assert all("OMP_NUM_THREADS" not in process.environment.over({}) for process in processes)

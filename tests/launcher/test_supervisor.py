@@ -27,22 +27,22 @@ STUBBORN = (
 def test_a_job_whose_workers_succeed_ends_with_0_and_a_summary(launch):
     code, out, err = launch("-n", "2", "-s", "1", "python", "-c", "print('hello')").finish()
     assert code == 0, err
-    assert sorted(line for line in out.splitlines() if "hello" in line) == ["[worker-0] hello", "[worker-1] hello"]
+    assert sorted(line for line in out.splitlines() if "hello" in line) == ["w0 │ hello", "w1 │ hello"]
     assert err.splitlines()[-1].startswith("kvdist-launch: 2 workers and 1 server finished in ")
 
 
 def test_the_scheduler_is_told_of_every_ending(launch):
     _, out, _ = launch("-n", "1", "-s", "2", "python", "-c", "").finish()
-    told = [line for line in out.splitlines() if line.startswith("[scheduler] ended")]
-    assert told[0] == "[scheduler] ended worker 0 exit 0"
-    assert sorted(told[1:]) == ["[scheduler] ended server 0 exit 0", "[scheduler] ended server 1 exit 0"]
+    told = [line for line in out.splitlines() if line.startswith("sched │ ended")]
+    assert told[0] == "sched │ ended worker 0 exit 0"
+    assert sorted(told[1:]) == ["sched │ ended server 0 exit 0", "sched │ ended server 1 exit 0"]
 
 
 def test_the_first_failing_worker_is_named_and_gives_its_exit_code(launch):
     script = "import os, time; exit(3) if os.environ['KVDIST_RANK'] == '1' else time.sleep(60)"
     code, out, err = launch("-n", "3", "-s", "2", "--grace", "0.2", "python", "-c", script).finish()
     assert code == 3
-    assert "[scheduler] ended worker 1 exit 3" in out
+    assert "sched │ ended worker 1 exit 3" in out
     last = err.splitlines()[-1]
     assert last.startswith("kvdist-launch: worker-1 (pid ")
     assert "failed with exit code 3 after " in last
@@ -67,15 +67,15 @@ def test_a_worker_that_fails_for_the_loss_of_another_is_not_named_though_it_ends
     assert err.splitlines()[-1].startswith("kvdist-launch: worker-1 (pid ")
 
 
-@pytest.mark.parametrize("name", ["scheduler", "server-1", "worker-0"])
-def test_a_killed_process_is_named_with_its_signal_and_ends_the_job(launch, is_gone, name):
+@pytest.mark.parametrize(("name", "short"), [("scheduler", "sched"), ("server-1", "s1"), ("worker-0", "w0")])
+def test_a_killed_process_is_named_with_its_signal_and_ends_the_job(launch, is_gone, name, short):
     job = launch("-n", "2", "-s", "2", "--grace", "0.2", "python", "-c", SAY_AND_SLEEP)
-    lines = [job.line_with("] pid ") for _ in range(5)]
-    pids = {line.split()[0][1:-1]: int(line.split()[-1]) for line in lines}
-    os.kill(pids[name], signal.SIGKILL)
+    lines = [job.line_with(" │ pid ") for _ in range(5)]
+    pids = {line.split()[0]: int(line.split()[-1]) for line in lines}
+    os.kill(pids[short], signal.SIGKILL)
     code, _, err = job.finish()
     assert code == 128 + 9
-    assert f"{name} (pid {pids[name]}) was killed by signal 9 (SIGKILL)" in err.splitlines()[-1]
+    assert f"{name} (pid {pids[short]}) was killed by signal 9 (SIGKILL)" in err.splitlines()[-1]
     assert all(is_gone(pid) for pid in pids.values())
 
 
@@ -91,7 +91,7 @@ def test_a_scheduler_that_cannot_start_is_named_and_its_reason_shown(launch):
     job = launch("-n", "1", "--grace", "0.2", "--env", "SCHEDULER_DOES=fail", "sleep", "60")
     code, _, err = job.finish()
     assert code == 1
-    assert err.index("[scheduler] address in use") < err.index("scheduler (pid ")
+    assert err.index("sched │ address in use") < err.index("scheduler (pid ")
 
 
 def test_servers_that_do_not_end_after_the_last_worker_are_terminated_and_named(launch):
@@ -112,7 +112,7 @@ def test_ctrl_c_reaches_the_workers_as_an_interrupt_they_can_handle(launch, is_g
     job.process.send_signal(signal.SIGINT)
     code, out, err = job.finish()
     assert code == 130
-    assert "[worker-0] saved" in out
+    assert "w0 │ saved" in out
     assert "interrupted by signal 2 (SIGINT)" in err.splitlines()[-1]
     assert is_gone(pid)
 
@@ -150,8 +150,9 @@ def test_what_a_worker_has_started_ends_with_the_job(launch, is_gone, exit_code)
     assert is_gone(pid)
 
 
-def test_workers_do_not_outlive_a_killed_launcher(launch, is_gone):
-    job = launch("-n", "1", "-s", "1", "python", "-c", STUBBORN)
+@pytest.mark.parametrize("servers", ["1", "0"])
+def test_workers_do_not_outlive_a_killed_launcher(launch, is_gone, servers):
+    job = launch("-n", "1", "-s", servers, "python", "-c", STUBBORN)
     pid = job.pid_of("worker-0")
     assert not is_gone(pid)
     job.process.kill()
@@ -161,13 +162,13 @@ def test_workers_do_not_outlive_a_killed_launcher(launch, is_gone):
 def test_output_passes_through_byte_for_byte_and_by_stream(launch):
     script = "import os; os.write(1, b'\\xff\\xfe no end'); os.write(2, b'to stderr\\n')"
     _, out, err = launch("-n", "1", "-s", "1", "python", "-c", script).finish()
-    assert "[worker-0] \udcff\udcfe no end\n" in out
-    assert "[worker-0] to stderr\n" in err
+    assert "w0 │ \udcff\udcfe no end\n" in out
+    assert "w0 │ to stderr\n" in err
 
 
 def test_a_workers_standard_input_is_empty(launch):
     _, out, _ = launch("-n", "1", "-s", "1", "python", "-c", "import sys; print(repr(sys.stdin.read()))").finish()
-    assert "[worker-0] ''" in out
+    assert "w0 │ ''" in out
 
 
 def test_training_goes_on_when_the_reader_of_the_output_has_gone(launch):
@@ -185,11 +186,47 @@ def test_awkward_arguments_and_values_reach_the_worker_unchanged(launch):
     awkward = "a b'c\"d$HOME `id` \n;*\\"
     script = "import os, sys; print(ascii((sys.argv[1:], os.environ['X'])))"
     _, out, _ = launch("-n", "1", "-s", "1", "--env-worker", f"X={awkward}", "python", "-c", script, awkward).finish()
-    assert f"[worker-0] {([awkward], awkward)!a}" in out
+    assert f"w0 │ {([awkward], awkward)!a}" in out
 
 
 def test_python_is_the_interpreter_that_runs_the_launcher(launch):
     if sys.prefix == sys.base_prefix:
         pytest.skip("not in a virtual environment: PATH decides")
     _, out, _ = launch("-n", "1", "-s", "1", "python", "-c", "import sys; print(sys.prefix)").finish()
-    assert f"[worker-0] {sys.prefix}" in out
+    assert f"w0 │ {sys.prefix}" in out
+
+
+def test_a_job_is_started_anew_when_a_worker_fails_and_its_processes_know_how_often(launch):
+    script = "import os; n = os.environ.get('KVDIST_RESTARTS', '0'); print('start', n); exit(0 if n == '2' else 5)"
+    job = launch("-n", "1", "-s", "1", "--grace", "0.2", "--on-worker-exit", "restart:3", "python", "-c", script)
+    code, out, err = job.finish()
+    assert code == 0, err
+    assert [line.split()[-1] for line in out.splitlines() if " start " in line] == ["0", "1", "2"]
+    assert err.count("starting the whole job again") == 2 and "(2 of 3)" in err
+
+
+def test_restarts_are_counted_and_the_last_failure_is_the_jobs(launch):
+    job = launch("-n", "1", "-s", "1", "--grace", "0.2", "--on-worker-exit", "restart:1", "python", "-c", "exit(7)")
+    code, _, err = job.finish()
+    assert code == 7 and err.count("starting the whole job again") == 1
+
+
+def test_a_failing_server_or_an_interruption_starts_nothing_anew(launch):
+    words = ("--grace", "0.2", "--on-worker-exit", "restart:5")
+    job = launch("-n", "1", "-s", "1", *words, "--env-server", "SERVER_DOES=leave", "sleep", "60")
+    assert job.finish()[0] == 1
+    job = launch("-n", "1", "-s", "1", *words, "python", "-c", SAY_AND_SLEEP)
+    job.pid_of("worker-0")
+    job.process.send_signal(signal.SIGINT)
+    code, _, err = job.finish()
+    assert code == 130 and "again" not in err
+
+
+def test_who_interrupts_after_a_failure_wants_no_other_start(launch):
+    script = "import os, time; os.environ['KVDIST_RANK'] == '1' and exit(7); time.sleep(600)"
+    words = ("--grace", "60", "--on-worker-exit", "restart:5")
+    job = launch("-n", "2", "-s", "1", *words, "python", "-c", script)
+    job.error_line_with("the others get 60 s to end")
+    job.process.send_signal(signal.SIGINT)
+    code, _, err = job.finish()
+    assert code == 7 and "starting the whole job again" not in err

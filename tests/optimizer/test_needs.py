@@ -12,7 +12,7 @@ from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater, create
 from kvdist.optimizer.states import Part
-from kvdist.optimizer.updater import Piece
+from kvdist.optimizer.step import Piece
 
 F32, F64 = DType.FLOAT32, DType.FLOAT64
 NORMS = ["lars", "lamb", "lans"]

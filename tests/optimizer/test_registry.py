@@ -119,7 +119,14 @@ def test_a_number_out_of_range_is_named(name, numbers, words):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_defaults_are_those_of_the_mirrored_system(name):
-    common = {"wd": 0.0, "rescale_grad": 1.0, "clip_gradient": None, "multi_precision": False, "lr_scheduler": None}
+    common = {
+        "wd": 0.0,
+        "rescale_grad": 1.0,
+        "clip_gradient": None,
+        "multi_precision": False,
+        "lazy_update": False,
+        "lr_scheduler": None,
+    }
     assert create(name).describe() == {"name": name, **common, **DEFAULTS[name]}
 
 

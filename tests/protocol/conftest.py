@@ -12,7 +12,9 @@ import pytest
 
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol import messages as m
-from kvdist.protocol import saving
+from kvdist.protocol import rows, saving
+from kvdist.protocol.arrays import Arrays
+from kvdist.protocol.compressed import Coded, CompressedPush
 from kvdist.protocol.layout import offsets
 from kvdist.protocol.registration import Peer
 
@@ -27,10 +29,10 @@ def u8(*values: int) -> Any:
     return np.array(values, np.uint8)
 
 
-def arrays(dtypes: list[int], counts: list[int]) -> m.Arrays:
+def arrays(dtypes: list[int], counts: list[int]) -> Arrays:
     """Arrays whose payload counts up, padding included."""
     total = offsets(u8(*dtypes), u32(*counts))[1]
-    return m.Arrays(u8(*dtypes), u32(*counts), bytes(index % 251 for index in range(total)))
+    return Arrays(u8(*dtypes), u32(*counts), bytes(index % 251 for index in range(total)))
 
 
 def _messages() -> list[m.Message]:
@@ -46,9 +48,9 @@ def _messages() -> list[m.Message]:
         m.Welcome(1, (1 << 64) - 1),
         m.Rejected("the seat is taken"),
         m.Roster(peers),
-        m.Declare(1 << 40, 0, "sync", keys, ((3, 0, 5), ()), (1, 4)),
+        m.Declare(1 << 40, 0, "sync", keys, ((3, 0, 5), ()), (1, 4), (3, 4), ("rows", "")),
         m.Placed(5, m.Placement((0, 1), (m.Placement.CUT_AT_ROWS, m.Placement.CUT), 4 << 20), (0, 1)),
-        m.Assign(6, 1, "async", keys, ((3, 5), (1 << 37,)), (8, 2), placement),
+        m.Assign(6, 1, "async", keys, ((3, 5), (1 << 37,)), (8, 1), (8, 4), ("", ""), placement),
         m.Configure(7, 0, dict(description)),
         m.SetOptimizer(8, 0, dict(description)),
         m.Done(9),
@@ -63,8 +65,16 @@ def _messages() -> list[m.Message]:
         m.Refused(u32(1), u32(3), 3, "shape"),
         m.JoinedPush(True, u32(4, 4, 4), u32(0, 0, 3), u32(0, 2, 2), u32(1, 1, 5), u32(1, 1, 0), u32(8, 0, 1),
                      u8(4, 20, 1), ((0.5, NAN, 0.25),), u8(0, 0, 0), arrays([1, 1, 1], [3, 0, 0])),
+        CompressedPush(True, u32(4, 4, 5), u32(0, 11, 12), u32(2, 2, 0), u32(2, 2, 1), u32(32, 0, 1), u8(0, 1, 6),
+                       ((0.5, NAN, 0.25), (NAN, 0.0, 1.0)), u8(0, 1, 1),
+                       Coded(u32(17, 0, 5), u32(17, 0, 5), 1, 0.5, bytes(range(16)))),
         m.HandedBack(u32(1, 2), u32(3, 4)),
         m.ReplaceValues(u32(2), u32(7), arrays([2], [3])),
+        rows.InitRows(u32(3, 3), u32(8, 9), u8(rows.MORE, 0), arrays([7, 1, 7, 3], [2, 6, 0, 0])),
+        rows.PushRows(u32(4, 4, 5), u32(0, 11, 12), u32(2, 2, 0), u32(2, 2, 1), u32(32, 0, 1), u8(4, 1, 132),
+                      ((0.5, NAN, 0.25), (NAN, 0.0, 1.0)), u8(0, 1, 1), arrays([7, 1, 7, 1, 7, 8], [3, 9, 0, 0, 1, 5])),
+        rows.PullRows(u32(1, 2), u32(3, 4), u32(5, 6), u32(7, 8), arrays([7, 7], [2, 0])),
+        rows.RowValues(u32(1, 2), u32(3, 4), u32(5, 6), arrays([3, 1], [5, 0])),
         m.Alive(),
         m.Ack(True),
         m.Waiting("round 7 of key 'fc1'", (0, 2), 12.5),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.dtypes import DType
-from kvdist.protocol import messages as m
+from kvdist.protocol.arrays import Arrays, padded
 from kvdist.protocol.layout import ITEMSIZES, PayloadView, offsets, views
 
 COUNTS = [0, 1, 3, 7, 8, 9, 64, 1001]
@@ -23,9 +23,9 @@ def filled(entries):
     for dtype, count in entries:
         data = generator.integers(0, 256, count * dtype.itemsize, np.uint8).tobytes()
         expected.append(np.frombuffer(data, dtype.storage))
-        payload += data + b"\xaa" * (m.padded(len(data)) - len(data))
+        payload += data + b"\xaa" * (padded(len(data)) - len(data))
     codes = np.array([dtype for dtype, _ in entries], np.uint8)
-    return m.Arrays(codes, np.array([count for _, count in entries], np.uint32), payload), expected
+    return Arrays(codes, np.array([count for _, count in entries], np.uint32), payload), expected
 
 
 MIXED = [(dtype, count) for count in COUNTS for dtype in DType]
@@ -37,14 +37,14 @@ def test_each_array_starts_where_the_padded_one_before_ended():
     at = 0
     for start, (dtype, count) in zip(starts.tolist(), MIXED, strict=True):
         assert start == at
-        at += m.padded(count * dtype.itemsize)
+        at += padded(count * dtype.itemsize)
     assert total == at == len(arrays.payload)
 
 
 def test_no_arrays_have_no_offsets_and_no_bytes():
     starts, total = offsets(np.zeros(0, np.uint8), np.zeros(0, np.uint32))
     assert (len(starts), total) == (0, 0)
-    assert views(m.Arrays(np.zeros(0, np.uint8), np.zeros(0, np.uint32), b"")) == []
+    assert views(Arrays(np.zeros(0, np.uint8), np.zeros(0, np.uint32), b"")) == []
 
 
 def test_sizes_of_the_largest_counts_do_not_wrap():
@@ -58,7 +58,7 @@ def test_sizes_of_the_largest_counts_do_not_wrap():
 def test_views_show_every_array_at_any_address(wrap, shift):
     arrays, expected = filled(MIXED)
     moved = wrap(b"#" * shift + bytes(arrays.payload))
-    shown = views(m.Arrays(arrays.dtypes, arrays.counts, memoryview(moved)[shift:]))
+    shown = views(Arrays(arrays.dtypes, arrays.counts, memoryview(moved)[shift:]))
     for view, want in zip(shown, expected, strict=True):
         assert view.dtype == want.dtype
         assert view.tobytes() == want.tobytes()
@@ -68,7 +68,7 @@ def test_views_show_every_array_at_any_address(wrap, shift):
 
 def test_views_of_an_aligned_payload_are_no_copies():
     buffer = np.zeros(4, np.float64)
-    arrays = m.Arrays(np.array([2], np.uint8), np.array([4], np.uint32), memoryview(buffer).cast("B"))
+    arrays = Arrays(np.array([2], np.uint8), np.array([4], np.uint32), memoryview(buffer).cast("B"))
     (view,) = views(arrays)
     buffer[2] = 5
     assert view.tolist() == [0, 0, 5, 0]
@@ -76,7 +76,7 @@ def test_views_of_an_aligned_payload_are_no_copies():
 
 def test_a_payload_of_another_length_is_an_error():
     arrays, _ = filled(MIXED)
-    short = m.Arrays(arrays.dtypes, arrays.counts, arrays.payload[:-8])
+    short = Arrays(arrays.dtypes, arrays.counts, arrays.payload[:-8])
     with pytest.raises(ValueError, match="the payload has"):
         views(short)
 
@@ -100,7 +100,7 @@ def in_frames(entries, cuts, shift=0):
         memory = np.zeros(high - low + 16, np.uint8)
         memory[shift : shift + high - low] = np.frombuffer(arrays.payload[low:high], np.uint8)
         frames.append(memory.data[shift : shift + high - low])
-    return m.Arrays(arrays.dtypes, arrays.counts, tuple(frames)), expected
+    return Arrays(arrays.dtypes, arrays.counts, tuple(frames)), expected
 
 
 CUTS = [[], [1], [8, 9], [0, 5, 40], range(len(MIXED)), [len(MIXED) - 1]]
@@ -161,7 +161,7 @@ def test_a_stretch_shows_the_padding_and_crosses_frames(cuts):
 
 def test_a_stretch_within_one_frame_is_no_copy():
     memories = [np.zeros(4, np.float32), np.zeros(6, np.float32)]
-    arrays = m.Arrays(
+    arrays = Arrays(
         np.full(3, DType.FLOAT32, np.uint8),
         np.array([4, 2, 4], np.uint32),
         tuple(memory.view(np.uint8).data for memory in memories),
@@ -175,4 +175,4 @@ def test_a_stretch_within_one_frame_is_no_copy():
 def test_frames_of_another_length_altogether_are_an_error():
     arrays, _ = in_frames(MIXED, [30])
     with pytest.raises(ValueError, match="the payload has"):
-        views(m.Arrays(arrays.dtypes, arrays.counts, arrays.frames[:1]))
+        views(Arrays(arrays.dtypes, arrays.counts, arrays.frames[:1]))

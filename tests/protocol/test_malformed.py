@@ -6,6 +6,7 @@ import struct
 import tracemalloc
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,7 @@ def test_every_truncation_of_the_envelope_or_the_header_is_refused(name, example
             assert attempt([*frames[:index], frame[:end], *frames[index + 1 :]])
 
 
-@pytest.mark.parametrize("name", ["InitValues", "Push", "JoinedPush", "Values", "ReplaceValues"])
+@pytest.mark.parametrize("name", sorted(kind.message.__name__ for kind in wire.KINDS.values() if kind.has_payload))
 def test_a_payload_one_byte_too_short_or_too_long_is_refused(name, examples):
     frames = frames_of(examples[name])
     for payload in (frames[2][:-1], frames[2] + b"\0", b"", frames[2] * 2):
@@ -201,17 +202,17 @@ def test_settings_may_be_nan_and_never_infinite(infinity, examples):
 @pytest.mark.parametrize(
     ("name", "header"),
     [
-        ("Declare", [1, 0, "sync", [1], [[1 << 32, 1 << 32]], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[-1, 2]], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[True]], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[2.0]], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[1] * 33], [1]]),
-        ("Declare", [1, 0, "sync", [1], ["22"], [1]]),
-        ("Declare", [1, 0, "sync", [b"a"], [[1]], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[1]], [0]]),
-        ("Declare", [1, 0, "sync", [1], [[1]], [1, 1]]),
-        ("Declare", [True, 0, "sync", [1], [[1]], [1]]),
-        ("Declare", [1, 0, "sync", {}, [[1]], [1]]),
+        ("Declare", [1, 0, "sync", [1], [[1 << 32, 1 << 32]], [1], [1]]),
+        ("Declare", [1, 0, "sync", [1], [[-1, 2]], [1], [1]]),
+        ("Declare", [1, 0, "sync", [1], [[True]], [1], [1]]),
+        ("Declare", [1, 0, "sync", [1], [[2.0]], [1], [1]]),
+        ("Declare", [1, 0, "sync", [1], [[1] * 33], [1], [1]]),
+        ("Declare", [1, 0, "sync", [1], ["22"], [1], [1]]),
+        ("Declare", [1, 0, "sync", [b"a"], [[1]], [1], [1]]),
+        ("Declare", [1, 0, "sync", [1], [[1]], [0], [0]]),
+        ("Declare", [1, 0, "sync", [1], [[1]], [1, 1], [1, 1]]),
+        ("Declare", [True, 0, "sync", [1], [[1]], [1], [1]]),
+        ("Declare", [1, 0, "sync", {}, [[1]], [1], [1]]),
         ("Placed", [1, [[0], [0]], [0]]),
         ("Placed", [1, [[0], [0], 0], [0]]),
         ("Roster", [[[[0, 1, 5], "h", 1, "e"]]]),
@@ -235,6 +236,97 @@ def test_values_outside_of_their_type_are_refused_with_the_name_of_the_message(n
     assert attempt(with_header(examples[name], header)).startswith(f"{name}, ")
 
 
+TOP_K_DATA = np.array([0, 4], "<u4").tobytes() + np.array([1, 2], "<f4").tobytes()
+
+
+def compressed(examples, counts, entries, encoding, parameter, payload, **changes) -> str:
+    """The complaint about a compressed push with these arrays."""
+    packet = examples["CompressedPush"]
+    n = len(counts)
+    fields = {
+        "pull": True, **dict.fromkeys(("runs", "ids", "steps", "versions", "samples"), bytes(4 * n)),
+        "flags": bytes(n), "settings": [[0.5, 0.0, 1.0]], "setting_of": bytes(n),
+        "arrays": [np.array(counts, "<u4").tobytes(), np.array(entries, "<u4").tobytes(), encoding, parameter],
+    }  # fmt: skip
+    frames = with_header(packet, list((fields | changes).values()))
+    return attempt([*frames[:2], payload])
+
+
+def test_a_compressed_push_that_is_right_is_taken(examples):
+    assert compressed(examples, [5], [5], 1, 0.5, bytes(8)) == ""
+    assert compressed(examples, [5, 33], [5, 33], 2, -0.5, bytes(16)) == ""
+    assert compressed(examples, [5], [5], 3, 0.0, bytes(16)) == ""
+    assert compressed(examples, [5], [2], 5, 0.0, TOP_K_DATA) == ""
+    assert compressed(examples, [5], [0], 5, 0.0, b"") == ""
+
+
+@pytest.mark.parametrize("encoding", [-1, 0, 6, 255, 1 << 40, None, 1.0, True, "1"])
+def test_an_encoding_that_there_is_not_is_refused(encoding, examples):
+    assert "encoding" in compressed(examples, [5], [5], encoding, 0.5, bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "parameter"),
+    [(1, 0.0), (1, -0.5), (1, 0.1), (1, 1e300), (2, -1e300), (1, float("nan")), (1, float("inf")), (2, float("nan")),
+     (2, -float("inf")), (3, 1.0),
+     (4, -1.0), (5, 0.01), (1, 1), (1, None), (1, True)],
+)  # fmt: skip
+def test_a_parameter_that_the_encoding_does_not_have_is_refused(encoding, parameter, examples):
+    sizes = {1: 8, 2: 8, 3: 16, 4: 16, 5: 40}
+    assert compressed(examples, [5], [5], encoding, parameter, bytes(sizes[encoding]))
+
+
+@pytest.mark.parametrize(
+    ("counts", "entries", "encoding", "complaint"),
+    [
+        ([5], [4], 1, "another number of entries"),
+        ([4], [5], 3, "another number of entries"),
+        ([1], [2], 5, "more entries than elements"),
+        ([5], [5, 5], 1, "lengths"),
+        ([17], [17], 1, ""),
+        ([33], [33], 1, "16"),
+        ([5], [3], 5, "24"),
+    ],
+)
+def test_counts_and_entries_that_do_not_fit_the_payload_are_refused(counts, entries, encoding, complaint, examples):
+    parameter = 0.5 if encoding == 1 else 0.0
+    found = compressed(examples, counts, entries, encoding, parameter, bytes(8))
+    assert bool(found) is bool(complaint)
+    assert complaint in found
+
+
+@pytest.mark.parametrize("indices", [[0, 5], [4, 0], [1, 1], [0, 0xFFFFFFFF], [0xFFFFFFFF, 1]])
+def test_indices_that_do_not_ascend_or_are_no_elements_are_refused(indices, examples):
+    payload = np.array(indices, "<u4").tobytes() + bytes(8)
+    assert "indices" in compressed(examples, [5], [2], 5, 0.0, payload)
+
+
+def test_elements_beyond_the_budget_are_refused_before_anything_is_allocated(examples):
+    # One entry that claims to be of four thousand million elements, and a million slices that claim a million each.
+    tracemalloc.start()
+    try:
+        assert "when decoded" in compressed(examples, [0xFFFFFFFF], [1], 5, 0.0, bytes(8))
+        assert "when decoded" in compressed(examples, [1 << 20] * 1000, [0] * 1000, 5, 0.0, b"")
+        assert "when decoded" in compressed(examples, [1 << 25], [1 << 25], 1, 0.5, bytes(1 << 23))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
+
+
+def test_an_empty_compressed_contribution_has_no_elements(examples):
+    assert "empty" in compressed(examples, [5], [5], 1, 0.5, bytes(8), flags=b"\1")
+    assert "empty" in compressed(examples, [5], [0], 5, 0.0, b"", flags=b"\1")
+    assert "unknown flags" in compressed(examples, [0], [0], 1, 0.5, b"", flags=b"\x10")
+
+
+@pytest.mark.parametrize("pulled_as", [0, 2, 5, 99])
+def test_values_come_back_as_their_own_type_or_as_halves_of_float32(pulled_as, examples):
+    assert attempt(with_header(examples["Declare"], [1, 0, "sync", [1], [[1]], [1], [pulled_as], [""]]))
+    assert attempt(with_header(examples["Declare"], [1, 0, "sync", [1], [[1]], [2], [3], [""]]))
+    assert attempt(with_header(examples["Declare"], [1, 0, "sync", [1], [[1]], [1], [3], [""]])) == ""
+
+
 def test_counts_whose_bytes_overflow_64_bits_or_32_are_refused(examples):
     for count, n in ((0xFFFFFFFF, 1), (0x20000000, 8), (0x80000000, 4)):
         header = [b"\0" * 4 * n] * 2 + [[bytes([2]) * n, struct.pack("<I", count) * n, 0]]
@@ -243,15 +335,15 @@ def test_counts_whose_bytes_overflow_64_bits_or_32_are_refused(examples):
 
 BOMBS = {
     "an array that claims 2**32-1 items": b"\xdd\xff\xff\xff\xff",
-    "a list of keys that claims 2**20 items": b"\x96\x01\x00\xa4sync\xdd\x00\x10\x00\x00",
-    "a list of keys that claims 2**32-1 items": b"\x96\x01\x00\xa4sync\xdd\xff\xff\xff\xff",
-    "a name that claims 2**32-1 bytes": b"\x96\x01\x00\xdb\xff\xff\xff\xff",
-    "arrays in arrays, each of which claims 2**20 items": b"\x96\x01\x00" + b"\xdd\x00\x10\x00\x00" * 100_000,
-    "arrays in arrays, each of which claims 256 items": b"\x96\x01\x00" + b"\xdc\x01\x00" * 100_000,
-    "keys that are nested arrays": b"\x96\x01\x00\xa4sync\x91" + b"\xdc\x01\x00" * 100_000,
+    "a list of keys that claims 2**20 items": b"\x97\x01\x00\xa4sync\xdd\x00\x10\x00\x00",
+    "a list of keys that claims 2**32-1 items": b"\x97\x01\x00\xa4sync\xdd\xff\xff\xff\xff",
+    "a name that claims 2**32-1 bytes": b"\x97\x01\x00\xdb\xff\xff\xff\xff",
+    "arrays in arrays, each of which claims 2**20 items": b"\x97\x01\x00" + b"\xdd\x00\x10\x00\x00" * 100_000,
+    "arrays in arrays, each of which claims 256 items": b"\x97\x01\x00" + b"\xdc\x01\x00" * 100_000,
+    "keys that are nested arrays": b"\x97\x01\x00\xa4sync\x91" + b"\xdc\x01\x00" * 100_000,
     "a hundred thousand arrays of one": b"\x91" * 100_000,
-    "a hundred thousand maps of one": b"\x96\x01\x00" + b"\x81\xa1a" * 100_000,
-    "bytes where text should be": b"\x96\x01\x00\xc6\x00\xff\xff\xff" + b"\0" * 100_000,
+    "a hundred thousand maps of one": b"\x97\x01\x00" + b"\x81\xa1a" * 100_000,
+    "bytes where text should be": b"\x97\x01\x00\xc6\x00\xff\xff\xff" + b"\0" * 100_000,
 }
 
 

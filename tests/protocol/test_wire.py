@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from kvdist.dtypes import DType
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
 from kvdist.protocol import messages as m
-from kvdist.protocol import saving, wire
+from kvdist.protocol import rows, saving, wire
+from kvdist.protocol.arrays import Arrays, padded
+from kvdist.protocol.coded import coded_sizes
+from kvdist.protocol.compressed import Coded, CompressedPush, Encoding
 from kvdist.protocol.layout import offsets, views
 from kvdist.protocol.limits import DEFAULT, WireLimits
 from kvdist.protocol.registration import Peer
@@ -53,12 +56,12 @@ def equal_lists(n: int, *items: st.SearchStrategy[Any]) -> list[st.SearchStrateg
 
 
 @st.composite
-def arrays(draw: st.DrawFn, n: int, present: Any = 1) -> m.Arrays:
+def arrays(draw: st.DrawFn, n: int, present: Any = 1) -> Arrays:
     dtypes = np.array(draw(st.lists(DTYPES, min_size=n, max_size=n)), np.uint8)
     counts = np.array(draw(st.lists(st.integers(0, 19), min_size=n, max_size=n)), np.uint32)
     counts = (counts * present).astype(np.uint32)
     payload = draw(st.binary(min_size=8, max_size=8)) * (offsets(dtypes, counts)[1] // 8)
-    return m.Arrays(dtypes, counts, draw(st.sampled_from([bytes, bytearray, memoryview]))(payload))
+    return Arrays(dtypes, counts, draw(st.sampled_from([bytes, bytearray, memoryview]))(payload))
 
 
 @st.composite
@@ -83,6 +86,71 @@ def joined_pushes(draw: st.DrawFn, n: int) -> m.JoinedPush:
     return m.JoinedPush(push.pull, push.runs, push.ids, draw(numbers(n)), *columns)
 
 
+@st.composite
+def row_arrays(draw: st.DrawFn, n: int, present: Any = 1) -> Arrays:
+    """Ids and values of up to two rows for each slice."""
+    ids = (draw(numbers(n)) % 3 * present).astype(np.uint32)
+    dtypes, counts = np.full(2 * n, 7, np.uint8), np.repeat(ids, 2)
+    dtypes[1::2] = draw(arrays(n)).dtypes
+    counts[1::2] *= draw(numbers(n)) % 4 + 1
+    return Arrays(dtypes, counts, bytes(offsets(dtypes, counts)[1]))
+
+
+@st.composite
+def row_pushes(draw: st.DrawFn, n: int) -> rows.PushRows:
+    push = draw(pushes(n))
+    flags = push.flags & np.uint8(m.Flag.EMPTY | m.Flag.AVERAGE)
+    columns = (push.runs, push.ids, push.steps, push.versions, push.samples, flags, push.settings, push.setting_of)
+    return rows.PushRows(*columns, draw(row_arrays(n, 1 - (flags & m.Flag.EMPTY))))
+
+
+@st.composite
+def row_ids(draw: st.DrawFn, n: int) -> Arrays:
+    counts = draw(numbers(n)) % 4
+    return Arrays(np.full(n, 7, np.uint8), counts, draw(st.binary(min_size=8, max_size=8)) * int(counts.sum()))
+
+
+@st.composite
+def compressed_pushes(draw: st.DrawFn, n: int) -> CompressedPush:
+    push = draw(pushes(n))
+    encoding = draw(st.sampled_from(Encoding))
+    present = 1 - (push.flags & m.Flag.EMPTY).astype(np.uint32)
+    counts = (np.array(draw(st.lists(st.integers(0, 40), min_size=n, max_size=n)), np.uint32) * present).astype(
+        np.uint32
+    )
+    entries = counts // 3 if encoding is Encoding.TOP_K else counts
+    payload = b""
+    for size, own in zip(coded_sizes(encoding, entries).tolist(), entries.tolist(), strict=True):
+        data = draw(st.binary(min_size=size, max_size=size))
+        if encoding is Encoding.TOP_K:
+            data = np.arange(own, dtype="<u4").tobytes() + data[size // 2 :]
+        payload += data.ljust(padded(size), b"\0")
+    parameter = draw(st.floats(0.25, 2.0**100, width=32)) if encoding in (Encoding.TWO_BIT, Encoding.ONE_BIT) else 0.0
+    columns = (push.runs, push.ids, push.steps, push.versions, push.samples, push.flags, push.settings, push.setting_of)
+    return CompressedPush(push.pull, *columns, Coded(counts, entries, int(encoding), parameter, payload))
+
+
+FORMS = DTYPES.flatmap(
+    lambda code: st.tuples(st.just(code), st.sampled_from([1, 3, 4]) if code == DType.FLOAT32 else st.just(code))
+)
+"""The dtype of a key, and the one in which its values come back."""
+
+
+def with_forms(make: Any) -> st.SearchStrategy[Any]:
+    """What `make` makes of a number of keys, their dtypes, and those in which values come back."""
+
+    def forms(n: int) -> st.SearchStrategy[Any]:
+        return st.lists(FORMS, min_size=n, max_size=n).flatmap(
+            lambda pairs: make(n, *(st.just(tuple(pair[i] for pair in pairs)) for i in range(2)))
+        )
+
+    return by_length(forms)
+
+
+def names(n: int) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(NAMES, min_size=n, max_size=n).map(tuple)
+
+
 def placements(n: int) -> st.SearchStrategy[m.Placement]:
     return st.builds(m.Placement, *equal_lists(n, U32, U32), st.integers(8, U32_MAX))
 
@@ -102,10 +170,14 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Welcome: st.builds(m.Welcome, U32, U64),
     m.Rejected: st.builds(m.Rejected, NAMES),
     m.Roster: st.builds(m.Roster, PEERS),
-    m.Declare: by_length(lambda n: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES, DTYPES))),
+    m.Declare: with_forms(
+        lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n))
+    ),
     m.Placed: by_length(lambda n: st.builds(m.Placed, U64, placements(n), *equal_lists(n, U32))),
-    m.Assign: by_length(
-        lambda n: st.builds(m.Assign, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES, DTYPES), placements(n))
+    m.Assign: with_forms(
+        lambda n, *forms: st.builds(
+            m.Assign, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), placements(n)
+        )
     ),
     m.Configure: st.builds(m.Configure, U64, U32, DESCRIPTIONS),
     m.SetOptimizer: st.builds(m.SetOptimizer, U64, U32, DESCRIPTIONS),
@@ -119,8 +191,13 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Counted: parallel(m.Counted, 3, OUTCOMES),
     m.Refused: parallel(m.Refused, 2, lambda n: ERRORS, lambda n: NAMES),
     m.JoinedPush: LENGTHS.flatmap(joined_pushes),
+    CompressedPush: LENGTHS.flatmap(compressed_pushes),
     m.HandedBack: parallel(m.HandedBack, 2),
     m.ReplaceValues: parallel(m.ReplaceValues, 2, arrays),
+    rows.InitRows: parallel(rows.InitRows, 2, lambda n: octets(n, 1).map(lambda more: more * rows.MORE), row_arrays),
+    rows.PushRows: LENGTHS.flatmap(row_pushes),
+    rows.PullRows: parallel(rows.PullRows, 4, row_ids),
+    rows.RowValues: parallel(rows.RowValues, 3, arrays),
     m.Alive: st.just(m.Alive()),
     m.Ack: st.builds(m.Ack, st.booleans()),
     m.Waiting: st.builds(m.Waiting, NAMES, st.lists(U32, max_size=20).map(tuple), FINITE),
@@ -183,7 +260,7 @@ def test_the_comparison_of_packets_sees_each_difference(examples, difference):
 def test_the_payload_is_the_senders_buffer_and_then_the_receivers(examples):
     counts = np.array([2], np.uint32)
     buffer = bytearray(16)
-    message = dataclasses.replace(examples["Values"].message, arrays=m.Arrays(np.array([7], np.uint8), counts, buffer))
+    message = dataclasses.replace(examples["Values"].message, arrays=Arrays(np.array([7], np.uint8), counts, buffer))
     envelope, header, payload = wire.encode(m.Packet(examples["Values"].stamp, message))
     received = wire.decode([envelope, header, payload]).message.arrays.payload
     buffer[3] = 7
@@ -198,7 +275,7 @@ def test_decoded_arrays_cannot_be_written(examples):
 
 
 def test_a_key_without_elements_has_a_payload_without_bytes(examples):
-    none = m.Arrays(np.array([1], np.uint8), np.array([0], np.uint32), b"")
+    none = Arrays(np.array([1], np.uint8), np.array([0], np.uint32), b"")
     packet = m.Packet(examples["Values"].stamp, dataclasses.replace(examples["Values"].message, arrays=none))
     frames = wire.encode(packet)
     assert len(frames) == 3
@@ -215,6 +292,12 @@ def test_a_sentence_that_is_too_long_is_cut_and_arrives(stamped):
 def test_a_sentence_with_half_a_surrogate_pair_arrives_without_it(stamped):
     packet = stamped(m.Goodbye(1, "cannot read '\udcff'"))
     assert wire.decode(wire.encode(packet)).message.failure == "cannot read '?'"
+
+
+
+def bare_rows(*counts: int) -> Arrays:
+    """Arrays of int64 that say these counts."""
+    return Arrays(np.full(len(counts), 7, np.uint8), np.array(counts, np.uint32), b"")
 
 
 REFUSED_CHANGES = [
@@ -250,15 +333,23 @@ REFUSED_CHANGES = [
     ("Push", {"ids": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
     ("Push", {"flags": np.array([0, 17, 0], np.uint8)}, "unknown flags 16"),
     ("Push", {"flags": np.array([1, 1, 0], np.uint8)}, "empty or carried contribution has elements"),
-    ("JoinedPush", {"flags": np.array([4, 0, 17], np.uint8), "arrays": m.Arrays(
+    ("JoinedPush", {"flags": np.array([4, 0, 17], np.uint8), "arrays": Arrays(
         np.ones(3, np.uint8), np.array([1, 0, 1], np.uint32), b"\0" * 16)}, "empty or carried contribution has"),
     ("JoinedPush", {"flags": np.array([4, 32, 1], np.uint8)}, "unknown flags 32"),
+    ("PushRows", {"flags": np.array([2, 1, 0], np.uint8)}, "unknown flags 2"),
+    ("PushRows", {"flags": np.array([1, 1, 0], np.uint8)}, "an empty contribution has rows"),
+    ("PushRows", {"arrays": bare_rows(3, 8, 0, 0, 1, 5)}, "not those of"),
+    ("PushRows", {"arrays": bare_rows(0, 8, 0, 0, 1, 5)}, "not those of"),
+    ("PushRows", {"arrays": bare_rows(0, 0, 0, 0, 0)}, "5 arrays, where ids"),
+    ("PushRows", {"arrays": Arrays(np.full(6, 6, np.uint8), np.zeros(6, np.uint32), b"")}, "row ids are not int64"),
+    ("InitRows", {"flags": np.array([4, 0], np.uint8)}, "unknown flags 4"),
+    ("PullRows", {"arrays": Arrays(np.full(2, 6, np.uint8), np.zeros(2, np.uint32), b"")}, "row ids are not int64"),
     ("JoinedPush", {"ranks": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
     ("HandedBack", {"ids": np.zeros(1, np.uint32)}, r"lengths \[1, 2\]"),
     ("Push", {"setting_of": np.array([0, 2, 0], np.uint8)}, "setting 2 of 2"),
-    ("Push", {"arrays": m.Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"\0" * 8)}, "8 bytes .* make 0"),
-    ("Push", {"arrays": m.Arrays(np.full(3, 9, np.uint8), np.zeros(3, np.uint32), b"")}, "unknown dtype"),
-    ("Push", {"arrays": m.Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"", 1)}, "unknown encoding 1"),
+    ("Push", {"arrays": Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"\0" * 8)}, "8 bytes .* make 0"),
+    ("Push", {"arrays": Arrays(np.full(3, 9, np.uint8), np.zeros(3, np.uint32), b"")}, "unknown dtype"),
+    ("Push", {"arrays": Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"", 1)}, "unknown encoding 1"),
     ("Push", {"settings": ((0.1, 0.0, 1.0),) * 257}, "257 settings, where 256"),
     ("Counted", {"outcomes": np.array([0, 4], np.uint8)}, "unknown outcome 4"),
     ("Command", {"body": "é" * (1 << 15) + "x"}, "body: not readable"),
@@ -313,7 +404,7 @@ def values_in(examples, counts, lengths, dtype=1):
     for length in lengths:
         frames.append(data[at : at + length])
         at += length
-    arrays = m.Arrays(np.full(n, dtype, np.uint8), np.array(counts, np.uint32), tuple(frames))
+    arrays = Arrays(np.full(n, dtype, np.uint8), np.array(counts, np.uint32), tuple(frames))
     said = m.Values(column, column, column, np.zeros(n, np.uint8), arrays)
     return m.Packet(examples["Values"].stamp, said)
 

@@ -17,6 +17,9 @@ from kvdist.dtypes import DType
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol import messages as m
 from kvdist.protocol import wire
+from kvdist.protocol.arrays import Arrays, padded
+from kvdist.protocol.coded import coded_size, coded_sizes
+from kvdist.protocol.compressed import Coded, Encoding
 from kvdist.protocol.limits import DEFAULT
 
 DOCUMENT = Path(kvdist.protocol.__file__).with_name("WIRE.md").read_text(encoding="utf-8")
@@ -96,11 +99,25 @@ def test_the_table_of_limits_is_what_the_code_obeys():
 
 
 def test_the_table_of_dtypes_is_the_codes_table():
-    rows = [line.strip("|").split("|") for line in DOCUMENT.split("## 5. Arrays")[1].split("## 6.")[0].splitlines()
-            if re.match(r"\| \d", line)]  # fmt: skip
+    section = DOCUMENT.split("## 5. Arrays")[1].split("The `encoding` of")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if re.match(r"\| \d", line)]
     assert [(int(code), name.strip(), int(size)) for code, name, size in rows] == [
         (int(dtype), dtype.label, dtype.itemsize) for dtype in DType
     ]
+
+
+ENCODING_SIZES = {"4⌈e/16⌉": lambda e: -(-e // 16) * 4, "4⌈e/32⌉": lambda e: -(-e // 32) * 4, "2e": lambda e: 2 * e,
+                  "8e": lambda e: 8 * e}  # fmt: skip
+
+
+def test_the_table_of_encodings_has_every_code_and_the_sizes_that_the_code_computes():
+    rows = {int(row["encoding"]): row for row in table("encoding")}
+    assert set(rows) == set(Encoding)
+    for code, row in rows.items():
+        for entries in (0, 1, 15, 16, 17, 31, 32, 33, 1_000_003):
+            expected = ENCODING_SIZES[row["bytes of e entries"]](entries)
+            assert coded_size(Encoding(code), entries) == expected
+            assert coded_sizes(code, np.array([entries], np.uint32)).tolist() == [expected]
 
 
 def test_the_fields_of_the_envelope_make_64_bytes():
@@ -126,13 +143,19 @@ def examples() -> list[tuple[dict[str, Any], list[bytes]]]:
     return list(zip((json.loads(text) for text in texts), frames, strict=True))
 
 
-def told_arrays(told: dict[str, Any]) -> m.Arrays:
+def told_arrays(told: dict[str, Any]) -> Arrays:
     """The arrays that the text of an example tells."""
     payload = b""
     for code, elements in zip(told["dtypes"], told["elements"], strict=True):
         data = np.array(elements, DType(code).storage).tobytes()
-        payload += data.ljust(m.padded(len(data)), b"\0")
-    return m.Arrays(np.array(told["dtypes"], np.uint8), np.array(told["counts"], np.uint32), payload, told["encoding"])
+        payload += data.ljust(padded(len(data)), b"\0")
+    return Arrays(np.array(told["dtypes"], np.uint8), np.array(told["counts"], np.uint32), payload, told["encoding"])
+
+
+def told_coded(told: dict[str, Any]) -> Coded:
+    """The encoded arrays that the text of an example tells."""
+    columns = (np.array(told[name], np.uint32) for name in ("counts", "entries"))
+    return Coded(*columns, told["encoding"], told["parameter"], b"".join(map(bytes.fromhex, told["bytes"])))
 
 
 def told_packet(told: dict[str, Any]) -> m.Packet:
@@ -143,6 +166,7 @@ def told_packet(told: dict[str, Any]) -> m.Packet:
         "numbers": lambda value: np.array(value, np.uint32),
         "u8s": lambda value: np.array(value, np.uint8),
         "arrays": told_arrays,
+        "coded": told_coded,
         "settings": lambda value: tuple(map(tuple, value)),
     }
     values = {name: make.get(kind, lambda value: value)(told["fields"][name]) for name, kind in fields_of(row)}
@@ -152,13 +176,14 @@ def told_packet(told: dict[str, Any]) -> m.Packet:
     return m.Packet(stamp, wire.KINDS[int(row["code"])].message(**values))
 
 
-def test_the_examples_are_a_hello_and_two_pushes_with_a_setting_left_to_the_server():
-    (hello, _), (push, _), (joined, _) = examples()
+def test_the_examples_are_a_hello_and_three_pushes_with_a_setting_left_to_the_server():
+    (hello, _), (push, _), (joined, _), (coded, _) = examples()
     assert (hello["message"], push["message"], joined["message"]) == ("Hello", "Push", "JoinedPush")
+    assert coded["message"] == "CompressedPush"
     assert math.isnan(push["fields"]["settings"][0][1])
 
 
-@pytest.mark.parametrize(("told", "frames"), examples(), ids=["Hello", "Push", "JoinedPush"])
+@pytest.mark.parametrize(("told", "frames"), examples(), ids=["Hello", "Push", "JoinedPush", "CompressedPush"])
 def test_an_example_is_encoded_to_its_hex_and_decoded_to_its_text(told, frames, difference):
     packet = told_packet(told)
     assert [bytes(frame) for frame in wire.encode(packet)] == frames

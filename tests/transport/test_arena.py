@@ -17,7 +17,7 @@ from kvdist.errors import ForkError, StoreClosed
 from kvdist.transport.arena import LINE_BYTES, PAGES_FROM_BYTES, Arena
 from kvdist.transport.mapping import PAGE_BYTES, address_of
 from kvdist.transport.segments import HEADER_BYTES
-from tests.transport.mappings import segments_mapped
+from tests.transport.mappings import Pins, segments_mapped
 
 SEGMENT = 1 << 20
 
@@ -219,3 +219,28 @@ def test_memory_is_unmapped_when_the_arena_and_its_last_array_are_gone() -> None
     assert segments_mapped() == before + 1
     del array
     assert segments_mapped() == before
+
+
+# Memory that a GPU is told of.
+
+
+def test_segments_are_pinned_whole_and_once_those_to_come_too_and_let_go_with_the_arena() -> None:
+    arena, pins = Arena(8 * SEGMENT, SEGMENT), Pins()
+    first = arena.allocate(1000)
+    arena.table.pin_all(pins)
+    assert list(pins.present.values()) == [SEGMENT]
+    second = arena.allocate(SEGMENT)
+    arena.allocate(1000)
+    assert sum(pins.present.values()) == arena.bytes_reserved > 2 * SEGMENT
+    for array in (first, second):
+        address = address_of(array)
+        assert any(start <= address and address + array.nbytes <= start + n for start, n in pins.present.items())
+    arena.close()
+    assert not pins.present, "before the last array of it is gone, and its pages with that"
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is() -> None:
+    arena = Arena(8 * SEGMENT, SEGMENT)
+    arena.table.pin_all(lambda memory: None)
+    arena.allocate(1000)[:] = 1
+    arena.close()

@@ -23,11 +23,13 @@ from kvdist.transport import descriptors
 from kvdist.transport.arena import Arena
 from kvdist.transport.base import Arrived, Disconnected, Route, Transport
 from kvdist.transport.endpoints import split_host, with_host
+from kvdist.transport.mapping import address_of
+from kvdist.transport.memory import SharedMemory
 from kvdist.transport.segments import HEADER_BYTES, MAGIC, NAME
 from kvdist.transport.shared_memory import DESCRIBE_FROM_BYTES, SharedMemoryTransport
 from kvdist.transport.window import WindowCache
 from kvdist.transport.zeromq import ZeroMQTransport
-from tests.transport.mappings import segments_mapped
+from tests.transport.mappings import Pins, segments_mapped
 from tests.transport.test_contract import arrivals, contents, first, receive
 
 pytestmark = pytest.mark.skipif(
@@ -208,6 +210,25 @@ def test_memory_of_a_peer_is_unmapped_when_it_is_gone_and_nobody_shows_it() -> N
         assert segments_mapped() == own
     del worker
     assert segments_mapped() == before
+
+
+def test_what_peers_show_is_pinned_for_a_gpu_until_they_are_gone() -> None:
+    pins = Pins()
+    with shared() as worker, dialled_process(worker) as (peer, route):
+        SharedMemory(worker.arena, WindowCache([worker.arena.table, worker.table])).pin(pins)
+        mine = worker.allocate(100)
+        own = set(pins.present)
+        frames = ask(worker, route, b"make", b"%d" % 100_000, b"1")
+        (theirs,) = set(pins.present) - own
+        assert theirs <= address_of(frames[1]) and address_of(frames[1]) + 100_000 <= theirs + pins.present[theirs]
+        ask(worker, route, b"make", b"%d" % 100_000, b"2")
+        assert set(pins.present) == own | {theirs}, "a segment is pinned once"
+        peer.send_signal(signal.SIGKILL)
+        loss(worker)
+        assert set(pins.present) == own, "and let go before its last frame is"
+        assert bytes(frames[1]) == pattern(100_000, 1).tobytes()
+        assert len(own) == 1 and len(mine) == 100
+    assert not pins.present
 
 
 def test_a_stopped_process_holds_nobody_up() -> None:

@@ -2,6 +2,7 @@
 
     checkpoints.py train FOLDER       6 steps in every store, saved after 3, not waited for; prints what came out
     checkpoints.py resume FOLDER      other first values, loaded, the last 3 steps; prints the same
+    checkpoints.py train_tables|resume_tables FOLDER     the same with tables of rows
     checkpoints.py asynchronous FOLDER
     checkpoints.py trainer FOLDER train|resume here|there
     checkpoints.py refused FOLDER     a checkpoint that servers cannot write, between two that they can
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist import CheckpointError, NoCheckpoint, SplitSampler, kv
+from kvdist import CheckpointError, LazyRows, NoCheckpoint, RowSparse, SplitSampler, kv
 
 RULES: dict[str, dict[str, Any]] = {
     "sgd": {"learning_rate": 0.1, "momentum": 0.9},
@@ -91,6 +92,64 @@ def resume(folder: Path) -> None:
         assert sorted(checkpoint.states) == list(range(store.num_workers))
         steps(store, keys, outs, checkpoint.step, STEPS)
         print(f"{rule} {dtype} came to {digest(outs)} on {store.rank}")
+
+
+TABLE_RULES: dict[str, dict[str, Any]] = {
+    "adagrad": {"learning_rate": 0.1},
+    "adam": {"learning_rate": 0.01, "wd": 0.01, "lazy_update": True},
+}
+TABLE_SHAPES = {"eager": (2003, 8), "small": (3, 2), "lazy": (10**10, 6), "half": (10**10, 3)}
+
+
+def opened_tables(rule: str, seed: int) -> Any:
+    store = kv.create("dist")
+    store.set_optimizer(rule, multi_precision=True, **TABLE_RULES[rule])
+    random = np.random.default_rng(seed)
+    for key in ("eager", "small"):
+        values = random.standard_normal(TABLE_SHAPES[key]).astype(np.float32)
+        store.init(key, RowSparse(np.arange(len(values)), values))
+    store.init("lazy", LazyRows(TABLE_SHAPES["lazy"], initializer="normal(0.1,seed=5)"))
+    store.init("half", LazyRows(TABLE_SHAPES["half"], "float16", "uniform(0.1)"))
+    store.init("array", random.standard_normal((50, 3)).astype(np.float32))
+    return store
+
+
+def gradient_of(key: str, rank: int, step: int) -> RowSparse:
+    random = np.random.default_rng([rank, step])
+    rows, *rest = TABLE_SHAPES[key]
+    ids = random.integers(0, min(rows, 500), random.integers(0, 200)) * (rows // min(rows, 500))
+    dtype = np.float16 if key == "half" else np.float32
+    return RowSparse(ids, random.standard_normal((len(ids), *rest)).astype(dtype), (rows, *rest))
+
+
+def table_steps(store: Any, begin: int, end: int) -> str:
+    """Train, and read all rows that were ever touched, and some that were not."""
+    for step in range(begin, end):
+        for key in TABLE_SHAPES:
+            store.push(key, gradient_of(key, store.rank, step))
+        store.push("array", np.random.default_rng([store.rank, step]).standard_normal((50, 3)).astype(np.float32))
+    found = [store.pull("array")]
+    for key, (rows, *_) in TABLE_SHAPES.items():
+        ids = np.arange(501) * (rows // min(rows, 500))
+        found.append(store.row_sparse_pull(key, row_ids=ids[ids < rows]).values)
+    return digest(found)
+
+
+def train_tables(folder: Path) -> None:
+    for rule in TABLE_RULES:
+        store = opened_tables(rule, 0)
+        table_steps(store, 0, SAVED)
+        future = store.save_checkpoint(folder / rule, SAVED)
+        print(f"{rule} came to {table_steps(store, SAVED, STEPS)} on {store.rank}")
+        future.result()
+
+
+def resume_tables(folder: Path) -> None:
+    for rule in TABLE_RULES:
+        store = opened_tables(rule, 77)
+        table_steps(store, 20, 22)  # whatever it was before is gone
+        assert store.load_checkpoint(folder / rule).exact
+        print(f"{rule} came to {table_steps(store, SAVED, STEPS)} on {store.rank}")
 
 
 def asynchronous(folder: Path) -> None:

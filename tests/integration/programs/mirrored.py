@@ -1,4 +1,4 @@
-"""The mirrored system's own distributed tests on dense values: ``mirrored.py SCENARIO STORE``.
+"""The mirrored system's own distributed tests of arrays and trainers: ``mirrored.py SCENARIO STORE``.
 
 Shapes, keys and expected numbers are theirs. Every worker checks by itself.
 """
@@ -115,6 +115,69 @@ def together(store):
     assert store.average(1.0) == 1
 
 
+COMPRESSED = {"1000": SMALL, "1200": UNEVEN, "1300": BIG}
+HALF, ONE = np.float32(0.5), np.float32(1)
+
+
+def pushed(store, keys, number):
+    """The value of all keys after every worker has pushed this number everywhere."""
+    for key, shape in keys.items():
+        store.push(key, np.full(shape, number, np.float32))
+    (value,) = {float(one) for key in keys for one in np.unique(store.pull(key))}
+    return value
+
+
+def agrees_with_a_simulation(store, keys, worth_of):
+    """Equal random gradients from all workers: what is added is what one of them sends, times their number."""
+    rng = np.random.default_rng(123)
+    residuals = {key: np.zeros(shape, np.float32) for key, shape in keys.items()}
+    values = dict(zip(keys, store.pull(list(keys)), strict=True))
+    for i in range(ROUNDS):
+        for key, shape in keys.items():
+            gradient = rng.uniform(0, 1, shape).astype(np.float32)
+            residuals[key] += gradient
+            worth = worth_of(residuals[key])
+            residuals[key] -= worth
+            if i % 2:
+                store.push(key, gradient)
+                out = store.pull(key)
+            else:
+                out = np.empty(shape, np.float32)
+                store.pushpull(key, gradient, out=out)
+            assert (out - values[key] == store.num_workers * RATE * worth).all(), (key, i)
+            values[key] = out
+
+
+def two_bits(store):
+    """Two bits with a threshold of .5: 0, 7, 7, 14, 21 with seven workers; first values are not compressed."""
+    n = store.num_workers
+    store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    store.set_optimizer("test", rescale_grad=RATE)
+    ones = {str(int(key) + 1): shape for key, shape in COMPRESSED.items()}
+    fresh = {str(int(key) + 2): shape for key, shape in COMPRESSED.items()}
+    for keys, first in ((COMPRESSED, 0), (ones, 1), (fresh, 0)):
+        store.init(list(keys), [np.full(shape, first, np.float32) for shape in keys.values()])
+        assert all((value == first).all() for value in store.pull(list(keys)))
+    found = [pushed(store, COMPRESSED, number) for number in (0, 0.4, 0.1, 0.2, 0.3, 0.5)]
+    assert found == [0, 0, n, n, 2 * n, 3 * n], found
+    assert n != 7 or found[1:] == [0, 7, 7, 14, 21]
+    agrees_with_a_simulation(store, fresh, lambda r: np.where(r >= HALF, HALF, np.where(r <= -HALF, -HALF, 0 * HALF)))
+
+
+def one_bit(store):
+    """One bit with a threshold of 0: 14, 0, 14, 28, 14 with seven workers."""
+    n = store.num_workers
+    store.set_gradient_compression({"type": "1bit", "threshold": 0})
+    store.set_optimizer("test", rescale_grad=RATE)
+    fresh = {str(int(key) + 2): shape for key, shape in COMPRESSED.items()}
+    for keys in (COMPRESSED, fresh):
+        store.init(list(keys), [np.zeros(shape, np.float32) for shape in keys.values()])
+    found = [pushed(store, COMPRESSED, number) for number in (1, -1, 2, 0, -2)]
+    assert found == [2 * n, 0, 2 * n, 4 * n, 2 * n], found
+    assert n != 7 or found == [14, 0, 14, 28, 14]
+    agrees_with_a_simulation(store, fresh, lambda r: np.where(r > 0, ONE, -ONE))
+
+
 def step(store):
     """One step of Gluon's trainer at learning rate 1 from gradients of rank + 1: 1 - n(n+1)/2, so -27 with seven."""
     import torch
@@ -150,6 +213,44 @@ def who_updates(store):
                 assert not expected
 
 
+def sparse_step(store):
+    """The same step with sparse gradients, of a weight that workers have and of one that only servers have."""
+    import torch
+
+    from kvdist import Embedding
+
+    expected, ids = 1 - triangle(store.num_workers), torch.arange(2)
+    layer = torch.nn.Embedding(2, 10, sparse=True, _weight=torch.ones(2, 10))
+    trainer = Trainer(layer.parameters(), "sgd", {"learning_rate": 1.0}, kvstore=store)
+    (layer(ids) * (store.rank + 1)).sum().backward()
+    trainer.step(1)
+    assert (layer.weight == expected).all(), layer.weight
+    with kv.create(store.type) as own:
+        own.set_optimizer("sgd", learning_rate=1.0)
+        table = Embedding(2, 10, own, initializer="constant(1)")
+        (table(ids) * (store.rank + 1)).sum().backward()
+        table.step(1)
+        assert (table(ids) == expected).all(), table(ids)
+
+
+def who_updates_for_sparse_gradients(store):
+    """The rows of the trainer's table for sparse gradients: servers update, and cannot be told not to."""
+    import torch
+
+    for wanted in (None, True, False):
+        with kv.create(store.type) as own:
+            layer = torch.nn.Embedding(2, 10, sparse=True, _weight=torch.ones(2, 10))
+            settings = {"kvstore": own, "update_on_kvstore": wanted}
+            trainer = Trainer(layer.parameters(), "sgd", {"learning_rate": 1.0}, **settings)
+            layer(torch.arange(2)).sum().backward()
+            try:
+                trainer.step(1)
+            except ValueError as error:
+                assert wanted is False and "some gradients are sparse" in str(error)
+                continue
+            assert wanted is not False and (layer.weight == 1 - store.num_workers).all()
+
+
 def asynchronous(store):
     """An asynchronous store always updates, and says so to whoever wants otherwise."""
     import torch
@@ -171,14 +272,15 @@ def asynchronous(store):
             assert (own.pull(0) == -2 * store.num_workers).all()
 
 
+COMPRESSING = (two_bits, one_bit)
 NUMPY = (updates, devices, replaced, first_values, together)
-TORCH = (step, who_updates, asynchronous)
+TORCH = (step, sparse_step, who_updates, who_updates_for_sparse_gradients, asynchronous)
 
 
 if __name__ == "__main__":
     first = kv.create(sys.argv[2])
     assert first.type == sys.argv[2]
-    for scenario in NUMPY if sys.argv[1] == "numpy" else TORCH:
+    for scenario in {"numpy": NUMPY, "torch": TORCH, "compression": COMPRESSING}[sys.argv[1]]:
         with kv.create(sys.argv[2]) as used:
             scenario(used)
     print(f"checked on {first.rank} of {first.num_workers}", flush=True)

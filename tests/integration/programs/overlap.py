@@ -223,9 +223,9 @@ def killed():
     """The last worker dies in the middle of a step; the others hear of it from backward or step."""
     store, net = kv.create("dist"), Branches()
     trainer = Trainer(net.parameters(), "sgd", kvstore=store, overlap=True)
-    trainer.broadcast_parameters()
     x = batches(store.rank)[0]
     try:
+        trainer.broadcast_parameters()  # the last worker may be through with it, and dead, before the others are
         while True:
             net.zero_grad()
             net(x).sum().backward()

@@ -1,0 +1,178 @@
+"""Adasum: sums gradients that point different ways, averages those that point the same way, and all between.
+
+Of two vectors a and b it makes (1 - a·b / 2a·a) a + (1 - a·b / 2b·b) b, and of many by pairs, of pairs and so on, so
+their number is a power of two. Each tensor of an operation is a vector of its own.
+
+The way is vector halving with distance doubling. At each level a rank and its partner exchange halves of what they
+hold, the ranks that hold pieces of the same two vectors add up their dot products, and each works on its piece alone.
+In the end each rank has one piece of the result, and all gather them. Every rank sends twice the size of the tensors,
+however many ranks there are. Dot products and coefficients are float64; halves are reckoned with in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import Work
+
+from kvdist.collective.channel import Channel
+from kvdist.collective.group import Operation
+from kvdist.collective.operations import check_writable, checked, cuda_device_of, describe, device_of, writing
+from kvdist.collective.reduction import check_reducible, op_of, scale_
+from kvdist.collective.signature import Signature
+
+TINY = torch.finfo(torch.float64).tiny ** 0.5
+"""A squared norm below it is that of a zero vector."""
+
+
+class AdasumReduce(Operation):
+    """All ranks get the Adasum of their tensors.
+
+    Args:
+        name: what the user calls it.
+        tensors: floating-point tensors, of any dtypes.
+        outputs: where results are written, the tensors themselves for in place.
+        size: of the group, a power of two.
+        prescale, postscale: factors before and after.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        size: int,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        if size & (size - 1):
+            raise ValueError(f"Adasum works on pairs of pairs: {size} ranks are no power of two")
+        self._tensors = checked("allreduce", tensors)
+        adasum = op_of(None, 2)
+        for dtype in {tensor.dtype for tensor in tensors}:
+            check_reducible("allreduce", dtype, adasum, is_scaled=False)
+        self._outputs = list(outputs)
+        check_writable("allreduce", self._outputs)
+        self._prescale = prescale
+        self._postscale = postscale
+        self.cuda_device = cuda_device_of(tensors)
+        self.signature = Signature(
+            "allreduce" if len(tensors) == 1 else "grouped allreduce",
+            name,
+            tuple(map(describe, tensors)),
+            f"{adasum.name}, prescale {prescale!r}, postscale {postscale!r}",
+            device_of(tensors),
+        )
+
+    def begin(self, channel: Channel) -> list[Work]:
+        with writing(self._outputs):
+            for dtype in (torch.float32, torch.float64):
+                members = [i for i, tensor in enumerate(self._tensors) if _reckoned_in(tensor.dtype) is dtype]
+                if members:
+                    self._reduce(members, dtype, channel)
+        return []
+
+    def finish(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def _reduce(self, members: list[int], dtype: torch.dtype, channel: Channel) -> None:
+        sizes = [self._tensors[i].numel() for i in members]
+        total = sum(sizes)
+        piece = -(-total // channel.size)
+        flat = self._tensors[members[0]].new_zeros(piece * channel.size, dtype=dtype)
+        views = torch.split(flat[:total], sizes)
+        for i, view in zip(members, views, strict=True):
+            view.view(self._tensors[i].shape).copy_(self._tensors[i])
+        scale_(flat, self._prescale)
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        combine(flat, [(end - size, end) for size, end in zip(sizes, ends, strict=True)], channel)
+        scale_(flat, self._postscale)
+        for i, view in zip(members, views, strict=True):
+            self._outputs[i].copy_(view.view(self._outputs[i].shape))
+
+
+def _reckoned_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def combine(flat: torch.Tensor, vectors: Sequence[tuple[int, int]], channel: Channel) -> None:
+    """Replace a vector of a multiple of `channel.size` elements by the Adasum over the ranks.
+
+    Args:
+        flat: what this rank has.
+        vectors: begin and end of the parts that are vectors of their own.
+        channel: of a power of two of ranks.
+    """
+    first, held, distance = 0, flat, 1
+    while distance < channel.size:
+        is_lower = not channel.rank & distance
+        half = held.numel() // 2
+        mine, given = (held[:half], held[half:]) if is_lower else (held[half:], held[:half])
+        theirs = _exchange(given, channel.rank ^ distance, channel)
+        first += 0 if is_lower else half
+        lower, upper = (mine, theirs) if is_lower else (theirs, mine)
+        dots = _dots(lower, upper, first, vectors)
+        distance *= 2
+        held = _combined(lower, upper, first, vectors, _over_block(dots, distance, channel))
+    pieces = torch.empty_like(flat)
+    if held.numel():
+        channel.all_gather(pieces, held.contiguous()).wait()
+    for rank, piece in enumerate(torch.split(pieces, max(held.numel(), 1))):
+        begin = _place(rank, channel.size) * held.numel()
+        flat[begin : begin + held.numel()] = piece
+
+
+def _exchange(given: torch.Tensor, partner: int, channel: Channel) -> torch.Tensor:
+    counts = [given.numel() if rank == partner else 0 for rank in range(channel.size)]
+    received = torch.empty_like(given)
+    if given.numel():
+        channel.all_to_all(received, given.contiguous(), counts, counts).wait()
+    return received
+
+
+def _dots(a: torch.Tensor, b: torch.Tensor, first: int, vectors: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """a·a, b·b and a·b of each vector, as far as its elements are in these pieces, which begin at `first`."""
+    dots = torch.zeros(len(vectors), 3, dtype=torch.float64)
+    for row, (begin, end) in _within(first, a.numel(), vectors):
+        one, other = a[begin:end].double(), b[begin:end].double()
+        dots[row] = torch.stack([one.dot(one), other.dot(other), one.dot(other)]).cpu()
+    return dots
+
+
+def _over_block(dots: torch.Tensor, block: int, channel: Channel) -> torch.Tensor:
+    """The sums over the ranks of an aligned block, which hold the pieces of the same two vectors, in rank order."""
+    of_ranks = torch.empty(channel.size, *dots.shape, dtype=dots.dtype)
+    channel.all_gather(of_ranks.view(-1), dots.view(-1)).wait()
+    begin = channel.rank // block * block
+    return of_ranks[begin : begin + block].sum(0)
+
+
+def _combined(
+    a: torch.Tensor, b: torch.Tensor, first: int, vectors: Sequence[tuple[int, int]], dots: torch.Tensor
+) -> torch.Tensor:
+    result = torch.zeros_like(a)
+    for row, (begin, end) in _within(first, a.numel(), vectors):
+        aa, bb, ab = dots[row].tolist()
+        # A coefficient may be beyond float32 where one vector is tiny and the other huge.
+        result[begin:end] = a[begin:end].double() * _coefficient(ab, aa) + b[begin:end].double() * _coefficient(ab, bb)
+    return result
+
+
+def _coefficient(dot: float, square: float) -> float:
+    return 1.0 if square < TINY else 1.0 - dot / square * 0.5
+
+
+def _within(first: int, count: int, vectors: Sequence[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
+    """Of each vector that has elements among `count` from `first` on: its number, and where they are among those."""
+    cuts = [(max(begin - first, 0), min(end - first, count)) for begin, end in vectors]
+    return [(row, cut) for row, cut in enumerate(cuts) if cut[0] < cut[1]]
+
+
+def _place(rank: int, size: int) -> int:
+    """Which piece a rank ends with: at each level the lower of two keeps the first half."""
+    place, level = 0, 1
+    while level < size:
+        place = place * 2 + (1 if rank & level else 0)
+        level *= 2
+    return place

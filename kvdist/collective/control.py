@@ -1,0 +1,366 @@
+"""The channel beside the data: a star of ZeroMQ around rank 0, and the one thread of each rank that carries it.
+
+Rank 0 listens at a free port and leaves its endpoint and a token at the ranks' meeting point; whoever comes shows the
+token. With a secret of the job everything is encrypted, and each rank shows a key of its own. What strangers send is
+dropped: nothing of it is executed, and it changes nothing.
+
+Only the control thread touches the transport; everybody else queues and wakes it.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import secrets
+import threading
+import time
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from kvdist.addresses import host_name
+from kvdist.collective.coordinator import Answers, Coordinator, named
+from kvdist.collective.member import Member
+from kvdist.collective.sockets import listen, open_transport
+from kvdist.collective.stalls import StallWatch
+from kvdist.collective_settings import CollectiveSettings
+from kvdist.errors import CollectiveError, ProtocolError
+from kvdist.nodes import worker
+from kvdist.protocol.collective import (
+    WHOLE_JOB,
+    Complete,
+    Fail,
+    Farewell,
+    Gone,
+    Hello,
+    Message,
+    ToCoordinator,
+    decode,
+    encode,
+)
+from kvdist.transport.base import Arrived, Connected, Disconnected, Event, Refused, Route
+from kvdist.version import __version__
+from kvdist.world import World
+
+LOG = logging.getLogger("kvdist")
+
+TICK_S = 0.25
+FAREWELL_S = 2.0
+"""How long a rank that leaves waits to be heard."""
+BROKEN = "its process ended, or its connection broke"
+_KEY = "control"
+
+
+def open_control(world: World, store: Store, address: str, settings: CollectiveSettings) -> Control:
+    """This rank's end of the channel.
+
+    Args:
+        world: who it is.
+        store: where all ranks of this generation read and write.
+        address: of this machine, where rank 0 listens if this is it.
+        settings: what the user has set.
+
+    Raises:
+        CollectiveError: rank 0 has not begun in time.
+    """
+    return (Hub if world.rank == 0 else Spoke)(world, store, address, settings)
+
+
+class Control(abc.ABC):
+    """See `open_control`.
+
+    Attributes:
+        member: what the groups ask.
+        token: what rank 0 has drawn for this meeting; no other one has it.
+        hosts: for each rank where it is, once all have come.
+    """
+
+    def __init__(self, world: World, store: Store, address: str, settings: CollectiveSettings) -> None:
+        self.world = world
+        self.settings = settings
+        self.transport = open_transport(world, settings)
+        self.member = Member(world.rank, host_name(), self.transport.wake, self._say)
+        self._has_begun = threading.Event()
+        self.hosts: tuple[str, ...] = ()
+        self._refusal = ""
+        self._heard_farewell = False
+        self._deadline: float | None = None
+        try:
+            self.token = self.meet(store, address)
+        except BaseException:
+            self.transport.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="kvdist-control", daemon=True)
+        self._thread.start()
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have come.
+
+        Raises:
+            CollectiveError: they have not in time, or they will have nothing to do with this one.
+        """
+        if not self._has_begun.wait(self.patience_s):
+            self._refusal = self.missing()
+        if self._refusal:
+            self.close(self._refusal)
+            raise CollectiveError(self._refusal)
+
+    def close(self, failure: str = "") -> None:
+        """Take leave; `failure` tells the others why they are left alone.
+
+        Where nobody is left to hear it that takes no time. Rank 0 stays as long as others have process sets without it.
+        """
+        self._deadline = time.monotonic() + FAREWELL_S
+        self.member.say_goodbye(failure)
+        self._thread.join()
+
+    @property
+    @abc.abstractmethod
+    def patience_s(self) -> float:
+        """How long to wait for the others."""
+
+    @abc.abstractmethod
+    def meet(self, store: Store, address: str) -> str:
+        """Listen, or dial; returns the token."""
+
+    @abc.abstractmethod
+    def missing(self) -> str:
+        """Who has not come, when it was time."""
+
+    # On the control thread.
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Say who this is."""
+
+    @abc.abstractmethod
+    def handle(self, event: Event) -> None:
+        """Something has happened on the transport."""
+
+    @abc.abstractmethod
+    def send(self, message: ToCoordinator, now: float) -> None:
+        """Tell rank 0."""
+
+    @abc.abstractmethod
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+
+    @property
+    @abc.abstractmethod
+    def is_alone(self) -> bool:
+        """Whether nobody is left to speak with."""
+
+    @property
+    @abc.abstractmethod
+    def is_needed(self) -> bool:
+        """Whether others cannot do without this end of the channel, though this rank has taken its leave."""
+
+    def hear(self, message: Message) -> None:
+        """Rank 0 has said this to this rank."""
+        match message:
+            case Complete(hosts=hosts):
+                self.hosts = hosts
+                self._has_begun.set()
+            case Farewell():
+                self._heard_farewell = True
+            case Fail(text=text) | Gone(cause=text) if not self._has_begun.is_set():
+                self.refuse(text)
+            case _:
+                self.member.hear(message)  # type: ignore[arg-type]  # what is not for it, it does not match
+
+    def refuse(self, text: str) -> None:
+        """Nothing will come of this meeting."""
+        self._refusal = text
+        self._has_begun.set()
+
+    def host_of(self, rank: int) -> str:
+        return self.hosts[rank] if rank < len(self.hosts) else "?"
+
+    def _run(self) -> None:
+        try:
+            self.begin()
+            while not self._may_end():
+                for event in self.transport.recv(TICK_S):
+                    self.handle(event)
+                now = time.monotonic()
+                for message in self.member.take(now):
+                    self.send(message, now)
+                self.tick(now)
+        except Exception as error:
+            LOG.exception("the control thread of rank %d ended", self.world.rank)
+            text = f"the control thread of rank {self.world.rank} ended by {type(error).__name__}: {error}"
+            self.member.fail(lambda _: CollectiveError(text))
+            self.refuse(text)
+        finally:
+            self.transport.close(FAREWELL_S)
+
+    def _may_end(self) -> bool:
+        if self.is_alone or self._deadline is None or self.is_needed:
+            return self.is_alone
+        return self._heard_farewell or time.monotonic() >= self._deadline
+
+    def _say(self, sentence: str) -> None:
+        LOG.warning("%s", sentence)
+
+
+class Hub(Control):
+    """Rank 0's, with the coordinator."""
+
+    def meet(self, store: Store, address: str) -> str:
+        stalls = StallWatch(self.settings.stall_check_s, self.settings.stall_shutdown_s)
+        self._coordinator = Coordinator(self.world.size, stalls)
+        self._routes: dict[int, Route] = {}
+        self._ranks: dict[Route, int] = {}
+        token = secrets.token_hex(8)
+        store.set(_KEY, f"{listen(self.transport, address, self.settings)} {token}")
+        return token
+
+    @property
+    def patience_s(self) -> float:
+        return self.settings.start_timeout_s
+
+    def missing(self) -> str:
+        size, missing = self.world.size, self._coordinator.missing
+        return (
+            f"{size - len(missing)} of {size} ranks have come within {self.patience_s:g} s (KVDIST_START_TIMEOUT_S);"
+            f" missing: {named(missing)}"
+        )
+
+    def begin(self) -> None:
+        hello = Hello(self.token, 0, self.world.size, host_name(), __version__)
+        self._answer(self._coordinator.hear(0, hello, time.monotonic()))
+
+    def send(self, message: ToCoordinator, now: float) -> None:
+        try:
+            self._answer(self._coordinator.hear(0, message, now))
+        except ProtocolError as error:
+            LOG.info("rank 0 has dropped a message of its own: %s", error)
+
+    def tick(self, now: float) -> None:
+        self._answer(self._coordinator.tick(now))
+
+    @property
+    def is_alone(self) -> bool:
+        return False
+
+    @property
+    def is_needed(self) -> bool:
+        return self._coordinator.is_needed
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Disconnected) and event.route in self._ranks:
+            rank = self._ranks.pop(event.route)
+            del self._routes[rank]
+            self._answer(self._coordinator.lose(rank, BROKEN))
+        if not isinstance(event, Arrived):
+            return
+        try:
+            for frame in event.frames:
+                message = decode(frame)
+                rank = self._ranks[event.route] if event.route in self._ranks else self._admit(message, event)
+                self._answer(self._coordinator.hear(rank, message, time.monotonic()))  # type: ignore[arg-type]
+        except ProtocolError as error:
+            LOG.info("rank 0 has dropped a message: %s", error)
+
+    def _admit(self, message: Message, event: Arrived) -> int:
+        """Whose first message this is.
+
+        Raises:
+            ProtocolError: that of a stranger, or of somebody whom we cannot have, who is told.
+        """
+        if not isinstance(message, Hello) or not secrets.compare_digest(message.token.encode(), self.token.encode()):
+            raise ProtocolError("it comes from a stranger")
+        rank, refusal = message.rank, ""
+        if event.sender is not None and event.sender != worker(rank):
+            refusal = f"a process that says that it is rank {rank} has the key of {event.sender}"
+        elif message.version != __version__:
+            refusal = (
+                f"rank {rank} on host {message.host} has kvdist {message.version}, and rank 0 has {__version__}:"
+                " install the same everywhere"
+            )
+        elif message.size != self.world.size:
+            refusal = (
+                f"rank {rank} on host {message.host} was told of {message.size} ranks, and rank 0 of {self.world.size}"
+            )
+        elif rank not in self._coordinator.missing:
+            refusal = f"two processes say that they are rank {rank}, one of them on host {message.host}"
+        if refusal:
+            self.transport.send(event.route, [encode(Fail(WHOLE_JOB, refusal))])
+            raise ProtocolError(refusal)
+        self._routes[rank], self._ranks[event.route] = event.route, rank
+        return rank
+
+    def _answer(self, answers: Answers) -> None:
+        for rank, message in answers:
+            if rank == 0:
+                self.hear(message)
+            elif rank in self._routes:
+                self.transport.send(self._routes[rank], [encode(message)])
+
+
+class Spoke(Control):
+    """That of any other rank."""
+
+    def meet(self, store: Store, address: str) -> str:
+        timeout_s = self.settings.start_timeout_s
+        self._is_connected = False
+        try:
+            store.wait([_KEY], timedelta(seconds=timeout_s))
+            endpoint, token = store.get(_KEY).decode().split()
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(
+                f"rank {self.world.rank} on {host_name()} has found the meeting point, but rank 0 has not called init()"
+                f" within {timeout_s:g} s (KVDIST_START_TIMEOUT_S)"
+            ) from error
+        self._home: Route | None = self.transport.connect(endpoint, worker(0))
+        self._endpoint = endpoint
+        return str(token)
+
+    @property
+    def patience_s(self) -> float:
+        # Rank 0 knows who is missing, and says so when its time is over, which began earlier or later than this one's.
+        return self.settings.start_timeout_s + FAREWELL_S
+
+    def missing(self) -> str:
+        return (
+            f"rank {self.world.rank} on {host_name()} has heard nothing of rank 0 at {self._endpoint} within"
+            f" {self.settings.start_timeout_s:g} s (KVDIST_START_TIMEOUT_S)"
+        )
+
+    def begin(self) -> None:
+        self.send(Hello(self.token, self.world.rank, self.world.size, host_name(), __version__), 0.0)
+
+    def send(self, message: ToCoordinator, now: float) -> None:
+        if self._home is not None:
+            self.transport.send(self._home, [encode(message)])
+
+    def tick(self, now: float) -> None: ...
+
+    @property
+    def is_alone(self) -> bool:
+        return self._home is None
+
+    @property
+    def is_needed(self) -> bool:
+        return False
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case Arrived(frames=frames):
+                for frame in frames:
+                    message = decode(frame)
+                    self.hear(message)
+                    has_left = isinstance(message, Gone) and message.rank == 0
+                    # It stays to compare what others do in process sets of their own, if it can.
+                    if has_left and (self.member.has_failed or not self.member.has_groups_without_rank_0):
+                        self._home = None
+            case Connected():
+                self._is_connected = True
+            case Refused(reason=reason):
+                self.refuse(f"rank 0 refuses rank {self.world.rank} on {host_name()}: {reason}")
+            case Disconnected() if self._home is not None and self._is_connected:
+                self._home = None
+                if self._has_begun.is_set():
+                    self.member.lose(0, self.host_of(0), BROKEN)
+                else:
+                    self.refuse(f"rank 0 is gone before all ranks had come: {BROKEN}")

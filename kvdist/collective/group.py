@@ -1,0 +1,250 @@
+"""A group of ranks and its operations: one queue and one thread, so that all are begun in the order of the program.
+
+The thread begins an operation, and then the next, before the first is done, a few at once; it finishes them in order.
+Whoever asked has a future from the start. Before an operation is begun, the referee is asked whether the other ranks
+are at the same one; what went wrong is told by the referee too, because the text of a broken connection names nobody.
+
+The thread is a daemon: where an operation can never end, because a peer is at another one, it is left to the end of the
+process, and everybody who waits for something is told why by `fail`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from torch.distributed import Work
+
+from kvdist.collective.channel import Channel
+from kvdist.collective.operation import Operation as Operation
+from kvdist.collective.referee import Referee
+from kvdist.collective.refused import RefusedOperation
+from kvdist.collective.signature import JOIN
+from kvdist.collective.streams import DeviceFuture, Stream
+from kvdist.collective.timeline import NO_TIMELINE, Timeline
+from kvdist.errors import CollectiveError
+from kvdist.protocol.collective import Play
+
+BEGUN_MAX = 16
+"""Operations that are begun and not done: the channel has the next one at hand when one is done."""
+LAST_WAIT_S = 1.0
+"""How long a failed group may take to end. What can never be finished has no end."""
+
+
+@dataclass(slots=True, eq=False)
+class _Called:
+    """An operation that the program has called."""
+
+    sequence: int
+    operation: Operation
+    future: Future[Any]
+    since_ns: int
+
+
+class Group:
+    """Some of the ranks, and what they do together.
+
+    Args:
+        number: the same on all ranks; 0 is the group of all.
+        ranks: its members, by their ranks among all, ascending.
+        channel: connected to them; this group owns it from now on.
+        referee: asked about every operation.
+        stand_in: makes this rank's part in what the others do when this one has joined.
+    """
+
+    is_open = True
+
+    def __init__(
+        self,
+        number: int,
+        ranks: Sequence[int],
+        channel: Channel,
+        referee: Referee,
+        stand_in: Callable[[Play], Operation],
+    ) -> None:
+        self.number = number
+        self.ranks = tuple(ranks)
+        self.rank = channel.rank
+        self.size = channel.size
+        self.timeline: Timeline = NO_TIMELINE
+        self._channel = channel
+        self._referee = referee
+        self._stand_in = stand_in
+        self._stream = Stream()
+        self._queue: SimpleQueue[_Called | None] = SimpleQueue()
+        self._waiting: dict[int, _Called] = {}
+        self._names: set[str] = set()
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._fails_from = 0
+        self._called = 0
+        self._has_joined = False
+        self._begun: deque[tuple[_Called, list[Work], int]] = deque()
+        self._thread = threading.Thread(target=self._run, name=f"kvdist-collective-{number}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def submit(self, operation: Operation) -> Future[Any]:
+        """Have an operation done after all that were submitted before.
+
+        Raises:
+            CollectiveError: the group has failed or is closed, or an operation of that name is under way.
+        """
+        name = operation.signature.name
+        future: Future[Any] = DeviceFuture(operation) if operation.signature.device == "cuda" else Future()
+        with self._lock:
+            if name in self._names:
+                error = CollectiveError(
+                    f"{operation.signature} is called while an operation of the name {name!r} is under way: give each"
+                    " its own name, or synchronize() the first before"
+                )
+                self._put(RefusedOperation(error), Future())
+                raise error
+            self._put(operation, future)
+        return future
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot call the next operation, which this was to be."""
+        with self._lock:
+            self._put(RefusedOperation(error), Future())
+
+    def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
+        """Tell everybody who waits for one from this operation on, and whoever comes later, that it will not be done.
+
+        Args:
+            error_of: makes the error, for the operation that is waited for, or for '' if there is none.
+            from_sequence: of the first one that it concerns.
+        """
+        with self._lock:
+            ended = [called for sequence, called in self._waiting.items() if sequence >= from_sequence]
+            for called in ended:
+                del self._waiting[called.sequence]
+                self._names.discard(called.operation.signature.name)
+            error = error_of(str(ended[0].operation.signature) if ended else "")
+            if self._failure is None or from_sequence < self._fails_from:
+                self._failure, self._fails_from = error, from_sequence
+        for called in ended:
+            called.future.set_exception(error)
+        if from_sequence == 0:
+            self._channel.abort()
+
+    def close(self) -> None:
+        """Finish what is under way and let go of the connections. What can never be finished is left alone."""
+        with self._lock:
+            # What a rank that has left had done with the others can still be done.
+            has_failed = self._failure is not None and not self._waiting
+            self._failure = self._failure or CollectiveError("this group of ranks has been closed by shutdown()")
+            self._fails_from = 0
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(LAST_WAIT_S if has_failed else None)
+
+    def _put(self, operation: Operation, future: Future[Any]) -> None:
+        if self._failure is not None and self._called >= self._fails_from:
+            raise self._failure
+        if self._has_joined:
+            raise CollectiveError(f"{operation.signature} is called while join() has not returned; wait for that first")
+        signature = operation.signature
+        called = _Called(self._called, operation, future, self.timeline.now())
+        self._called += 1
+        self._has_joined = signature.kind == JOIN
+        if signature.name:
+            self._names.add(signature.name)
+        self._waiting[called.sequence] = called
+        self._referee.called(self.number, signature)
+        self._queue.put(called)
+
+    # On the group's thread.
+
+    def _run(self) -> None:
+        while True:
+            while self._begun and (len(self._begun) >= BEGUN_MAX or self._queue.empty()):
+                self._finish(*self._begun.popleft())
+            if self._queue.empty():
+                self.timeline.mark_cycle()
+            called = self._queue.get()
+            if called is None:
+                break
+            if called.operation.signature.kind == JOIN:
+                self._join(called)
+            else:
+                self._begin(called)
+        while self._begun:
+            self._finish(*self._begun.popleft())
+        self._channel.close()
+
+    def _begin(self, called: _Called) -> None:
+        kind, name = called.operation.signature.kind, called.operation.signature.name
+        try:
+            asked_ns = self.timeline.queued(kind, name, called.since_ns)
+            self._referee.admit(self.number, called.sequence)
+            begun_ns = self.timeline.negotiated(kind, name, asked_ns)
+            with self._stream.entered(called.future):
+                self._stream.follow(called.future)
+                self._begun.append((called, called.operation.begin(self._channel), begun_ns))
+        except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
+            self._resolve(called, None, self._explained(error, called))
+
+    def _finish(self, called: _Called, works: list[Work], begun_ns: int) -> None:
+        try:
+            with self._stream.entered(called.future):
+                for work in works:
+                    work.wait()
+                result = called.operation.finish()
+                self._stream.lead(called.future)
+            self.timeline.finished(called.operation.signature.kind, called.operation.signature.name, begun_ns)
+        except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
+            self._resolve(called, None, self._explained(error, called))
+        else:
+            self._resolve(called, result, None)
+
+    def _join(self, called: _Called) -> None:
+        """Take part in what the others do, until all have joined; the result is who did last."""
+        while self._begun:
+            self._finish(*self._begun.popleft())
+        try:
+            while isinstance(order := self._referee.stand_in(self.number, called.sequence), Play):
+                with self._lock:
+                    self._called += 1
+                    if self._waiting.pop(called.sequence, None) is not None:  # else `fail` has told it
+                        self._waiting[called.sequence + 1] = called
+                    called.sequence += 1
+                if order.kind:
+                    operation = self._stand_in(order)
+                    for work in operation.begin(self._channel):
+                        work.wait()
+                    operation.finish()
+                self._referee.done(self.number)
+        except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
+            self._has_joined = False
+            self._resolve(called, None, self._explained(error, called))
+        else:
+            self._has_joined = False
+            self._resolve(called, order.last, None)
+
+    def _explained(self, error: Exception, called: _Called) -> BaseException:
+        if isinstance(error, CollectiveError):
+            return error
+        told = self._referee.explain(error, self.number, called.sequence, called.operation.signature)
+        # What torch could not do leaves the connections in no known state.
+        self.fail(lambda _: told)
+        return told
+
+    def _resolve(self, called: _Called, result: Any, error: BaseException | None) -> None:
+        with self._lock:
+            self._names.discard(called.operation.signature.name)
+            is_waited_for = self._waiting.pop(called.sequence, None) is not None
+        self._referee.done(self.number)
+        if not is_waited_for:
+            return  # `fail` has told it
+        if error is None:
+            called.future.set_result(result)
+        else:
+            called.future.set_exception(error)

@@ -1,0 +1,319 @@
+"""torch's optimizers over all ranks: Horovod's `DistributedOptimizer`.
+
+The optimizer stays the object that it is, with its state, its schedulers and its hooks; it becomes one of a class of
+the same name that reduces gradients before it steps. That happens in a hook of its own step, so it does not matter who
+has wrapped `step` meanwhile: learning-rate schedulers do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvdist.collective.blocking import allreduce, grouped_allreduce
+from kvdist.collective.calls import ProcessSet, global_process_set
+from kvdist.collective.compression import Compression, NoneCompressor
+from kvdist.collective.gradients import GradientReducer, Groups, Way
+from kvdist.collective.reduction import Adasum, Average, ReduceOp
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What a distributed optimizer has beside its own class."""
+
+    _way: Way
+    _named: Named
+    _reducers: list[GradientReducer]
+    _known: set[int]
+    _should_synchronize: bool
+    _is_synchronized_early: bool
+
+    def _begin(self, named: Named, way: Way) -> None:
+        self._named = named
+        self._way = way
+        self._reducers = []
+        self._known = set()
+        self._should_synchronize = True
+        self._is_synchronized_early = False
+        self._watch()
+        self.register_step_pre_hook(_before_step)
+
+    def _watch(self) -> None:
+        """Reduce the gradients of parameters that require some and are not known yet: new or unfrozen ones."""
+        known = self._known
+        if all(id(one) in known for group in self.param_groups for one in group["params"] if one.requires_grad):
+            return
+        named = [pair for pair in _all_named(self, self._named) if pair[1].requires_grad and id(pair[1]) not in known]
+        names, parameters = zip(*named, strict=True)
+        # Only one reducer starts during the backward pass, or two ranks might begin them in different orders.
+        self._reducers.append(GradientReducer(names, parameters, self._way, is_eager=not self._reducers))
+        known.update(map(id, parameters))
+
+    @property
+    def _is_pending(self) -> bool:
+        return any(reducer.is_open for reducer in self._reducers)
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, for those who want to look at them, or clip them, before `step`.
+
+        Raises:
+            CollectiveError: an operation failed.
+            RuntimeError: a gradient was changed while it was under way.
+        """
+        self._watch()
+        for reducer in self._reducers:
+            reducer.finish()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it `step` takes the gradients as they are: `synchronize` was called already."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Let so many backward passes add up before gradients are reduced, from the next step on."""
+        self._refuse_if_pending("set_backward_passes_per_step()")
+        self._way = _checked_way(replace(self._way, passes=passes))
+        for reducer in self._reducers:
+            reducer.remove_hooks()
+        self._reducers = []
+        self._known = set()
+        self._watch()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As ever; not between a backward pass and the step that uses its gradients."""
+        self._refuse_if_pending("zero_grad()")
+        super().zero_grad(*args, **kwargs)
+
+    def _refuse_if_pending(self, what: str) -> None:
+        if self._is_pending:
+            raise AssertionError(
+                f"optimizer.{what} was called after loss.backward() and before optimizer.step() or"
+                " optimizer.synchronize(), while gradients are under way"
+            )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `GradScaler.step` asks before it looks for infinite gradients."""
+        self._before_scaler()
+        return bool(vars(self).get("_step_supports_amp_scaling", False))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supports: bool) -> None:
+        vars(self)["_step_supports_amp_scaling"] = supports
+
+    def _before_scaler(self) -> None:
+        """Have gradients reduced before a scaler looks at them, so that all ranks skip the same steps."""
+        if self._should_synchronize and self._is_pending:
+            self.synchronize()
+            self._is_synchronized_early = True
+
+    def _before_update(self) -> None:
+        """Have the reduced gradients in place."""
+        is_early, self._is_synchronized_early = self._is_synchronized_early, False
+        if not self._should_synchronize:
+            if self._is_pending:
+                raise AssertionError("optimizer.step() within skip_synchronize() needs optimizer.synchronize() before")
+        elif not is_early or self._is_pending:
+            if self._reducers and all(reducer.is_finished for reducer in self._reducers):
+                warnings.warn(
+                    "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; call it within"
+                    " `with optimizer.skip_synchronize():`",
+                    stacklevel=6,
+                )
+            self.synchronize()
+        for reducer in self._reducers:
+            reducer.is_finished = False
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose gradients are reduced, and whose loss is the average: what it decides is decided by all."""
+
+        def reduced() -> Any:
+            loss = closure()
+            self._before_update()
+            if loss is None:
+                return None
+            value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+            average = allreduce(value, op=Average, process_set=self._way.process_set)
+            return average if isinstance(loss, torch.Tensor) else average.item()
+
+        return reduced
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a distributed optimizer cannot be copied or pickled; use its state_dict()")
+
+
+class _DistributedAdasum(_Distributed):
+    """Steps alone, and combines what the steps of all ranks have changed."""
+
+    _before: list[torch.Tensor]
+
+    def _begin(self, named: Named, way: Way) -> None:
+        self._named = named
+        self._way = way
+        self._reducers = []
+        self._should_synchronize = True
+        self.register_step_pre_hook(_before_local_step)
+        self.register_step_post_hook(_after_local_step)
+
+    def synchronize(self) -> None:
+        """Nothing: what is combined is what `step` changes."""
+
+    def skip_synchronize(self) -> Any:
+        """Not with Adasum."""
+        raise AssertionError("skip_synchronize() is not possible with Adasum, which combines what step() has changed")
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Nothing: gradients add up until `step`."""
+
+    def _before_scaler(self) -> None:
+        raise RuntimeError("GradScaler cannot be used with Adasum: ranks would skip different steps")
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [one for _, one in _all_named(self, self._named) if one.requires_grad]
+
+    def _remember(self) -> None:
+        self._before = [parameter.detach().clone() for parameter in self._trained()]
+
+    def _combine(self) -> None:
+        parameters, before, self._before = self._trained(), self._before, []
+        deltas = [parameter.detach() - start for parameter, start in zip(parameters, before, strict=True)]
+        combined = grouped_allreduce(deltas, compression=self._way.compression, op=Adasum)
+        with torch.no_grad():
+            for parameter, start, delta in zip(parameters, before, combined, strict=True):
+                parameter.copy_(start.add_(delta))
+
+
+def _all_named(optimizer: torch.optim.Optimizer, named: Named) -> Named:
+    """The parameters of an optimizer, in its order, with names."""
+    names = {id(parameter): name for name, parameter in named}
+    return [
+        (names.get(id(parameter), f"allreduce.noname.{i}.{j}"), parameter)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, parameter in enumerate(group["params"])
+    ]
+
+
+def _checked_named(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, torch.Tensor]] | None) -> Named:
+    if given is None:
+        return []
+    named = list(given)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
+        raise ValueError("named_parameters is a sequence of pairs of a name and a parameter: model.named_parameters()")
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"named_parameters has names twice: {', '.join(twice)}; each parameter needs its own")
+    known = {id(parameter) for _, parameter in named}
+    missing = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    if missing:
+        raise ValueError(
+            f"{missing} parameters of the optimizer are not among named_parameters: give those of the whole model, or"
+            " leave named_parameters out"
+        )
+    return named
+
+
+def _checked_way(way: Way, predivide: float = 1.0) -> Way:
+    if predivide != 1.0 and way.op is not Average:
+        raise ValueError(f"gradient_predivide_factor divides averages; it cannot be used with op={way.op.name}")
+    if way.passes < 1:
+        raise ValueError(f"backward_passes_per_step is {way.passes}; there is at least 1")
+    if way.op is Adasum and way.process_set is not global_process_set:
+        raise ValueError("Adasum works on all ranks, not on a process set")
+    return way if predivide == 1.0 else replace(way, prescale=1.0 / predivide, postscale=predivide)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """A hook of `step`."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        optimizer._before_update()
+        return None
+    rest = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], optimizer._synchronizing(closure), *args[2:]), rest
+
+
+def _before_local_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 (torch calls it so)
+    optimizer._remember()
+
+
+def _after_local_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 (torch calls it so)
+    optimizer._combine()
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[NoneCompressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Make an optimizer reduce gradients over the ranks before it steps.
+
+    Gradients leave in buckets while the backward pass still runs. Between it and ``step()``, or ``synchronize()``, they
+    must not be touched. To clip them::
+
+        loss.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    ``GradScaler.step(optimizer)`` needs none of this; before ``GradScaler.unscale_`` call ``synchronize()``. A closure
+    given to ``step`` has its gradients reduced and its loss averaged each time it is called.
+
+    Args:
+        optimizer: an optimizer of torch. It is changed in place: its class becomes one of the same name.
+        named_parameters: ``model.named_parameters()``, for messages.
+        compression: how gradients travel, `Compression.fp16` say.
+        backward_passes_per_step: gradients of so many passes add up, undivided, before they are reduced.
+        op: Average, Sum, Min, Max or Product; or Adasum, which combines what the optimizer's own steps change.
+        gradient_predivide_factor: gradients are divided by it before they are added up, and the rest of the division
+            is done afterwards; for Average alone.
+        num_groups: an older spelling of `groups`.
+        groups: into how many groups gradients are cut, each of which is reduced as one; or lists of parameters.
+        sparse_as_dense: sparse gradients are made dense, rather than gathered.
+        process_set: the ranks that take part.
+
+    Returns:
+        The optimizer, which has besides: ``synchronize()``, ``skip_synchronize()``,
+        ``set_backward_passes_per_step(passes)``.
+
+    Raises:
+        ValueError: what was given contradicts itself; the message says what.
+    """
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("the optimizer is distributed already; DistributedOptimizer is called once for each")
+    op = ReduceOp(op)
+    if num_groups:
+        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
+    way = Way(
+        op,
+        compression,
+        passes=backward_passes_per_step,
+        sparse_as_dense=sparse_as_dense,
+        groups=num_groups or None if groups is None else groups,
+        process_set=process_set,
+    )
+    way = _checked_way(way, gradient_predivide_factor)
+    named = _checked_named(optimizer, named_parameters)
+    base = _DistributedAdasum if op is Adasum else _Distributed
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    optimizer._begin(named, way)  # type: ignore[attr-defined]
+    return optimizer

@@ -1,0 +1,156 @@
+"""Process sets: some of the ranks, as which operations can be called by those in it.
+
+All ranks add and remove the same ones in the same order; numbers count up from 1 and are not used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed import Work
+
+from kvdist.collective.channel import Channel
+from kvdist.collective.engine import EVERYBODY, Engine
+from kvdist.collective.operation import Operation
+from kvdist.collective.present import current
+from kvdist.collective.signature import ADD_SET, REMOVE_SET, Signature
+
+
+class ProcessSet:
+    """Some of the ranks. `init` or `add_process_set` makes it known to all of them.
+
+    Args:
+        ranks: the members, as numbers or as one list of them.
+
+    Attributes:
+        process_set_id: its number; None while it is not known.
+    """
+
+    def __init__(self, *ranks: int | Iterable[int]) -> None:
+        given = [rank for item in ranks for rank in ([item] if isinstance(item, int) else item)]
+        self._ranks: tuple[int, ...] | None = tuple(sorted(given))
+        self.process_set_id: int | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members, ascending."""
+        return list(range(current().world.size)) if self._ranks is None else list(self._ranks)
+
+    def included(self) -> bool:
+        """Whether this rank is in it.
+
+        Raises:
+            ValueError: it is not known yet.
+        """
+        self._number()
+        return current().world.rank in self.ranks
+
+    def rank(self) -> int:
+        """This rank's number within the set.
+
+        Raises:
+            ValueError: it is not in it, or the set is not known yet.
+        """
+        if not self.included():
+            raise ValueError(f"rank {current().world.rank} is not in process set {self}")
+        return self.ranks.index(current().world.rank)
+
+    def size(self) -> int:
+        """The number of members.
+
+        Raises:
+            ValueError: it is not known yet.
+        """
+        self._number()
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        ranks = "all ranks" if self._ranks is None else f"ranks {', '.join(map(str, self._ranks))}"
+        return f"ProcessSet({ranks}; id {self.process_set_id})"
+
+    def _number(self) -> int:
+        if self.process_set_id is None:
+            raise ValueError(f"{self} is not known: give it to init(process_sets=...) or to add_process_set() first")
+        return self.process_set_id
+
+    def _forget(self) -> None:
+        self.process_set_id = None
+
+
+global_process_set = ProcessSet()
+"""All ranks."""
+global_process_set.process_set_id = EVERYBODY
+global_process_set._ranks = None
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Make a process set known; called by all ranks, those in it or not, with the same.
+
+    Raises:
+        ValueError: there is a set of these ranks already, there are no such ranks, or ranks called this differently.
+    """
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    engine = current()
+    try:
+        _check(made, engine)
+    except ValueError as error:
+        engine.refuse(error)
+        raise
+    made.process_set_id = engine.submit(_Add(engine, tuple(made.ranks))).result()
+    engine.at_close(made._forget)
+    return made
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set; called by all ranks. False for one that is not known, and for that of all ranks."""
+    engine, number = current(), process_set.process_set_id
+    if number is None or number == EVERYBODY or number not in engine.sets:
+        return False
+    engine.submit(_Remove(engine, number)).result()
+    process_set._forget()
+    return True
+
+
+def _check(process_set: ProcessSet, engine: Engine) -> None:
+    ranks, size = tuple(process_set.ranks), engine.world.size
+    if process_set.process_set_id is not None:
+        raise ValueError(f"{process_set} is known already")
+    if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= size:
+        raise ValueError(f"{list(ranks)} is no process set: that has different ranks from 0 to {size - 1}, not none")
+    for number, known in engine.sets.items():
+        if known == ranks:
+            raise ValueError(f"there is a process set of ranks {list(ranks)} already, with the id {number}")
+
+
+class _Add(Operation):
+    """All ranks come to know a set, and its members connect."""
+
+    def __init__(self, engine: Engine, ranks: tuple[int, ...]) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._number = -1
+        self.signature = Signature(ADD_SET, "", (), f"ranks {', '.join(map(str, ranks))}")
+
+    def begin(self, channel: Channel) -> list[Work]:
+        self._number = self._engine.open_set(self._ranks)
+        return []
+
+    def finish(self) -> Any:
+        return self._number
+
+
+class _Remove(Operation):
+    """All ranks forget a set."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self._engine = engine
+        self._number = number
+        self.signature = Signature(REMOVE_SET, "", (), f"id {number}")
+
+    def begin(self, channel: Channel) -> list[Work]:
+        self._engine.close_set(self._number)
+        return []
+
+    def finish(self) -> Any:
+        return None

@@ -1,0 +1,91 @@
+"""How the tensors of all ranks become one: Horovod's six ways, with its numbers."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch.distributed import ReduceOp as TorchOp
+
+
+class ReduceOp(enum.IntEnum):
+    """What an operation makes of the ranks' tensors."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+TORCH_OPS = {Average: TorchOp.SUM, Sum: TorchOp.SUM, Min: TorchOp.MIN, Max: TorchOp.MAX, Product: TorchOp.PRODUCT}
+"""What torch.distributed calls them. An average is a sum that is divided afterwards: gloo has none for integers."""
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+def op_of(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
+    """The operation that Horovod's two arguments ask for.
+
+    Raises:
+        ValueError: both are given, or there is no such operation.
+    """
+    if average is not None and op is not None:
+        raise ValueError("give op or average, not both; average=True is op=Average, average=False is op=Sum")
+    if op is None:
+        return Average if average in (None, True) else Sum
+    return ReduceOp(op)
+
+
+def check_reducible(kind: str, dtype: torch.dtype, op: ReduceOp, is_scaled: bool) -> None:
+    """Whether tensors of a type can be reduced so.
+
+    Raises:
+        TypeError: they cannot; the message says what can.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if op is Adasum and dtype not in REALS:
+        raise TypeError(f"{kind} with Adasum is for floating-point tensors, not {name}")
+    if dtype is torch.bool and (op is Average or is_scaled):
+        raise TypeError(f"{kind} of bool tensors has no average and no scale; use Sum or Max for any, Min for all")
+    if dtype in COMPLEX and op not in (Average, Sum):
+        raise TypeError(f"{kind} of {name} tensors is for Average and Sum: complex numbers have no order")
+    if dtype not in (*INTEGERS, *REALS, *COMPLEX, torch.bool):
+        raise TypeError(f"{kind} of {name} tensors is not possible; convert them, to float32 or int64 say")
+
+
+def scale_(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply in place; integers by a product in float64, rounded down. Halves are multiplied in float32 by torch."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double().mul_(factor).floor_())
+
+
+def settle_(tensor: torch.Tensor, op: ReduceOp, size: int, postscale: float) -> None:
+    """Make the sum over `size` ranks what `op` wants, and multiply it; one pass at most for floating-point tensors.
+
+    An average of integers is rounded down.
+    """
+    if op is not Average or size == 1:
+        scale_(tensor, postscale)
+    elif not (tensor.is_floating_point() or tensor.is_complex()):
+        # Not a product: 49 x (1/49) is less than 1.
+        tensor.div_(size, rounding_mode="floor")
+        scale_(tensor, postscale)
+    elif postscale == 1.0:
+        tensor.div_(size)
+    else:
+        tensor.mul_(postscale / size)

@@ -1,0 +1,178 @@
+"""How the ranks of a job find each other: a TCPStore of torch, at the place that the launcher named.
+
+Where no launcher named any, all ranks are on one machine: rank 0 takes a free port and leaves its number in a folder of
+this user's, under the name of the job, until all have come. A file that a killed process has left there is known by
+that process: it lives no more, or began at another time. Later jobs remove it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from kvdist.addresses import host_name
+from kvdist.collective.places import LOOPBACK
+from kvdist.errors import CollectiveError, ConfigError
+from kvdist.world import Meeting, World
+
+LOOK_AGAIN_S = 0.02
+"""How often a rank looks whether rank 0 has left its port."""
+KEPT_S = 86_400
+"""No rank looks for a port for so long. Processes with a namespace of their own may share the folder, so that only the
+age of a file tells whether it is one that a killed process has left."""
+
+
+def meet(world: World, timeout_s: float) -> Store:
+    """A store that all ranks of the job share.
+
+    Raises:
+        CollectiveError: rank 0 was not there in time, or its port is taken.
+        ConfigError: the place where ports are left is not this user's.
+    """
+    meeting, deadline = world.meeting, time.monotonic() + timeout_s
+    is_master = world.rank == 0 and not meeting.is_served
+    host, port = meeting.host, meeting.port
+    if not host:
+        host = LOOPBACK
+        port = 0 if is_master else _left_port(_folder() / _file_name(meeting), timeout_s)
+    try:
+        if not is_master:
+            _await_listener(host, port, deadline)
+        store = _within(deadline, lambda: _open(meeting, host, port, is_master, timeout_s))
+    except (RuntimeError, OSError) as error:
+        what = "cannot listen at" if is_master else f"has found no rank 0 within {timeout_s:g} s at"
+        raise CollectiveError(f"rank {world.rank} on {host_name()} {what} {host}:{port}: {_first(error)}") from error
+    if is_master and not meeting.host:
+        _leave_port(_folder() / _file_name(meeting), store.port)
+    return PrefixStore(f"kvdist/{meeting.job}", store)
+
+
+def _open(meeting: Meeting, host: str, port: int, is_master: bool, timeout_s: float) -> TCPStore:
+    return TCPStore(
+        host,
+        port,
+        None,
+        is_master,
+        timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=meeting.listen_fd if is_master else None,
+    )
+
+
+def _await_listener(host: str, port: int, deadline: float) -> None:
+    """Wait until somebody listens there. Torch waits too, for twice as long, and prints its own insides meanwhile.
+
+    Raises:
+        OSError: nobody does.
+    """
+    while True:
+        try:
+            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() + LOOK_AGAIN_S >= deadline:
+                raise
+        time.sleep(LOOK_AGAIN_S)
+
+
+def _within(deadline: float, make: Callable[[], TCPStore]) -> TCPStore:
+    """What `make` returns, unless it takes too long: torch waits for ever for somebody who listens and says nothing.
+
+    Raises:
+        TimeoutError: it does.
+        RuntimeError: it has failed.
+    """
+    made: Future[TCPStore] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:  # noqa: BLE001 (it is raised where the result is asked for)
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="kvdist-meeting", daemon=True).start()
+    try:
+        return made.result(max(0.0, deadline - time.monotonic()) + 1.0)
+    except futures.TimeoutError:
+        raise TimeoutError(
+            "whoever listens there does not answer: it is another program, or rank 0 has not called init()"
+        ) from None
+
+
+def _first(error: BaseException) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+
+
+def _file_name(meeting: Meeting) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in meeting.job)
+
+
+def _folder() -> Path:
+    """A folder that only this user may write to."""
+    path = Path(tempfile.gettempdir()) / f"kvdist-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022 or path.is_symlink():
+        raise ConfigError(f"{path} is not this user's alone; remove it, or set TMPDIR to another folder")
+    return path
+
+
+def forget_port(world: World) -> None:
+    """Remove the file with the port of this rank 0, if it has left one."""
+    if world.rank == 0 and world.size > 1 and not world.meeting.host:
+        path = _folder() / _file_name(world.meeting)
+        with contextlib.suppress(OSError):
+            if path.read_text().split()[1:] == [str(os.getpid()), _begin_of(os.getpid())]:
+                path.unlink()
+
+
+def _leave_port(path: Path, port: int) -> None:
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    written.write_text(f"{port} {os.getpid()} {_begin_of(os.getpid())}")
+    written.replace(path)
+    _sweep(path.parent)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes have left."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another job's rank 0 sweeps too
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink()
+
+
+def _begin_of(pid: int) -> str:
+    """When a process began, in a text that no later process of the same number has; '-' where that is not told."""
+    try:
+        # Behind the name, which may have spaces and parentheses of its own.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "-"
+
+
+def _left_port(path: Path, timeout_s: float) -> int:
+    """The port in the file, once a process that lives has left it there."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):
+            port, pid, begin = path.read_text().split()
+            os.kill(int(pid), 0)
+            if begin == _begin_of(int(pid)):
+                return int(port)
+        time.sleep(LOOK_AGAIN_S)
+    raise CollectiveError(
+        f"rank 0 has not begun within {timeout_s:g} s (KVDIST_START_TIMEOUT_S): it left no port in {path}, where ranks"
+        " of one machine meet if MASTER_ADDR and MASTER_PORT are not set"
+    )

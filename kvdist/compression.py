@@ -1,0 +1,270 @@
+"""Gradient compression: contributions of float32 in fewer bytes, with what that loses kept and sent later.
+
+What is lost stays in the *residual*, an array of float32 as long as the gradient, which starts at zero and is added to
+the next one. Pure; the arithmetic is that of `kvdist.kernels`, the layout of the bytes that of `protocol/WIRE.md`.
+
+| type | an element travels as | the server sees | residual |
+|---|---|---|---|
+| ``2bit`` | 2 bits | ±threshold where the sum of gradient and residual reaches it, else 0 | the rest |
+| ``1bit`` | 1 bit | +1 above the threshold, else -1 | the rest |
+| ``fp16``, ``bf16`` | 16 bits | the nearest half | the rounding error |
+| ``topk`` | 8 bytes, but only a share `ratio` of them, the largest | the largest; 0 for the others | the others |
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdist.dtypes import DType
+from kvdist.kernels.interface import Array, Kernels
+from kvdist.protocol.arrays import padded
+from kvdist.protocol.coded import INDEX, VALUE, coded_size
+from kvdist.protocol.compressed import Encoding
+
+Octets = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class TwoBit:
+    """Each element is +`threshold`, -`threshold` or nothing, so a push sends no more than that of it."""
+
+    encoding: ClassVar[Encoding] = Encoding.TWO_BIT
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < _as_float32(self.threshold) < math.inf:
+            raise ValueError(f"the threshold of '2bit' is {self.threshold!r}; it must be a number of float32 above 0")
+
+    def __str__(self) -> str:
+        return f"2bit with the threshold {self.threshold!r}"
+
+    @property
+    def parameter(self) -> float:
+        """The threshold as a number of float32, which is what the arithmetic uses."""
+        return _as_float32(self.threshold)
+
+    def encode(self, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
+        """See `Codec.encode`."""
+        return _encoded(self, grad, residual, kernels)
+
+    def write(self, grad: Array, residual: Array, kernels: Kernels, out: Array) -> None:
+        """See `EachCodec`. One pass: reads gradient and residual, writes the residual and a quarter byte each."""
+        kernels.quantise_2bit(grad, residual, self.parameter, out)
+
+
+@dataclass(frozen=True, slots=True)
+class OneBit:
+    """Each element is +1 above the threshold and -1 below: there is no nothing, so zeros swing."""
+
+    encoding: ClassVar[Encoding] = Encoding.ONE_BIT
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(_as_float32(self.threshold)):
+            raise ValueError(f"the threshold of '1bit' is {self.threshold!r}; it must be a finite number of float32")
+
+    def __str__(self) -> str:
+        return f"1bit with the threshold {self.threshold!r}"
+
+    @property
+    def parameter(self) -> float:
+        """The threshold as a number of float32, which is what the arithmetic uses."""
+        return _as_float32(self.threshold)
+
+    def encode(self, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
+        """See `Codec.encode`."""
+        return _encoded(self, grad, residual, kernels)
+
+    def write(self, grad: Array, residual: Array, kernels: Kernels, out: Array) -> None:
+        """See `EachCodec`. One pass: reads gradient and residual, writes the residual and an eighth byte each."""
+        kernels.quantise_1bit(grad, residual, self.parameter, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """Each element is rounded to `dtype`."""
+
+    dtype: DType
+    parameter: ClassVar[float] = 0.0
+
+    def __str__(self) -> str:
+        return "fp16" if self.dtype is DType.FLOAT16 else "bf16"
+
+    @property
+    def encoding(self) -> Encoding:
+        """Of that half."""
+        return Encoding.FLOAT16 if self.dtype is DType.FLOAT16 else Encoding.BFLOAT16
+
+    def encode(self, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
+        """See `Codec.encode`."""
+        return _encoded(self, grad, residual, kernels)
+
+    def write(self, grad: Array, residual: Array, kernels: Kernels, out: Array) -> None:
+        """See `EachCodec`. One pass: reads gradient and residual, writes the residual and two bytes each."""
+        kernels.round_to_half(grad, residual, self.dtype, out.view(self.dtype.storage))
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Only the largest elements travel, of each slice the share `ratio`, rounded up."""
+
+    encoding: ClassVar[Encoding] = Encoding.TOP_K
+    parameter: ClassVar[float] = 0.0
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"the ratio of 'topk' is {self.ratio!r}; it must be more than 0 and at most 1")
+
+    def __str__(self) -> str:
+        return f"topk with the ratio {self.ratio!r}"
+
+    def entries(self, count: int) -> int:
+        """How many of so many elements travel."""
+        return min(count, math.ceil(self.ratio * count))
+
+    def encode(self, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
+        """See `Codec.encode`. Four passes: the sum, its size, the selection (in a copy), and what travels is cleared.
+
+        A NaN counts as larger than any number, so it travels and leaves nothing behind.
+        """
+        entries = self.entries(grad.size)
+        whole, data = room(self.encoding, entries)
+        with np.errstate(all="ignore"):
+            np.add(residual, grad, out=residual)
+            sizes = np.abs(residual)
+        rest = grad.size - entries
+        indices = np.sort(np.argpartition(sizes, rest)[rest:]) if 0 < rest < grad.size else np.arange(entries)
+        middle = entries * INDEX.itemsize
+        data[:middle].view(INDEX)[...] = indices
+        data[middle:].view(VALUE)[...] = residual[indices]
+        residual[indices] = 0
+        return whole, entries
+
+
+EachCodec = TwoBit | OneBit | Half
+"""Those that encode each element by itself. ``write(grad, residual, kernels, out)`` is ``encode`` into given bytes, as
+many as `coded_size` says; all arrays are of the kernels' kind."""
+Codec = EachCodec | TopK
+"""How gradients are encoded. ``encode(grad, residual, kernels)`` adds `grad` to `residual`, takes from that what it
+encodes, and returns the bytes, padded to a multiple of 8, and the number of entries in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How a store compresses.
+
+    Attributes:
+        codec: of what is pushed.
+        pulled_as: the type in which values come back: a half, or float32.
+    """
+
+    codec: Codec
+    pulled_as: DType = DType.FLOAT32
+
+    def __str__(self) -> str:
+        pull = "" if self.pulled_as is DType.FLOAT32 else f", values come back as {self.pulled_as.label}"
+        return f"{self.codec}{pull}"
+
+
+_HALVES = {"fp16": DType.FLOAT16, "bf16": DType.BFLOAT16}
+_TYPES: Mapping[str, tuple[Callable[..., Codec], str]] = {
+    "2bit": (TwoBit, "threshold"),
+    "1bit": (OneBit, "threshold"),
+    "fp16": (lambda: Half(DType.FLOAT16), ""),
+    "bf16": (lambda: Half(DType.BFLOAT16), ""),
+    "topk": (TopK, "ratio"),
+}
+"""Type → what makes it, and its one parameter."""
+
+
+def from_params(params: Mapping[str, Any]) -> Compression:
+    """The compression that is meant by such as ``{'type': '2bit', 'threshold': 0.5, 'pull': 'fp16'}``.
+
+    Raises:
+        TypeError, ValueError: nothing is; the message says what may be said.
+    """
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"compression parameters are a dict such as {{'type': '2bit', 'threshold': 0.5}}, not"
+            f" {type(params).__name__}"
+        )
+    rest = dict(params)
+    known = ", ".join(repr(one) for one in _TYPES)
+    name = rest.pop("type", None)
+    if name is None:
+        raise ValueError(f"the compression parameters {params!r} have no 'type'; known types are {known}")
+    if not isinstance(name, str) or name not in _TYPES:
+        raise ValueError(f"there is no compression of type {name!r}; known are {known}")
+    make, own = _TYPES[name]
+    pull = rest.pop("pull", None)
+    if pull is not None and not (isinstance(pull, str) and pull in _HALVES):
+        raise ValueError(f"'pull' is {pull!r}; values come back as 'fp16' or 'bf16', or whole when it is left out")
+    numbers_given = {own: _number(own, rest.pop(own))} if own and own in rest else {}
+    if rest:
+        allowed = ", ".join(repr(one) for one in ("type", own, "pull") if one)
+        raise ValueError(
+            f"compression of type {name!r} has no parameter {', '.join(map(repr, rest))}; it has {allowed}"
+        )
+    return Compression(make(**numbers_given), DType.FLOAT32 if pull is None else _HALVES[pull])
+
+
+def decode(encoding: int, parameter: float, data: Octets, entries: int, out: Array, kernels: Kernels) -> None:
+    """Write what was encoded into `out`, float32; one pass, top-k two.
+
+    Args:
+        encoding: its code.
+        parameter: as of the codec.
+        data: the bytes, without padding.
+        entries: how many are in them.
+        out: as many elements as there were.
+
+    Raises:
+        IndexError: an index of top-k is no element's.
+    """
+    match Encoding(encoding):
+        case Encoding.TWO_BIT:
+            kernels.dequantise_2bit(data, parameter, out)
+        case Encoding.ONE_BIT:
+            kernels.dequantise_1bit(data, parameter, out)
+        case Encoding.FLOAT16:
+            kernels.to_float32(data.view(DType.FLOAT16.storage), DType.FLOAT16, out)
+        case Encoding.BFLOAT16:
+            kernels.to_float32(data.view(DType.BFLOAT16.storage), DType.BFLOAT16, out)
+        case Encoding.TOP_K:
+            middle = entries * INDEX.itemsize
+            out.fill(0)
+            # NumPy looks at every index: in shared memory a sender could have changed it since it was checked.
+            out[data[:middle].view(INDEX)] = data[middle:].view(VALUE)
+
+
+def _encoded(codec: EachCodec, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
+    whole, data = room(codec.encoding, grad.size)
+    codec.write(grad, residual, kernels, data)
+    return whole, grad.size
+
+
+def room(encoding: Encoding, entries: int) -> tuple[Octets, Octets]:
+    """Memory for an encoded array with its padding, and without."""
+    size = coded_size(encoding, entries)
+    whole = np.empty(padded(size), np.uint8)
+    whole[size:] = 0
+    return whole, whole[:size]
+
+
+def _as_float32(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"the {name} of a compression is a number, not {type(value).__name__} ({value!r})")
+    return float(value)

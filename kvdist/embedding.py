@@ -1,0 +1,208 @@
+"""`Embedding`: a layer whose rows live on the servers, so that a table may be larger than any worker's memory.
+
+The walk of a step: `forward` pulls the rows that the batch names, each once, and looks up in those; the backward pass
+leaves their gradients; `step` pushes these, and asks for the rows of the next batch if `prefetch` has named it. What a
+worker holds is as large as its batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.initializer import Initializer
+from kvdist.kvstore import create as create_store
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.values import Key
+from kvdist.rowsparse import LazyRows, RowSparse
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("kvdist.Embedding needs torch, which is not installed: pip install 'kvdist[torch]'") from error
+
+Ids = npt.NDArray[np.int64]
+
+
+class Embedding(torch.nn.Module):
+    """Looks up rows of a table that is kept by a store, and pushes their gradients there.
+
+    It has no parameters of torch's: the optimizer is the store's, set by ``store.set_optimizer``, and the rows are
+    saved by ``store.save_checkpoint``. Every worker makes it alike, and calls `step` equally often.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: elements of a row.
+        store: a `KVStore` with an optimizer, or the name of one to be created.
+        key: the table's key in the store; layers that give the same key share their rows.
+        initializer: what rows begin as: ``zeros``, ``constant(0.5)``, ``uniform(0.07,seed=3)`` or
+            ``normal(0.01,seed=3)``. A row comes into being when it is first updated; until then it takes no memory.
+        dtype: the element type, such as ``float32``, ``bfloat16`` or ``torch.float16``.
+        padding_idx: a row that reads as zeros and has no gradient; None for none.
+
+    Raises:
+        ValueError: a size is not positive, the initialiser is unknown, or the padding is no row.
+        TypeError: the store is none, or the element type is not a floating one that a key may have.
+        InitMismatch: workers, or layers that share the key, gave different tables.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        store: KVStore | str,
+        key: Key = "embedding",
+        initializer: Initializer | str = "normal(0.01)",
+        dtype: Any = "float32",
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        declared = LazyRows((num_embeddings, embedding_dim), dtype, initializer)
+        if not declared.dtype.is_floating:
+            raise TypeError(f"rows with gradients cannot be {declared.dtype.label}: use float32, or a half")
+        if num_embeddings < 1 or embedding_dim < 1:
+            raise ValueError(f"an embedding of shape {(num_embeddings, embedding_dim)} has nothing to look up")
+        if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx is {padding_idx}, which is no row of 0 to {num_embeddings - 1}")
+        made = create_store(store) if isinstance(store, str) else store
+        if not isinstance(made, KVStore):
+            raise TypeError(f"store must be a kvdist store or the name of one, not {type(store).__name__}")
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.key = key
+        self.padding_idx = padding_idx
+        self._store = made
+        self._shape = (num_embeddings, embedding_dim)
+        self._used: list[tuple[Ids, torch.Tensor]] = []
+        """What forward passes have looked up since the last `step`."""
+        self._wanted: Ids | None = None
+        """What `prefetch` has named and nobody has asked the store for."""
+        self._coming: tuple[Ids, Future[RowSparse]] | None = None
+        made.init(key, declared)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Embedding:
+        """Another layer of the same table: rows are not copied, and what waits for `step` stays with this one."""
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        fresh = {"_store": self._store, "_used": [], "_wanted": None, "_coming": None}
+        kept = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items() if name not in fresh}
+        made.__dict__.update(kept | fresh)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be pickled, as by ``torch.save(model)``.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"the rows of the Embedding {self.key!r} live on a store, which cannot be pickled: save the other layers by"
+            " state_dict(), and the rows by store.save_checkpoint"
+        )
+
+    def extra_repr(self) -> str:
+        """What `print` shows of the layer."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, key={self.key!r}, store={self._store!r}"
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up rows.
+
+        Args:
+            ids: integers of any shape, on any device.
+
+        Returns:
+            A tensor of shape (*ids.shape, embedding_dim) on the device of `ids`.
+
+        Raises:
+            TypeError, ValueError: an id is not an integer, or not a row of the table.
+        """
+        unique, places = torch.unique(_checked(ids), return_inverse=True)
+        rows = self._rows(unique.cpu().numpy()).to(ids.device)
+        if self.padding_idx is not None:
+            rows[unique == self.padding_idx] = 0
+        if torch.is_grad_enabled() and self.training:
+            rows.requires_grad_()
+            self._used.append((unique.cpu().numpy(), rows))
+        return torch.nn.functional.embedding(places.to(ids.device), rows)
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Say which rows the next forward pass looks up, so that they travel meanwhile.
+
+        They are asked for at once, or, while gradients wait for `step`, as soon as those are pushed, and again after a
+        `step` that comes before the pass: what comes is what `forward` would have pulled. Only a change that is not
+        this layer's, by a second layer of the same key or `load_checkpoint`, may be missing. A pass that looks up
+        other rows pulls those.
+
+        Args:
+            ids: as of `forward`.
+        """
+        self._wanted = torch.unique(_checked(ids)).cpu().numpy()
+        if not self._used:
+            self._ask()
+
+    def step(self, batch_size: float | None = None) -> None:
+        """Push the gradients of all forward passes since the last call; returns at once.
+
+        Every worker calls it after each backward pass, also when its batch named no rows: that counts, too.
+
+        Args:
+            batch_size: None: losses are means, and gradients are averaged over the workers, as by ``Trainer.step()``.
+                A number: losses are sums; this worker's gradients are divided by it and summed over the workers.
+
+        Raises:
+            ValueError: the size is not a positive number, or the store has no optimizer: gradients would become the
+                whole table then.
+        """
+        if not self._store.has_optimizer:
+            raise ValueError(
+                f"the store of the Embedding {self.key!r} has no optimizer, so gradients would replace its rows: call"
+                " store.set_optimizer on every worker"
+            )
+        if batch_size is not None and not 0 < batch_size < float("inf"):
+            raise ValueError(f"batch_size is {batch_size}; it must be a positive number")
+        used, self._used = self._used, []
+        if self._wanted is None and self._coming is not None:  # asked for before this push, so they lack its update
+            self._wanted, self._coming = self._coming[0], None
+        grads = [(ids, rows.grad) for ids, rows in used if rows.grad is not None]
+        self._store.push(self.key, self._gradient(grads, batch_size), average=batch_size is None)
+        self._ask()
+
+    def _gradient(self, grads: list[tuple[Ids, torch.Tensor]], batch_size: float | None) -> RowSparse | None:
+        """What is pushed: None if no backward pass has reached a row."""
+        if not grads:
+            return None
+        ids = np.concatenate([ids for ids, _ in grads]) if len(grads) > 1 else grads[0][0]
+        values = torch.cat([grad for _, grad in grads]) if len(grads) > 1 else grads[0][1]
+        if batch_size is not None:
+            values = values / batch_size
+        if self.padding_idx is not None:
+            is_row = ids != self.padding_idx
+            ids, values = ids[is_row], values[torch.from_numpy(is_row).to(values.device)]
+        return RowSparse(ids, values, self._shape)
+
+    def _ask(self) -> None:
+        """Have the store send what `prefetch` has named."""
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            self._coming = wanted, self._store.row_sparse_pull_async(self.key, row_ids=wanted)
+
+    def _rows(self, ids: Ids) -> torch.Tensor:
+        """The present values of these rows, in memory that nobody else has."""
+        coming, self._coming = self._coming, None
+        if coming is not None and np.array_equal(coming[0], ids):
+            pulled = coming[1].result()
+        else:
+            pulled = self._store.row_sparse_pull(self.key, row_ids=ids)
+        values = pulled.values
+        return torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+
+
+def _checked(ids: torch.Tensor) -> torch.Tensor:
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        what = f"a tensor of {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise TypeError(f"ids are a tensor of integers, not {what}; torch.as_tensor(ids, dtype=torch.int64) makes one")
+    return ids.detach().to(torch.int64)

@@ -1,0 +1,312 @@
+"""Horovod's names for training without servers, as in ``import kvdist.horovod as hvd``.
+
+Everything of `kvdist.collective`, a `DistributedTrainer`, and the questions that Horovod's scripts ask about what was
+built in. `init` also works in jobs with servers, whose ranks meet through the cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from kvdist.collective import (
+    Adasum,
+    Average,
+    Compression,
+    DistributedOptimizer,
+    Handle,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    ReduceOp,
+    Sum,
+    SyncBatchNorm,
+    add_process_set,
+    allgather,
+    allgather_async,
+    allgather_object,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_size,
+    metric_average,
+    poll,
+    rank,
+    reducescatter,
+    reducescatter_async,
+    remove_process_set,
+    size,
+    sparse_allreduce_async,
+    start_timeline,
+    stop_timeline,
+    synchronize,
+)
+from kvdist.collective.compression import NoneCompressor
+from kvdist.errors import CollectiveError
+from kvdist.kvstore import collective_store
+from kvdist.kvstore.contract import KVStoreBase
+from kvdist.kvstore.meeting import ENGAGEMENTS
+from kvdist.opening import make_optimizer
+from kvdist.optimizer.base import Optimizer
+from kvdist.trainer import Trainer
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "DistributedTrainer",
+    "Handle",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "metric_average",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]
+
+HorovodInternalError = CollectiveError
+"""What an operation raises that other ranks have broken: `kvdist.errors.CollectiveError`."""
+
+
+# The beginning and the end.
+
+
+def init(comm: None = None, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
+    """Become a rank; a second call does nothing.
+
+    Args:
+        comm: None. Horovod's sub-communicators are process sets here.
+        process_sets: to be known from the start, the same on all ranks; the word ``dynamic`` has no effect.
+
+    Raises:
+        ValueError: `comm` is given.
+        ConfigError: the environment says only half of who this process is, or the job encrypts.
+        CollectiveError: the other ranks were not found in time.
+    """
+    if comm is not None:
+        raise ValueError(
+            "init(comm=...) cannot leave processes out, and knows no communicators of MPI: start the job with as many"
+            " processes as train, or give some of the ranks as process_sets"
+        )
+    ENGAGEMENTS.begin(process_sets)
+
+
+def shutdown() -> None:
+    """Stop being a rank; a second call does nothing. `init` may be called again then, by all ranks."""
+    ENGAGEMENTS.end()
+
+
+# What was built in.
+
+
+def mpi_threads_supported() -> bool:
+    """False: nothing here is MPI's."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """False: mpirun can start the processes, and no more."""
+    return False
+
+
+def mpi_built() -> bool:
+    """False."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """True: tensors in the host's memory go by gloo."""
+    return True
+
+
+def gloo_built() -> bool:
+    """True: torch has it."""
+    return True
+
+
+def nccl_built() -> int:
+    """The version of torch's NCCL, such as 22703; 0 if it has none."""
+    if torch.version.cuda is None:
+        return 0
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    major, minor, patch = (*version, 0, 0)[:3]
+    return 10_000 * major + 100 * minor + patch
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether this torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether this torch was built for ROCm."""
+    return torch.version.hip is not None
+
+
+class DistributedTrainer(Trainer):
+    """A `Trainer` that averages gradients over the ranks: Horovod's for Gluon.
+
+    Rank 0's weights become everybody's before the first step. ``step(batch_size)`` divides by the examples of this
+    rank alone, since gradients are averaged: with losses that are sums give their number, with means give 1 or nothing.
+    Parameters of lazy modules get their shapes in a forward pass, which must come before the first step.
+
+    Args:
+        params: as for `kvdist.Trainer`.
+        optimizer: a name such as ``'sgd'``, or an `Optimizer` of kvdist.
+        optimizer_params: hyper-parameters for a name.
+        compression: ``Compression.fp16`` or ``Compression.bf16`` lets gradients, which are float32 then, travel so.
+        gradient_predivide_factor: gradients are divided by it before they are summed, and multiplied after that.
+        prefix: without effect: keys of other trainers cannot be mistaken for these.
+        num_groups: without effect: the gradients of a step travel together in any case.
+        process_set: those that train together.
+
+    Raises:
+        TypeError: parameters, optimizer or compression are of a wrong type.
+        ValueError: a number is out of range, or the process set is not known.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: str | Optimizer,
+        optimizer_params: Mapping[str, Any] | None = None,
+        compression: type[NoneCompressor] = Compression.none,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        if not 0 < gradient_predivide_factor < float("inf"):
+            raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}; it must be a positive number")
+        if num_groups < 0:
+            raise ValueError(f"num_groups is {num_groups}; it counts groups, from 0")
+        if process_set.process_set_id is None:
+            raise ValueError(f"{process_set} is not known: give it to init(process_sets=...) or add_process_set()")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"DistributedTrainer updates by kvdist's optimizers, and {type(optimizer).__name__} is torch's: give a"
+                " name and its numbers, such as DistributedTrainer(net.parameters(), 'adam', {'learning_rate': .001});"
+                " or keep it, in DistributedOptimizer, and call its step()"
+            )
+        chosen = make_optimizer(optimizer, optimizer_params)
+        params_of_compression = _compression_params(compression)
+        self._own_store = collective_store(
+            "horovod", number=process_set.process_set_id, predivide=float(gradient_predivide_factor)
+        )
+        super().__init__(params, chosen, kvstore=self._own_store, compression_params=params_of_compression)
+
+    def _begin_with(self, store: KVStoreBase) -> None:
+        super()._begin_with(store)
+        assert self._exchange is not None
+        self._exchange.always_averages = True
+
+    def close(self) -> None:
+        """Let go of the parameters; a second call does nothing."""
+        super().close()
+        self._own_store.close()
+
+
+def _compression_params(compression: type[NoneCompressor]) -> dict[str, str] | None:
+    known = {Compression.none: None, Compression.fp16: {"type": "fp16"}, Compression.bf16: {"type": "bf16"}}
+    if compression not in known:
+        raise TypeError(f"compression is Compression.none, .fp16 or .bf16, not {compression!r}")
+    return known[compression]

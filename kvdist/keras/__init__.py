@@ -1,0 +1,77 @@
+"""Keras 3 without servers, under Horovod's names: ``import kvdist.keras as hvd``.
+
+For Keras on the torch backend and on TensorFlow. `DistributedOptimizer` averages gradients over the ranks, the
+callbacks do the rest; `docs/collective.md` has the six steps. What is saved knows nothing of this package: Keras alone
+loads it.
+"""
+
+try:
+    import keras as _keras
+except ImportError as error:
+    raise ImportError(
+        f"Keras 3 cannot be imported ({error}): pip install 'kvdist[keras]' and set KERAS_BACKEND=torch, because Keras"
+        " takes TensorFlow where nothing is said; or pip install 'kvdist[tensorflow]'"
+    ) from error
+
+from kvdist.collective import (
+    Average,
+    Compression,
+    ProcessSet,
+    Sum,
+    add_process_set,
+    allgather_object,
+    broadcast_object,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from kvdist.horovod import init, shutdown
+from kvdist.keras import callbacks
+from kvdist.keras.optimizer import DistributedOptimizer
+from kvdist.keras.saving import load_model
+from kvdist.keras.values import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
+
+if _keras.backend.backend() not in ("torch", "tensorflow"):
+    raise ImportError(
+        f"kvdist.keras trains on Keras' torch and tensorflow backends, and the backend is {_keras.backend.backend()!r}:"
+        " set KERAS_BACKEND=torch before keras is imported"
+    )
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "ProcessSet",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "callbacks",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]

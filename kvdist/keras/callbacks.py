@@ -1,0 +1,273 @@
+"""Horovod's callbacks for `model.fit`, with its formulas: equal beginnings, metrics of all ranks, learning rates.
+
+`MetricAverageCallback` stands before callbacks that look at metrics, such as `ReduceLROnPlateau` and `TensorBoard`.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from kvdist import collective
+from kvdist.collective import Min, ProcessSet, global_process_set
+from kvdist.keras.optimizer import with_outermost_distributed
+from kvdist.keras.values import array_of, broadcast_global_variables, broadcast_values
+
+Logs = MutableMapping[str, Any] | None
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Give all ranks one rank's weights and optimizer state once, before the first batch.
+
+    Where a model of some rank is not built by then, this happens at the end of the first batch instead, as Horovod does
+    it always; all ranks do it at the same moment. Seeds of random layers stay each rank's own.
+
+    Args:
+        root_rank: whose values they are, usually 0, which has loaded a checkpoint or begins anew.
+        device: taken for the sake of scripts, and without effect.
+        local_variables: variables of the model that stay each rank's own.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: list[Any] | None = None) -> None:
+        super().__init__()
+        self._root_rank = root_rank
+        self._kept = {id(variable) for variable in local_variables or ()}
+        self._is_done = False
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Broadcast, if all ranks have a model to broadcast."""
+        if getattr(self.model, "ddp_model", None) is not None:
+            raise ValueError(
+                "Keras has put this model into torch's DistributedDataParallel, which averages gradients by itself:"
+                " do not call torch.distributed.init_process_group in programs that use kvdist.keras"
+            )
+        self._is_done = False
+        self.model.optimizer = with_outermost_distributed(self.model.optimizer)
+        if self.model.built and not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        ready = collective.allreduce(torch.tensor(int(self.model.built)), op=Min, name="models are built")
+        if ready.item():
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Broadcast, if that could not be done before."""
+        if not self._is_done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        self._is_done = True
+        if not self._kept:
+            broadcast_global_variables(self._root_rank, self.model)
+            return
+        variables = [*self.model.weights, *self.model.optimizer.variables]
+        broadcast_values([one for one in variables if id(one) not in self._kept], self._root_rank)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replace the metrics of an epoch by their averages over the ranks.
+
+    All ranks must have the same metrics, so that those of a validation are either everybody's or nobody's.
+
+    Args:
+        process_set: the ranks that take part.
+    """
+
+    def __init__(self, process_set: ProcessSet = global_process_set) -> None:
+        super().__init__()
+        self._process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Average what `logs` has, in place."""
+        if not logs:
+            return
+        names = sorted(logs)
+        values = [array_of(logs[name]).astype(np.float64) for name in names]
+        flat = torch.from_numpy(np.concatenate([value.reshape(-1) for value in values]))
+        # The names are part of the operation's: ranks with other metrics get an error that tells them.
+        collective.allreduce_(flat, name=f"metrics {', '.join(names)}", process_set=self._process_set)
+        averages = np.split(flat.numpy(), np.cumsum([value.size for value in values])[:-1])
+        for name, value, average in zip(names, values, averages, strict=True):
+            logs[name] = average.reshape(value.shape) if value.shape else float(average[0])
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Multiply a learning rate during some of the epochs.
+
+    Args:
+        initial_lr: what is multiplied.
+        multiplier: a function of the epoch; or a number m, for m ** (epoch - start_epoch).
+        start_epoch, end_epoch: from the first on, before the second; None for ever.
+        staircase: the rate changes with the first batch of an epoch, a whole number; otherwise with every batch, and
+            the epoch is epoch + batch / steps_per_epoch.
+        momentum_correction: in the batch in which the rate changes, the optimizer's momentum is multiplied by
+            new rate / old rate (https://arxiv.org/abs/1706.02677).
+        steps_per_epoch: None for what `fit` knows.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr is None; give the learning rate that is multiplied")
+        self.initial_lr = float(initial_lr)
+        self.multiplier = multiplier if callable(multiplier) else _powers(multiplier, start_epoch)
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self._epoch = 0
+        self._momentum: float | None = None
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """See what there is to adjust.
+
+        Raises:
+            ValueError: the number of steps of an epoch is needed and unknown.
+        """
+        if not self.staircase and not self.steps_per_epoch:
+            steps = (self.params or {}).get("steps")
+            if not steps:
+                raise ValueError(
+                    f"how many steps an epoch has is unknown: give {type(self).__name__}(steps_per_epoch=...)"
+                )
+            self.steps_per_epoch = int(steps)
+        if self.momentum_correction and self._has_momentum() and self._is_traced():
+            warnings.warn(
+                "momentum is a constant in the graphs that TensorFlow compiles, so that momentum_correction has no"
+                " effect there: pass momentum_correction=False, or compile the model with run_eagerly=True",
+                stacklevel=2,
+            )
+            self.momentum_correction = False
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Remember the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Set the rate of this batch."""
+        is_over = self.end_epoch is not None and self._epoch >= self.end_epoch
+        if self._epoch < self.start_epoch or is_over:
+            return
+        if not self.staircase and self.steps_per_epoch:
+            self._adjust(self._epoch + batch / self.steps_per_epoch)
+        elif self.staircase and batch == 0:
+            self._adjust(self._epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Give the optimizer its momentum back."""
+        if self._momentum is not None:
+            self._innermost().momentum = self._momentum
+            self._momentum = None
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Log the rate, under Horovod's name and under that of Keras 3."""
+        if logs is not None:
+            logs["lr"] = logs["learning_rate"] = self._rate()
+
+    def _adjust(self, epoch: float) -> None:
+        old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
+        self.model.optimizer.learning_rate = new
+        if self.momentum_correction and self._has_momentum() and old:
+            optimizer = self._innermost()
+            self._momentum = optimizer.momentum
+            optimizer.momentum = self._momentum * new / old
+
+    def _rate(self) -> float:
+        return float(array_of(self.model.optimizer.learning_rate))
+
+    def _innermost(self) -> Any:
+        optimizer = self.model.optimizer
+        is_outer = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        return optimizer.inner_optimizer if is_outer else optimizer
+
+    def _has_momentum(self) -> bool:
+        return bool(getattr(self._innermost(), "momentum", 0.0))
+
+    def _is_traced(self) -> bool:
+        return keras.backend.backend() == "tensorflow" and not self.model.run_eagerly
+
+
+def _powers(base: float, start_epoch: int) -> Callable[[float], float]:
+    return lambda epoch: float(base ** (epoch - start_epoch))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Let the learning rate rise from initial_lr / size to `initial_lr`, linearly over the first epochs.
+
+    With S steps an epoch, e = epoch + batch / S + 1 / S and W epochs, it is
+    initial_lr / size * (e * (size - 1) / W + 1): the last batch of the warm-up has exactly `initial_lr`.
+
+    Args:
+        initial_lr: the rate after the warm-up, which is scaled by the number of ranks already.
+        warmup_epochs: W.
+        momentum_correction, steps_per_epoch: see `LearningRateScheduleCallback`.
+        verbose: 1 for a line at the end, on rank 0.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(initial_lr, self._rise, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        self.warmup_epochs = warmup_epochs
+        self.verbose = verbose
+
+    def _rise(self, epoch: float) -> float:
+        size = collective.size()
+        epoch += 1.0 / (self.steps_per_epoch or 1)
+        return 1.0 / size * (epoch * (size - 1) / self.warmup_epochs + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Log the rate, and say so when it has reached its height."""
+        super().on_epoch_end(epoch, logs)
+        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and collective.rank() == 0:
+            said = f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.\n"
+            sys.stdout.write(said)
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keep the best whole model of a training, written by rank 0.
+
+    Args:
+        monitor, verbose, mode, save_freq: as for `keras.callbacks.ModelCheckpoint`.
+        filepath: where to; ends in ``.keras``.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        filepath: Any = "best_model.keras",
+    ) -> None:
+        super().__init__(filepath, monitor, verbose, save_best_only=True, mode=mode, save_freq=save_freq)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Save by batches, if `save_freq` is a number."""
+        if collective.rank() == 0:
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Save by epochs, if `save_freq` says so."""
+        if collective.rank() == 0:
+            super().on_epoch_end(epoch, logs)

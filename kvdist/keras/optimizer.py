@@ -1,0 +1,194 @@
+"""Keras' optimizers, made to average gradients over the ranks before they use them.
+
+The optimizer that is given becomes of a subclass of its class, under the same name, so that its state stays what it is
+and what is saved of it is what Keras saves of the class. The gradients are reduced in `apply`, which every loop of
+Keras comes to.
+
+With a `LossScaleOptimizer` it is that one, the outermost, whose gradients are reduced: its test for finite gradients
+then sees the same ones on all ranks, and all of them skip a step or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from kvdist.averaging import Averaging
+from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
+from kvdist.collective.compression import NoneCompressor
+from kvdist.keras.values import averaged
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    *,
+    device_dense: str = "",  # noqa: ARG001
+    device_sparse: str = "",  # noqa: ARG001
+    compression: type[NoneCompressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Have an optimizer of Keras average its gradients over the ranks; returns the same object.
+
+    A variable without a gradient takes part with zeros, so that the ranks always send the same list.
+
+    Args:
+        optimizer: built or not. Its learning rate is the user's to scale by the number of ranks.
+        name: of the operation in messages, the same on all ranks; None takes that of the optimizer's class.
+        device_dense, device_sparse: taken for the sake of scripts, and without effect.
+        compression: `Compression.none` or `Compression.fp16`.
+        sparse_as_dense: TensorFlow's `IndexedSlices` travel as dense tensors, not as rows that are gathered.
+        gradient_predivide_factor: see `Averaging.predivide_factor`.
+        op: Average or Sum.
+        backward_passes_per_step: gradients of so many calls of `apply` are added up here before the ranks' are reduced
+            and used once; `iterations` counts all calls.
+        average_aggregated_gradients: what was added up is divided by their number.
+        process_set: the ranks that take part.
+
+    Raises:
+        TypeError: this is no optimizer of Keras 3.
+        ValueError: it is wrapped already, or the arguments contradict each other.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"DistributedOptimizer takes an optimizer of Keras 3, not a {type(optimizer).__name__}")
+    if is_distributed(optimizer):
+        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; it is at least 1")
+    if backward_passes_per_step > 1 and optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            "the optimizer has gradient_accumulation_steps, and backward_passes_per_step would add up a second time:"
+            " use one of them"
+        )
+    # Not the optimizer's own name, which Keras numbers: a rank may have made others before.
+    called = name or f"gradients of {type(optimizer).__name__}"
+    averaging = Averaging(called, ReduceOp(op), compression, gradient_predivide_factor, process_set)
+    distribution = Distribution(averaging, sparse_as_dense, backward_passes_per_step, average_aggregated_gradients)
+    return distribute(optimizer, distribution)
+
+
+class Distributing:
+    """What a distributed optimizer has before its own class in the order of resolution."""
+
+    kvdist_distribution: Distribution
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Use the average of the ranks' gradients; None among them counts as zeros."""
+        own: Callable[..., None] = super().apply  # type: ignore[misc]
+        self.kvdist_distribution.apply(self, list(grads), trainable_variables, own)
+
+
+def distribute(optimizer: Any, distribution: Distribution) -> Any:
+    """Let `apply` of this object go through a distribution."""
+    own = type(optimizer)
+    public = getattr(keras.optimizers, own.__name__, None)
+    is_public = isinstance(public, type) and issubclass(own, public)
+    optimizer.__class__ = type(
+        own.__name__,
+        (Distributing, own),
+        {
+            # What is saved names this place, and there the optimizer itself is found.
+            "__module__": "keras.optimizers" if is_public else own.__module__,
+            "__qualname__": own.__qualname__,
+            "__doc__": own.__doc__,
+        },
+    )
+    optimizer.kvdist_distribution = distribution
+    return optimizer
+
+
+def release(optimizer: Any) -> Distribution:
+    """Undo `distribute`."""
+    distribution: Distribution = optimizer.kvdist_distribution
+    optimizer.__class__ = type(optimizer).__mro__[2]
+    del optimizer.kvdist_distribution
+    return distribution
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether this object averages its gradients over the ranks."""
+    return isinstance(optimizer, Distributing)
+
+
+def with_outermost_distributed(optimizer: Any) -> Any:
+    """An optimizer whose outermost part is the one that is distributed.
+
+    `Model.compile` puts a `LossScaleOptimizer` around the optimizer of a model in half precision, and that one would
+    look at the gradients of its own rank alone.
+    """
+    scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scales_loss and not is_distributed(optimizer) and is_distributed(optimizer.inner_optimizer):
+        return distribute(optimizer, release(optimizer.inner_optimizer))
+    return optimizer
+
+
+class Distribution:
+    """What happens to the gradients of one optimizer.
+
+    Args:
+        averaging: over the ranks.
+        sparse_as_dense, passes, divides: see `DistributedOptimizer`.
+    """
+
+    def __init__(self, averaging: Averaging, sparse_as_dense: bool, passes: int, divides: bool) -> None:
+        self._averaging = averaging
+        self._sparse_as_dense = sparse_as_dense
+        self._passes = passes
+        self._divides = divides
+        # Not the optimizer's variables: they are never saved, and restored weights begin a new sum.
+        self._count: Any = None
+        self._sums: list[Any] = []
+
+    def apply(
+        self, optimizer: Any, grads: list[Any], variables: Sequence[Any] | None, own: Callable[..., None]
+    ) -> None:
+        """Do what `apply` of the optimizer does, `own`, with the gradients of all ranks."""
+        if self._passes == 1:
+            own(self._averaged(grads, variables), variables)
+            return
+        if variables is None:
+            raise ValueError("with backward_passes_per_step over 1 apply() must be given the variables, too")
+        if not optimizer.built:
+            optimizer.build(list(variables))  # outside the branches below, where a graph can have no new variables
+        self._add(grads, list(variables))
+
+        def step() -> None:
+            factor = 1.0 / self._passes if self._divides else 1.0
+            own(self._averaged([total.value * factor for total in self._sums], variables), variables)
+            for total in self._sums:
+                total.assign(keras.ops.zeros_like(total))
+            self._count.assign(0)
+
+        keras.ops.cond(
+            keras.ops.equal(self._count, self._passes), step, lambda: _do(optimizer.iterations.assign_add(1))
+        )
+
+    def _averaged(self, grads: list[Any], variables: Sequence[Any] | None) -> list[Any]:
+        if self._averaging.ranks == 1:
+            return grads
+        return averaged(grads, variables, self._averaging, self._sparse_as_dense)
+
+    def _add(self, grads: list[Any], variables: list[Any]) -> None:
+        if self._count is None:
+            self._count = keras.Variable(0, dtype="int32", trainable=False, name="passes")
+            self._sums = [
+                keras.Variable(
+                    initializer="zeros", shape=variable.shape, dtype=variable.dtype, trainable=False, name="sum"
+                )
+                for variable in variables
+            ]
+        self._count.assign_add(1)
+        for total, grad in zip(self._sums, grads, strict=True):
+            if grad is not None:
+                total.assign_add(keras.ops.convert_to_tensor(grad))
+
+
+def _do(_: Any) -> None:
+    """Nothing more: both branches of a graph return None."""

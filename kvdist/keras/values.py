@@ -1,0 +1,135 @@
+"""Values of Keras through collective operations, whatever its backend.
+
+On the torch backend variables and gradients are torch's tensors and go as they are. On TensorFlow's they go through
+`kvdist.graphs`, which is imported only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from kvdist import collective
+from kvdist.averaging import Averaging
+from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
+from kvdist.collective.compression import NoneCompressor
+
+
+def averaged(
+    gradients: Sequence[Any], variables: Sequence[Any] | None, averaging: Averaging, sparse_as_dense: bool
+) -> list[Any]:
+    """The ranks' gradients as one list; of a variable without one, zeros travel.
+
+    Args:
+        gradients: tensors of the backend, or None.
+        variables: whose they are; None if no gradient is.
+
+    Raises:
+        ValueError: a gradient is None and nobody says of which variable.
+    """
+    if variables is None and any(gradient is None for gradient in gradients):
+        raise ValueError("a gradient is None, and all ranks must send one: give apply() the variables, too")
+    if keras.backend.backend() == "tensorflow":
+        from kvdist.graphs import averaged_gradients
+
+        return averaged_gradients(gradients, variables or [], averaging, sparse_as_dense)
+    given = [
+        torch.zeros_like(variables[i].value) if gradient is None and variables is not None else gradient
+        for i, gradient in enumerate(gradients)
+    ]
+    return list(averaging.of(given))
+
+
+def broadcast_values(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+    """Give all ranks one rank's values of Keras variables, in place."""
+    if keras.backend.backend() == "tensorflow":
+        from kvdist.graphs import broadcast_variables
+
+        broadcast_variables([variable.value for variable in variables], root_rank, process_set=process_set)
+        return
+    # Keras numbers layers and optimizers, so that a rank that has made others before has other names for the same.
+    handles = [
+        collective.broadcast_async_(variable.value.detach(), root_rank, f"variable {i}", process_set)
+        for i, variable in enumerate(variables)
+    ]
+    for handle in handles:
+        collective.synchronize(handle)
+
+
+def broadcast_global_variables(root_rank: int, model: Any) -> None:
+    """Give all ranks one rank's weights and optimizer state of a model that is built.
+
+    Keras 3 keeps no list of all variables, so that the model is named, unlike Horovod's function. Seeds of random
+    layers stay each rank's own.
+    """
+    optimizer = model.optimizer
+    broadcast_values([*model.weights, *([] if optimizer is None else optimizer.variables)], root_rank)
+
+
+# Single values.
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: type[NoneCompressor] = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> np.ndarray[Any, Any]:
+    """A number, array or tensor reduced over the ranks, averaged unless `op` says otherwise; a NumPy array."""
+    result = collective.allreduce(
+        tensor_of(value),
+        average=average,
+        name=name,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+    return result.cpu().numpy()
+
+
+def allgather(
+    value: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> np.ndarray[Any, Any]:
+    """The rows of all ranks' arrays, in rank order; they may have different numbers of them."""
+    return collective.allgather(tensor_of(value), name, process_set).cpu().numpy()
+
+
+def broadcast(
+    value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> np.ndarray[Any, Any]:
+    """One rank's value, on all ranks; those of the others have its dtype and shape."""
+    return collective.broadcast(tensor_of(value), root_rank, name, process_set).cpu().numpy()
+
+
+def reducescatter(
+    value: Any, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = global_process_set
+) -> np.ndarray[Any, Any]:
+    """This rank's part of the rows of the arrays' average or sum."""
+    result = collective.reducescatter(tensor_of(value), op=op, name=name, process_set=process_set)
+    return result.cpu().numpy()
+
+
+def tensor_of(value: Any) -> torch.Tensor:
+    """A tensor of its own with the value of a number, an array or a backend's tensor; Python's numbers keep 64 bits."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return torch.from_numpy(array_of(value).copy())
+
+
+def array_of(value: Any) -> np.ndarray[Any, Any]:
+    """The value of a number, an array, a variable or a backend's tensor."""
+    if isinstance(value, keras.Variable):
+        value = value.value
+    if keras.ops.is_tensor(value):
+        value = keras.ops.convert_to_numpy(value)
+    return np.asarray(value)

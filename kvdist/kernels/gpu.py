@@ -1,0 +1,100 @@
+"""Which library drives a GPU, and on which GPU a value lies.
+
+The array decides: nothing is imported, and no GPU is touched, before somebody hands in a value that lies on one or
+names one. Then CuPy drives it, else numba. What was chosen is logged, with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvdist.errors import DeviceError
+from kvdist.kernels.device import Device
+
+LOG = logging.getLogger("kvdist")
+
+HOST = "host"
+SETTINGS = ("auto", "cupy", "numba", HOST)
+"""Values of ``KVDIST_GPU``; the last one keeps all arithmetic in the host's memory."""
+
+_ON_GPU = (2, 13)
+"""DLPack's codes of CUDA memory, plain and managed."""
+
+OR_THE_HOST = "or set KVDIST_GPU=host to bring gradients to the host and sum them there"
+
+
+def gpu_index(value: Any) -> int | None:
+    """The number of the GPU on which a value lies; None for the host's memory, or what is no array at all."""
+    if getattr(value, "__cuda_array_interface__", None) is None and not _is_cuda_tensor(value):
+        return None
+    where = getattr(value, "__dlpack_device__", None)
+    if where is not None:
+        code, index = where()
+        return int(index) if int(code) in _ON_GPU else None
+    from kvdist.kernels.numba_gpu import index_of  # the one library whose arrays do not say where they lie
+
+    return index_of(value)
+
+
+def _is_cuda_tensor(value: Any) -> bool:
+    """Whether it is a tensor of torch on a GPU: one that requires grad, or of bfloat16, has no other interface."""
+    return bool(getattr(value, "is_cuda", False))
+
+
+def _cupy(index: int) -> Device:
+    from kvdist.kernels.cupy_gpu import open_device
+
+    return open_device(index)
+
+
+def _numba(index: int) -> Device:
+    from kvdist.kernels.numba_gpu import open_device
+
+    return open_device(index)
+
+
+LIBRARIES: Mapping[str, Callable[[int], Device]] = {"cupy": _cupy, "numba": _numba}
+"""In the order in which they are tried."""
+
+
+def open_gpu(
+    index: int,
+    setting: str = "auto",
+    libraries: Mapping[str, Callable[[int], Device]] = LIBRARIES,
+    otherwise: str = OR_THE_HOST,
+) -> Device:
+    """The GPU of a number.
+
+    Args:
+        index: which of those that are visible.
+        setting: one of `SETTINGS` but for ``host``.
+        libraries: what may drive it.
+        otherwise: what else can be done where nothing can, for the message.
+
+    Raises:
+        DeviceError: there is no such GPU, no driver, or no library; the message says what to do.
+    """
+    missing = []
+    for name in libraries if setting == "auto" else [setting]:
+        try:
+            device = libraries[name](index)
+        except ImportError as error:
+            missing.append(f"{name} cannot be imported ({error})")
+        else:
+            why = "as KVDIST_GPU says" if setting != "auto" else "; ".join(missing) or "it is installed"
+            LOG.info("%s is driven by %s (%s)", device.name, device.library, why)
+            return device
+    raise DeviceError(
+        f"nothing here can compute on cuda:{index}: {'; '.join(missing)}. Install one with `pip install kvdist[gpu]`,"
+        f" {otherwise}"
+    )
+
+
+def has_library(setting: str) -> bool:
+    """Whether a library that may drive GPUs is installed; it is not imported to find out."""
+    modules = {"cupy": "cupy", "numba": "numba_cuda"}
+    wanted = [modules[setting]] if setting in modules else modules.values()
+    return setting != HOST and any(importlib.util.find_spec(module) is not None for module in wanted)

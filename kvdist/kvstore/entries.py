@@ -1,0 +1,238 @@
+"""What a local store keeps of one key: its value, where it rests, and how contributions get into it.
+
+Rules that hold here:
+
+* The stored value is the store's own: what comes in is summed into it, what goes out is copied from it.
+* A key rests where its first contributions come from: on the host, or on one of the GPUs. What comes from elsewhere is
+  brought there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvdist.dtypes import DType
+from kvdist.kernels.device import Device
+from kvdist.kernels.interface import Array, Kernels
+from kvdist.kvstore import values
+from kvdist.kvstore.compressing import Compressing
+from kvdist.kvstore.device_codes import through_on_devices
+from kvdist.kvstore.device_sum import brought
+from kvdist.kvstore.devices import Devices, OnDevice, new_value, uploaded
+from kvdist.kvstore.updaters import Updaters
+from kvdist.kvstore.values import Bits, Key, Shape
+from kvdist.optimizer.step import Extent
+
+UpdaterFunction = Callable[[Any, Any, Any], None]
+"""(key, what was received, the stored value, to be changed in place)."""
+
+
+class Entry(ABC):
+    """One key.
+
+    Args:
+        key, shape, dtype: of it.
+        kind: what came, so what comes back; see `values.kind_of`.
+    """
+
+    def __init__(self, key: Key, shape: Shape, dtype: DType, kind: str) -> None:
+        self.key = key
+        self.shape = shape
+        self.dtype = dtype
+        self.kind = kind
+
+    @property
+    @abstractmethod
+    def device(self) -> Device | None:
+        """The GPU on which it rests; None for the host."""
+
+    @abstractmethod
+    def load(self, bits: Bits) -> None:
+        """Take another value, from the host's memory."""
+
+    @abstractmethod
+    def replace(self, value: Any) -> None:
+        """Take another value, from wherever the user has it."""
+
+    @abstractmethod
+    def sum(self, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        """The sum of these becomes the value."""
+
+    @abstractmethod
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        """The optimizer changes the value by the sum of these."""
+
+    @abstractmethod
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        """The user's function changes the value, told the sum of these."""
+
+    @abstractmethod
+    def write_to(self, array: Any) -> None:
+        """Copy the value into the user's array."""
+
+    @abstractmethod
+    def host_bits(self) -> Bits:
+        """The value in the host's memory, to be read at once."""
+
+    def new(self) -> Any:
+        """A copy of the value, of the kind that came."""
+        return values.like(self.kind, self.shape, self.dtype, self.host_bits().copy())
+
+
+class HostEntry(Entry):
+    """A key that rests in the host's memory.
+
+    Args:
+        key, shape, dtype, kind: as of `Entry`.
+        kernels: what does the arithmetic.
+    """
+
+    def __init__(self, key: Key, shape: Shape, dtype: DType, kind: str, kernels: Kernels, first: Bits) -> None:
+        super().__init__(key, shape, dtype, kind)
+        self.bits = first.copy()
+        self._kernels = kernels
+
+    @property
+    def device(self) -> None:
+        return None
+
+    def load(self, bits: Bits) -> None:
+        self.bits[...] = bits
+
+    def replace(self, value: Any) -> None:
+        self.load(values.read_bits(value))
+
+    def sum(self, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        self._sum_into(self.bits, arrays, compressing)
+
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        parts = self._parts(arrays, compressing)
+        updater = updaters.of(self.key)
+        scales = [updater.optimizer.rescale_grad] * len(parts)
+        updater.update(self.key, self.bits, parts, scales, self.dtype, self.bits, extent=Extent(self.key, self.shape))
+
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        # A sum of its own, even of one array: the function may write into what it received.
+        total = np.empty_like(self.bits)
+        self._sum_into(total, arrays, compressing)
+        library = "torch" if self.kind.startswith("torch") else "numpy"
+        received = values.like(library, self.shape, self.dtype, total)
+        function(self.key, received, values.like(library, self.shape, self.dtype, self.bits))
+
+    def write_to(self, array: Any) -> None:
+        values.write_bits(array, self.bits)
+
+    def host_bits(self) -> Bits:
+        return self.bits
+
+    def _parts(self, arrays: Sequence[Any], compressing: Compressing | None) -> list[Bits]:
+        parts = [values.read_bits(array) for array in arrays]
+        return parts if compressing is None else compressing.through(self.key, parts)
+
+    def _sum_into(self, out: Bits, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        parts = self._parts(arrays, compressing)
+        if len(parts) == 1:  # a plain copy, at less than half the cost of a kernel's call
+            out[...] = parts[0]
+            return
+        self._kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)
+
+
+class DeviceEntry(Entry):
+    """A key that rests on a GPU.
+
+    Args:
+        key, shape, dtype, kind: as of `Entry`.
+        devices: where values lie.
+        device: where it rests.
+        like: a value of the user's on a GPU, whose library makes the one that is kept.
+    """
+
+    def __init__(
+        self, key: Key, shape: Shape, dtype: DType, kind: str, devices: Devices, device: Device, like: Any
+    ) -> None:
+        super().__init__(key, shape, dtype, kind)
+        self._devices = devices
+        self._library = values.kind_of(like).partition(":")[0]
+        self._device = device
+        self._value = self._made()
+        self._bits = device.view(self._value, dtype)
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    def move(self, device: Device) -> None:
+        """Rest on another GPU from now on. It must not have been updated yet."""
+        source, bits = self._device, self._bits
+        self._device = device
+        self._value = self._made()
+        self._bits = device.view(self._value, self.dtype)
+        device.copy(bits, self._bits, source)
+
+    def load(self, bits: Bits) -> None:
+        self._device.upload(bits, self._bits)
+        self._device.mark().wait()
+
+    def replace(self, value: Any) -> None:
+        part = self._devices.read(value, self.dtype)
+        if isinstance(part, OnDevice):
+            self._device.copy(part.array, self._bits, part.device)
+        else:
+            self.load(part)
+
+    def sum(self, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        self._sum_into(self._bits, self._parts(arrays, compressing))
+
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        updater = updaters.of(self.key)
+        parts = self._parts(arrays, compressing)
+        scales = [updater.optimizer.rescale_grad] * len(parts)
+        extent = Extent(self.key, self.shape)
+        updater.update(self.key, self._bits, parts, scales, self.dtype, self._bits, extent=extent)
+
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+        received = self._made()
+        self._sum_into(self._device.view(received, self.dtype), self._parts(arrays, compressing))
+        with self._device.kernels.active():
+            function(self.key, received, self._value)
+
+    def write_to(self, array: Any) -> None:
+        place = self._devices.place(array, self.dtype)
+        if place is None:
+            values.write_bits(array, self.host_bits())
+        else:
+            place.device.copy(self._bits, place.array, self._device)
+
+    def host_bits(self) -> Bits:
+        bits = np.empty(self._bits.size, self.dtype.storage)
+        self._device.download(self._bits, bits)
+        self._device.mark().wait()
+        return bits
+
+    def new(self) -> Any:
+        if self.kind == "numpy" or self.kind == "torch":
+            return super().new()
+        made = self._made()
+        self._device.copy(self._bits, self._device.view(made, self.dtype), self._device)
+        return made
+
+    def _made(self) -> Any:
+        kind = f"torch:{self._device.name}" if self._library == "torch" else self._library
+        return new_value(kind, self._device, self.shape, self.dtype)
+
+    def _parts(self, arrays: Sequence[Any], compressing: Compressing | None) -> list[Array]:
+        parts = [self._here(self._devices.read(array, self.dtype)) for array in arrays]
+        if compressing is not None:
+            return through_on_devices(compressing, self.key, parts, self._device)
+        return brought(parts, self._device, self.dtype)
+
+    def _here(self, part: Bits | OnDevice) -> OnDevice:
+        """What came from the host, on this GPU."""
+        return part if isinstance(part, OnDevice) else uploaded(part, self._device)
+
+    def _sum_into(self, out: Array, parts: Sequence[Array]) -> None:
+        self._device.kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)

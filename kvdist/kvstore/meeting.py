@@ -1,0 +1,169 @@
+"""How stores without servers come to an engine: the one of this process, begun by whoever needs it first.
+
+Three ways of becoming a rank: a launcher has said who this process is (`kvdist.world`); the job has servers, and the
+ranks meet through their cluster; or neither, and the process is alone. Rules that hold here:
+
+* One engine serves everybody: `kvdist.collective.init`, `kvdist.horovod.init` and all stores.
+* Who began it ends it: the last store that is closed, if a store was the first to need it, else the program, which may
+  also take it over by its `begin`.
+* The cluster of a job with servers is not left as long as the engine lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kvdist.addresses import host_name, is_loopback, local_address_towards
+from kvdist.collective import state
+from kvdist.collective.engine import Engine
+from kvdist.collective.process_sets import ProcessSet
+from kvdist.config import ClusterConfig, has_servers_from_env
+from kvdist.core.policy import SYNC
+from kvdist.errors import ConfigError, KvdistError
+from kvdist.kvstore.cluster import MEMBERSHIP
+from kvdist.kvstore.dist import DistStore
+from kvdist.world import Meeting, World, placed
+
+LOOPBACK = "127.0.0.1"
+ADDRESS_BYTES = 256
+
+
+class Engagements:
+    """Who uses the engine of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stores: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+        """Engine → how many stores have been made on it."""
+        self._open: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+        """Engine → how many of them are open."""
+        self._ours: Engine | None = None
+        """One that ends with its last store."""
+        self._cluster: DistStore | None = None
+        """Holds the cluster through which the ranks have met."""
+
+    def begin(self, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
+        """Become a rank for the program, until `end`, or stay one until then; a second call does nothing.
+
+        Args:
+            process_sets: see `kvdist.collective.init`.
+
+        Raises:
+            ConfigError: the environment says only half of who this process is, or the job encrypts.
+            CollectiveError: the other ranks were not found in time.
+        """
+        with self._lock:
+            self._begin(process_sets)
+            self._ours = None
+
+    def end(self) -> None:
+        """Stop being a rank; a second call does nothing."""
+        with self._lock:
+            self._end()
+
+    def join(self) -> tuple[Engine, int, Callable[[], None]]:
+        """The engine for a store, the store's number on it, and what to call when it is closed."""
+        with self._lock:
+            if not state.is_initialized():
+                self._begin()
+                self._ours = state.current()
+            engine = state.current()
+            number = self._stores.get(engine, 0)
+            self._stores[engine] = number + 1
+            self._open[engine] = self._open.get(engine, 0) + 1
+            return engine, number, lambda: self._leave(engine)
+
+    def _leave(self, engine: Engine) -> None:
+        with self._lock:
+            self._open[engine] -= 1
+            if self._open[engine] == 0 and self._ours is engine:
+                self._end()
+
+    def _begin(self, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
+        if state.is_initialized():
+            return
+        config = ClusterConfig.from_env() if has_servers_from_env() else None
+        if config is None:
+            state.init(None, process_sets)
+            return
+        self._cluster = DistStore("dist", SYNC, MEMBERSHIP.join())
+        try:
+            state.init(met_through(self._cluster, config), process_sets)
+        except Exception:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        state.shutdown()
+        self._ours = None
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            with contextlib.suppress(KvdistError):  # what went wrong with the ranks has been said
+                cluster.close()
+
+
+ENGAGEMENTS = Engagements()
+
+
+def met_through(store: DistStore, config: ClusterConfig) -> World:
+    """Who this worker of a job with servers is, and where rank 0 listens now.
+
+    Raises:
+        ConfigError: the job encrypts, which what travels between ranks is not.
+    """
+    hosts = _hosts(store)
+    world = placed(World(store.rank, store.num_workers, launcher="the cluster"), hosts)
+    is_one_machine = world.local_size == store.num_workers
+    if config.encrypts and not is_one_machine:
+        raise ConfigError(
+            "this job encrypts what its servers get, and nothing encrypts what ranks on several machines send each"
+            " other (gloo, NCCL): start it with --security none if the network is trusted, or use 'dist'"
+        )
+    host = LOOPBACK if is_one_machine or is_loopback(config.root_host) else _own_address(config)
+    meeting, said = Meeting(), np.zeros(ADDRESS_BYTES, np.uint8)
+    if store.rank == 0:
+        meeting = _listening(host, config)
+        text = f"{meeting.host} {meeting.port}".encode()
+        said[: len(text)] = np.frombuffer(text, np.uint8)
+    (said,) = store.from_rank_0([said])
+    if store.rank:
+        name, port = said.tobytes().rstrip(b"\0").decode().split()
+        meeting = Meeting(name, int(port), job=config.job)
+    return replace(world, meeting=meeting)
+
+
+def _hosts(store: DistStore) -> list[int]:
+    """Of each worker a number of its machine."""
+    digest = hashlib.blake2b(host_name().encode(), digest_size=6).digest()
+    places = np.zeros(store.num_workers, np.int64)
+    store.init("machines", places)
+    places[store.rank] = int.from_bytes(digest, "little")
+    store.pushpull("machines", places)
+    return [int(one) for one in places]
+
+
+def _own_address(config: ClusterConfig) -> str:
+    return config.node_host or local_address_towards(config.root_host, config.root_port)
+
+
+def _listening(host: str, config: ClusterConfig) -> Meeting:
+    """Where this rank 0 listens from now on.
+
+    Raises:
+        ConfigError: no port is free.
+    """
+    first, last = config.port_range or (0, 0)
+    for port in range(first, last + 1):
+        with contextlib.suppress(OSError):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port), family=family)
+            return Meeting(host, listening.getsockname()[1], listening.detach(), job=config.job)
+    raise ConfigError(f"rank 0 cannot listen at {host}: no port is free ({first}-{last}); see KVDIST_PORT_RANGE")

@@ -1,0 +1,248 @@
+"""Sums over the ranks of a collective job: what each key's arrays become on their way, and where the sums go.
+
+Rules that hold here:
+
+* All keys of one call are one operation, so there is one round for all of them, however many they are.
+* With them travels, for each key, how many ranks have a value for it, and how many of those want an average. So ranks
+  agree without a word on what nobody has given, and on what is an average: what all who give it want to be one. Whoever
+  gives nothing has no say in it, but counts: an average divides by the number of all ranks.
+* A sum is made where its result goes: in place it costs no pass beside those of the engine and, for an average, one.
+* What was handed in is not written, unless the result goes there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from kvdist.collective.channel import Channel
+from kvdist.collective.operation import Operation
+from kvdist.collective.operations import AllReduce
+from kvdist.collective.reduction import Sum
+from kvdist.kvstore import values
+from kvdist.kvstore.values import Key, Shape
+
+KEYS_NAMED_MAX = 8
+"""Keys that are named where people read of a call; of more, the first and the last."""
+
+Begun = Any
+"""What the engine gives for a transfer that was begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One key of a sum.
+
+    Attributes:
+        key: its name.
+        shape, dtype: what all ranks declared.
+        given: this rank's arrays, one per device; none for no gradient.
+        places: where the sum goes, as often as it is wanted; empty for nowhere but the store.
+        wire: the type in which it travels; `dtype` where it is not compressed.
+    """
+
+    key: Key
+    shape: Shape
+    dtype: torch.dtype
+    given: Sequence[Any]
+    places: Sequence[Any]
+    wire: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The sum of one key, on the engine's thread.
+
+    Attributes:
+        part: of which.
+        tensor: the sum, or the average.
+        count: how many ranks had a value; the tensor means nothing for 0.
+        averaging: how many of them wanted an average; it is one if all did.
+    """
+
+    part: Part
+    tensor: Tensor
+    count: int
+    averaging: int
+
+
+class Summing(Operation):
+    """One call's keys, summed over the ranks.
+
+    Args:
+        parts: the keys, in an order that is the same on all ranks.
+        average: whether this rank wants each sum divided by the number of ranks.
+        weight: what this rank's values are multiplied by before.
+        predivide: by what values are divided before the sum, and multiplied after it.
+        keeps: whether arrays may be read until the operation is done; else they are copied now.
+        then: called with the sums, on the engine's thread, before the places are written; it returns those that it has
+            not written itself.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        average: bool,
+        then: Callable[[list[Summed]], list[Summed]],
+        weight: float = 1.0,
+        predivide: float = 1.0,
+        keeps: bool = False,
+    ) -> None:
+        self._parts = parts
+        self._then = then
+        home = _home(parts)
+        self._size = 1
+        self._targets = [[memory_of(place) for place in part.places] for part in parts]
+        pairs = [self._pair(i, home, weight, keeps) for i in range(len(parts))]
+        has = [float(bool(part.given)) for part in parts]
+        self._counts = torch.tensor([has, [average * one for one in has]], dtype=torch.float32, device=home)
+        self._sums = [output for _, output in pairs]
+        inputs, outputs = [given for given, _ in pairs], [*self._sums, self._counts]
+        self._inner = AllReduce("", [*inputs, self._counts], outputs, Sum, 1 / predivide, predivide, _keys_of(parts))
+        self.signature = self._inner.signature
+
+    def begin(self, channel: Channel) -> list[Begun]:
+        self._size = channel.size
+        return self._inner.begin(channel)
+
+    def finish(self) -> None:
+        self._inner.finish()
+        counts, averaging = ([round(count) for count in row] for row in self._counts.tolist())
+        summed = [Summed(*one) for one in zip(self._parts, self._sums, counts, averaging, strict=True)]
+        if self._size > 1:
+            _divide([one.tensor for one in summed if one.averaging == one.count], self._size)
+        places = {part.key: place for part, place in zip(self._parts, self._targets, strict=True)}
+        for one in self._then(summed):
+            for place, memory in zip(one.part.places, places[one.part.key], strict=True):
+                write(place, memory, one.tensor)
+
+    def _pair(self, number: int, home: torch.device, weight: float, keeps: bool) -> tuple[Tensor, Tensor]:
+        """What is sent of a key, and where its sum is made; the same tensor where nothing need be copied."""
+        part, targets = self._parts[number], self._targets[number]
+        target = targets[0] if targets else None
+        if target is not None and _is_in_place(part, target, home) and weight == 1.0:
+            return target, target  # the usual case, told without a look at what is given
+        given = [as_tensor(array) for array in part.given]
+        fits = target is not None and target.device == home and part.wire is part.dtype
+        if target is None or not fits or _overlaps(target, given[1:]):
+            target = torch.empty(part.shape, dtype=part.wire, device=home)
+        if not given:
+            return target.zero_(), target
+        first = given[0]
+        if len(given) == 1 and weight == 1.0 and first.device == home and part.wire is part.dtype:
+            if _is_same(first, target):
+                return target, target
+            if keeps:
+                return first.contiguous(), target
+        _add_up(given, weight, target)
+        return target, target
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A value as a tensor, to be read: without a copy where its memory can be shown."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    shape, dtype = values.describe(value)
+    made: Tensor = values.like("torch", shape, dtype, values.read_bits(value))
+    return made
+
+
+def dtype_of(label: str) -> torch.dtype:
+    """Torch's own of an element type that a key may have."""
+    found: torch.dtype = getattr(torch, label)
+    return found
+
+
+def _keys_of(parts: Sequence[Part]) -> str:
+    """The keys of a call, for people, and another text for other keys."""
+    keys = [repr(part.key) for part in parts]
+    if len(keys) == 1:
+        return f"key {keys[0]}"
+    if len(keys) <= KEYS_NAMED_MAX:
+        return f"keys {', '.join(keys)}"
+    return f"{len(keys)} keys, {keys[0]} to {keys[-1]}, checksum {zlib.crc32(','.join(keys).encode()):08x}"
+
+
+def _home(parts: Sequence[Part]) -> torch.device:
+    """Where a call's keys are summed: on the device of the first tensor, which is the host's for arrays."""
+    arrays = [array for part in parts for array in (*part.places, *part.given)]
+    return arrays[0].device if arrays and isinstance(arrays[0], Tensor) else torch.device("cpu")
+
+
+def memory_of(place: Any) -> Tensor | None:
+    """A place's own memory, to be written by any thread; None where it has no order that a tensor could show.
+
+    Autograd is told now that it changes, and is not told again: what is written later belongs to this call.
+    """
+    if isinstance(place, Tensor):
+        if not place.is_contiguous():
+            return None
+        increment_version(place)
+        return place.data
+    if type(place) is np.ndarray and place.flags.c_contiguous and place.dtype.isnative:
+        return torch.from_numpy(place)
+    bits = values.writable_bits(place)
+    if bits is None:
+        return None
+    shape, dtype = values.describe(place)
+    shown: Tensor = values.like("torch", shape, dtype, bits)
+    return shown
+
+
+def write(place: Any, memory: Tensor | None, tensor: Tensor) -> None:
+    """Write a result into a place, whose memory is given if it has one that a tensor can show."""
+    if memory is not None:
+        if memory is not tensor and not _is_same(memory, tensor):
+            memory.copy_(tensor)
+    elif isinstance(place, Tensor):
+        place.detach().copy_(tensor)
+    else:
+        values.write_bits(place, values.read_bits(tensor.to(dtype_of(values.describe(place)[1].label))))
+
+
+def _is_in_place(part: Part, target: Tensor, home: torch.device) -> bool:
+    """Whether what one device gives is to become the sum, in memory that can be sent."""
+    is_alone = len(part.given) == 1 and part.given[0] is part.places[0]
+    return is_alone and part.wire is part.dtype and target.device == home
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape show the same memory in the same order."""
+    return one.data_ptr() == other.data_ptr() and one.dtype is other.dtype and one.stride() == other.stride()
+
+
+def _overlaps(target: Tensor, others: Sequence[Tensor]) -> bool:
+    where = target.untyped_storage().data_ptr()
+    return any(other.untyped_storage().data_ptr() == where for other in others)
+
+
+def _add_up(given: Sequence[Tensor], weight: float, target: Tensor) -> None:
+    """Write the sum over devices, times a weight, into `target`. One pass for each device, and one for a weight."""
+    if weight != 1.0 and len(given) == 1 and target.dtype is given[0].dtype and target.device == given[0].device:
+        torch.mul(given[0], weight, out=target)
+        return
+    whole = target if target.dtype is given[0].dtype else torch.empty_like(target, dtype=given[0].dtype)
+    whole.copy_(given[0])
+    for other in given[1:]:
+        whole.add_(other.to(whole.device))
+    if weight != 1.0:
+        whole.mul_(weight)
+    if whole is not target:
+        target.copy_(whole)
+
+
+def _divide(sums: Sequence[Tensor], count: int) -> None:
+    """Make averages of sums, in place: one pass. Whole numbers are rounded down."""
+    floating = [tensor for tensor in sums if tensor.is_floating_point()]
+    if floating:
+        torch._foreach_mul_(floating, 1 / count)
+    for tensor in sums:
+        if not tensor.is_floating_point():
+            tensor.div_(count, rounding_mode="floor")

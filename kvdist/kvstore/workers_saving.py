@@ -1,0 +1,148 @@
+"""How workers save together what all of them have: the first one writes it, each adds its own `state`, and all wait.
+
+Every step of it is one that all workers make, so what one of them cannot do fails on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kvdist.checkpoint.files import DIGITS, FileRecord, explained, record_of
+from kvdist.checkpoint.slices import ReadSlice
+from kvdist.errors import CheckpointError
+from kvdist.kvstore import local_saving, saved
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.local_saving import Holding, KeepsStates
+from kvdist.kvstore.values import Bits
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SavingJob:
+    """What is to be saved, and where."""
+
+    folder: Path
+    contents: tuple[str, ...]
+    step: int = 0
+    keep: int = 0
+    content: bytes = b""
+    """Of this worker's own file."""
+
+
+class WorkersSaving:
+    """The workers of a store; alone without one.
+
+    Args:
+        store: with which they agree.
+    """
+
+    def __init__(self, store: KVStore | None) -> None:
+        self._store = store
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return 0 if self._store is None else self._store.rank
+
+    def save(
+        self, make: Callable[[], SavingJob], held: Callable[[], Sequence[Holding]], updater: KeepsStates | None
+    ) -> Path:
+        """Every worker writes its own file, then the first of them the rest.
+
+        Args:
+            make: what is to be saved; it may find that the arguments are wrong.
+            held: the keys; called on the first worker.
+            updater: what has their states.
+        """
+        job = self.together(make, "its arguments are wrong")
+        if self._store is not None:
+            self._store.agree(f"saves {job.folder} ({', '.join(job.contents)}), keep {job.keep or 'all'}")
+        live = _live(self._store)
+
+        def write_own() -> FileRecord | None:
+            return saved.write_own_file(job.folder, self.rank, job.content) if job.content else None
+
+        record = self.together(write_own, "its own file could not be written")
+        digits = _all_digits(self._store, record, len(live))
+
+        def write_rest() -> None:
+            if self.rank == live[0]:
+                files = _records(job.folder, digits)
+                local_saving.save(job.folder, job.contents, held(), updater, job.step, job.keep, files=files)
+
+        self.together(write_rest, f"worker-{live[0]} could not write the rest")
+        return job.folder
+
+    def load(
+        self,
+        find: Callable[[], saved.Checkpoint],
+        contents: tuple[str, ...],
+        held: Sequence[Holding],
+        updater: KeepsStates | None,
+    ) -> tuple[saved.Checkpoint, list[Bits | None]]:
+        """Every worker reads; if all could, all take over the states, and get the values."""
+
+        def read() -> tuple[saved.Checkpoint, list[ReadSlice]]:
+            checkpoint = find()
+            return checkpoint, local_saving.read(checkpoint.folder, contents, held, updater)
+
+        checkpoint, found = self.together(read, "it could not be read")
+        if self._store is not None:
+            self._store.agree(f"loads {checkpoint.folder}")
+        return checkpoint, local_saving.take(held, found, updater)
+
+    def together(self, do: Callable[[], T], what: str) -> T:
+        """Something that all workers do: it fails on all of them if it fails on one.
+
+        Raises:
+            CheckpointError: on another worker; here it is what was raised.
+        """
+        outcome: T | Exception
+        try:
+            outcome = do()
+        except (CheckpointError, TypeError, ValueError) as error:
+            outcome = error
+        has_failed = isinstance(outcome, Exception)
+        shares = 1.0 if self._store is None else self._store.average(float(not has_failed))
+        if isinstance(outcome, Exception):
+            raise outcome
+        if shares < 1.0:
+            raise CheckpointError(f"another worker failed: {what}; its log, or its exception, says why")
+        return outcome
+
+
+def _live(store: KVStore | None) -> list[int]:
+    """The ranks of the workers that have not left, in order."""
+    if store is None:
+        return [0]
+    mine = np.zeros(store.num_workers)
+    mine[store.rank] = 1.0
+    return [int(rank) for rank in np.flatnonzero(store.average(mine))]
+
+
+def _all_digits(store: KVStore | None, record: FileRecord | None, num_live: int) -> list[str]:
+    """Rank → the digits of the name of its own file; zeros for none.
+
+    A mean over the live workers of arrays that are zero but for their own rows carries them: 32 bits at a time, which a
+    float64 has room for, multiplied and divided by the number of workers.
+    """
+    own = "0" * DIGITS if record is None else record.sha256[:DIGITS]
+    if store is None:
+        return [own]
+    halves = np.zeros((store.num_workers, 2))
+    halves[store.rank] = [int(own[:8], 16), int(own[8:], 16)]
+    found = np.rint(store.average(halves * num_live))
+    return [f"{int(high):08x}{int(low):08x}" for high, low in found]
+
+
+def _records(folder: Path, digits: Sequence[str]) -> list[FileRecord]:
+    """What the workers have written."""
+    with explained(f"{folder} could not be read"):
+        names = [f"worker-{rank}-{own}.json" for rank, own in enumerate(digits) if own.strip("0")]
+        return [record_of(folder, name) for name in names]

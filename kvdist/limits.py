@@ -1,0 +1,63 @@
+"""What bounds memory, messages and waits, with every default. `kvdist.config` reads them from the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvdist.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds memory, messages and waits. Every process of a job should have the same."""
+
+    slice_bytes: int = 4 * MIB
+    """A key travels and is updated in pieces of at most this size, so that sending and summing overlap."""
+    window_bytes: int = 64 * MIB
+    """Bytes that may be on the way to one server without having been received."""
+    priority_slice_bytes: int = 160_000
+    """The same as `slice_bytes` for stores with priority slices: 40,000 elements of float32, as in MXNet's P3."""
+    priority_window_bytes: int = 4 * MIB
+    """Bytes that such a store's worker may have on the way to all servers of other hosts together: what is urgent waits
+    behind no more than these."""
+    shared_bytes_max: int = 1 << 40
+    """The most shared memory that a process makes; what does not fit is sent."""
+    frame_bytes_max: int = 64 * MIB
+    """The largest frame a socket accepts."""
+    connect_timeout_s: float = 30.0
+    """How long a process tries to reach the scheduler."""
+    form_timeout_s: float = 300.0
+    """How long the cluster may take to be complete."""
+    reconnect_grace_s: float = 0.4
+    """A broken connection counts as a lost process after this time without a new one."""
+    heartbeat_s: float = 1.0
+    """How often a process tells the scheduler that it lives, and a socket probes its peer."""
+    silence_s: float = 3.0
+    """A connection without any sign of life for this long is broken."""
+    explain_after_s: float = 10.0
+    """A wait longer than this prints who is awaited, for what, since when; again at each multiple."""
+    farewell_s: float = 5.0
+    """How long a process that ends waits for its last messages to leave."""
+
+
+def checked_limits(limits: Limits) -> Limits:
+    """The same, if they fit each other.
+
+    Raises:
+        ConfigError: they do not; the message names the variables.
+    """
+    sizes = {"KVDIST_SLICE_BYTES": limits.slice_bytes, "KVDIST_PRIORITY_SLICE_BYTES": limits.priority_slice_bytes}
+    for name, nbytes in sizes.items():
+        if not 8 <= nbytes <= limits.frame_bytes_max:
+            raise ConfigError(
+                f"{name} is {nbytes}; a slice has at least 8 bytes (one element of the widest type)"
+                f" and at most as many as a frame (KVDIST_FRAME_BYTES_MAX, {limits.frame_bytes_max})"
+            )
+    return limits
+
+
+def changed_limits(limits: Limits) -> list[str]:
+    """The names of those that are not the default."""
+    return [name for name in Limits.__annotations__ if getattr(limits, name) != getattr(Limits(), name)]

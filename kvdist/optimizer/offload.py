@@ -1,0 +1,263 @@
+"""Sums and updates on a GPU, for a server whose values are published from the host's memory.
+
+Weights and states rest on the device; gradients come from workers, so they cross the bus whatever is done, and so does
+the new weight, once, however many read it. What crosses in a round of W contributions of n bytes:
+
+* with an optimizer W·n up and n down, and one wait; n more up when the weight is not the one that was left there,
+  because it is the first, was replaced, restored, or its slices have been joined or split since. On the device the rule
+  makes the passes that `kvdist.optimizer.updater` counts, or one where the device has it in one piece;
+* without one W·n up and n down, and one wait, where `offloaded` does not leave it to the host.
+
+Rules that hold here:
+
+* All goes in the order of one stream, and every call waits for its end. So scratch memory is used again at once, and
+  nobody else's memory is read or written when a call has returned.
+* A weight on the device is known by the array of the host that it was published in. Whoever publishes never shows one
+  array again with a content that no update wrote, or the device would go on from the former one; see `Shard.replace`.
+* Tables of rows stay in the host's memory, and so do the sums and updates of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from kvdist.dtypes import DType
+from kvdist.errors import DeviceError
+from kvdist.kernels.device import Device
+from kvdist.kernels.interface import Array, Equation, Kernels
+from kvdist.kernels.reference import check_sum
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.interface import Arithmetic
+from kvdist.optimizer.placement import on_device, on_host, require_runs_on
+from kvdist.optimizer.states import Part, SliceState
+from kvdist.optimizer.step import Extent, Piece
+from kvdist.optimizer.updater import Updater, check_arrays
+
+SUMMED_BYTES_MIN = 1 << 20
+"""Sums of shorter arrays are left to the host.
+
+A trip is some five calls of 10 µs and a wait, in which one core adds about a megabyte; and what it adds is often in its
+cache. From there on the bus decides: 25 GB/s and more from pinned memory, against 10 to 20 of one core. Not yet
+measured on a GPU.
+"""
+SCRATCH_ALIGNMENT_BYTES = 256
+"""Arrays cut from scratch memory begin where allocators of GPUs let arrays begin, so that loads stay as wide."""
+
+
+def arithmetic_on(device: Device, host: Kernels) -> Arithmetic:
+    """Sums and updates on the device; all else is the host's."""
+    return Arithmetic(offloaded(device, host), partial(DeviceUpdater, device=device))
+
+
+class DeviceUpdater:
+    """An `Updater` on a device, for arrays of the host: a `SliceUpdater`. See the module.
+
+    Args:
+        optimizer: the rule and its numbers.
+        device: where weights and states rest.
+
+    Raises:
+        DeviceError: the rule cannot run there.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: Device) -> None:
+        require_runs_on(optimizer, device)
+        self.optimizer = optimizer
+        self._device = device
+        self._updater = Updater(optimizer, _kernels_of(device))
+        self._residents: dict[Hashable, _Resident] = {}
+        self._scratch = _Scratch(device)
+
+    @property
+    def states(self) -> Mapping[Hashable, SliceState]:
+        """See `SliceUpdater`. Each is downloaded when it is asked for."""
+        return _DownloadedStates(self._updater.states, self._device)
+
+    def update(
+        self,
+        index: Hashable,
+        weight: Array,
+        contributions: Sequence[Array],
+        scales: Sequence[float],
+        dtype: DType,
+        out: Array,
+        lr: float | None = None,
+        wd: float | None = None,
+        extent: Extent | None = None,
+    ) -> None:
+        """See `SliceUpdater`."""
+        extent = Extent(index, (weight.size,)) if extent is None else extent
+        self.update_together([Piece(index, weight, contributions, scales, out, extent)], dtype, lr, wd)
+
+    def update_together(
+        self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None
+    ) -> None:
+        """See `SliceUpdater`. The contributions to all pieces are on the device at once, for rules that need norms.
+
+        Raises:
+            TypeError, ValueError: as there.
+            DeviceError: the device has failed, and nothing is known of what is there.
+        """
+        for piece in pieces:
+            check_arrays(piece, dtype)
+        try:
+            there = self._uploaded(pieces, dtype)
+            self._updater.update_together(there, dtype, lr, wd)
+            for piece, moved in zip(pieces, there, strict=True):
+                self._device.download(moved.out, piece.out)
+        except MemoryError as error:  # of the device's library, in a rule that makes arrays
+            keys = f"key {pieces[0].extent.key!r}"
+            raise DeviceError(f"{self._device.name} has no memory left to update {keys}: {error}") from error
+        finally:
+            # Also when refused: what was being uploaded belongs to others.
+            self._device.mark().wait()
+        for piece, moved in zip(pieces, there, strict=True):
+            self._residents[piece.index] = _Resident(piece.out, moved.out)
+
+    def restore(self, index: Hashable, state: SliceState | None) -> None:
+        """See `SliceUpdater`. One upload of the state."""
+        self._residents.pop(index, None)
+        self._updater.restore(index, None if state is None else on_device(state, self._device))
+
+    def joinable(self, indices: Iterable[Hashable]) -> bool:
+        """See `SliceUpdater`."""
+        return self._updater.joinable(indices)
+
+    def join(self, index: Hashable, parts: Sequence[Part], size: int, dtype: DType) -> None:
+        """See `SliceUpdater`. Nothing crosses the bus now; the next update uploads the weight."""
+        for part in parts:
+            self._residents.pop(part.index, None)
+        self._updater.join(index, parts, size, dtype)
+
+    def split(self, index: Hashable, parts: Sequence[Part]) -> None:
+        """See `SliceUpdater`. Nothing crosses the bus now; the next updates upload the weights."""
+        self._residents.pop(index, None)
+        self._updater.split(index, parts)
+
+    def _uploaded(self, pieces: Sequence[Piece], dtype: DType) -> list[Piece]:
+        """The same pieces on the device, each to be updated in place. Weights there are taken out of `_residents`."""
+        counts = [piece.weight.size for piece in pieces for _ in piece.contributions]
+        scratch = iter(self._scratch.cut(counts, dtype.storage))
+        there = []
+        for piece in pieces:
+            contributions = []
+            for contribution in piece.contributions:
+                contributions.append(next(scratch))
+                self._device.upload(contribution, contributions[-1])
+            weight = self._weight(piece, dtype)
+            there.append(Piece(piece.index, weight, contributions, piece.scales, weight, piece.extent))
+        return there
+
+    def _weight(self, piece: Piece, dtype: DType) -> Array:
+        # Taken out until the update is done: after one that failed, the weight is uploaded anew.
+        resident = self._residents.pop(piece.index, None)
+        if resident is not None and resident.host is piece.weight:
+            return resident.array
+        array = self._device.kernels.empty(piece.weight.size, dtype.storage)
+        self._device.upload(piece.weight, array)
+        return array
+
+
+def offloaded(device: Device, host: Kernels) -> Kernels:
+    """The host's kernels, but that long sums are made on the device.
+
+    What came compressed is decoded on the host.
+    """
+    sources, sums = _Scratch(device), _Scratch(device)
+
+    def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
+        if len(contributions) < 2 or out.nbytes < SUMMED_BYTES_MIN:
+            host.weighted_sum(contributions, scales, dtype, out)
+            return
+        check_sum(contributions, scales, dtype, out)
+        try:
+            there = sources.cut([out.size] * len(contributions), dtype.storage)
+            for contribution, array in zip(contributions, there, strict=True):
+                device.upload(contribution, array)
+            (total,) = sums.cut([out.size], out.dtype)
+            device.kernels.weighted_sum(there, scales, dtype, total)
+            device.download(total, out)
+        finally:
+            device.mark().wait()
+
+    return replace(host, name=f"{host.name}, sums on {device.name}", weighted_sum=weighted_sum)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Resident:
+    """A weight on the device, and the array of the host that it was published in."""
+
+    host: Array
+    array: Array
+
+
+class _Scratch:
+    """Memory of a device that is used again and again: each call gives what the call before gave."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._arrays: dict[np.dtype[Any], Array] = {}
+
+    def cut(self, counts: Sequence[int], dtype: np.dtype[Any]) -> list[Array]:
+        """An array of each length, side by side."""
+        unit = SCRATCH_ALIGNMENT_BYTES // dtype.itemsize
+        *starts, size = accumulate((-(-count // unit) * unit for count in counts), initial=0)
+        whole = self._arrays.get(dtype)
+        if whole is None or whole.size < size:
+            self._arrays.pop(dtype, None)  # first, or there would be room for both
+            del whole
+            whole = self._arrays[dtype] = self._device.kernels.empty(size, dtype)
+        return [whole[start : start + count] for start, count in zip(starts, counts, strict=True)]
+
+
+class _DownloadedStates(Mapping[Hashable, SliceState]):
+    """States on a device, shown as copies in the host's memory."""
+
+    def __init__(self, states: Mapping[Hashable, SliceState], device: Device) -> None:
+        self._states = states
+        self._device = device
+
+    def __getitem__(self, index: Hashable) -> SliceState:
+        return on_host(self._states[index], self._device)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+def _kernels_of(device: Device) -> Kernels:
+    """Those of the device. Where rules cannot go function by function, what no kernel does is refused.
+
+    A device may have a rule in one piece, and not for every type.
+    """
+    if device.obeys_numpy:
+        return device.kernels
+
+    def fused_update(
+        equation: Equation,
+        weight: Array,
+        contributions: Sequence[Array],
+        scales: Sequence[float],
+        clip: float | None,
+        out: Array,
+        states: Sequence[Array],
+        dtype: DType,
+        master: Array | None = None,
+    ) -> bool:
+        own = device.kernels.fused_update
+        if own(equation, weight, contributions, scales, clip, out, states, dtype, master):
+            return True
+        raise TypeError(
+            f"{device.library} has no kernel for {equation.name} of {dtype.label} on {device.name}: install cupy there,"
+            " or start the servers without --server-device"
+        )
+
+    return replace(device.kernels, fused_update=fused_update)

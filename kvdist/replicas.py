@@ -1,0 +1,168 @@
+"""Replicas of a network: one on each device of a worker, which a `Trainer` keeps the same.
+
+Rules that hold here:
+
+* The first replica is the caller's own network, moved as ``net.to(device)`` moves it. The others are copies.
+* What is wrong is said before anything is moved or copied.
+* Parameters are in the order of the network, each once, as a list with its replica on every device: what a `Trainer`
+  takes. What is tied or frozen in the network is tied or frozen in every replica.
+* Buffers, such as BatchNorm's running statistics, are each device's own, until `kvdist.sync_buffers` makes them one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from kvdist.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Replicas(Sequence["torch.nn.Module"]):
+    """The replicas of one network, in the order of their devices. `replicate` makes it."""
+
+    def __init__(self, nets: Sequence[torch.nn.Module]) -> None:
+        self._nets = list(nets)
+
+    def __len__(self) -> int:
+        return len(self._nets)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.nn.Module]: ...
+
+    def __getitem__(self, index: int | slice) -> torch.nn.Module | list[torch.nn.Module]:
+        return self._nets[index]
+
+    def parameters(self) -> Iterator[list[torch.nn.Parameter]]:
+        """Each parameter as the list of its replicas, for a `Trainer`."""
+        for _, replicas in self.named_parameters():
+            yield replicas
+
+    def named_parameters(self) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
+        """Each parameter's name, and the list of its replicas."""
+        for named in zip(*(net.named_parameters() for net in self._nets), strict=True):
+            yield named[0][0], [parameter for _, parameter in named]
+
+    def train(self, mode: bool = True) -> None:
+        """Put all replicas into training mode, or with False into that of `eval`."""
+        for net in self._nets:
+            net.train(mode)
+
+    def eval(self) -> None:
+        """Put all replicas into evaluation mode."""
+        self.train(False)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all replicas. Call it before each batch."""
+        for net in self._nets:
+            net.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first replica's. Its parameters are those of all; its buffers are so after `kvdist.sync_buffers`."""
+        return self._nets[0].state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state into all replicas. After a step, call ``trainer.broadcast_parameters()`` behind it.
+
+        Raises:
+            RuntimeError: as torch's: a name or a shape is not the network's. The first replica is tried first.
+        """
+        for net in self._nets:
+            net.load_state_dict(state)
+
+
+def replicate(net: torch.nn.Module, devices: Sequence[Any]) -> Replicas:
+    """Put a network on several devices, for data parallel training by one worker.
+
+    Split each batch with `split_and_load`, run each replica on its part, and give ``replicas.parameters()`` or
+    ``replicas.named_parameters()`` to a `Trainer`, which sums the gradients and keeps the weights the same.
+
+    Args:
+        net: the network, with its first weights. It becomes the first replica: it is moved, not copied.
+        devices: torch devices or their names, such as ``["cuda:0", "cuda:1"]``. There may be one, or the same one
+            twice, each time with a replica of its own.
+
+    Returns:
+        The replicas, a sequence of modules: ``[loss(net(x), y) for net, x, y in zip(replicas, data, labels)]``.
+
+    Raises:
+        TypeError: `net` is not a module, or `devices` no list of devices.
+        ValueError: there is no device, or the network is spread over several devices, or has no memory yet (``meta``),
+            or torch cannot copy it.
+        RuntimeError: a lazy module has no shape yet.
+        DeviceError: a device cannot be used here.
+    """
+    places = _devices(devices)
+    _check(net)
+    copies = [_copy(net).to(place) for place in places[1:]]
+    return Replicas([net.to(places[0]), *copies])
+
+
+def _copy(net: torch.nn.Module) -> torch.nn.Module:
+    try:
+        return copy.deepcopy(net)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the network cannot be copied ({_first_line(error)}): make it once for each device and give the Trainer"
+            " list(zip(net0.parameters(), net1.parameters()))"
+        ) from error
+
+
+def _devices(devices: Sequence[Any]) -> list[torch.device]:
+    """The devices that are meant, each of which can be used."""
+    import torch
+
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise TypeError(f"devices is a list, one for each replica, such as ['cuda:0', 'cuda:1'], not {devices!r}")
+    if not devices:
+        raise ValueError("devices is empty; name at least one, such as ['cpu']")
+    places = []
+    for device in devices:
+        try:
+            place = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise TypeError(f"{device!r} is not a device; name one such as 'cuda:0' or 'cpu'") from error
+        if place.type == "meta":
+            raise ValueError("a network on the device 'meta' has no memory and cannot be trained; name another device")
+        try:
+            torch.empty(1, device=place)
+        except (AssertionError, NotImplementedError, RuntimeError) as error:  # torch without CUDA asserts
+            raise DeviceError(
+                f"the device {str(place)!r} cannot be used here ({_first_line(error)}): torch sees"
+                f" {torch.cuda.device_count()} CUDA devices, counted from 0, of those that CUDA_VISIBLE_DEVICES leaves"
+            ) from error
+        places.append(place)
+    return places
+
+
+def _check(net: torch.nn.Module) -> None:
+    """Refuse what cannot be replicated."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    if not isinstance(net, torch.nn.Module):
+        raise TypeError(f"replicate takes a network, which is a torch.nn.Module, not {type(net).__name__}")
+    named = [*net.named_parameters(), *net.named_buffers()]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise RuntimeError(
+            f"{', '.join(lazy)} has no shape yet, as its module is lazy: run one forward pass before replicate()"
+        )
+    lies_on = list(dict.fromkeys(str(parameter.device) for parameter in net.parameters()))
+    if len(lies_on) > 1:
+        raise ValueError(
+            f"the network is spread over {' and '.join(lies_on)}, and a replica lies on one device: move it to one"
+            " first, if it fits there"
+        )
+    if "meta" in lies_on:
+        raise ValueError("the network is on the device 'meta' and has no weights yet: give it some, as by to_empty()")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

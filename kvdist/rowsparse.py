@@ -1,0 +1,387 @@
+"""Values of which only some rows are there: `RowSparse`, and tables whose rows come into being late: `LazyRows`.
+
+Rules that hold here: repeated rows are summed in the order given, halves in float32. Torch is imported only by who
+asks for a tensor; a tensor that is handed in brings its torch along.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdist.dtypes import DType, from_name
+from kvdist.initializer import Initializer, initializer_from, to_bfloat16
+
+Array = NDArray[Any]
+
+_FEW_ROWS = 32
+"""So few rows with many repetitions are summed one by one."""
+
+
+class RowSparse:
+    """Some rows of a larger array: their ids and their values. The other rows are zeros, or have no gradient.
+
+    Args:
+        indices: row ids, one-dimensional integers of at least 0 in any order: a NumPy array, a tensor or a list. A row
+            may be repeated: it then has the sum of its values.
+        values: shape (k, …), a row for each id: a NumPy array of a type that a key may have, or a torch tensor, which
+            is detached and moved to host memory. Neither is copied where it lies there already.
+        shape: of the whole array; None: (largest id + 1, …).
+
+    Raises:
+        TypeError: ids are not integers, or values are no array of a supported type.
+        ValueError: an id is negative or not below shape[0], or numbers or shapes of rows do not fit.
+    """
+
+    __slots__ = ("_dtype", "_indices", "_shape", "_values")
+
+    def __init__(self, indices: Any, values: Any, shape: Sequence[int] | None = None) -> None:
+        self._indices = _checked_indices(indices)
+        self._values, self._dtype = _checked_values(values)
+        _check_fit(self._indices, tuple(self._values.shape))
+        row_shape = tuple(self._values.shape[1:])
+        if shape is None:
+            self._shape = (int(self._indices.max()) + 1 if self._indices.size else 0, *row_shape)
+        else:
+            self._shape = _checked_shape(shape)
+            _check_inside(self._indices, row_shape, self._shape)
+
+    @property
+    def indices(self) -> Array:
+        """Row ids: int64, shape (k,)."""
+        return self._indices
+
+    @property
+    def values(self) -> Any:
+        """Their values, shape (k, *shape[1:]): a NumPy array or a tensor, as it was given."""
+        return self._values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        return self._shape
+
+    @property
+    def dtype(self) -> DType:
+        """The element type; `dtype.label` is its name."""
+        return self._dtype
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the values are a tensor."""
+        return not isinstance(self._values, np.ndarray)
+
+    def assign(self, indices: Any, values: Any) -> None:
+        """Take other rows in place of the present ones; shape and element type stay.
+
+        Args:
+            indices, values: as of the constructor. Arrays become tensors where the values were one, and the other way
+                round; bfloat16 may also come as its bits in uint16.
+
+        Raises:
+            TypeError, ValueError: as of the constructor, or another element type. Nothing has changed then.
+        """
+        checked = _checked_indices(indices)
+        if self._dtype is DType.BFLOAT16 and isinstance(values, np.ndarray) and values.dtype == np.uint16:
+            values = _tensor_of(np.ascontiguousarray(values), self._dtype)
+        given, dtype = _checked_values(values)
+        if dtype is not self._dtype:
+            raise TypeError(f"this RowSparse holds {self._dtype.label}, the values given are {dtype.label}: cast them")
+        _check_fit(checked, tuple(given.shape))
+        _check_inside(checked, tuple(given.shape[1:]), self._shape)
+        if isinstance(given, np.ndarray) and self.is_torch:
+            given = _tensor_of(given, dtype)
+        elif not isinstance(given, np.ndarray) and not self.is_torch:
+            given = given.numpy()
+        self._indices, self._values = checked, given
+
+    def bits(self) -> Array:
+        """The values as a (k, row_length) array of `dtype.storage`, which shows their memory: only to be read."""
+        row_length = math.prod(self._values.shape[1:])
+        return _bits_of(self._values, self._dtype).reshape(len(self._indices), row_length)
+
+    def canonical(self) -> tuple[Array, Array]:
+        """Ids in increasing order, each once, and their rows; see the function `canonical`."""
+        return canonical(self._indices, self.bits(), self._dtype)
+
+    def to_dense(self) -> Any:
+        """The whole array, zeros where there is no row: NumPy or torch, as the values are."""
+        ids, rows = self.canonical()
+        dense = np.zeros((self._shape[0], rows.shape[1]), self._dtype.storage)
+        dense[ids] = rows
+        dense = dense.reshape(self._shape)
+        return _tensor_of(dense, self._dtype) if self.is_torch else dense
+
+    def to_torch(self) -> Any:
+        """A coalesced sparse COO tensor with one sparse dimension, in host memory. Torch is imported."""
+        import torch
+
+        ids, rows = self.canonical()
+        values = _tensor_of(rows.reshape(len(ids), *self._shape[1:]), self._dtype)
+        tensor = torch.sparse_coo_tensor(torch.from_numpy(ids)[None], values, self._shape, check_invariants=False)
+        return tensor._coalesced_(True)
+
+    @classmethod
+    def zeros(cls, shape: Sequence[int], dtype: Any = "float32") -> RowSparse:
+        """One without rows, of NumPy (bfloat16: torch); such as `row_sparse_pull` can write into.
+
+        Raises:
+            TypeError, ValueError: `dtype` or `shape` is none that a key may have.
+        """
+        kind, checked = _as_dtype(dtype), _checked_shape(shape)
+        empty = np.zeros((0, *checked[1:]), kind.storage)
+        values = _tensor_of(empty, kind) if kind is DType.BFLOAT16 else empty
+        return cls(np.zeros(0, np.int64), values, checked)
+
+    @classmethod
+    def from_dense(cls, array: Any) -> RowSparse:
+        """The rows of an array that are not all zeros (a row with NaN is not); a copy.
+
+        Args:
+            array: a NumPy array or tensor of at least one dimension.
+
+        Raises:
+            TypeError: it is no array of a supported type.
+            ValueError: it has no dimension.
+        """
+        values, dtype = _checked_values(array)
+        flat = _bits_of(values, dtype).reshape(values.shape[0], math.prod(values.shape[1:]))
+        # The sign of a bfloat16 zero is a bit too.
+        there = (flat & 0x7FFF) != 0 if dtype is DType.BFLOAT16 else flat != 0
+        ids = np.flatnonzero(there.any(axis=1)).astype(np.int64)
+        rows = flat[ids].reshape(len(ids), *values.shape[1:])
+        return cls(ids, rows if isinstance(values, np.ndarray) else _tensor_of(rows, dtype), values.shape)
+
+    @classmethod
+    def from_torch(cls, tensor: Any) -> RowSparse:
+        """The rows of a sparse COO tensor, such as the gradient of `torch.nn.Embedding(sparse=True)`.
+
+        Args:
+            tensor: with one sparse dimension. Repeated rows are summed.
+
+        Raises:
+            TypeError: it is no sparse COO tensor.
+            ValueError: it has several sparse dimensions.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+            raise TypeError(f"from_torch takes a sparse COO tensor, not {_told(tensor)}; from_dense takes dense ones")
+        if tensor.sparse_dim() != 1:
+            raise ValueError(
+                f"a RowSparse holds whole rows, and this tensor has {tensor.sparse_dim()} sparse dimensions: make it"
+                " with one, such as by dense.to_sparse(1)"
+            )
+        plain = tensor.detach().cpu()
+        # Not `coalesce()`: torch sums halves in their own type.
+        rows = cls(plain._indices()[0], plain._values(), tuple(plain.shape))
+        ids, bits = rows.canonical()
+        if ids is not rows.indices:
+            rows.assign(ids, _tensor_of(bits.reshape(len(ids), *rows.shape[1:]), rows.dtype))
+        return rows
+
+    def __len__(self) -> int:
+        """How many ids there are, repetitions counted."""
+        return len(self._indices)
+
+    def __repr__(self) -> str:
+        """Numbers of rows, not the rows: there may be millions."""
+        shown = ", ".join(str(one) for one in self._indices[:6].tolist()) + (", …" if len(self) > 6 else "")
+        kind = "torch" if self.is_torch else "numpy"
+        return f"RowSparse({len(self)} rows [{shown}] of {self._shape}, {self._dtype.label}, {kind})"
+
+
+@dataclass(frozen=True)
+class LazyRows:
+    """A table that is declared, not given: each of its rows comes into being when it is first updated.
+
+    Until then a row reads as its first value and takes no memory, so the table may be larger than any memory.
+
+    Attributes:
+        shape: of the table; (rows, …).
+        dtype: the element type: a name such as ``float32``, a NumPy or torch type; kept as a `DType`.
+        initializer: what the first values are: ``zeros``, ``constant(0.5)``, ``uniform(0.07,seed=3)``,
+            ``normal(0.01,seed=3)``, or an `Initializer`.
+
+    Raises:
+        TypeError: the element type is not one that a key may have.
+        ValueError: the shape has no dimension or a negative one, or the initialiser is unknown or does not fit.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType = DType.FLOAT32
+    initializer: Initializer | str = "zeros"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", _checked_shape(self.shape))
+        object.__setattr__(self, "dtype", _as_dtype(self.dtype))
+        initializer = initializer_from(self.initializer)
+        initializer.check(self.dtype)
+        object.__setattr__(self, "initializer", initializer)
+
+    @property
+    def nbytes(self) -> int:
+        """What the table would take with all its rows."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def canonical(indices: Array, values: Array, dtype: DType) -> tuple[Array, Array]:
+    """Ids in strictly increasing order, and their rows.
+
+    What is so already is returned as it is, without a copy. Else: one stable sort of the ids, one pass over the rows to
+    gather them, and one over those that are repeated, to sum them in the order given; halves in float32.
+
+    Args:
+        indices: int64, shape (k,).
+        values: shape (k, row_length), of `dtype.storage`.
+        dtype: the element type.
+    """
+    if is_strictly_increasing(indices):
+        return indices, values
+    order = np.argsort(indices, kind="stable")
+    ordered = indices[order]
+    is_first = np.empty(len(ordered), np.bool_)
+    is_first[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    starts = np.flatnonzero(is_first)
+    rows = values[order[starts]]
+    if len(starts) < len(ordered):
+        counts = np.diff(starts, append=len(ordered))
+        with np.errstate(all="ignore"):
+            rows = _with_repeated(rows, values, order, starts, counts, dtype)
+    return ordered[starts], rows
+
+
+def is_strictly_increasing(indices: Array) -> bool:
+    """Whether each id is above the one before. One pass."""
+    return len(indices) < 2 or bool((indices[1:] > indices[:-1]).all())
+
+
+def _with_repeated(rows: Array, values: Array, order: Array, starts: Array, counts: Array, dtype: DType) -> Array:
+    """The first of each id's rows, with its others added: all second ones, all third ones, and so on."""
+    repeated = np.flatnonzero(counts > 1)
+    sums = _widened(rows[repeated], dtype)
+    active, turn = np.arange(len(repeated)), 1
+    while len(active) > _FEW_ROWS:
+        place = repeated[active]
+        sums[active] += _widened(values[order[starts[place] + turn]], dtype)
+        turn += 1
+        active = active[counts[place] > turn]
+    for one in active.tolist():  # the few ids that everybody has, perhaps thousands of times
+        start, count = starts[repeated[one]], counts[repeated[one]]
+        terms = _widened(values[order[start + turn - 1 : start + count]], dtype)
+        terms[0] = sums[one]
+        # A reduction goes row by row where rows have several elements; of single ones it would make pairs.
+        sums[one] = np.add.reduce(terms, axis=0) if terms.shape[1] > 1 else np.add.accumulate(terms, axis=0)[-1]
+    rows[repeated] = _narrowed(sums, dtype)
+    return rows
+
+
+def _widened(rows: Array, dtype: DType) -> Array:
+    """Rows in the type of sums."""
+    if dtype is DType.BFLOAT16:
+        return np.left_shift(rows, 16, dtype=np.uint32).view(np.float32)
+    return rows.astype(dtype.accumulate, copy=False)
+
+
+def _narrowed(rows: Array, dtype: DType) -> Array:
+    """Sums in the type of rows."""
+    return to_bfloat16(rows) if dtype is DType.BFLOAT16 else rows.astype(dtype.storage, copy=False)
+
+
+def _checked_indices(indices: Any) -> Array:
+    if isinstance(indices, (list, tuple)) and not indices:
+        return np.zeros(0, np.int64)
+    if _is_tensor(indices):
+        indices = indices.detach().cpu().numpy()
+    given = np.asarray(indices)
+    if given.dtype.kind not in "iu":
+        raise TypeError(f"row ids must be integers, not {given.dtype}: cast them, such as by ids.astype('int64')")
+    if given.ndim != 1:
+        raise ValueError(f"row ids must have one dimension, and these have shape {given.shape}: use ids.reshape(-1)")
+    if given.size and (int(given.min()) < 0 or int(given.max()) > np.iinfo(np.int64).max):
+        wrong = int(given.min()) if int(given.min()) < 0 else int(given.max())
+        raise ValueError(f"row ids must be at least 0 and fit int64, and {wrong} is among them")
+    return np.ascontiguousarray(given, np.int64)
+
+
+def _checked_values(values: Any) -> tuple[Any, DType]:
+    """The values in host memory in C order, and their type."""
+    if _is_tensor(values):
+        if str(values.layout) != "torch.strided":
+            raise TypeError(f"values must be dense, not {_told(values)}: RowSparse.from_torch takes sparse tensors")
+        values = values.detach().cpu().contiguous()
+        dtype = from_name(str(values.dtype).removeprefix("torch."))
+    elif isinstance(values, (np.ndarray, list, tuple)):
+        values = np.asarray(values)
+        dtype = from_name(values.dtype.name)
+        values = np.ascontiguousarray(values, dtype.storage) if values.ndim else values
+    else:
+        raise TypeError(f"values must be a NumPy array or a torch tensor, not {_told(values)}")
+    if not values.ndim:
+        raise ValueError("values must have a row for each id, and these have no dimension at all")
+    return values, dtype
+
+
+def _check_fit(indices: Array, shape: tuple[int, ...]) -> None:
+    if shape[0] != len(indices):
+        raise ValueError(f"there are {len(indices)} row ids and {shape[0]} rows of values: give one row for each id")
+
+
+def _check_inside(indices: Array, row_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if row_shape != shape[1:]:
+        raise ValueError(f"rows of an array of shape {shape} have shape {shape[1:]}, and those given {row_shape}")
+    if indices.size and int(indices.max()) >= shape[0]:
+        raise ValueError(f"row {int(indices.max())} is out of range: an array of shape {shape} has {shape[0]} rows")
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise ValueError(f"a shape is a tuple of whole numbers, not {shape!r}")
+    wrong = [one for one in shape if isinstance(one, bool) or not isinstance(one, (int, np.integer)) or one < 0]
+    if wrong or not shape:
+        raise ValueError(f"a shape with rows is a tuple of at least one whole number, none below 0, not {shape!r}")
+    return tuple(int(one) for one in shape)
+
+
+def _as_dtype(dtype: Any) -> DType:
+    if isinstance(dtype, DType):
+        return dtype
+    text = dtype if isinstance(dtype, str) else str(dtype)
+    if isinstance(dtype, str) or text.startswith("torch."):
+        return from_name(text.removeprefix("torch."))
+    return from_name(np.dtype(dtype).name)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _bits_of(values: Any, dtype: DType) -> Array:
+    if isinstance(values, np.ndarray):
+        return values
+    if dtype is DType.BFLOAT16:
+        bits: Array = values.view(sys.modules["torch"].int16).numpy().view(np.uint16)
+        return bits
+    plain: Array = values.numpy()
+    return plain
+
+
+def _tensor_of(bits: Array, dtype: DType) -> Any:
+    """A tensor over these bits, which it shares where they may be written."""
+    import torch
+
+    writable = bits if bits.flags.writeable else bits.copy()
+    if dtype is DType.BFLOAT16:
+        return torch.from_numpy(writable.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(writable)
+
+
+def _told(value: Any) -> str:
+    return f"a tensor of layout {value.layout}" if _is_tensor(value) else type(value).__name__

@@ -1,0 +1,148 @@
+"""Averaged gradients for TensorFlow's three ways to train: tapes, Keras' optimizers, those of `tf.compat.v1`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kvdist.averaging import Averaging
+from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
+from kvdist.collective.compression import NoneCompressor
+from kvdist.graphs import averaged_gradients
+from kvdist.keras.optimizer import DistributedOptimizer as OfKeras
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,  # noqa: ARG001
+    *,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[NoneCompressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Have an optimizer average its gradients over the ranks; returns the same object.
+
+    Args:
+        optimizer: of Keras 3, or of `tf.compat.v1.train`, whose `compute_gradients` then gives averages.
+        name, use_locking: taken for the sake of scripts; the name stands in messages.
+        device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step, op,
+        gradient_predivide_factor, average_aggregated_gradients, process_set: see `kvdist.keras.DistributedOptimizer`.
+            Optimizers of `tf.compat.v1` have one backward pass per step.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is wrapped already, or the arguments contradict each other.
+    """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        if backward_passes_per_step != 1:
+            raise ValueError(
+                "an optimizer of tf.compat.v1 has one backward pass per step; use one of Keras for more, or add the"
+                " gradients up in the graph"
+            )
+        averaging = Averaging(
+            name or optimizer.get_name(), ReduceOp(op), compression, gradient_predivide_factor, process_set
+        )
+        return _of_session(optimizer, averaging, sparse_as_dense)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"DistributedOptimizer takes an optimizer of Keras 3 or of tf.compat.v1.train, not a"
+            f" {type(optimizer).__name__}"
+        )
+    return OfKeras(
+        optimizer,
+        name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        process_set=process_set,
+    )
+
+
+class Averaged:
+    """What an optimizer or tape has before its own class in the order of resolution."""
+
+    kvdist_averaging: Averaging
+    kvdist_sparse_as_dense: bool
+
+
+class AveragedOptimizer(Averaged):
+    """For optimizers of `tf.compat.v1`."""
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Gradients and variables as the optimizer's own method gives them, the gradients averaged over the ranks."""
+        own: Callable[..., Any] = super().compute_gradients  # type: ignore[misc]
+        pairs = own(*args, **kwargs)
+        gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+        averaged = averaged_gradients(gradients, variables, self.kvdist_averaging, self.kvdist_sparse_as_dense)
+        return list(zip(averaged, variables, strict=True))
+
+
+class AveragedTape(Averaged):
+    """For tapes."""
+
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """The gradients as the tape's own method gives them, averaged over the ranks."""
+        own: Callable[..., Any] = super().gradient  # type: ignore[misc]
+        gradients = own(target, sources, *args, **kwargs)
+        flat = tf.nest.flatten(gradients)
+        averaged = averaged_gradients(
+            flat, tf.nest.flatten(sources), self.kvdist_averaging, self.kvdist_sparse_as_dense
+        )
+        return tf.nest.pack_sequence_as(gradients, averaged)
+
+
+def _of_session(optimizer: Any, averaging: Averaging, sparse_as_dense: bool) -> Any:
+    if isinstance(optimizer, Averaged):
+        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    return _become(optimizer, AveragedOptimizer, averaging, sparse_as_dense)
+
+
+def _become(instance: Any, front: type, averaging: Averaging, sparse_as_dense: bool) -> Any:
+    own = type(instance)
+    instance.__class__ = type(own.__name__, (front, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+    instance.kvdist_averaging = averaging
+    instance.kvdist_sparse_as_dense = sparse_as_dense
+    return instance
+
+
+def DistributedGradientTape(
+    gradtape: Any,
+    device_dense: str = "",  # noqa: ARG001
+    device_sparse: str = "",  # noqa: ARG001
+    compression: type[NoneCompressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Have a tape's `gradient` give averages over the ranks; returns the same object, for an optimizer as it is.
+
+    A source without a gradient takes part with zeros.
+
+    Args:
+        gradtape: a `tf.GradientTape`.
+        device_dense, device_sparse: taken for the sake of scripts, and without effect.
+        compression, sparse_as_dense, op, gradient_predivide_factor, process_set: see `DistributedOptimizer`.
+
+    Raises:
+        ValueError: it is wrapped already, or the arguments contradict each other.
+    """
+    if isinstance(gradtape, Averaged):
+        raise ValueError("this tape is a DistributedGradientTape already; wrap it once")
+    averaging = Averaging("tape", ReduceOp(op), compression, gradient_predivide_factor, process_set)
+    return _become(gradtape, AveragedTape, averaging, sparse_as_dense)

@@ -1,0 +1,384 @@
+"""The sockets of a ZeroMQ transport, each with the monitor that watches it and the routes that lead through it."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import errno
+import struct
+from collections.abc import Mapping
+from typing import cast
+
+import zmq
+
+from kvdist.nodes import NodeId
+from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Refused
+from kvdist.transport.callers import Callers
+from kvdist.transport.connections import Connections
+from kvdist.transport.greeting import Suspicion, mechanism_at
+
+ZERO_COPY_FROM_BYTES = 64 << 10
+"""Below this a copy is cheaper than the bookkeeping of a shared buffer, and leaves the bytes aligned."""
+
+BATCH_MESSAGES = 64
+BATCH_BYTES = 32 << 20
+"""What one `recv` takes from one socket at most, so that one poll serves many messages and no peer starves another."""
+
+MORE, NOW = int(zmq.SNDMORE) | int(zmq.DONTWAIT), int(zmq.DONTWAIT)
+ACCEPTED, UP, DISCONNECTED = map(int, (zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED))
+BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+MISUNDERSTOOD, NOT_LET_IN = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+NOBODY_THERE = int(zmq.EVENT_CLOSED)
+WATCHED = ACCEPTED | DISCONNECTED | UP | BROKEN_OFF | MISUNDERSTOOD | NOT_LET_IN | NOBODY_THERE
+OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+OTHER_KEY = int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
+
+MONITOR_EVENT = struct.Struct("=HI")
+
+
+class Peer:
+    """A route: the socket, and on the bound side whom to name first."""
+
+    __slots__ = ("gone", "link", "name", "prefix", "send")
+
+    def __init__(self, link: Link, prefix: bytes | None, name: NodeId | None = None) -> None:
+        self.link = link
+        self.prefix = prefix
+        self.name = name
+        self.send = link.socket.send
+        self.gone = False
+
+    def __repr__(self) -> str:
+        return f"<route {'to' if self.prefix is None else self.prefix.hex() + ' at'} {self.link.endpoint}>"
+
+
+def transmit(to: Peer, pieces: list[tuple[Buffer, bool]]) -> bool:
+    """Send one message whole or not at all; False when nobody is there.
+
+    Without a limit on the queue, what libzmq refuses is a route that has ended. On the bound side it says so at the
+    prefix, and when the connection breaks later it takes back the first frames and drops the others. A DEALER may say
+    so at any frame; after the first, it drops the rest of the message, which must be given to it.
+    """
+    send = to.send
+    if to.prefix is not None:
+        try:
+            send(to.prefix, MORE)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+    last, refused = len(pieces) - 1, False
+    for index, (frame, copy) in enumerate(pieces):
+        try:
+            send(frame, MORE if index < last else NOW, copy)
+        except zmq.Again:
+            refused = True
+            if index == 0:
+                break
+    return not refused
+
+
+class Link(abc.ABC):
+    """One socket, the monitor that watches it, and the routes that lead through it."""
+
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        self.socket = socket
+        self.endpoint = endpoint
+        self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(WATCHED)
+        self.lost: list[Peer] = []
+
+    def collect(self, events: list[Event]) -> None:
+        """Append what happened. A break comes after the messages before it: only when no message is left."""
+        self.read_monitor(events)
+        if self.read_messages(events):
+            self.report_lost(events)
+
+    @abc.abstractmethod
+    def observe(self, event: int, value: int, events: list[Event]) -> None:
+        """Take one event of the monitor."""
+
+    @abc.abstractmethod
+    def read_message(self, events: list[Event]) -> int:
+        """Take one message; its bytes. Raises `zmq.Again` when there is none."""
+
+    @abc.abstractmethod
+    def lose(self, peer: Peer) -> None:
+        """Note that the connection of this route is gone."""
+
+    def read_monitor(self, events: list[Event]) -> None:
+        receive = self.monitor.recv
+        try:
+            while True:
+                event, value = MONITOR_EVENT.unpack(receive(NOW))
+                receive(NOW)  # the endpoint, which is known
+                self.observe(event, value, events)
+        except zmq.Again:
+            return
+
+    def read_messages(self, events: list[Event]) -> bool:
+        """Take a batch of messages; whether no message is left."""
+        total = 0
+        try:
+            for _ in range(BATCH_MESSAGES):
+                total += self.read_message(events)
+                if total >= BATCH_BYTES:
+                    return False
+        except zmq.Again:
+            return True
+        return False
+
+    def report_lost(self, events: list[Event]) -> None:
+        why = f"the connection at {self.endpoint} was closed, broke, or was silent for longer than KVDIST_SILENCE_S"
+        events += [Disconnected(peer, why) for peer in self.lost]
+        self.lost.clear()
+
+    @property
+    @abc.abstractmethod
+    def has_peers(self) -> bool:
+        """Whether somebody who dialled in is still there."""
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+
+class Dialled(Link):
+    """A DEALER: one route, for as long as the transport lives.
+
+    Args:
+        socket: the DEALER.
+        endpoint: where it dials.
+        me: who dials, if it is encrypted.
+        to: who must listen there, likewise.
+    """
+
+    has_peers = False
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], endpoint: str, me: NodeId | None = None, to: NodeId | None = None
+    ) -> None:
+        super().__init__(socket, endpoint)
+        self.route = Peer(self, None, to)
+        self.up = False
+        self.complained = False
+        self._me = me
+        self._suspicion = Suspicion()
+
+    def observe(self, event: int, value: int, events: list[Event]) -> None:
+        if event == UP:
+            self.report_lost(events)
+            self.up, self.complained = True, False
+            self._suspicion.clear()
+            events.append(Connected(self.route))
+        elif event == DISCONNECTED and self.up:
+            self.lose(self.route)
+        elif event == DISCONNECTED and not self.complained:
+            # It was never up: the handshake failed. libzmq may dial again and again, but once is enough to say so.
+            self.complained = True
+            reason = (
+                f"whoever listens at {self.endpoint} broke off the handshake or did not finish it in time: it may be"
+                " busy, or no node of this cluster"
+            )
+            events.append(Disconnected(self.route, reason))
+        elif event == NOBODY_THERE:
+            self._suspicion.clear()
+        elif event == NOT_LET_IN:
+            self.refuse(self._why_not_let_in(), events)
+        elif event == MISUNDERSTOOD and value == OTHER_MECHANISM:
+            self.refuse(self._why_other_mechanism(), events)
+        elif event == BROKEN_OFF and value != errno.EAGAIN:
+            if self._suspicion.is_certain:
+                self.refuse(self._why_other_secret(), events)
+            elif self._suspicion.grows():
+                self._ask(events)
+
+    def read_monitor(self, events: list[Event]) -> None:
+        super().read_monitor(events)
+        self._suspicion.caught_up()
+
+    def _ask(self, events: list[Event]) -> None:
+        """Handshakes fail, and libzmq cannot say why: see who it is that listens there."""
+        mechanism = mechanism_at(self.endpoint)
+        if not mechanism:
+            return
+        if (mechanism == "CURVE") != (self._me is not None):
+            self.refuse(self._why_other_mechanism(), events)
+        elif self._me is not None:
+            self._suspicion.greeted()
+
+    def _why_other_secret(self) -> str:
+        return (
+            f"{self.endpoint} does not know the key of this {self._me}, or is not {self.route.name}: it is of"
+            " another job, or KVDIST_SECRET_FILE holds another secret; all processes of a job need the same"
+        )
+
+    def _why_not_let_in(self) -> str:
+        return (
+            f"{self.endpoint} has the same secret, but no {self._me} in its cluster: KVDIST_RANK, DMLC_NUM_WORKER and"
+            " DMLC_NUM_SERVER must be those of the job"
+        )
+
+    def _why_other_mechanism(self) -> str:
+        if self._me is None:
+            return (
+                f"{self.endpoint} encrypts, and this process has no secret: set KVDIST_SECRET_FILE to the file with the"
+                " secret of the job, and KVDIST_SECURITY not to none"
+            )
+        return (
+            f"{self.endpoint} does not encrypt, and this process does: give KVDIST_SECRET_FILE to all processes of a"
+            " job or to none"
+        )
+
+    def refuse(self, reason: str, events: list[Event]) -> None:
+        """The other side will never have us: dial no more."""
+        if self.route.gone:
+            return
+        self.route.gone = True
+        with contextlib.suppress(zmq.ZMQError):  # it may have stopped by itself
+            self.socket.disconnect(self.endpoint)
+        events.append(Refused(self.route, reason))
+
+    def redial(self) -> None:
+        """Dial again where libzmq has given up, as it does after a peer that broke the protocol."""
+        # It would take the same endpoint for one that it is dialling already.
+        self.socket.disconnect(self.endpoint)
+        self.socket.connect(self.endpoint)
+
+    def read_message(self, events: list[Event]) -> int:
+        frames: list[memoryview] = []
+        total = _read_frames(self.socket, frames)
+        if not self.up:
+            # The monitor has it already that the connection is up, and it must be said first.
+            self.read_monitor(events)
+        events.append(Arrived(self.route, frames, self.route.name))
+        return total
+
+    def lose(self, peer: Peer) -> None:
+        if self.up:
+            self.up = False
+            self.lost.append(peer)
+
+
+class Bound(Link):
+    """A ROUTER: a route for every connection that sent something. `Connections` knows which is which.
+
+    Args:
+        socket: the ROUTER.
+        endpoint: where it listens.
+        names: who may be at the other end, by the text that is told of each message; None if it is not encrypted.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, names: Mapping[str, NodeId] | None = None) -> None:
+        super().__init__(socket, endpoint)
+        self.peers: dict[bytes, Peer] = {}
+        self.connections = Connections()
+        self._names = names
+        self._callers = Callers()
+
+    @property
+    def has_peers(self) -> bool:
+        return self.connections.have_spoken
+
+    def observe(self, event: int, value: int, events: list[Event]) -> None:
+        if event == ACCEPTED:
+            if self.connections.accepted(value):
+                self._callers.accepted(value)
+        elif event == UP:
+            self.connections.handshaken()
+        elif event == DISCONNECTED:
+            self._callers.closed(value, self.endpoint)
+            self.lose_named(self.connections.closed(value))
+        elif event == BROKEN_OFF and value == errno.EAGAIN and self._names is not None:
+            # Time ran out. The doorkeeper answers from this thread, which may have been busy: that is nobody's fault.
+            self._callers.refused("", is_certain=False)
+            self.connections.refused(is_stranger=False)
+        elif event in (BROKEN_OFF, MISUNDERSTOOD, NOT_LET_IN):
+            self._callers.refused(self._why_refused(event, value), is_certain=event != BROKEN_OFF)
+            self.connections.refused()
+
+    def _why_refused(self, event: int, value: int) -> str:
+        """What there is to tell of a failed handshake; '' for one of somebody who spoke no protocol of ours."""
+        if event == NOT_LET_IN:
+            return "it has the secret of this job, but its role and rank are not of this cluster"
+        if value == OTHER_KEY:
+            return "its secret is not that of this job, or it wanted another process than this one"
+        if value == OTHER_MECHANISM:
+            return "it encrypts, and this process does not" if self._names is None else "it does not encrypt"
+        if event == BROKEN_OFF:
+            wants = "encrypt" if self._names is None else "have another secret or none"
+            return f"it broke off the handshake; it may {wants}"
+        return ""
+
+    def read_message(self, events: list[Event]) -> int:
+        frames: list[memoryview] = []
+        name = self.socket.recv(NOW)
+        peer = self.peers.get(name)
+        if peer is not None:
+            total = _read_frames(self.socket, frames)
+        else:
+            first = self.socket.recv(NOW, False)
+            total = _read_frames(self.socket, frames, first)
+            descriptor = _descriptor_of(first)
+            sender = None if self._names is None else self._names.get(_user_of(first))
+            if descriptor is None or (sender is None and self._names is not None):
+                return total
+            peer = self.meet(name, descriptor, sender, events)
+        events.append(Arrived(peer, frames, peer.name))
+        return total
+
+    def meet(self, name: bytes, descriptor: int, sender: NodeId | None, events: list[Event]) -> Peer:
+        """The route of a connection heard for the first time."""
+        self.read_monitor(events)
+        self._callers.known(descriptor)
+        peer = self.peers[name] = Peer(self, name, sender)
+        self.lose_named(self.connections.meet(name, descriptor))
+        return peer
+
+    def lose_named(self, name: bytes | None) -> None:
+        if name is not None and name in self.peers:
+            self.lose(self.peers[name])
+
+    def lose(self, peer: Peer) -> None:
+        if not peer.gone:
+            peer.gone = True
+            self.lost.append(peer)
+
+    def report_lost(self, events: list[Event]) -> None:
+        for peer in self.lost:
+            del self.peers[peer.prefix or b""]
+        super().report_lost(events)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """The connection that brought a frame; None for bytes without a handshake, which libzmq takes for ZMTP 1.0."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
+
+
+def _user_of(frame: zmq.Frame) -> str:
+    """As whom the doorkeeper has let in the connection that brought a frame; '' if nobody asked him."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _read_frames(socket: zmq.Socket[bytes], frames: list[memoryview], first: zmq.Frame | None = None) -> int:
+    """Append the frames of one message; their bytes.
+
+    A large frame is a view of libzmq's memory, which lives as long as the view. A small one lies unaligned in libzmq's
+    read buffer and would keep all of it alive: it is copied, and what Python allocates is aligned for every dtype.
+    """
+    receive = socket.recv
+    frame = receive(NOW, False) if first is None else first
+    total = 0
+    while True:
+        size = len(frame)
+        total += size
+        frames.append(memoryview(frame.bytes if size < ZERO_COPY_FROM_BYTES else cast(bytes, frame)).toreadonly())
+        if not frame.more:
+            return total
+        frame = receive(NOW, False)

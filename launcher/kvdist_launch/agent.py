@@ -1,0 +1,215 @@
+"""The far side of an ssh pipe: starts and watches the processes of its host as the launcher says.
+
+``python -m kvdist_launch.agent`` is started by ssh. Its standard input and output are the pipe, see `frames`. Rules:
+
+* It ends every process of its host when the pipe ends, when the launcher has been silent for too long (a network that
+  went away closes nothing), and when it is told to.
+* It decides nothing else. Endings go to the launcher at once, output as it comes.
+* Its own death is noticed by a guard, as the launcher's is on its own host.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvdist.errors import ConfigError, KvdistError
+from kvdist.nodes import NodeId
+from kvdist_launch import messages
+from kvdist_launch.command import CommandError
+from kvdist_launch.crew import LocalCrew
+from kvdist_launch.ending import Ending
+from kvdist_launch.frames import GREETING, READ_BYTES, Decoder, Frame, Writer
+from kvdist_launch.listening import listen, port_of, turn_away
+from kvdist_launch.measure import Ear, dial
+from kvdist_launch.probe import answer_here, facts_of_this_host
+from kvdist_launch.signals import INTERRUPTIONS, Signals
+
+SILENCE_S = 20.0
+"""The launcher says something every second; after this long without a word it is taken for lost."""
+
+GRACE_S, TERMINATE_S = 2.0, 1.0
+"""For processes to end by themselves after the pipe's end, and after SIGTERM: less than five seconds together."""
+
+DRAIN_S = 0.5
+
+
+class Agent:
+    """Runs the processes of this host.
+
+    Args:
+        inward, outward: descriptors of the pipe.
+    """
+
+    def __init__(self, inward: int, outward: int) -> None:
+        self._inward = inward
+        self._selector = selectors.DefaultSelector()
+        self._signals = Signals()
+        self._decoder = Decoder()
+        self._writer = Writer(self._selector, outward, self._lose)
+        self._crew = LocalCrew(self._selector, self)
+        self._listening: socket.socket | None = None
+        self._ear = Ear(self._selector)
+        self._alive: list[NodeId] = []
+        self._heard_at = time.monotonic()
+        self._is_lost = False
+        self._is_dismissed = False
+
+    def run(self) -> int:
+        """Serve until told to leave, or until the launcher is gone. Returns the exit code."""
+        with self._signals, self._selector:
+            self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._take_signals)
+            self._selector.register(self._inward, selectors.EVENT_READ, self._read)
+            self._writer.send("greeting", **facts_of_this_host())
+            try:
+                while not (self._is_dismissed or self._is_lost):
+                    self._turn(1.0)
+                if self._is_lost:
+                    self._end_all()
+                else:
+                    self._drain()
+            finally:
+                self._ear.close()
+                self._crew.release()
+        return 1 if self._is_lost else 0
+
+    # What the crew tells.
+
+    def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
+        self._alive = [node for node, _ in pids]
+        self._writer.send("started", pids=[[messages.from_node(node), pid] for node, pid in pids])
+
+    def output(self, node: NodeId, stream: int, data: bytes) -> None:
+        self._writer.send("output", data, node=messages.from_node(node), stream=stream)
+        self._crew.pause(self._writer.is_full)
+
+    def output_ended(self, node: NodeId, stream: int) -> None:
+        self._writer.send("output_ended", node=messages.from_node(node), stream=stream)
+
+    def ended(self, endings: Sequence[Ending]) -> None:
+        gone = {ending.node for ending in endings}
+        self._alive = [node for node in self._alive if node not in gone]
+        self._writer.send("ended", endings=[messages.from_ending(one) for one in endings])
+
+    def settled(self, endings: Sequence[Ending]) -> None:
+        self._writer.send("settled", endings=[messages.from_ending(one) for one in endings])
+
+    # What the launcher says.
+
+    def _read(self) -> None:
+        data = os.read(self._inward, READ_BYTES)
+        if not data:
+            self._lose()
+            return
+        self._heard_at = time.monotonic()
+        for frame in self._decoder.feed(data):
+            self._perform(frame)
+
+    def _perform(self, frame: Frame) -> None:
+        fields = frame.fields
+        match frame.kind:
+            case "alive":
+                self._writer.send("alive")
+            case "prepare":
+                self._writer.send("prepared", **self._prepare(fields))
+            case "start":
+                self._start(fields)
+            case "signal" if (node := messages.to_node(fields["node"])) in self._alive:
+                self._crew.signal_group(node, int(fields["number"]))
+            case "tell" if (node := messages.to_node(fields["node"])) in self._alive:
+                self._crew.tell(node, str(fields["line"]))
+            case "measure_listen":
+                self._writer.send("measure_listening", **self._ear.open(str(fields["address"]), str(fields["token"])))
+            case "measure_dial":
+                speed = dial(str(fields["address"]), int(fields["port"]), str(fields["token"]))
+                self._writer.send("measured", **asdict(speed))
+            case "measure_end":
+                self._ear.close()
+            case "leave":
+                self._is_dismissed = True
+
+    def _prepare(self, fields: dict[str, Any]) -> dict[str, Any]:
+        answer = answer_here(fields)
+        if fields.get("listen"):
+            host, ports = fields["listen"]
+            try:
+                self._listening = listen(host, ports)
+                answer["port"] = port_of(self._listening)
+            except ConfigError as error:
+                answer["problem"] = str(error)
+        return answer
+
+    def _start(self, fields: dict[str, Any]) -> None:
+        processes = [messages.to_process(one) for one in fields["processes"]]
+        if self._listening is not None:
+            turn_away(self._listening)
+        try:
+            self._crew.start(processes, self._listening, fields.get("secret"))
+        except ConfigError as error:
+            code = error.exit_code if isinstance(error, CommandError) else 0
+            self._writer.send("refused", text=str(error), code=code)
+        finally:
+            if self._listening is not None:
+                self._listening.close()  # it is the scheduler's alone: when that ends, nobody is to be let in
+                self._listening = None
+
+    # The loop.
+
+    def _turn(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        self._crew.pause(self._writer.is_full)
+        if time.monotonic() - self._heard_at > SILENCE_S:
+            self._lose()
+
+    def _take_signals(self) -> None:
+        numbers = self._signals.read()
+        if signal.SIGCHLD in numbers:
+            self._crew.take_endings()
+        if INTERRUPTIONS.intersection(numbers):
+            self._lose()
+
+    def _lose(self) -> None:
+        self._is_lost = True
+
+    def _end_all(self) -> None:
+        """The launcher is gone: everything ends, in order if it can."""
+        self._writer.close()
+        for number, delay_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, TERMINATE_S)):
+            deadline = time.monotonic() + delay_s
+            while self._alive and (left_s := deadline - time.monotonic()) > 0:
+                self._turn(left_s)
+            for node in self._alive:
+                self._crew.signal_group(node, number)
+
+    def _drain(self) -> None:
+        """Pass on what is still on its way. A launcher that does not keep up, but lives, is waited for."""
+        deadline = time.monotonic() + DRAIN_S
+        while not self._is_lost and not (self._writer.is_empty and (self._crew.is_silent or self._is_past(deadline))):
+            self._turn(max(0.0, deadline - time.monotonic()) or 1.0)
+            if self._writer.is_full:
+                deadline = time.monotonic() + DRAIN_S
+
+    def _is_past(self, deadline: float) -> bool:
+        return time.monotonic() >= deadline
+
+
+def main() -> int:
+    """Be the agent of this host. Returns the exit code."""
+    os.write(1, GREETING + b"\n")
+    try:
+        return Agent(0, 1).run()
+    except KvdistError as error:
+        print(f"kvdist_launch.agent: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

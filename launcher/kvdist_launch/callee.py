@@ -1,0 +1,95 @@
+"""A worker that calls one function; started as ``python -m kvdist_launch.callee IN OUT`` by `kvdist_launch.run`.
+
+IN and OUT are descriptors of pipes that nobody but the two processes has. The call comes in, and the result goes out,
+or what was raised: a head of one line of JSON, then the result's bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from kvdist_launch.cargo import CargoError, pack_result, unpack_call
+
+
+def main(arguments: list[str]) -> int:
+    """Take the call, make it, and send its result. Returns the exit code; what the function raises is raised."""
+    inward, outward = map(int, arguments)
+    for descriptor in (inward, outward):
+        os.set_inheritable(descriptor, False)
+    # An exception ends a worker as it ends a script, and whoever hooks into that besides (a store does) still can.
+    sys.excepthook = _Reporter(outward)
+    with open(inward, "rb") as pipe:
+        fn, args, kwargs = unpack_call(pipe.read())
+    try:
+        result = pack_result(_call(fn, args, kwargs))
+    except SystemExit as error:
+        _send(outward, _raised("SystemExit", f"SystemExit: {error.code}\n", _exit_code(error)))
+        raise
+    _send(outward, {"bytes": len(result)}, result)
+    return 0
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return fn(*args, **kwargs)
+
+
+class _Reporter:
+    """Sends what is raised, and shows it as Python would have."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        theirs = _below(trace)
+        if isinstance(error, CargoError):
+            # Its sentence says all; where in cloudpickle it came up is of no interest to users.
+            error.__cause__ = None
+            error.__suppress_context__ = True
+            theirs = None
+        text = "".join(traceback.format_exception(kind, error, theirs))
+        _send(self._descriptor, _raised(_name(kind), text, 1))
+        sys.__excepthook__(kind, error.with_traceback(theirs), theirs)
+
+
+def _below(trace: TracebackType | None) -> TracebackType | None:
+    """The trace from the user's function on; nothing of ours if it did not come so far."""
+    while trace is not None and trace.tb_frame.f_code is not _call.__code__:
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_next
+
+
+def _name(kind: type[BaseException]) -> str:
+    is_plain = kind.__module__ in ("builtins", "__main__")
+    return kind.__qualname__ if is_plain else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _raised(name: str, text: str, exit_code: int) -> dict[str, Any]:
+    """A head; the exit code is what the process will end with, unless something keeps it from ending."""
+    return {"raised": name, "text": text, "exit_code": exit_code}
+
+
+def _exit_code(error: SystemExit) -> int:
+    """As Python has it: none is 0, and a text, which is printed, is 1."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def _send(descriptor: int, head: dict[str, Any], payload: bytes = b"") -> None:
+    try:
+        for part in (json.dumps(head).encode() + b"\n", payload):
+            data = memoryview(part)
+            while data:
+                data = data[os.write(descriptor, data) :]
+    except BrokenPipeError:
+        return  # Whoever called is gone, and ends this process in a moment.
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""A function on its way to our own children, and their results on the way back: the only place with pickles.
+
+A pickle can run code when it is read. These never come from anybody but the process that started this one, or was
+started by it, over a pipe that only the two have: no socket, no file, no argument. Nothing else of kvdist pickles.
+
+cloudpickle takes functions of ``__main__`` and of notebook cells, lambdas and closures by their code; functions of
+modules are looked up by name on the other side, which is therefore given this side's ``sys.path``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvdist.errors import ConfigError
+
+
+class CargoError(ConfigError):
+    """Something cannot be sent to another process; the message names it."""
+
+
+def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """A call as it travels.
+
+    Raises:
+        CargoError: a part of it cannot be sent.
+        ConfigError: cloudpickle is not installed.
+    """
+    cloudpickle = _cloudpickle()
+    head = json.dumps({"path": sys.path}).encode() + b"\n"
+    try:
+        return head + bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs))))
+    except Exception as error:  # objects choose what they raise when they refuse
+        raise CargoError(f"{_culprit(fn, args, kwargs)} cannot be sent to the workers: {_said(error)}") from error
+
+
+def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What `pack_call` made; this process gets the ``sys.path`` of the one that made it.
+
+    Raises:
+        CargoError: a part of it cannot be made here.
+    """
+    head, _, body = data.partition(b"\n")
+    sys.path[:] = json.loads(head)["path"]
+    try:
+        fn, args, kwargs = _cloudpickle().loads(body)
+    except Exception as error:  # whatever is imported on the way may raise anything
+        raise CargoError(
+            f"the function cannot be loaded in the worker: {_said(error)}. What it needs must be importable there, or"
+            " be defined in the notebook or script itself"
+        ) from error
+    return fn, args, kwargs
+
+
+def pack_result(value: Any) -> bytes:
+    """A result as it travels.
+
+    Raises:
+        CargoError: it cannot be sent.
+    """
+    try:
+        return bytes(_cloudpickle().dumps(value))
+    except Exception as error:  # as above
+        raise CargoError(f"its result, {_kind(value)}, cannot be sent back: {_said(error)}") from error
+
+
+def unpack_result(data: bytes | bytearray) -> Any:
+    """What `pack_result` made.
+
+    Raises:
+        CargoError: it cannot be made here.
+    """
+    try:
+        return _cloudpickle().loads(data)
+    except Exception as error:  # as above
+        raise CargoError(f"a result cannot be loaded here: {_said(error)}") from error
+
+
+def _cloudpickle() -> Any:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ConfigError(
+            "kvdist_launch.run needs cloudpickle to send functions; install it: pip install 'kvdist[notebook]'"
+        ) from None
+    return cloudpickle
+
+
+def _culprit(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The part of a call that cannot be pickled, for people."""
+    dumps = _cloudpickle().dumps
+    for name, value in _parts(fn, args, kwargs):
+        try:
+            dumps(value)
+        except Exception:  # noqa: BLE001 - that it raises is what is asked
+            return f"{name}, {_kind(value)},"
+    return f"the function {getattr(fn, '__qualname__', fn)!s}"
+
+
+def _parts(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((f"args[{index}]", value) for index, value in enumerate(args))
+    yield from ((f"kwargs[{name!r}]", value) for name, value in kwargs.items())
+    if inspect.ismethod(fn):
+        yield "the object whose method is to be called", fn.__self__
+    if inspect.isfunction(fn):
+        used = inspect.getclosurevars(fn)
+        for name, value in {**used.globals, **used.nonlocals}.items():
+            yield f"the variable {name!r} that the function uses", value
+
+
+def _kind(value: object) -> str:
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"a value of type {name}"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

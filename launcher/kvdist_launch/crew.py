@@ -1,0 +1,324 @@
+"""The processes of one host: started, watched and ended by process group.
+
+`Crew` is the seam: a `LocalCrew` has the processes of this machine, a `RemoteCrew` passes everything on to an agent on
+another one, which has a `LocalCrew` there. A crew tells its listener what happens; whoever waits on the selector calls
+what the crew has registered there.
+
+Every child leads a session of its own. Its group's id is its process id, and stays reserved as long as the child is
+not reaped; so children are reaped last, and a signal to a group can never reach a stranger that got the number anew.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import IO, Protocol
+
+from kvdist.nodes import NodeId
+from kvdist_launch.command import NOT_EXECUTABLE, NOT_FOUND, CommandError
+from kvdist_launch.ending import Ending
+from kvdist_launch.guarded import Guard
+from kvdist_launch.listening import VARIABLE as LISTEN_VARIABLE
+from kvdist_launch.plan import Process
+from kvdist_launch.secret import VARIABLE as SECRET_VARIABLE
+from kvdist_launch.secret import SecretFile
+
+MARK = "KVDIST_JOB"
+"""The variable that all processes of a job have, with a value of its own."""
+
+OUT, ERR = 0, 1
+"""The outputs of a process."""
+
+READ_BYTES = 64 * 1024
+"""Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
+
+
+class Listener(Protocol):
+    """Who is told what happens to processes."""
+
+    def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
+        """These processes of a crew run, under these process ids."""
+
+    def output(self, node: NodeId, stream: int, data: bytes) -> None:
+        """A process has printed."""
+
+    def output_ended(self, node: NodeId, stream: int) -> None:
+        """Nothing more will come from this output."""
+
+    def ended(self, endings: Sequence[Ending]) -> None:
+        """Processes have ended, at the same moment. What they printed last may still be on its way."""
+
+    def settled(self, endings: Sequence[Ending]) -> None:
+        """What these processes had printed before their ends has been passed on."""
+
+
+class Crew(abc.ABC):
+    """The processes of one host.
+
+    Attributes:
+        host: the host's name, for people; empty for this machine.
+    """
+
+    host = ""
+
+    @abc.abstractmethod
+    def start(
+        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: str | None = None
+    ) -> None:
+        """Start these, in order.
+
+        Args:
+            processes: at least one.
+            listening: where the job's root listens, if it is one of them and its socket is on this machine.
+            secret: what encrypts the job's traffic; None where nothing is encrypted.
+
+        Raises:
+            CommandError: one could not be started; none is left.
+        """
+
+    @abc.abstractmethod
+    def signal_group(self, node: NodeId, number: int) -> None:
+        """Send a signal to a process and to whatever it has started in its group."""
+
+    @abc.abstractmethod
+    def tell(self, node: NodeId, line: str) -> None:
+        """Write a line to the standard input of a process that has one."""
+
+    @abc.abstractmethod
+    def take_endings(self) -> None:
+        """Look which processes have ended; to be called after SIGCHLD."""
+
+    @abc.abstractmethod
+    def beat(self, now: float) -> None:
+        """Show whoever is far away that the launcher lives, and see that they do; to be called every second."""
+
+    @abc.abstractmethod
+    def dismiss(self) -> None:
+        """All processes have ended: pass on what is still on its way."""
+
+    @property
+    @abc.abstractmethod
+    def is_silent(self) -> bool:
+        """Whether nothing more will come from any output."""
+
+    @abc.abstractmethod
+    def hang_up(self) -> None:
+        """Let whoever is far away know that all is over, without waiting for it: `release` comes next."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Kill what is left of every group and free everything."""
+
+    @abc.abstractmethod
+    def pause(self, paused: bool) -> None:
+        """Read no output for now, or again: whoever it is for does not keep up."""
+
+
+class Child:
+    """One started process.
+
+    Args:
+        process: what to start.
+        settings: variables besides its own.
+        listening: a socket that it inherits and listens at.
+
+    Raises (on construction):
+        OSError: it could not be started.
+    """
+
+    def __init__(
+        self, process: Process, settings: Mapping[str, str], listening: socket.socket | None = None
+    ) -> None:
+        self.node = process.node
+        env = {**process.environment.over(os.environ), **settings}
+        inherited = list(process.descriptors)
+        if listening is not None:
+            inherited.append(listening.fileno())
+            env[LISTEN_VARIABLE] = str(listening.fileno())
+        self._popen = subprocess.Popen(
+            process.argv,
+            env=env,
+            cwd=process.cwd,
+            pass_fds=inherited,
+            bufsize=0,
+            stdin=subprocess.PIPE if process.is_told_of_endings else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        if self._popen.stdin is not None:
+            # A scheduler that does not read must not stop the launcher.
+            os.set_blocking(self._popen.stdin.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also its process group's."""
+        return self._popen.pid
+
+    @property
+    def outputs(self) -> tuple[IO[bytes], IO[bytes]]:
+        """The reading ends of its standard output and standard error."""
+        if self._popen.stdout is None or self._popen.stderr is None:
+            raise ValueError(f"{self.node} was started without pipes")
+        return self._popen.stdout, self._popen.stderr
+
+    def ending(self) -> Ending | None:
+        """How it ended; None while it runs. It stays unreaped."""
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is None:
+            return None
+        status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        return Ending(self.node, self.pid, status)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to it and to whatever it has started in its group."""
+        # Errors mean that nobody is left who could be told: macOS says "permission" of a group of zombies.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input, if it has one and is there to read it."""
+        if self._popen.stdin is None:
+            return
+        # It may have ended, or stand still; the job's course deals with both.
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(self._popen.stdin.fileno(), line.encode() + b"\n")
+
+    def reap(self) -> None:
+        """Kill what is left of its group, itself included, and give its number back."""
+        self.signal_group(signal.SIGKILL)
+        self._popen.wait()
+        for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+class LocalCrew(Crew):
+    """The processes of this machine.
+
+    Args:
+        selector: where outputs are waited for; the data of a key is what is to be called.
+        listener: who is told.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, listener: Listener) -> None:
+        self._selector = selector
+        self._listener = listener
+        self._children: dict[NodeId, Child] = {}
+        self._running: list[Child] = []
+        self._open: dict[tuple[NodeId, int], IO[bytes]] = {}
+        self._guard: Guard | None = None
+        self._secret: SecretFile | None = None
+        self._is_paused = False
+
+    def start(
+        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: str | None = None
+    ) -> None:
+        settings: dict[str, str] = {}
+        # First, so that a launcher that is killed while it starts processes leaves none.
+        self._guard = Guard()
+        for job in {process.environment.settings.get(MARK, "") for process in processes} - {""}:
+            self._guard.mark(MARK, job)
+        if secret is not None:
+            self._secret = SecretFile(secret)
+            self._guard.remove(self._secret.folder)
+            settings[SECRET_VARIABLE] = str(self._secret.path)
+        for process in processes:
+            try:
+                child = Child(process, settings, listening if process.is_root else None)
+            except OSError as error:
+                self.release()
+                code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+                text = f"{process.node} could not be started: {process.argv[0]}: {error.strerror}"
+                raise CommandError(text, code) from error
+            self._guard.watch(child.pid)
+            self._children[child.node] = child
+            self._running.append(child)
+        self._is_paused = False
+        for child in self._running:
+            for stream, pipe in enumerate(child.outputs):
+                os.set_blocking(pipe.fileno(), False)
+                self._open[child.node, stream] = pipe
+                self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, child.node, stream))
+        self._listener.started(self.host, [(child.node, child.pid) for child in self._running])
+
+    def signal_group(self, node: NodeId, number: int) -> None:
+        self._children[node].signal_group(number)
+
+    def tell(self, node: NodeId, line: str) -> None:
+        self._children[node].tell(line)
+
+    def beat(self, now: float) -> None:
+        """Who is on this machine needs no sign of life."""
+
+    def dismiss(self) -> None:
+        """What is on its way lies in pipes of this machine."""
+
+    def hang_up(self) -> None:
+        """Nobody is far away."""
+
+    def pause(self, paused: bool) -> None:
+        if paused == self._is_paused:
+            return
+        self._is_paused = paused
+        for (node, stream), pipe in self._open.items():
+            if paused:
+                self._selector.unregister(pipe)
+            else:
+                self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, node, stream))
+
+    def take_endings(self) -> None:
+        endings = [ending for child in self._running if (ending := child.ending()) is not None]
+        if not endings:
+            return
+        ended = {ending.node for ending in endings}
+        self._running = [child for child in self._running if child.node not in ended]
+        for ending in endings:
+            if ending.is_failure:
+                # What it had started may hold its sockets open and so hide its end from the others.
+                self.signal_group(ending.node, signal.SIGKILL)
+        self._listener.ended(endings)
+        for node in ended:
+            for stream in (OUT, ERR):
+                self._read(node, stream)  # one read takes what a pipe holds
+        self._listener.settled(endings)
+
+    @property
+    def is_silent(self) -> bool:
+        return not self._open
+
+    def release(self) -> None:
+        self.pause(True)
+        self._open.clear()
+        for child in self._children.values():
+            child.reap()
+        self._children.clear()
+        if self._secret is not None:
+            self._secret.remove()
+            self._secret = None
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
+
+    def _read(self, node: NodeId, stream: int) -> None:
+        pipe = self._open.get((node, stream))
+        if pipe is None:
+            return  # It ended earlier in the same turn of the loop.
+        try:
+            data = os.read(pipe.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self._listener.output(node, stream, data)
+            return
+        del self._open[node, stream]
+        if not self._is_paused:
+            self._selector.unregister(pipe)
+        self._listener.output_ended(node, stream)

@@ -1,0 +1,178 @@
+"""Jobs that something else starts: what is printed for it, or which script is run in its place.
+
+A script is handed to a shell that takes this process's place, on standard input: its output, its signals and its exit
+code are then those of Slurm or Open MPI themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from kvdist.addresses import local_address_towards
+from kvdist.errors import ConfigError
+from kvdist_launch.hosts import Host
+from kvdist_launch.plan import HostFacts, Job, Process
+
+UNDERSTOOD = frozenset(
+    [
+        "--num-workers", "--num-servers", "--server-module", "--optimizer-module", "--server-device", "--hostfile",
+        "-x", "--env", "--env-server", "--env-worker", "--env-file", "--security", "--emit", "--launcher", "--image",
+        "--dry-run",
+    ]
+)  # fmt: skip
+"""The options that mean something for processes that others start."""
+
+CONTAINER_FORMATS = ("kubernetes", "compose")
+SSH_PORT = 22
+CONTAINER_PORT = 9191
+"""Nobody else listens in a container."""
+
+
+def address_towards(host: Host) -> str:
+    """Where `host` reaches this machine, as the route says; a scheduler binds an address, no name.
+
+    Raises:
+        ConfigError: there is no route, or the name is only an alias of ssh.
+    """
+    try:
+        return local_address_towards(host.name, host.port or SSH_PORT)
+    except ConfigError as error:
+        raise ConfigError(
+            f"-H: {host} is no name or address that this machine finds a way to; an alias of ssh is none, so write the"
+            " address of the host"
+        ) from error
+
+
+def script_of(
+    options: argparse.Namespace,
+    job: Job,
+    hosts: Sequence[Host],
+    processes: Sequence[Process],
+    launcher: HostFacts,
+    encrypts: bool,
+) -> str:
+    """What is printed for, or run by, whatever starts the job.
+
+    Args:
+        encrypts: whether what leaves a host is to be encrypted.
+
+    Raises:
+        ConfigError: the options do not fit each other, or something is missing.
+    """
+    word = f"KVDIST_{job.name}"
+    leaves_host = any(not host.is_local for host in hosts)
+    is_secret = encrypts and (leaves_host or options.security == "curve")
+    if options.emit is None and options.launcher == "none":
+        from kvdist_launch.emit.manual import manual
+
+        return manual(processes, hosts, os.getcwd(), f".kvdist-{job.name}.secret" if is_secret else None)
+    if options.emit is None and options.launcher == "mpi":
+        from kvdist_launch.emit.mpi import mpi
+
+        reached = [str(host) for host in hosts if host.user is not None or host.port is not None]
+        if reached:
+            raise ConfigError(
+                f"mpirun takes no ssh user or port with a host, and {reached[0]} has one; leave it out, and write it"
+                " into ~/.ssh/config"
+            )
+        return mpi(processes, hosts, socket.gethostname(), word, is_secret)
+    if options.emit in (None, "sbatch"):
+        from kvdist_launch.emit.parts import parts_of
+        from kvdist_launch.emit.sbatch import sbatch
+
+        return sbatch(parts_of(job, launcher, launcher.python), word, encrypts)
+    if options.emit == "systemd":
+        return _units(job, launcher)
+    return _manifest(options, job, launcher, encrypts)
+
+
+def require_understood(options: argparse.Namespace, given: Sequence[str]) -> None:
+    """See that no option was given that would be ignored, and that none is missing.
+
+    Raises:
+        ConfigError: one was, or is.
+    """
+    ignored = [name for name in given if " " not in name and name not in UNDERSTOOD]
+    if ignored:
+        way = f"--emit {options.emit}" if options.emit else f"--launcher {options.launcher}"
+        raise ConfigError(
+            f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} for processes that kvdist-launch itself"
+            f" starts and watches, and with {way} it does not; leave {' and '.join(ignored)} out"
+        )
+    if options.emit is not None or options.launcher == "slurm":
+        _require_no_hosts(options)
+    elif options.image is not None:
+        raise ConfigError(_IMAGE_IS_FOR)
+
+
+_IMAGE_IS_FOR = "--image is for --emit kubernetes and --emit compose; leave it out"
+
+
+def run_script(launcher: str, text: str, environ: Mapping[str, str]) -> None:
+    """Let a shell that runs the script take this process's place.
+
+    Raises:
+        ConfigError: what the script needs is not here.
+    """
+    program = {"slurm": "srun", "mpi": "mpirun"}[launcher]
+    if shutil.which(program, path=environ.get("PATH")) is None:
+        raise ConfigError(f"--launcher {launcher} needs {program}, which is in no directory of PATH; install it")
+    if launcher == "slurm" and "SLURM_JOB_ID" not in environ:
+        raise ConfigError(
+            "--launcher slurm starts a job inside an allocation, and this is none; get one with salloc, or write a"
+            " batch script with --emit sbatch"
+        )
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode(errors="surrogateescape"))
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+        os.execvpe("bash", ["bash", "-s"], dict(environ))
+
+
+def _require_no_hosts(options: argparse.Namespace) -> None:
+    asked = f"--emit {options.emit}" if options.emit else f"--launcher {options.launcher}"
+    if options.hostfile is not None:
+        raise ConfigError(f"{asked} leaves the choice of hosts to others; leave out -H {options.hostfile}")
+    if options.emit in CONTAINER_FORMATS and options.image is None:
+        raise ConfigError(f"{asked} needs --image IMAGE, a container image with kvdist and your program")
+    if options.image is not None and options.emit not in CONTAINER_FORMATS:
+        raise ConfigError(_IMAGE_IS_FOR)
+
+
+def _units(job: Job, launcher: HostFacts) -> str:
+    from kvdist_launch.emit.parts import parts_of
+    from kvdist_launch.emit.systemd import systemd
+
+    name = f"kvdist-{job.name[:8]}"
+    parts = parts_of(job, launcher, launcher.python)
+    path = parts[-1].environment.over(launcher.environ).get("PATH")
+    # systemd does not search where the user's shell does.
+    found = [shutil.which(part.argv[0], path=path) or part.argv[0] for part in parts]
+    parts = [replace(part, argv=(program, *part.argv[1:])) for part, program in zip(parts, found, strict=True)]
+    units = systemd(parts, name, job.port, os.getcwd())
+    head = f"# systemctl daemon-reload && systemctl start {name}.target; journalctl -f -u '{name}-*'\n"
+    return head + "".join(f"\n# {path}\n{text}" for path, text in units.items())
+
+
+def _manifest(options: argparse.Namespace, job: Job, launcher: HostFacts, is_secret: bool) -> str:
+    from kvdist_launch.emit.parts import parts_of
+
+    # What is true of this machine is not true in a container; only what the user asks for goes there.
+    kept = {name: text for name, text in launcher.environ.items() if name == "KVDIST_SECURITY"}
+    parts = parts_of(job, replace(launcher, environ=kept), "python")
+    name = f"kvdist-{job.name[:8]}"
+    if options.emit == "kubernetes":
+        from kvdist_launch.emit.kubernetes import kubernetes
+
+        secret = base64.b64encode(os.urandom(32)).decode() if is_secret else None
+        return kubernetes(parts, name, options.image, CONTAINER_PORT, secret)
+    from kvdist_launch.emit.compose import compose
+
+    return compose(parts, name, options.image, CONTAINER_PORT, is_secret)

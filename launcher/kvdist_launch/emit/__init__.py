@@ -1,0 +1,5 @@
+"""A job as text for whatever else starts processes: shells, Slurm, Open MPI, Kubernetes, Docker Compose, systemd.
+
+Pure: a plan comes in, text comes out. Values that a user gave are quoted for the language they end up in and never
+interpreted in it.
+"""

@@ -1,0 +1,142 @@
+"""``--emit kubernetes``: a JobSet with one replicated job a role, a headless service, and a secret.
+
+Ranks are the completion indexes of indexed jobs. The JobSet succeeds when all workers have. It needs the JobSet
+controller (jobset.x-k8s.io) in the cluster; Kubernetes itself has no job with several roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvdist.nodes import Role
+from kvdist_launch.emit.parts import Part
+from kvdist_launch.emit.yaml import Value, document
+
+RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+SECRET_FOLDER = "/run/kvdist"
+
+WAIT_FOR_NAME = """\
+import socket, sys, time
+for _ in range(300):
+    try:
+        socket.getaddrinfo(sys.argv[1], None)
+        break
+    except OSError:
+        time.sleep(1)
+"""
+"""A pod's name resolves a moment after the pod runs, and whoever asks too early would end."""
+
+
+def kubernetes(parts: Sequence[Part], name: str, image: str, port: int, secret: str | None) -> str:
+    """The manifests, for ``kubectl apply -f``.
+
+    Args:
+        name: of everything in them: a DNS label.
+        image: the container image, which has kvdist and the user's program.
+        secret: in base64; None leaves encryption out.
+    """
+    documents: list[dict[str, Value]] = []
+    if secret is not None:
+        documents.append(
+            {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {"name": name},
+                "type": "Opaque",
+                "data": {"secret": secret},
+            }
+        )
+    documents.append(_service(name))
+    jobs = [_replicated_job(part, name, image, port, secret is not None) for part in parts]
+    documents.append(
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": name},
+            "spec": {
+                "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+                "successPolicy": {"operator": "All", "targetReplicatedJobs": [str(Role.WORKER)]},
+                "failurePolicy": {"maxRestarts": 0},
+                "startupPolicy": {"startupPolicyOrder": "InOrder"},
+                "replicatedJobs": jobs,
+            },
+        }
+    )
+    head = "# kubectl apply -f FILE; logs: kubectl logs -l jobset.sigs.k8s.io/jobset-name=NAME --prefix -f\n"
+    return head.replace("NAME", name) + "---\n".join(map(document, documents))
+
+
+def _service(name: str) -> dict[str, Value]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"jobset.sigs.k8s.io/jobset-name": name},
+        },
+    }
+
+
+def _replicated_job(part: Part, name: str, image: str, port: int, is_secret: bool) -> Value:
+    scheduler = f"{name}-{Role.SCHEDULER}-0-0.{name}"
+    pod: dict[str, Value] = {
+        "restartPolicy": "Never",
+        "containers": [_container(part, image, scheduler, port, is_secret)],
+        "volumes": _volumes(name, is_secret),
+    }
+    if part.role is not Role.SCHEDULER:
+        wait: dict[str, Value] = {"name": "wait-for-scheduler", "image": image}
+        pod["initContainers"] = [{**wait, "command": ["python", "-c", WAIT_FOR_NAME, scheduler]}]
+    job: dict[str, Value] = {
+        "parallelism": part.count,
+        "completions": part.count,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
+    return {"name": str(part.role), "replicas": 1, "template": {"spec": job}}
+
+
+def _container(part: Part, image: str, scheduler: str, port: int, is_secret: bool) -> dict[str, Value]:
+    env: list[Value] = [
+        {"name": variable, "value": _escaped(text)}
+        for variable, text in sorted({**part.environment.defaults, **part.environment.settings}.items())
+    ]
+    if part.role is Role.SCHEDULER:
+        # It binds an address; the name of a pod stands for it only elsewhere.
+        env.append({"name": "DMLC_PS_ROOT_URI", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+    else:
+        env.append({"name": "DMLC_PS_ROOT_URI", "value": scheduler})
+    env.append({"name": "DMLC_PS_ROOT_PORT", "value": str(port)})
+    env.append({"name": "KVDIST_RANK", "valueFrom": {"fieldRef": {"fieldPath": RANK_FIELD}}})
+    mounts: list[Value] = [{"name": "memory", "mountPath": "/dev/shm"}]
+    if part.role is Role.WORKER:
+        # A pod is a host of its own.
+        env.append({"name": "KVDIST_LOCAL_RANK", "value": "0"})
+        env.append({"name": "KVDIST_LOCAL_SIZE", "value": "1"})
+        env.append({"name": "KVDIST_CROSS_RANK", "valueFrom": {"fieldRef": {"fieldPath": RANK_FIELD}}})
+        env.append({"name": "KVDIST_CROSS_SIZE", "value": str(part.count)})
+    if is_secret:
+        env.append({"name": "KVDIST_SECRET_FILE", "value": f"{SECRET_FOLDER}/secret"})
+        mounts.append({"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True})
+    return {
+        "name": str(part.role),
+        "image": image,
+        "command": [_escaped(word) for word in part.argv],
+        "env": env,
+        "volumeMounts": mounts,
+    }
+
+
+def _volumes(name: str, is_secret: bool) -> list[Value]:
+    volumes: list[Value] = [{"name": "memory", "emptyDir": {"medium": "Memory"}}]
+    if is_secret:
+        volumes.append({"name": "secret", "secret": {"secretName": name, "defaultMode": 0o400}})
+    return volumes
+
+
+def _escaped(text: str) -> str:
+    """Kubernetes replaces ``$(NAME)`` in words and values; two dollars stand for one."""
+    return text.replace("$", "$$")

@@ -1,0 +1,163 @@
+"""What the launcher and its agent on another host say to each other over the pipe that ssh is.
+
+A frame is one line of JSON with a field ``kind``, and behind it as many raw bytes as its field ``bytes`` says, if it
+has one. Output of processes travels raw, so nothing that is printed can be taken for a frame, or be refused.
+
+Whatever comes before the line `GREETING` was printed by the other side's login scripts, and is no frame.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvdist.errors import KvdistError
+
+GREETING = b"kvdist-agent 1"
+"""The first line of an agent; the number is that of this protocol."""
+
+HEADER_BYTES_MAX = 64 << 20
+"""A plan with the environments of many processes is the largest frame."""
+
+PAYLOAD_BYTES_MAX = 1 << 20
+READ_BYTES = 256 * 1024
+
+FULL_BYTES = 4 << 20
+"""More than this waiting to be written means that the other side does not keep up."""
+
+
+class FrameError(KvdistError):
+    """The other side said something that is no frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One thing that was said."""
+
+    kind: str
+    fields: dict[str, Any]
+    payload: bytes = b""
+
+    def encode(self) -> bytes:
+        """As it travels."""
+        head: dict[str, Any] = {"kind": self.kind, **self.fields}
+        if self.payload:
+            head["bytes"] = len(self.payload)
+        return json.dumps(head, separators=(",", ":")).encode() + b"\n" + self.payload
+
+
+class Decoder:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._head: dict[str, Any] | None = None
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that `data` completes.
+
+        Raises:
+            FrameError: it is none.
+        """
+        self._rest += data
+        frames = []
+        while (frame := self._next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def _next(self) -> Frame | None:
+        if self._head is None:
+            line, found, rest = self._rest.partition(b"\n")
+            if not found:
+                if len(line) > HEADER_BYTES_MAX:
+                    raise FrameError(f"a frame's head is longer than {HEADER_BYTES_MAX} bytes")
+                return None
+            self._rest, self._head = rest, _head(line)
+        size = self._head.get("bytes", 0)
+        if type(size) is not int or not 0 <= size <= PAYLOAD_BYTES_MAX:
+            raise FrameError(f"a frame's payload of {size!r:.40} bytes is out of range")
+        if len(self._rest) < size:
+            return None
+        fields, self._head = self._head, None
+        payload = bytes(self._rest[:size])
+        del self._rest[:size]
+        fields.pop("bytes", None)
+        return Frame(fields.pop("kind"), fields, payload)
+
+
+def _head(line: bytes | bytearray) -> dict[str, Any]:
+    try:
+        head = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"{bytes(line[:80])!r} is no frame") from error
+    if not isinstance(head, dict) or not isinstance(head.get("kind"), str):
+        raise FrameError(f"{bytes(line[:80])!r} is no frame: it has no kind")
+    return head
+
+
+class Writer:
+    """Writes frames to a pipe without ever waiting for its reader.
+
+    Args:
+        selector: waits until the pipe takes more.
+        descriptor: the writing end.
+        broken: is called when the reader is gone.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, descriptor: int, broken: Callable[[], None]) -> None:
+        os.set_blocking(descriptor, False)
+        self._selector = selector
+        self._descriptor = descriptor
+        self._broken = broken
+        self._waiting = bytearray()
+        self._is_registered = False
+        self._is_closed = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether whoever produces much should wait."""
+        return len(self._waiting) > FULL_BYTES
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything has been handed over."""
+        return not self._waiting
+
+    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
+        """Say something."""
+        if self._is_closed:
+            return
+        self._waiting += Frame(kind, fields, payload).encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the pipe takes now."""
+        try:
+            while self._waiting:
+                with memoryview(self._waiting)[:READ_BYTES] as piece:
+                    written = os.write(self._descriptor, piece)
+                del self._waiting[:written]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
+            self._broken()
+            return
+        self._expect(bool(self._waiting))
+
+    def close(self) -> None:
+        """Nothing more will be said here. The descriptor stays open; it belongs to whoever made it."""
+        self._is_closed = True
+        self._waiting.clear()
+        self._expect(False)
+
+    def _expect(self, wanted: bool) -> None:
+        if wanted and not self._is_registered:
+            self._selector.register(self._descriptor, selectors.EVENT_WRITE, self.flush)
+        elif self._is_registered and not wanted:
+            self._selector.unregister(self._descriptor)
+        self._is_registered = wanted

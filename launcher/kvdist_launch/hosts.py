@@ -1,0 +1,384 @@
+"""The machines of a job: what stands in a hostfile, or behind ``-H``.
+
+A line of a hostfile is ``[user@]host[:port] [attribute=value ...]``. In a file ``host:N`` is the ssh port, as in
+MXNet; in a list on the command line (``-H a:2,b:2``) N is the number of slots, as in Horovod.
+
+The grammar is strict because these words end up in the argument lists of ssh and rsync: nothing that begins with
+``-``, no blank, no quote and no shell character is part of a host's name, whatever ssh itself would make of it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvdist.errors import ConfigError
+from kvdist.nodes import Role
+
+HOSTS_MAX = 4096
+"""A range in brackets is a few characters long and stands for any number of hosts; more than these are a mistake."""
+
+FILE_BYTES_MAX = 1 << 20
+SHOWN_MAX = 80
+"""Characters of a wrong line that an error repeats."""
+
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+EXAMPLE_HOSTFILE = """\
+# One host a line: a name that ssh knows (an alias of ~/.ssh/config too), or an address.
+d1
+d2 slots=4                        # at most 4 workers; servers are not counted
+alice@d3:2222                     # ssh user and port; the same as: d3 user=alice port=2222
+
+# Eight hosts, gpu01 to gpu08, whose workers share the GPUs 0 to 3.
+gpu[01-08] slots=4 gpus=0,1,2,3 role=worker
+
+# What is possible: slots= port= user= python= gpus= iface= role=server|worker|any
+store[1,3,5-7] role=server iface=eth1
+[fd00::17] python=/opt/conda/bin/python
+"""
+"""What ``--example-hostfile`` prints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine.
+
+    Attributes:
+        name: what ssh is given: a name, an alias or an address (IPv6 without brackets). It stays as it was written, as
+            aliases of ssh's configuration do not match in another case.
+        slots: how many workers it takes at most; None is any number.
+        port: the port of its ssh daemon; None leaves that to ssh's configuration.
+        user: who logs in there; None leaves that to ssh's configuration.
+        python: its interpreter; None is the path that the launcher's own has.
+        gpus: the devices that its workers share, as in CUDA_VISIBLE_DEVICES.
+        iface: the network interface that its processes use.
+        role: the only role that it takes, server or worker; None is both.
+    """
+
+    name: str
+    slots: int | None = None
+    port: int | None = None
+    user: str | None = None
+    python: str | None = None
+    gpus: tuple[str, ...] | None = None
+    iface: str | None = None
+    role: Role | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is this machine, reached without ssh. A port or a user asks for ssh even to this machine."""
+        return self.name.lower() in LOCAL_NAMES and self.port is None and self.user is None
+
+    @property
+    def identity(self) -> tuple[str, int | None]:
+        """What two lines for the same machine have in common; several may lie behind the ports of one address."""
+        return ("localhost", None) if self.is_local else (self.name.lower(), self.port)
+
+    def takes(self, role: Role) -> bool:
+        """Whether processes of that role may run here."""
+        return self.role is None or self.role is role
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def read_hosts(text: str) -> list[Host]:
+    """What ``-H text`` stands for: the hosts of the file of that name, or else of the list itself.
+
+    Raises:
+        ConfigError: the file cannot be read, or the hosts are not valid; the message says where and what to write.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise ConfigError(f"-H {text} is a directory; name a hostfile in it, or a list such as -H a:2,b:2")
+    if path.is_file():
+        return read_hostfile(text)
+    if "/" in text or text.lower() in _FILE_NAMES or path.suffix.lower() in _FILE_SUFFIXES:
+        raise ConfigError(
+            f"-H {_shown(text)}: there is no such file, and it does not look like a list of hosts either. Write the"
+            " hostfile (kvdist-launch --example-hostfile prints one), or a list such as -H a:2,b:2"
+        )
+    return parse_host_list(text)
+
+
+def read_hostfile(name: str) -> list[Host]:
+    """The hosts of the file of that name.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is not valid.
+    """
+    return parse_hostfile(_read(Path(name)), name)
+
+
+_FILE_NAMES = frozenset({"hosts", "hostfile", "host_file", "hostsfile", "hosts_file", "machines", "machinefile"})
+_FILE_SUFFIXES = frozenset({".txt", ".hosts", ".conf", ".cfg", ".list", ".lst"})
+
+
+def parse_hostfile(text: str, name: str) -> list[Host]:
+    """The hosts of a hostfile's text, in its order.
+
+    Args:
+        text: the whole file.
+        name: the file's name, for messages.
+
+    Raises:
+        ConfigError: a line is not valid; the message has the file, the line and what to write.
+    """
+    hosts = _Hosts(f"{name} names no host; kvdist-launch --example-hostfile prints one that does")
+    for number, line in enumerate(text.split("\n"), 1):
+        where = f"{name}, line {number}: {_shown(line.strip())}"
+        try:
+            words = _words(line.rstrip("\r"))
+            if words:
+                hosts.add(_hosts_of_line(words), where)
+        except _Wrong as error:
+            raise ConfigError(f"{where}: {error}") from None
+    return hosts.all()
+
+
+def parse_host_list(text: str) -> list[Host]:
+    """The hosts of a list like ``a:2,b:2``, where the numbers are slots.
+
+    Raises:
+        ConfigError: an entry is not valid; the message has the entry and what to write.
+    """
+    hosts = _Hosts("-H names no host; write a list such as -H a:2,b:2, or the name of a hostfile")
+    for entry in re.split(r",(?![^\[]*\])", text):
+        where = f"-H: {_shown(entry.strip())}"
+        try:
+            if "=" in entry:
+                raise _Wrong("attributes stand in a hostfile; in a list write HOST or HOST:SLOTS")
+            for host in _hosts_of_address(entry.strip()):
+                # The grammar has one number behind the colon; only its meaning differs from that of a file.
+                hosts.add([replace(host, slots=host.port, port=None)], where)
+        except _Wrong as error:
+            raise ConfigError(f"{where}: {error}") from None
+    return hosts.all()
+
+
+class _Wrong(Exception):
+    """What is wrong with one line, and what to write instead."""
+
+
+class _Hosts:
+    """Hosts as they are found, none twice and not too many."""
+
+    def __init__(self, none_found: str) -> None:
+        self._none_found = none_found
+        self._hosts: list[Host] = []
+        self._seen: dict[tuple[str, int | None], str] = {}
+
+    def add(self, hosts: Iterable[Host], where: str) -> None:
+        for host in hosts:
+            if host.identity in self._seen:
+                raise _Wrong(f"{host} stands twice; write it once, with slots= for several workers")
+            if len(self._hosts) == HOSTS_MAX:
+                raise _Wrong(f"these are more than {HOSTS_MAX} hosts; check the ranges in brackets")
+            self._seen[host.identity] = where
+            self._hosts.append(host)
+
+    def all(self) -> list[Host]:
+        if not self._hosts:
+            raise ConfigError(self._none_found)
+        return self._hosts
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"the hostfile {path} cannot be read: {error.strerror}") from error
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"the hostfile {path} has more than {FILE_BYTES_MAX} bytes; is it the right file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the hostfile {path} is not text in UTF-8; is it the right file?") from error
+
+
+def _shown(text: str) -> str:
+    return ascii(text) if len(text) <= SHOWN_MAX else ascii(text[:SHOWN_MAX]) + "..."
+
+
+_WORD = r"""(?:"[^"]*"|'[^']*'|[^ \t"'])+"""
+
+
+def _words(line: str) -> list[str]:
+    """The words of a line without its comment; quotes keep blanks together and are left out."""
+    words, position = [], 0
+    while (position := _skip_blanks(line, position)) < len(line) and line[position] != "#":
+        match = re.match(_WORD, line[position:])
+        if match is None:
+            raise _Wrong("a quote is not closed; write both, as in python='/my programs/python'")
+        words.append(re.sub(r"""(["'])(.*?)\1""", r"\2", match.group()))
+        position += match.end()
+        if position < len(line) and line[position] in "\"'":
+            raise _Wrong("a quote is not closed; write both, as in python='/my programs/python'")
+    return words
+
+
+def _skip_blanks(line: str, position: int) -> int:
+    while position < len(line) and line[position] in " \t":
+        position += 1
+    return position
+
+
+def _hosts_of_line(words: list[str]) -> Iterator[Host]:
+    attributes: dict[str, object] = {}
+    for word in words[1:]:
+        name, separator, value = word.partition("=")
+        if not separator:
+            raise _Wrong(f"{_shown(word)} is no attribute; write name=value, one host a line")
+        if name not in _ATTRIBUTES:
+            raise _Wrong(f"there is no attribute {_shown(name)}; known are {', '.join(_ATTRIBUTES)}")
+        if name in attributes:
+            raise _Wrong(f"{name}= stands twice")
+        attributes[name] = _ATTRIBUTES[name](value)
+    if attributes.get("role") is Role.SERVER and "slots" in attributes:
+        raise _Wrong("slots= counts workers, and a host with role=server takes none; leave one of them out")
+    for host in _hosts_of_address(words[0]):
+        for name, said in (("port", host.port), ("user", host.user)):
+            if said is not None and name in attributes:
+                raise _Wrong(f"{name}= stands beside the {name} in {_shown(words[0])}; write it once")
+        yield replace(host, **attributes)  # type: ignore[arg-type]  # the table gives each attribute its own type
+
+
+_HOSTNAME = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
+_RANGE = r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
+
+
+def _hosts_of_address(text: str) -> Iterator[Host]:
+    """The hosts of ``[user@]host[:N]``, with N as the port."""
+    user, separator, rest = text.rpartition("@")
+    user_checked = _user(user) if separator else None
+    match = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(?::([^:]*))?", rest)
+    if match is None:
+        raise _Wrong(f"an IPv6 address stands in brackets: write [{rest}]" if _is_ipv6(rest) else _NOT_A_HOST)
+    name, number = match.groups()
+    port = None if number is None else _number(number, "the number behind the colon", 65535)
+    for each in [_ipv6(name[1:-1])] if name.startswith("[") else _expanded(name):
+        yield Host(each, port=port, user=user_checked)
+
+
+_NOT_A_HOST = (
+    "this is no name of a host; write a name of letters, digits, dots, hyphens and underscores that begins with a"
+    " letter or digit, or an address, as in: d1, alice@d1, 10.0.0.7, [fd00::17]"
+)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
+
+
+def _ipv6(text: str) -> str:
+    address, separator, zone = text.partition("%")
+    if not _is_ipv6(address) or (separator and not re.fullmatch(_IFACE, zone)):
+        raise _Wrong(f"{_shown(text)} is no IPv6 address; write one, as in [fd00::17], or a range as in host[1-4]")
+    return str(ipaddress.ip_address(address)) + separator + zone
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """The names that a name with ranges in brackets stands for; a range keeps the zeros of its first number."""
+    parts = re.split(r"\[([^\[\]]*)\]", text)
+    choices = [[part] if index % 2 == 0 else _numbers(part) for index, part in enumerate(parts)]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > HOSTS_MAX:
+        raise _Wrong(f"these are {count} hosts; at most {HOSTS_MAX} are possible")
+    for combination in itertools.product(*choices):
+        yield _name("".join(combination))
+
+
+def _numbers(text: str) -> list[str]:
+    numbers: list[str] = []
+    for item in text.split(","):
+        match = re.fullmatch(_RANGE, item)
+        if match is None:
+            raise _Wrong(f"[{text[:SHOWN_MAX]}] is no range; write numbers, as in host[01-08] or host[1,3,5-7]")
+        first, last = match.group(1), match.group(2) or match.group(1)
+        if int(last) < int(first):
+            raise _Wrong(f"the range {item} runs backwards; write the smaller number first")
+        if len(first) != len(last) and "0" in (first[0], last[0]) and first != "0":
+            raise _Wrong(f"the two numbers of {item} have different widths; write as many zeros before both")
+        if int(last) - int(first) >= HOSTS_MAX - len(numbers):
+            raise _Wrong(f"the range {item} has more than {HOSTS_MAX} hosts")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _name(text: str) -> str:
+    labels = text.split(".")
+    if len(text) > 253 or not all(len(label) <= 63 and re.fullmatch(_HOSTNAME, label) for label in labels):
+        raise _Wrong(_NOT_A_HOST)
+    if not text.replace(".", "").isdigit():
+        return text
+    try:
+        return str(ipaddress.IPv4Address(text))
+    except ValueError:
+        # The system's resolver would take 10.1 or 1234 for an address too, and reach an unexpected machine.
+        raise _Wrong(f"{text} is no IPv4 address, and a name does not consist of digits alone") from None
+
+
+def _number(text: str, what: str, most: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise _Wrong(f"{what} is {_shown(text)}; write a number from 1 to {most}")
+    return int(text)
+
+
+def _user(text: str) -> str:
+    if not re.fullmatch(_USER, text):
+        raise _Wrong(f"{_shown(text)} is no name of a user; write letters, digits, and inside also . _ -")
+    return text
+
+
+def _python(text: str) -> str:
+    if not text or text.startswith("-") or not text.isprintable():
+        raise _Wrong(f"python= is {_shown(text)}; write a path, as in python=/opt/conda/bin/python")
+    return text
+
+
+def _gpus(text: str) -> tuple[str, ...]:
+    devices = tuple(text.split(","))
+    if not all(re.fullmatch(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]{1,80}", device) for device in devices):
+        raise _Wrong(f"gpus= is {_shown(text)}; write the devices with commas between, as in gpus=0,1")
+    if len(set(devices)) < len(devices):
+        raise _Wrong(f"gpus= is {_shown(text)}, which has a device twice")
+    return devices
+
+
+_IFACE = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}"
+
+
+def _iface(text: str) -> str:
+    if not re.fullmatch(_IFACE, text):
+        raise _Wrong(f"iface= is {_shown(text)}; write the name of a network interface, as in iface=eth1")
+    return text
+
+
+def _role(text: str) -> Role | None:
+    roles = {"server": Role.SERVER, "worker": Role.WORKER, "any": None}
+    if text not in roles:
+        raise _Wrong(f"role= is {_shown(text)}; write role=server, role=worker or role=any")
+    return roles[text]
+
+
+_ATTRIBUTES: dict[str, Callable[[str], object]] = {
+    "slots": lambda text: _number(text, "slots=", HOSTS_MAX),
+    "port": lambda text: _number(text, "port=", 65535),
+    "user": _user,
+    "python": _python,
+    "gpus": _gpus,
+    "iface": _iface,
+    "role": _role,
+}

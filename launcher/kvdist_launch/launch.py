@@ -1,0 +1,223 @@
+"""A job on several hosts, from the first connection to the exit code.
+
+Everything that can be known beforehand is looked at before anything is started or copied: who cannot take part is
+named, with a reason, and then nothing has happened yet.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvdist.errors import ConfigError
+from kvdist_launch.crew import Crew, LocalCrew
+from kvdist_launch.fleet import Fleet, Station
+from kvdist_launch.guarded import Guard
+from kvdist_launch.hosts import Host
+from kvdist_launch.listening import listen, port_of, turn_away
+from kvdist_launch.meeting import listening_address, root_addresses
+from kvdist_launch.placement import LAUNCHER
+from kvdist_launch.plan import HostFacts, Job, Process, plan, root_host, thread_note, worker_lines
+from kvdist_launch.preflight import explained, judge, require_all, table
+from kvdist_launch.secret import draw
+from kvdist_launch.ssh import SshOptions
+from kvdist_launch.supervisor import Supervisor
+from kvdist_launch.sync import Copy, Sync, SyncError, shown
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How the user wants a job to be brought to its hosts.
+
+    Attributes:
+        python: the interpreter of hosts that name none.
+        ssh: what is wanted of ssh.
+        sync: what is copied to every host first; None is nothing.
+        encrypts: whether the job's traffic is encrypted.
+        ports: those that may be listened at; none is any.
+        interface: the network card, or the network, that everybody is to use; None is the route that there is.
+        is_checked: whether hosts are looked at before anything starts there.
+        is_verbose: whether it is said where each worker runs.
+    """
+
+    python: str
+    ssh: SshOptions
+    sync: Sync | None = None
+    encrypts: bool = True
+    ports: tuple[int, ...] = ()
+    interface: str | None = None
+    is_checked: bool = True
+    is_verbose: bool = False
+
+
+def run(
+    job: Job, hosts: Sequence[Host], wishes: Wishes, supervisor: Supervisor, environ: Mapping[str, str]
+) -> int:
+    """Run a job on hosts. Returns its exit code.
+
+    Args:
+        job: what is wanted; its port and addresses are found here.
+        hosts: where.
+        wishes: how.
+        supervisor: watches it.
+        environ: the launcher's variables.
+
+    Raises:
+        ConfigError: a host cannot take part, a copy failed, or the plan does not fit; nothing runs then.
+    """
+    with supervisor, Fleet(hosts, wishes.python, wishes.ssh, supervisor) as fleet:
+        return _Course(job, wishes, fleet, supervisor, environ).run()
+
+
+class _Course:
+    """The steps, in order, and what they have found out."""
+
+    def __init__(
+        self, job: Job, wishes: Wishes, fleet: Fleet, supervisor: Supervisor, environ: Mapping[str, str]
+    ) -> None:
+        self._job = job
+        self._wishes = wishes
+        self._fleet = fleet
+        self._supervisor = supervisor
+        self._environ = environ
+        self._stations = fleet.stations
+        root = root_host(job, [station.host for station in fleet.stations])
+        self._root = None if root is None else fleet.stations[root]
+        self._listening: socket.socket | None = None
+        self._addresses: list[str] = []
+
+    def run(self) -> int:
+        self._connect()
+        interface = self._wishes.interface
+        if interface is not None:
+            self._fleet.ask(lambda station: {"interface": interface} if station is self._root else {})
+        has_servers = self._job.num_servers > 0
+        self._addresses = root_addresses(self._stations, self._root, interface, has_servers=has_servers)
+        port = self._listen()
+        if self._wishes.is_checked:
+            self._look(port)
+        if self._wishes.sync is not None:
+            self._copy(self._wishes.sync)
+        hosts, facts = [one.host for one in self._stations], self._facts()
+        processes = plan(replace(self._job, port=port), hosts, facts, self._launcher())
+        note = thread_note(processes, hosts, facts)
+        if note is not None:
+            self._supervisor.say(note)
+        for line in worker_lines(processes, hosts) if self._wishes.is_verbose else ():
+            self._supervisor.say(line)
+        self._supervisor.say(
+            "what leaves a host is encrypted"
+            if self._wishes.encrypts
+            else "nothing that this job sends is encrypted (KVDIST_SECURITY=none)"
+        )
+        if self._listening is not None:
+            turn_away(self._listening)
+        secret = draw() if self._wishes.encrypts else None
+        assignments = self._assignments(processes)
+        self._fleet.dismiss_idle(crew for crew, _ in assignments)
+        return self._supervisor.run(assignments, self._listening, secret)
+
+    def _connect(self) -> None:
+        """Reach all hosts. If one cannot be, all that is wrong with any of them is told at once."""
+        self._fleet.connect()
+        for station in self._stations:
+            if station.problem:
+                station.problem = explained(station.problem, station.host.python or self._wishes.python, station.host)
+        if any(station.problem for station in self._stations) and self._wishes.is_checked:
+            self._look(None)
+        require_all(self._stations)
+
+    def _listen(self) -> int:
+        """Bind the root's port, wherever it will run."""
+        root = self._root
+        if root is None or root.is_here:
+            self._listening = listen(listening_address(self._addresses), self._wishes.ports)
+            return port_of(self._listening)
+        where = [self._addresses[0], self._wishes.ports]
+        self._fleet.ask(lambda station: {"listen": where} if station is root else {})
+        require_all(self._stations)
+        if "port" not in root.found:
+            raise ConfigError(f"{root.host.name}: {root.found['problem']}")
+        return int(root.found["port"])
+
+    def _look(self, port: int | None) -> None:
+        """Ask every host the rest, and show what they said.
+
+        Args:
+            port: where the root listens; None while that is not known.
+        """
+        sync = self._wishes.sync
+        destination = None if sync is None else sync.destination
+        addresses = self._addresses or [""] * len(self._stations)
+        address_of = {id(one): address for one, address in zip(self._stations, addresses, strict=True)}
+
+        def questions(station: Station) -> dict[str, object]:
+            return {
+                "folder": destination,
+                "cwd": None if sync else self._job.cwd,  # rsync makes its folder
+                "dial": None if port is None else [address_of[id(station)], port],
+                "ports": self._wishes.ports,
+            }
+
+        self._fleet.ask(questions)
+        root = "the scheduler" if self._job.num_servers else "rank 0"
+        judge(self._stations, destination, root)
+        for line in table(self._stations, root.removeprefix("the ")).splitlines():
+            self._supervisor.note(line)
+        require_all(self._stations)
+
+    def _copy(self, sync: Sync) -> None:
+        """Copy to every host; to this one too, if it is one of them and the folder is another."""
+        selector = self._supervisor.selector
+        copies: list[Copy] = []
+        guard = Guard()
+        try:
+            for station in self._stations:
+                if not station.is_here or os.path.realpath(sync.destination) != os.path.realpath(sync.source):
+                    copies.append(Copy(sync, station.host, self._wishes.ssh, selector))
+                    guard.watch(copies[-1].pid)
+                    self._supervisor.note(copies[-1].line)
+            with shown(copies, self._supervisor.is_on_terminal) as update:
+
+                def is_done() -> bool:
+                    update()
+                    return all(copy.result is not None for copy in copies)
+
+                self._fleet.turn_until(is_done)
+        finally:
+            for copy in copies:
+                copy.stop()
+            guard.dismiss()
+        if failures := [copy.failure for copy in copies if copy.failure]:
+            raise SyncError("; ".join(failures))
+        for copy in copies:
+            self._supervisor.note(copy.report)
+
+    def _facts(self) -> list[HostFacts]:
+        return [
+            HostFacts(
+                cores=int(station.facts["cores"]),
+                python=str(station.facts["python"]),
+                address=station.address,
+                environ=self._environ if station.is_here else station.facts["environ"],
+                scheduler=address,
+            )
+            for station, address in zip(self._stations, self._addresses, strict=True)
+        ]
+
+    def _launcher(self) -> HostFacts:
+        return HostFacts(len(os.sched_getaffinity(0)), sys.executable, self._addresses[0], self._environ)
+
+    def _assignments(self, processes: Sequence[Process]) -> list[tuple[Crew, list[Process]]]:
+        """What each crew starts. This machine's is one more if only the scheduler runs here."""
+        crews: dict[int, Crew] = {index: station.crew for index, station in enumerate(self._stations)}
+        here = next((one.crew for one in self._stations if one.is_here), None)
+        crews[LAUNCHER] = here or LocalCrew(self._supervisor.selector, self._supervisor)
+        mine: dict[int, tuple[Crew, list[Process]]] = {}
+        for process in processes:
+            crew = crews[process.host]
+            mine.setdefault(id(crew), (crew, []))[1].append(process)
+        return list(mine.values())

@@ -1,0 +1,327 @@
+"""The options of ``kvdist-launch``: one table, in the groups in which ``--help`` shows them.
+
+Everything after the first word that is no option of ours belongs to the user's command, even if it looks like one of
+ours. argparse cannot promise that, so `split_command` cuts the command off before argparse sees the rest.
+
+Each option's text becomes a value of the right kind here, or a sentence that says what to write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from kvdist.errors import ConfigError
+from kvdist.variables import device_names
+
+LAUNCHERS = ("local", "ssh", "mpi", "slurm", "none")
+FORMATS = ("sbatch", "kubernetes", "compose", "systemd")
+
+USAGE = "kvdist-launch -n WORKERS [-s SERVERS] [-H HOSTS] [options] [--] COMMAND [ARGUMENT...]"
+
+EXAMPLES = """\
+examples:
+  kvdist-launch -n 2 python train.py                     two workers, two servers, one scheduler
+  kvdist-launch -n 4 -s 1 python train.py -n 5 --lr .1   what follows the command belongs to it
+  kvdist-launch -n 2 -s 2 "python train.py --lr .1"      the same as one quoted string
+  kvdist-launch -n 4 -s 0 python train.py                no servers: collectives among four workers
+  kvdist-launch -n 2 --env-worker LOG=debug -- ./train   a variable for the workers alone
+  kvdist-launch -n 4 -H hosts python train.py            on the machines of the file hosts, over ssh
+  kvdist-launch -H a:2,b:2 python train.py               two workers on each of a and b
+  kvdist-launch -n 4 -H hosts --dry-run python train.py  only show what would run where
+
+Only workers run COMMAND; it is never passed to a shell. Each line of output gets the name of its process. The first
+process that fails ends the job, and its exit code (128 + n for signal n) is that of kvdist-launch. Ctrl-C asks the
+workers to end, and once more kills everything.
+"""
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def parse_options(words: Sequence[str]) -> argparse.Namespace:
+    """The values of all options in the launcher's own words.
+
+    Raises:
+        SystemExit: argparse answered (``--help``, ``--version``) or refused the options.
+    """
+    return new_parser().parse_args(words)
+
+
+def new_parser() -> argparse.ArgumentParser:
+    """The parser of the launcher's own words."""
+    description = "Start a kvdist job: scheduler, servers, and workers that run COMMAND; with -s 0 workers alone."
+    return grouped_parser("kvdist-launch", USAGE, description, EXAMPLES, GROUPS)
+
+
+def grouped_parser(
+    program: str, usage: str, description: str, examples: str, groups: Iterable[tuple[str, Iterable[Option]]]
+) -> argparse.ArgumentParser:
+    """A parser of options in groups: of each group its title, and what argparse is told of its options."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage=usage,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    for title, options in groups:
+        group = parser.add_argument_group(title)
+        for names, settings in options:
+            group.add_argument(*names, **settings)
+    return parser
+
+
+def is_elsewhere(options: argparse.Namespace) -> bool:
+    """Whether something other than this launcher starts the processes."""
+    return options.emit is not None or options.launcher in ("mpi", "slurm", "none")
+
+
+def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher's own words and those of the user's command; a ``--`` between them is dropped."""
+    return split_words(words, VALUED_OPTIONS)
+
+
+def split_words(words: Sequence[str], valued: Collection[str]) -> tuple[list[str], list[str]]:
+    """`split_command` for a program whose options in `valued` take the next word."""
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if word == "--":
+            return list(words[:index]), list(words[index + 1 :])
+        if not word.startswith("-") or word == "-":
+            break
+        index += 2 if word in valued else 1
+    return list(words[:index]), list(words[index:])
+
+
+def asked(options: argparse.Namespace) -> list[str]:
+    """The options that were given another value than their default, as ``--name``, and as ``--name value`` if short."""
+    found = []
+    for names, settings in OPTIONS:
+        value = getattr(options, names[-1].lstrip("-").replace("-", "_"), None)
+        if value != settings.get("default", False if settings.get("action") == "store_true" else None):
+            found += [names[-1]] + ([f"{names[-1]} {value}"] if isinstance(value, str) else [])
+    return found
+
+
+class ShowVersion(argparse.Action):
+    """Print the version and exit. argparse's own action wants to know it beforehand, and finding it takes time."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        # Imported here because it costs a third of the launcher's whole start, and few ask for the version.
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"{parser.prog} {version('kvdist')}")
+        except PackageNotFoundError:
+            print(f"{parser.prog} (unknown version: kvdist is not installed as a package)")
+        parser.exit()
+
+
+class ShowExample(argparse.Action):
+    """Print a hostfile and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from kvdist_launch.hosts import EXAMPLE_HOSTFILE
+
+        print(EXAMPLE_HOSTFILE, end="")
+        parser.exit()
+
+
+class ShowCompletion(argparse.Action):
+    """Print the script that completes options in a shell and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: object, *__: object) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error("--print-completion needs shtab; install it: pip install 'kvdist[completion]'")
+        print(shtab.complete(parser, str(shell)))
+        parser.exit()
+
+
+def to_seconds(text: str) -> float:
+    """A number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, at least 0")
+    return seconds
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,5})[-:]([0-9]{1,5})", text)
+    if match is None or not 1 <= int(match.group(1)) <= int(match.group(2)) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of ports; write FIRST-LAST, as in 20000-20100")
+    return int(match.group(1)), int(match.group(2))
+
+
+def to_interface(text: str) -> str:
+    """The name of a network card, or a network."""
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}", text):
+        return text
+    try:
+        return str(ipaddress.ip_network(text, strict=False))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither the name of an interface, such as eth1, nor a network, such as 10.1.0.0/16"
+        ) from None
+
+
+def _restarts(text: str) -> int:
+    match = re.fullmatch(r"abort|restart:([1-9][0-9]{0,3})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: write abort, or restart:N with a number from 1 to 9999")
+    return int(match.group(1) or 0)
+
+
+def _devices(text: str) -> str:
+    try:
+        return ",".join(device_names("--server-device", text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _filters(text: str) -> tuple[str, ...]:
+    patterns = tuple(text.split(","))
+    if not all(re.fullmatch(r"[A-Za-z0-9*?@._\[\]!-]{1,64}", pattern) for pattern in patterns):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write names of processes with commas between, as in w0,s*,worker-[0-3]"
+        )
+    return patterns
+
+
+def _ssh_option(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z]{1,64}=.+", text) or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=VALUE as in ssh_config, such as ProxyJump=gate")
+    return text
+
+
+def to_line(text: str) -> str:
+    """A line of text."""
+    if not text or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a line of text without control characters")
+    return text
+
+
+def _word(text: str) -> str:
+    if text.startswith("-"):
+        raise argparse.ArgumentTypeError(f"{text!r} must not begin with a hyphen")
+    return to_line(text)
+
+
+def _remote_folder(text: str) -> str:
+    """An absolute folder of other hosts, without the ``..`` and the hyphens that lead a copy astray."""
+    parts = [part for part in text.split("/") if part not in ("", ".")]
+    if not text.startswith("/") or not parts or ".." in parts or not text.isprintable():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be the absolute path of a folder without .., as in /tmp/my-job, and not / itself"
+        )
+    return "/" + "/".join(parts)
+
+
+def valued(kind: Callable[[str], object], metavar: str, text: str, **settings: object) -> dict[str, Any]:
+    """An option with a value; what argparse is told of it."""
+    return {"type": kind, "metavar": metavar, "help": text, **settings}
+
+
+def repeated(kind: Callable[[str], object], metavar: str, text: str) -> dict[str, Any]:
+    """An option with a value that may be given several times."""
+    return valued(kind, metavar, text, action="append")
+
+
+def _choice(choices: Sequence[str], text: str) -> dict[str, Any]:
+    return {"choices": choices, "metavar": "|".join(choices), "help": text}
+
+
+def flag(text: str) -> dict[str, Any]:
+    """An option without a value."""
+    return {"action": "store_true", "help": text}
+
+
+GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
+    ("job", (
+        (("-n", "--num-workers"), valued(int, "WORKERS", "number of workers (default: all slots of -H)")),
+        (("-s", "--num-servers"), valued(int, "SERVERS", "number of servers (default: as workers); 0 is a job"
+         " without servers, which trains by collective operations")),
+        (("--server-module",), repeated(str, "MODULE", "a module with optimizers or handlers of commands of your own,"
+         " which scheduler and servers import")),
+        (("--optimizer-module",), repeated(str, "MODULE", "a module with optimizers of your own, which scheduler and"
+         " servers import")),
+        (("--server-device",), valued(_devices, "DEVICE", "where servers sum and update: cpu, cuda:0, or a list such"
+         " as cuda:0,cuda:1 that they take in turn (default: cpu)")),
+    )),
+    ("hosts", (
+        (("-H", "--hostfile"), valued(str, "HOSTS", "a hostfile, or a list HOST:SLOTS,... (default: this machine)")),
+        (("--launcher",), _choice(LAUNCHERS, "how to start processes (default: local, with -H ssh); none only prints"
+         " the commands")),
+        (("--scheduler-on",), valued(_word, "HOST", "the host of the scheduler (default: the launching machine)")),
+        (("--sync-dst-dir",), valued(_remote_folder, "DIR", "copy the current folder to DIR on every host, and run"
+         " there")),
+        (("--sync-exclude",), repeated(to_line, "PATTERN", "do not copy what matches, as in rsync; may be repeated")),
+        (("--sync-delete",), flag("delete in DIR what is not in the current folder")),
+        (("--python",), valued(_word, "PATH", "the interpreter on other hosts (default: the path of this one, or"
+         " python after --activate)")),
+        (("--activate",), valued(to_line, "COMMAND", "a line of bash that prepares each host before python starts"
+         " there, such as: source /opt/env/bin/activate")),
+        (("--ssh-option",), repeated(_ssh_option, "NAME=VALUE", "an option for ssh, as in ssh_config; may be"
+         " repeated")),
+        (("--accept-new-host-keys",), flag("accept the keys of hosts that ssh does not know yet")),
+        (("--no-preflight",), flag("start without checking the hosts first")),
+    )),
+    ("environment", (
+        (("-x",), repeated(str, "NAME[=VALUE]", "pass a variable of this environment on, or set it")),
+        (("--env",), repeated(str, "NAME=VALUE", "set a variable for every process")),
+        (("--env-server",), repeated(str, "NAME=VALUE", "set a variable for the servers")),
+        (("--env-worker",), repeated(str, "NAME=VALUE", "set a variable for the workers")),
+        (("--env-file",), repeated(to_line, "FILE", "set the variables of a file of lines NAME=VALUE")),
+    )),
+    ("network and security", (
+        (("--security",), _choice(("curve", "none"), "how what leaves a host is protected (default: curve)")),
+        (("--port-range",), valued(_port_range, "FIRST-LAST", "the ports on which scheduler and servers listen")),
+        (("--interface",), valued(to_interface, "NAME|CIDR", "the network interface of all hosts, or the network that"
+         " it is in")),
+    )),
+    ("output", (
+        (("--log-dir",), valued(to_line, "DIR", "also write the output of each process to a file in DIR")),
+        (("--filter",), valued(_filters, "NAMES", "show only the output of these processes, as in"
+         " w0,s*,worker-[0-3]")),
+        (("--timestamps",), flag("begin each line with the time")),
+        (("--json-summary",), valued(to_line, "FILE", "write how the job ended to FILE")),
+        (("--dry-run",), flag("only show what would run where; values that look secret are hidden")),
+    )),
+    ("failure", (
+        (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "what follows when a worker fails: the job"
+         " ends, or is started anew as a whole, at most N times (default: abort)", default=0)),
+        (("--start-timeout",), valued(to_seconds, "SECONDS", "how long the cluster may take to be complete")),
+        (("--grace",), valued(to_seconds, "SECONDS", "how long the others may take to end after a failure, an"
+         " interruption or the last worker's end (default: 5; without servers 2)")),
+    )),
+    ("other ways in", (
+        (("--emit",), _choice(FORMATS, "print what starts this job elsewhere, and start nothing")),
+        (("--image",), valued(_word, "IMAGE", "the container image for --emit kubernetes and compose")),
+        (("--example-hostfile",), {"action": ShowExample, "nargs": 0, "help": "print a hostfile and exit"}),
+        (("--print-completion",), {"action": ShowCompletion, **_choice(("bash", "zsh"), "print the script that"
+         " completes these options in a shell, and exit")}),
+        (("--version",), {"action": ShowVersion, "nargs": 0, "help": "print the version and exit"}),
+        (("-h", "--help"), {"action": "help", "help": "print this text and exit"}),
+    )),
+)  # fmt: skip
+"""Every option: its names, and what argparse is told of it."""
+
+OPTIONS: tuple[Option, ...] = tuple(option for _, options in GROUPS for option in options)
+
+VALUED_OPTIONS = frozenset(
+    name
+    for names, settings in OPTIONS
+    if settings.get("action", "store") in ("store", "append", ShowCompletion)
+    for name in names
+)
+"""The options whose value may be the next word."""

@@ -1,0 +1,138 @@
+"""What is looked at before anything starts: every host at the same time, one table, a sentence for each problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvdist.errors import ConfigError
+from kvdist.version import __version__
+from kvdist_launch.fleet import Station
+from kvdist_launch.hosts import Host
+from kvdist_launch.remote import KEY_CHANGED
+from kvdist_launch.tables import text_table
+
+FREE_BYTES_MIN = 64 << 20
+"""Less room than this in the folder that is copied to is a problem."""
+
+
+class HostProblem(ConfigError):
+    """Hosts cannot take part."""
+
+
+def judge(stations: Iterable[Station], destination: str | None, root: str = "the scheduler") -> None:
+    """Make a problem of everything that would stop the job later.
+
+    Args:
+        stations: the hosts, asked.
+        destination: the folder that is copied to.
+        root: whom everybody dials.
+    """
+    for station in stations:
+        if not station.problem:
+            station.problem = "; ".join(_wrong(station, destination, root))
+
+
+def _wrong(station: Station, destination: str | None, root: str) -> list[str]:
+    facts, found = station.facts, station.found
+    wrong = []
+    if facts["version"] != __version__:
+        wrong.append(
+            f"it has kvdist {facts['version']} and this machine {__version__}; install the same:"
+            f" {facts['python']} -m pip install kvdist=={__version__}"
+        )
+    folder = found.get("folder", {})
+    if destination and folder.get("problem"):
+        wrong.append(str(folder["problem"]))
+    elif destination and folder.get("free_bytes", 0) < FREE_BYTES_MIN:
+        wrong.append(f"{destination} has {_size(folder.get('free_bytes', 0))} free")
+    if found.get("problem"):
+        wrong.append(str(found["problem"]))
+    if found.get("has_cwd") is False:
+        wrong.append(
+            "it does not have the folder in which the job was started here; copy it there with --sync-dst-dir, or start"
+            " in a folder that all hosts have"
+        )
+    if found.get("has_port") is False:
+        wrong.append("every port of the range is taken there; widen --port-range")
+    missing = [gpu for gpu in station.host.gpus or () if gpu.isdigit() and int(gpu) >= facts["gpus"]]
+    if missing:
+        wrong.append(f"gpus= names {', '.join(missing)}, and it has {facts['gpus']}, counted from 0")
+    if found.get("unreachable"):
+        wrong.append(f"{root} cannot be reached from there: {found['unreachable']}")
+    return wrong
+
+
+def explained(failure: str, python: str, host: Host) -> str:
+    """What ssh or the far shell complained of, with what to do about it.
+
+    Args:
+        failure: what they said.
+        python: the interpreter that was to be the agent.
+        host: which one it is about.
+    """
+    known_as = host.name if host.port is None else f"'[{host.name}]:{host.port}'"
+    advice = {
+        # ssh says this as well as what it says of keys that it does not know.
+        KEY_CHANGED: f"the key of {host.name} is another one than before: find out why, as somebody else may answer in"
+        f" its place; ssh-keygen -R {known_as} forgets the old key",
+        "Permission denied": "log in by key without a password, as ssh itself must be able to (ssh-copy-id)",
+        "Host key verification failed": "connect once by hand to see its key, or give --accept-new-host-keys",
+        "Could not resolve": "check the name, or add it to ~/.ssh/config",
+        "Connection timed out": "is it up, and does a firewall let ssh through?",
+        "Connection refused": "does an ssh daemon run there, at that port?",
+        "No module named": f"install kvdist there: {python} -m pip install kvdist=={__version__}",
+        "No such file or directory": f"there is no {python}; give the interpreter of that host by python= or --python",
+        "not found": f"there is no {python}; give the interpreter of that host by python= or --python",
+    }
+    for sign, what in advice.items():
+        if sign in failure:
+            return f"{failure}: {what}"
+    return failure
+
+
+def require_all(stations: Sequence[Station]) -> None:
+    """Refuse to go on while a host has a problem.
+
+    Raises:
+        HostProblem: one has; the message has a sentence for each.
+    """
+    problems = [f"{station.host.name}: {station.problem}" for station in stations if station.problem]
+    if problems:
+        count = f"{len(problems)} of {len(stations)} hosts" if len(stations) > 1 else "the host"
+        raise HostProblem(f"{count} cannot take part\n  " + "\n  ".join(problems))
+
+
+def table(stations: Sequence[Station], root: str = "scheduler") -> str:
+    """All hosts, a line each, with the columns that have something in them.
+
+    Args:
+        stations: the hosts.
+        root: the title of the column that says whether the root was reached.
+    """
+    titles = ("host", "address", "python", "kvdist", "cores", "GPUs", "free", root)
+    rows = [[station.host.name, *_cells(station)] for station in stations]
+    filled = [place for place in range(len(titles)) if any(len(row) > place and row[place] for row in rows)]
+    return text_table(
+        [titles[place] for place in filled], [[row[place] for place in filled if place < len(row)] for row in rows]
+    )
+
+
+def _cells(station: Station) -> list[str]:
+    facts, found = station.facts, station.found
+    if not facts:
+        return ["no connection"]
+    free = found.get("folder", {}).get("free_bytes")
+    unreachable = found.get("unreachable")
+    return [
+        "this machine" if station.is_here else station.address,
+        str(facts["python_version"]),
+        str(facts["version"]),
+        str(facts["cores"]),
+        str(facts["gpus"]),
+        "" if free is None else _size(free),
+        "" if unreachable is None else "no" if unreachable else "reached",
+    ]
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"

@@ -1,0 +1,273 @@
+"""The processes of another host, by way of its agent on an ssh pipe.
+
+Whatever ends the pipe loses the host: every process of it that was not seen to end is then reported as lost, with
+what ssh said last as the reason. The agent ends them on its side; nobody sends process ids around.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+from kvdist.errors import ConfigError
+from kvdist.nodes import NodeId
+from kvdist_launch import messages
+from kvdist_launch.command import NOT_EXECUTABLE, CommandError
+from kvdist_launch.crew import Crew, Listener
+from kvdist_launch.ending import HOST_LOST, Ending
+from kvdist_launch.foreign import all_printable, printable
+from kvdist_launch.frames import GREETING, READ_BYTES, Decoder, Frame, FrameError, Writer
+from kvdist_launch.output import LineSplitter
+from kvdist_launch.plan import Process
+
+SILENCE_S = 10.0
+"""An agent answers every second; after so long without a word its host is lost."""
+
+NOISE_LINES_MAX = 20
+"""Lines of ssh and of login scripts that are kept to explain a failure."""
+
+BEFORE_BYTES_MAX = 64 * 1024
+"""Kept of what login scripts print before the agent speaks."""
+
+KEY_CHANGED = "IDENTIFICATION HAS CHANGED"
+"""With this ssh says that a host has another key than before."""
+
+END_S = 3.0
+"""How long an agent may take to leave when it was told to."""
+
+
+class RemoteCrew(Crew):
+    """The processes of one host.
+
+    Args:
+        host: its name, for people.
+        argv: the words that start its agent.
+        selector: where the pipe is waited for.
+        listener: who is told.
+
+    Attributes:
+        facts: what the agent said of its host first; None until then.
+        answers: kind → the fields of the last answer of that kind.
+        failure: why the host is lost; empty while it is not.
+    """
+
+    def __init__(self, host: str, argv: Sequence[str], selector: selectors.BaseSelector, listener: Listener) -> None:
+        self.host = host
+        self.facts: dict[str, Any] | None = None
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.failure = ""
+        self._selector = selector
+        self._listener = listener
+        self._alive: dict[NodeId, int] = {}
+        self._refusal: CommandError | None = None
+        try:
+            self._pipe = subprocess.Popen(
+                argv, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{argv[0]} is not installed on this machine, and other machines are reached by it (Debian: apt install"
+                " openssh-client)"
+            ) from None
+        self._decoder = Decoder()
+        self._greeted = False
+        self._before = b""
+        self._complaints = LineSplitter()
+        self._noise: list[str] = []
+        self._heard_at = time.monotonic()
+        stdin, self._stdout, self._stderr = _streams(self._pipe)
+        self._stdin = stdin
+        self._writer = Writer(selector, stdin.fileno(), self._broke)
+        self._open: set[int] = set()
+        self._is_paused = False
+        self._ends_at: float | None = None
+        for stream, read in ((self._stdout, self._read), (self._stderr, self._read_complaints)):
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ, read)
+            self._open.add(stream.fileno())
+
+    # What the launcher wants.
+
+    def ask(self, kind: str, **fields: Any) -> None:
+        """Say something to the agent."""
+        self._writer.send(kind, **fields)
+
+    def start(
+        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: str | None = None
+    ) -> None:
+        # A scheduler there listens at the agent's own socket; `listening` is of this machine.
+        self._alive = {process.node: 0 for process in processes}
+        self._writer.send("start", processes=[messages.from_process(one) for one in processes], secret=secret)
+
+    def signal_group(self, node: NodeId, number: int) -> None:
+        self._writer.send("signal", node=messages.from_node(node), number=number)
+
+    def tell(self, node: NodeId, line: str) -> None:
+        self._writer.send("tell", node=messages.from_node(node), line=line)
+
+    def take_endings(self) -> None:
+        """Endings come by the pipe."""
+
+    def beat(self, now: float) -> None:
+        if self.failure:
+            return
+        self._writer.send("alive")
+        if self._is_paused:
+            self._heard_at = now  # it may have said much that nobody has read
+        if now - self._heard_at > SILENCE_S:
+            self.lose(f"{self.host} has not answered for {SILENCE_S:g} s")
+
+    def dismiss(self) -> None:
+        self._writer.send("leave")
+
+    @property
+    def is_silent(self) -> bool:
+        return not self._open
+
+    def hang_up(self) -> None:
+        if self._ends_at is not None:
+            return
+        self._ends_at = time.monotonic() + END_S
+        self.pause(False)
+        self._writer.close()
+        for stream in (self._stdout, self._stderr):
+            if stream.fileno() in self._open:
+                self._selector.unregister(stream)
+        self._open.clear()
+        self._stdin.close()  # ends the agent, and with it every process of the host
+
+    def release(self) -> None:
+        self.hang_up()
+        if self._pipe.returncode is None:
+            try:
+                # All hosts were hung up at the same time, so all together take no longer than one.
+                self._pipe.wait(max(0.0, (self._ends_at or 0.0) - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._pipe.kill()
+                self._pipe.wait()
+        self._stdout.close()
+        self._stderr.close()
+
+    def pause(self, paused: bool) -> None:
+        if paused == self._is_paused or self._stdout.fileno() not in self._open:
+            return
+        self._is_paused = paused
+        if paused:
+            self._selector.unregister(self._stdout)
+        else:
+            self._selector.register(self._stdout, selectors.EVENT_READ, self._read)
+
+    def lose(self, reason: str) -> None:
+        """Take every process of the host for lost."""
+        if self.failure:
+            return
+        self.failure = reason
+        self._writer.close()
+        self._stdin.close()  # should its agent be there after all, it ends what it has
+        endings = [
+            Ending(node, pid, HOST_LOST, host=self.host, lost=f"{reason}") for node, pid in self._alive.items()
+        ]
+        self._alive.clear()
+        if endings:
+            self._listener.ended(endings)
+            self._listener.settled(endings)
+
+    # What the pipe brings.
+
+    def _read(self) -> None:
+        data = self._take(self._stdout)
+        if not data or self.failure:
+            return  # what a host says after it was taken for lost comes too late
+        self._heard_at = time.monotonic()
+        try:
+            for frame in self._decoder.feed(self._after_greeting(data)):
+                self._perform(frame)
+        except (FrameError, KeyError, TypeError, ValueError) as error:
+            self.lose(f"its agent said what cannot be understood ({printable(str(error))})")
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _after_greeting(self, data: bytes) -> bytes:
+        """What belongs to the agent. What login scripts print before it is kept as an explanation only."""
+        if self._greeted:
+            return data
+        self._before += data
+        noise, found, rest = self._before.partition(GREETING + b"\n")
+        if not found:
+            self._before = self._before[-BEFORE_BYTES_MAX:]
+            return b""
+        self._note(noise.splitlines())
+        self._greeted, self._before = True, b""
+        return rest
+
+    def _perform(self, frame: Frame) -> None:
+        fields = frame.fields
+        match frame.kind:
+            case "greeting":
+                self.facts = all_printable(fields)
+            case "output":
+                self._listener.output(messages.to_node(fields["node"]), int(fields["stream"]), frame.payload)
+            case "output_ended":
+                self._listener.output_ended(messages.to_node(fields["node"]), int(fields["stream"]))
+            case "ended":
+                self._listener.ended(self._endings(fields))
+            case "settled":
+                endings = self._endings(fields)
+                for ending in endings:
+                    self._alive.pop(ending.node, None)
+                self._listener.settled(endings)
+            case "started":
+                self._alive = {messages.to_node(node): int(pid) for node, pid in fields["pids"]}
+                self._listener.started(self.host, list(self._alive.items()))
+            case "refused":
+                self._alive.clear()
+                text = printable(str(fields["text"]))
+                self._refusal = CommandError(f"on {self.host}, {text}", int(fields["code"]) or NOT_EXECUTABLE)
+            case kind:
+                self.answers[kind] = all_printable(fields)
+
+    def _endings(self, fields: dict[str, Any]) -> list[Ending]:
+        return [messages.to_ending(one, self.host) for one in fields["endings"]]
+
+    def _read_complaints(self) -> None:
+        data = self._take(self._stderr)
+        self._note(self._complaints.feed(data) if data else self._complaints.finish())
+
+    def _note(self, lines: Sequence[bytes]) -> None:
+        told = [printable(line.decode(errors="replace").strip()) for line in lines]
+        self._noise = [*self._noise, *(line for line in told if line)][-NOISE_LINES_MAX:]
+
+    def _take(self, stream: IO[bytes]) -> bytes:
+        """What is there to be read; nothing when the pipe has ended."""
+        try:
+            data = os.read(stream.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return b""
+        if not data and stream.fileno() in self._open:
+            self._selector.unregister(stream)
+            self._open.discard(stream.fileno())
+            if stream is self._stdout:
+                self._broke()
+        return data
+
+    def _broke(self) -> None:
+        """The pipe has ended, whatever the reason."""
+        with contextlib.suppress(BlockingIOError):
+            self._note(self._complaints.feed(os.read(self._stderr.fileno(), READ_BYTES)))
+        # The last line is the reason; of a changed key that one says no more than of an unknown one.
+        changed = [line.strip("@ ") for line in self._noise[:-1] if KEY_CHANGED in line]
+        said = ": ".join([*changed, *self._noise[-1:]]) or "it said nothing"
+        self.lose(f"the connection to {self.host} ended ({said})")
+
+
+def _streams(pipe: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+    if pipe.stdin is None or pipe.stdout is None or pipe.stderr is None:
+        raise ValueError("ssh was started without pipes")
+    return pipe.stdin, pipe.stdout, pipe.stderr

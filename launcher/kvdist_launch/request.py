@@ -1,0 +1,230 @@
+"""What the user asks for, as a job: from options to a `Job`, and the sentences for what does not fit together.
+
+``kvdist-launch`` and ``kvdist-run`` are two spellings of the same options; a `Request` is what both come to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvdist.config import module_names
+from kvdist.errors import ConfigError
+from kvdist_launch.command import parse_command
+from kvdist_launch.course import Patience
+from kvdist_launch.environment import (
+    Environment,
+    interpreter_front,
+    parse_assignments,
+    parse_exports,
+    read_env_file,
+)
+from kvdist_launch.hosts import Host, read_hosts
+from kvdist_launch.options import asked, is_elsewhere
+from kvdist_launch.placement import workers_of_slots
+from kvdist_launch.plan import PYTHON, Job
+
+ROLE_COMMAND = (PYTHON, "-m", "kvdist")
+"""What schedulers and servers run."""
+
+UNBOUND = 1
+"""In place of the root's port until it is bound; only a preview shows it."""
+
+GRACE_S = 5.0
+GRACE_WITHOUT_SERVERS_S = 2.0
+"""The default of ``--grace``. Without servers the others notice a failure at once or not at all, so more is vain."""
+
+OF_SERVERS = ("--server-module", "--optimizer-module", "--server-device", "--env-server", "--scheduler-on")
+"""Options that mean nothing where there are no servers."""
+
+ELSEWHERE_WITHOUT_SERVERS = {
+    "mpi": "mpirun -np {n} COMMAND starts it, and needs nothing of kvdist-launch",
+    "slurm": "srun --ntasks={n} COMMAND starts it, and needs nothing of kvdist-launch",
+    "sbatch": "a batch script with the line srun COMMAND starts it, and needs nothing of kvdist-launch",
+    "kubernetes": "take a job whose pods get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, such as a"
+    " TrainJob with a torch policy",
+    "compose": "give each service RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
+    "systemd": "let a unit of your own run kvdist-launch -n {n} -s 0 COMMAND",
+}
+"""For each way in that starts scheduler and servers beside the workers: how a job without them is started there."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of a launcher.
+
+    Attributes:
+        options: those of ``kvdist-launch``.
+        words: the user's command.
+        role_command: what schedulers and servers run.
+        program: the name under which the launcher speaks.
+        hosts: where the job runs; None leaves that to the options.
+        is_filled: whether workers take all slots of a host before those of the next.
+        is_verbose: whether it is said where each worker runs.
+        output_folder: where each worker's outputs are kept as ``rank.N/stdout`` and ``rank.N/stderr``; '' is nowhere.
+    """
+
+    options: argparse.Namespace
+    words: Sequence[str]
+    role_command: tuple[str, ...] = ROLE_COMMAND
+    program: str = "kvdist-launch"
+    hosts: tuple[Host, ...] | None = None
+    is_filled: bool = False
+    is_verbose: bool = False
+    output_folder: str = ""
+
+
+def hosts_of(request: Request) -> list[Host]:
+    """The hosts of the job; this machine where none is named.
+
+    Raises:
+        ConfigError: they are not valid, or there is no way to start processes on them.
+    """
+    options = request.options
+    if request.hosts is not None:
+        hosts = list(request.hosts)
+    else:
+        hosts = [Host("localhost")] if options.hostfile is None else read_hosts(options.hostfile)
+    _require_way(options, hosts)
+    return hosts
+
+
+def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) -> Job:
+    """The job that is asked for.
+
+    Args:
+        hosts: where.
+        environ: the launcher's variables.
+
+    Raises:
+        ConfigError: something is missing, impossible, or does not fit the rest.
+    """
+    options = request.options
+    num_workers = _num_workers(options, hosts)
+    num_servers = num_workers if options.num_servers is None else options.num_servers
+    if num_workers < 1:
+        raise ConfigError(f"-n is {num_workers}; a job needs at least 1 worker")
+    if num_servers < 0:
+        raise ConfigError(f"-s is {num_servers}; write the number of servers, or 0 for a job without servers")
+    env, env_worker = _variables(options, environ), parse_assignments(options.env_worker or ())
+    others = any(not host.is_local for host in hosts)
+    if not num_servers:
+        _require_fit_without_servers(options, num_workers, others, encrypts(options, env, environ))
+    seen = Environment(front=interpreter_front(sys.executable), settings={**env, **env_worker}).over(environ)
+    return Job(
+        num_workers=num_workers,
+        num_servers=num_servers,
+        command=parse_command(request.words, seen.get("PATH"), is_here=not others and options.emit is None),
+        role_command=request.role_command
+        + _module_words("--server-module", options.server_module or ())
+        + _module_words("--optimizer-module", options.optimizer_module or ()),
+        port=UNBOUND,
+        name=os.urandom(8).hex(),
+        scheduler_host=_scheduler_host(options.scheduler_on, hosts),
+        is_filled=request.is_filled,
+        cwd=(options.sync_dst_dir or os.getcwd()) if others else None,
+        env=env,
+        env_server=parse_assignments(options.env_server or ()),
+        env_worker=env_worker,
+    )
+
+
+def encrypts(options: argparse.Namespace, env: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+    """Whether what leaves a host is encrypted: unless the user says no, by the option or by the variable.
+
+    Args:
+        env: the job's variables.
+        environ: the launcher's.
+    """
+    if options.security is not None:
+        return bool(options.security == "curve")
+    return {**environ, **env}.get("KVDIST_SECURITY", "").lower() != "none"
+
+
+def patience_of(options: argparse.Namespace) -> Patience:
+    """How long is waited for processes that should end."""
+    default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
+    grace_s = default_s if options.grace is None else options.grace
+    return Patience(grace_s=grace_s, farewell_s=grace_s)
+
+
+def _require_way(options: argparse.Namespace, hosts: Sequence[Host]) -> None:
+    """See that there is a way to start processes on every host."""
+    if options.launcher == "ssh" and options.hostfile is None:
+        raise ConfigError(
+            "--launcher ssh needs the names of the machines: write -H HOSTS, where HOSTS is a hostfile"
+            " (kvdist-launch --example-hostfile prints one) or a list such as a:2,b:2"
+        )
+    others = [host for host in hosts if not host.is_local]
+    if others and options.launcher == "local":
+        raise ConfigError(
+            f"--launcher local starts processes on this machine alone, and -H names {others[0]}; leave one of them out"
+        )
+    if not others and options.sync_dst_dir:
+        raise ConfigError("--sync-dst-dir copies to other machines, and -H names none; leave it out")
+
+
+def _require_fit_without_servers(
+    options: argparse.Namespace, num_workers: int, leaves_host: bool, is_encrypted: bool
+) -> None:
+    """See that nothing is asked for that a job without servers cannot have."""
+    given = [name for name in asked(options) if name in OF_SERVERS]
+    if given:
+        raise ConfigError(f"{given[0]} is for jobs with servers, and -s 0 asks for none; leave one of them out")
+    way = options.emit or options.launcher
+    if is_elsewhere(options) and way in ELSEWHERE_WITHOUT_SERVERS:
+        advice = ELSEWHERE_WITHOUT_SERVERS[way].format(n=num_workers)
+        raise ConfigError(
+            f"{'--emit' if options.emit else '--launcher'} {way} is for jobs with servers, and -s 0 asks for none."
+            f" For a job without them, {advice}"
+        )
+    if leaves_host and is_encrypted:
+        raise ConfigError(
+            "-s 0 over several machines: what the workers send to each other is not encrypted, as torch.distributed"
+            " cannot do that. If the network between them is trusted, say so with --security none; a job with servers"
+            " encrypts everything"
+        )
+
+
+def _scheduler_host(name: str | None, hosts: Sequence[Host]) -> int | None:
+    """The index of the host of that name; None is the launching machine."""
+    if name is None:
+        return None
+    for index, host in enumerate(hosts):
+        if host.name.lower() == name.lower():
+            return index
+    raise ConfigError(f"--scheduler-on {name} is none of the hosts: {', '.join(host.name for host in hosts[:10])}")
+
+
+def _num_workers(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
+    if options.num_workers is not None:
+        return int(options.num_workers)
+    if options.hostfile is None:
+        raise ConfigError("the number of workers is missing: write -n WORKERS, or -H with slots for every host")
+    return workers_of_slots(hosts)
+
+
+def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables for every process: of files, then ``-x``, then ``--env``, later ones winning."""
+    start_timeout_s = None if options.start_timeout is None else f"{options.start_timeout:g}"
+    wanted = {
+        "KVDIST_SECURITY": options.security,
+        "KVDIST_INTERFACE": options.interface,
+        "KVDIST_PORT_RANGE": options.port_range and "-".join(map(str, options.port_range)),
+        "KVDIST_SERVER_DEVICE": options.server_device,
+        "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete
+        "KVDIST_START_TIMEOUT_S": start_timeout_s,  # until ranks have found each other
+    }
+    variables = {name: value for name, value in wanted.items() if value}
+    for path in options.env_file or ():
+        variables |= read_env_file(path)
+    return {**variables, **parse_exports(options.x or (), environ), **parse_assignments(options.env or ())}
+
+
+def _module_words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
+    """The words with which schedulers and servers are told of modules; misspelt names end the job before it starts."""
+    names = [name for text in texts for name in module_names(text)]
+    return tuple(word for name in names for word in (option, name))

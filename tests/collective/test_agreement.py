@@ -1,0 +1,250 @@
+"""Ranks that call different things all get the same error, and go on."""
+
+import threading
+
+import pytest
+import torch
+
+import kvdist.collective as hvd
+from kvdist.collective.group import Group
+from kvdist.collective.operation import Operation
+from kvdist.collective.signature import Signature
+from kvdist.collective.state import current
+from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
+from tests.collective.ranks import returned, run_ranks
+
+
+def splits(*numbers, dtype=torch.int32):
+    return torch.tensor(numbers, dtype=dtype)
+
+
+ONES = torch.ones(6)
+DIFFERENT = {
+    "shape": lambda rank: hvd.allreduce(torch.ones(17 + rank)),
+    "dimensions": lambda rank: hvd.allreduce(torch.ones([2] * (1 + rank))),
+    "dtype": lambda rank: hvd.allreduce(torch.ones(3, dtype=[torch.float32, torch.float64, torch.int32][rank])),
+    "name": lambda rank: hvd.allreduce(ONES, name=f"grad.{rank}"),
+    "operation": lambda rank: hvd.barrier() if rank else hvd.allreduce(ONES),
+    "op": lambda rank: hvd.allreduce(ONES, op=hvd.Sum if rank else hvd.Max),
+    "prescale": lambda rank: hvd.allreduce(ONES, prescale_factor=1.0 + rank),
+    "postscale": lambda rank: hvd.allreduce(ONES, postscale_factor=1.0 + rank),
+    "root": lambda rank: hvd.broadcast(ONES, root_rank=rank),
+    "other dimensions of rows": lambda rank: hvd.allgather(torch.ones(2, 3 + rank)),
+    "members of a group": lambda rank: hvd.grouped_allreduce([ONES] * (1 + rank)),
+    "parts": lambda rank: hvd.alltoall(ONES, splits(2, 2, 2) if rank else None),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_difference_raises_the_same_on_all_ranks_before_any_data_flows(what):
+    def program(rank):
+        with pytest.raises(CollectiveMismatch) as caught:
+            DIFFERENT[what](rank)
+        after = hvd.allreduce(torch.full((2,), float(rank)), op=hvd.Sum)
+        return str(caught.value), after.tolist()
+
+    results = returned(run_ranks(3, program))
+    assert len({text for text, _ in results}) == 1
+    assert results[0][0].startswith("ranks called different operations as operation 0: rank 0 ")
+    assert "rank 1" in results[0][0] or "ranks 1 and 2" in results[0][0]
+    assert [after for _, after in results] == [[3.0, 3.0]] * 3
+
+
+WRONG = {
+    "sum of splits": lambda: hvd.alltoall(ONES, splits(9, 9, 9)),
+    "type of splits": lambda: hvd.alltoall(ONES, splits(2, 2, 2, dtype=torch.int64)),
+    "indivisible": lambda: hvd.alltoall(torch.ones(7)),
+    "scalar": lambda: hvd.reducescatter(torch.tensor(1.0)),
+    "root": lambda: hvd.broadcast(ONES, root_rank=7),
+    "no tensor": lambda: hvd.allreduce("x"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_error_of_all_ranks_is_raised_by_each_and_they_go_on(what):
+    def program(rank):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            WRONG[what]()
+        assert not isinstance(caught.value, CollectiveError)
+        return hvd.allreduce(torch.full((2,), float(rank)), op=hvd.Sum).tolist()
+
+    assert returned(run_ranks(3, program)) == [[3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_error_of_one_rank_raises_on_all_and_names_it(what):
+    def program(rank):
+        if rank == 1:
+            with pytest.raises((ValueError, TypeError)) as caught:
+                WRONG[what]()
+        else:
+            with pytest.raises(CollectiveMismatch) as caught:
+                hvd.allreduce(ONES)
+        return str(caught.value), hvd.allreduce(torch.full((2,), float(rank)), op=hvd.Sum).tolist()
+
+    first, second, third = returned(run_ranks(3, program))
+    assert first[0] == third[0] and "rank 1 on host" in first[0] and "cannot call operation 0" in first[0]
+    assert second[0].splitlines()[0] in first[0]
+    assert [after for _, after in (first, second, third)] == [[3.0, 3.0]] * 3
+
+
+def test_a_reason_of_any_length_is_told():
+    def program(rank):
+        with pytest.raises((ValueError, CollectiveMismatch)) as caught:
+            hvd.alltoall(torch.ones(4), splits=splits(*[1] * 3000) if rank == 1 else None)
+        return str(caught.value)
+
+    first, second = returned(run_ranks(2, program))
+    assert "rank 1 on host" in first and "ValueError: splits are [1, 1" in first
+    assert len(first) < 1200 < len(second)
+
+
+def test_a_name_that_is_under_way_is_refused_on_all_ranks_and_the_first_goes_on():
+    def program(rank):
+        first = hvd.allreduce_async(torch.ones(2), name="same", op=hvd.Sum) if rank == 0 else None
+        if rank == 0:
+            with pytest.raises(CollectiveError, match="while an operation of the name 'same' is under way"):
+                hvd.allreduce_async(torch.ones(2), name="same", op=hvd.Sum)
+            called.set()
+            return hvd.synchronize(first).tolist()
+        called.wait()
+        value = hvd.allreduce(torch.ones(2), name="same", op=hvd.Sum).tolist()
+        with pytest.raises(CollectiveMismatch, match="rank 0 on host .* cannot call operation 1: .*'same'"):
+            hvd.barrier()
+        return value
+
+    called = threading.Event()
+    assert returned(run_ranks(2, program)) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("size", [6, 4096])
+def test_ranks_that_differ_where_the_program_branches_have_begun_nothing(size):
+    def program(rank):
+        for name in "abacabac":
+            hvd.allreduce(ONES if name != "c" else torch.ones(size), name=name)
+        hvd.allreduce(ONES, name="a")
+        with pytest.raises(CollectiveMismatch) as caught:
+            # Each has been agreed on behind "a" before. Gloo would add what fits, and end the process for the rest.
+            hvd.allreduce(ONES if rank == 1 else torch.ones(size), name="b" if rank == 1 else "c")
+        return str(caught.value), hvd.allreduce(ONES, op=hvd.Sum, name="on").tolist()
+
+    results = returned(run_ranks(3, program))
+    assert results == results[:1] * 3
+    assert (
+        f"as operation 9: ranks 0 and 2 allreduce 'c' of float32[{size}] (Average), rank 1 allreduce 'b'"
+        in (results[0][0])
+    )
+    assert results[0][1] == [3.0] * 6
+
+
+def test_who_does_something_new_has_not_begun_it_when_the_others_do_what_they_always_do():
+    def program(rank):
+        for name in "abab":
+            hvd.allreduce(ONES, name=name)
+        with pytest.raises(CollectiveMismatch, match="ranks 0 and 2 allreduce 'a' .*, rank 1 allreduce 'b'"):
+            # The others have begun, and wait for what rank 1 never sends.
+            hvd.allreduce(ONES, name="b" if rank == 1 else "a")
+        return rank
+
+    assert returned(run_ranks(3, program)) == [0, 1, 2]
+
+
+class Broken(Operation):
+    """Fails on one rank, where the others have begun."""
+
+    def __init__(self, error):
+        self.signature = Signature("test", "broken", ())
+        self._error = error
+
+    def begin(self, channel):
+        if self._error is not None:
+            raise self._error
+        return [channel.barrier()]
+
+    def finish(self):
+        return None
+
+
+def test_an_error_in_the_middle_of_an_operation_ends_the_group_on_all_ranks_with_its_rank():
+    def program(rank):
+        with pytest.raises(CollectiveError) as caught:
+            current().submit(Broken(MemoryError("no room") if rank == 1 else None)).result()
+        return str(caught.value)
+
+    results = returned(run_ranks(3, program))
+    assert len(set(results)) == 1
+    assert results[0].startswith("test 'broken' failed on rank 1 on host ")
+    assert results[0].endswith("MemoryError: no room")
+
+
+def test_a_thousand_operations_may_be_under_way_at_once_and_names_may_never_end():
+    def program(rank):
+        for step in range(2):
+            handles = [hvd.allreduce_async(torch.full((3,), float(i)), name=f"{step}.{i}") for i in range(1000)]
+            assert [hvd.synchronize(handle)[0].item() for handle in handles] == list(range(1000))
+        return rank
+
+    assert returned(run_ranks(2, program)) == [0, 1]
+
+
+def test_a_rank_that_shuts_down_is_named_by_the_others_operations():
+    def program(rank):
+        hvd.allreduce(ONES)
+        if rank == 1:
+            return None
+        with pytest.raises(RankLostError) as caught:
+            hvd.allreduce(ONES, name="late")
+        assert caught.value.node == "rank 1"
+        return str(caught.value)
+
+    results = returned(run_ranks(3, program))
+    for rank in (0, 2):
+        assert "has called shutdown()" in results[rank]
+        assert f"rank {rank} waited for allreduce 'late' of float32[6] (Average)" in results[rank]
+
+
+def test_what_a_rank_has_done_before_it_left_is_still_done_by_the_others():
+    def program(rank):
+        handle = hvd.broadcast_async(torch.full((3,), float(rank)), root_rank=1)
+        if rank == 1:
+            hvd.synchronize(handle)
+            left.set()
+            return None
+        left.wait()
+        return hvd.synchronize(handle).tolist()
+
+    left = threading.Event()
+    first, _, third = returned(run_ranks(3, program))
+    assert first == third == [1.0] * 3
+
+
+def test_what_needs_nothing_of_a_rank_that_has_left_may_still_be_called(monkeypatch):
+    def program(rank):
+        tensor = torch.full((3,), float(rank))
+        for _ in range(3):
+            hvd.broadcast_(tensor, root_rank=0)
+        if rank == 2:
+            assert told.wait(20)
+        hvd.broadcast_(tensor, root_rank=0)
+        return tensor.tolist()
+
+    def fail(group, error_of, from_sequence=0):
+        fail_really(group, error_of, from_sequence)
+        if group.rank == 2:
+            told.set()
+
+    told, fail_really = threading.Event(), Group.fail
+    monkeypatch.setattr(Group, "fail", fail)
+    assert returned(run_ranks(3, program)) == [[0.0] * 3] * 3
+
+
+def test_rank_0_may_be_the_first_to_leave():
+    def program(rank):
+        hvd.allreduce(ONES)
+        if rank == 0:
+            return None
+        with pytest.raises(RankLostError, match="rank 0 on host .* is gone"):
+            hvd.allreduce(ONES)
+        return rank
+
+    assert returned(run_ranks(3, program)) == [None, 1, 2]

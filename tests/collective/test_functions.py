@@ -1,0 +1,138 @@
+"""What makes ranks start alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import kvdist.collective as hvd
+from tests.collective.ranks import returned, run_ranks
+
+
+def model_of(rank):
+    torch.manual_seed(rank)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).double())
+
+
+def numbers_of(model):
+    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+def test_parameters_and_buffers_become_those_of_the_root():
+    models = [model_of(rank) for rank in range(2)]
+
+    def program(rank):
+        models[rank][1].num_batches_tracked += rank
+        hvd.broadcast_parameters(models[rank].state_dict(), root_rank=1)
+
+    returned(run_ranks(2, program))
+    assert numbers_of(models[0]) == numbers_of(models[1])
+    assert numbers_of(models[1]) != numbers_of(model_of(1))  # the counter
+    assert models[0][1].num_batches_tracked == 1 and models[0][0].weight.requires_grad
+
+
+def test_parameters_may_be_given_in_every_way_that_models_give_them():
+    models = [model_of(rank) for rank in range(2)]
+
+    def program(rank):
+        first, _, last = models[rank]
+        hvd.broadcast_parameters(first.named_parameters(), root_rank=0)
+        hvd.broadcast_parameters([*last.parameters(), None])
+        hvd.broadcast_parameters({})
+        # Dictionaries go by their names, in whatever order they were filled.
+        names = ["b", "a"] if rank else ["a", "b"]
+        mine = {name: torch.full((2,), rank + (0.5 if name == "a" else 0.0)) for name in names}
+        hvd.broadcast_parameters(mine)
+        return mine["a"].tolist(), mine["b"].tolist()
+
+    assert returned(run_ranks(2, program)) == [([0.5, 0.5], [0.0, 0.0])] * 2
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_what_is_no_tensor_is_refused_by_its_name():
+    (error,) = run_ranks(1, lambda _: hvd.broadcast_parameters({"weight": torch.ones(1), "epoch": 3}))
+    assert isinstance(error, TypeError) and str(error).startswith("epoch is a int")
+
+
+OPTIMIZERS = {
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adam": {"betas": (0.8, 0.9), "amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {},
+    "LBFGS": {"max_iter": 3},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+}
+
+
+def step(optimizer, model):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(5, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def flat(value):
+    """A state as lists and numbers, for comparing."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, dict):
+        return {key: flat(item) for key, item in value.items()}
+    return [flat(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_becomes_that_of_the_root(name):
+    def program(rank):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        options = {**OPTIMIZERS[name], "lr": 0.125 if rank == 0 else 0.5}
+        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+        if rank == 0:  # only the root has been trained, or restored
+            step(optimizer, model)
+            step(optimizer, model)
+        hvd.broadcast_parameters(model.state_dict())
+        weights = flat(dict(model.named_parameters()))
+        hvd.broadcast_optimizer_state(optimizer)
+        assert flat(dict(model.named_parameters())) == weights  # nothing moves
+        state = flat(optimizer.state_dict())
+        step(optimizer, model)
+        return state, flat(dict(model.named_parameters()))
+
+    (state, weights), (other_state, other_weights) = returned(run_ranks(2, program))
+    assert state == other_state and state["param_groups"][0]["lr"] == 0.125
+    assert weights == other_weights
+
+
+def test_an_optimizer_without_state_gets_the_options_of_the_root_all_the_same():
+    def program(rank):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(
+            [{"params": [model.weight], "lr": 0.1 * (rank + 1)}, {"params": [model.bias], "weight_decay": 0.5 * rank}],
+            lr=1.0 + rank,
+            nesterov=bool(rank),
+            momentum=0.9 if rank else 0.0,
+        )
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        return [
+            (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"])
+            for group in optimizer.param_groups
+        ]
+
+    assert returned(run_ranks(2, program)) == [[(0.2, 0.9, True, 0), (2.0, 0.9, True, 0.5)]] * 2
+
+
+def test_metrics_are_averaged():
+    def program(rank):
+        return hvd.metric_average(0.1 * rank, name="loss"), hvd.metric_average(torch.tensor([rank]))
+
+    assert returned(run_ranks(3, program)) == [(pytest.approx(0.1), 1.0)] * 3

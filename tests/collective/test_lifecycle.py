@@ -1,0 +1,411 @@
+"""How ranks find each other, wait for each other, and end."""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import kvdist.collective as hvd
+from kvdist.collective import rendezvous, state
+from kvdist.collective.engine import Engine
+from kvdist.collective.member import Member
+from kvdist.collective.opening import Opening
+from kvdist.collective.rendezvous import forget_port, meet
+from kvdist.collective.sockets import LIMITS
+from kvdist.collective.state import current, using
+from kvdist.collective_settings import CollectiveSettings
+from kvdist.errors import CollectiveError, CollectiveMismatch, ForkError, RankLostError
+from kvdist.protocol.collective import Complete, Gone, Hello, encode
+from kvdist.transport.zeromq import ZeroMQTransport
+from kvdist.world import Meeting, World
+from tests.collective.ranks import returned, run_ranks, world_of
+
+ONES = torch.ones(6)
+
+
+def in_threads(size, function):
+    """What `function(rank)` returns, or raises, on as many threads."""
+    results = [None] * size
+
+    def be(rank):
+        try:
+            results[rank] = function(rank)
+        except Exception as error:  # noqa: BLE001 (the test looks at it)
+            results[rank] = error
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+# Again.
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_can_begin_anew_after_an_end_or_a_failure(fails):
+    store = HashStore()
+
+    def program(rank):
+        for generation in range(2):
+            with using(Engine(world_of(rank, 2), generation, find=lambda _, __: store)) as engine:
+                total = hvd.allreduce(torch.full((3,), float(rank + generation)), op=hvd.Sum)
+                if fails and generation == 0:
+                    for name in "abab":
+                        hvd.allreduce(torch.ones(4 if name == "a" else 4096), name=name)
+                    with pytest.raises(CollectiveMismatch):
+                        # Rank 1 has begun, and is left in the middle.
+                        hvd.allreduce(torch.ones(4 if rank else 4096), name="a" if rank else "b")
+                engine.close()
+        return total.tolist()
+
+    assert returned(in_threads(2, program)) == [[3.0] * 3] * 2
+
+
+@pytest.mark.parametrize(("code", "failure"), [(None, ""), (0, ""), (3, "ended by SystemExit: 3")])
+def test_an_end_with_exit_code_0_is_no_failure(monkeypatch, code, failure):
+    ended = []
+    monkeypatch.setattr(state, "of_process", [SimpleNamespace(close=ended.append)])
+    try:
+        sys.exit(code)
+    except SystemExit:
+        hvd.shutdown()
+    assert ended == [failure]
+
+
+def test_a_rank_whose_timeline_cannot_be_written_leaves_with_that_word(tmp_path):
+    def be(rank):
+        settings = CollectiveSettings(timeline=str(tmp_path / "none" / "t.json") if rank == 0 else "")
+        with using(Engine(world_of(rank, 2), find=lambda _, __: store, settings=settings)) as engine:
+            try:
+                return hvd.allreduce(ONES)
+            finally:
+                engine.close()
+
+    store = HashStore()
+    first, second = in_threads(2, be)
+    assert isinstance(first, OSError)
+    assert isinstance(second, CollectiveError) and "its timeline cannot be written" in str(second)
+
+
+def test_a_forked_child_knows_who_it_is_and_touches_nothing():
+    def program(rank):
+        hvd.allreduce(ONES)
+        child = None
+        if rank == 0:
+            read, write = os.pipe()
+            child = os.fork()
+            if child == 0:
+                try:
+                    hvd.allreduce(ONES)
+                except ForkError as error:
+                    os.write(write, f"{hvd.rank()} {error}".encode())
+                current().close()
+                os._exit(0)
+            os.close(write)
+            _, status = os.waitpid(child, 0)
+            said = os.read(read, 1000).decode()
+            os.close(read)
+            assert status == 0 and said.startswith("0 this process was forked from rank 0")
+        return hvd.allreduce(ONES, op=hvd.Sum)[0].item()
+
+    assert returned(run_ranks(2, program)) == [2.0, 2.0]
+
+
+# Finding each other.
+
+
+@pytest.mark.parametrize(
+    ("hosts", "places"),
+    [
+        ("aaa", [(0, 3, 0, 1), (1, 3, 0, 1), (2, 3, 0, 1)]),
+        ("aba", [(0, 2, 0, 2), (0, 1, 1, 2), (1, 2, 0, 1)]),
+    ],
+)
+def test_ranks_whose_launcher_said_nothing_of_machines_know_their_places_once_they_have_met(monkeypatch, hosts, places):
+    monkeypatch.setattr("kvdist.collective.coordinator.Complete", lambda _: Complete(tuple(hosts)))
+    store = HashStore()
+
+    def program(rank):
+        world = World(rank, 3, 0, 1, rank, 3, is_assumed=True)
+        with using(Engine(world, find=lambda _, __: store)) as engine:
+            engine.close()
+            return hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+
+    assert returned(in_threads(3, program)) == places
+
+
+def test_what_a_launcher_has_said_of_machines_stays():
+    store = HashStore()
+
+    def program(rank):
+        with using(Engine(World(rank, 2, 0, 1, rank, 2), find=lambda _, __: store)) as engine:
+            engine.close()
+            return hvd.local_rank(), hvd.cross_rank()
+
+    assert returned(in_threads(2, program)) == [(0, 0), (0, 1)]
+
+
+def test_a_rank_that_leaves_as_soon_as_it_has_come_fails_nobody_who_still_connects():
+    for _ in range(10):
+        assert returned(run_ranks(3, lambda rank: rank)) == [0, 1, 2]
+
+
+def test_who_has_left_in_good_order_was_connected_to_all_and_fails_only_operations():
+    member, failed = Member(1, "here", lambda: None, lambda _: None), []
+    opening = Opening(0, (0, 1))
+    opening.fail = lambda error_of, from_sequence=0: failed.append(("opening", error_of("")))
+    member.enter(opening)
+    member.hear(Gone(0, "there", "", ((0, 0),)))
+    assert failed == []
+    group = SimpleNamespace(number=0, ranks=(0, 1), is_open=True, fail=lambda of, at=0: failed.append((at, of("x"))))
+    member.enter(group)
+    assert [at for at, _ in failed] == [0] and isinstance(failed[0][1], RankLostError)
+
+
+def test_the_ranks_that_have_not_come_are_named_on_those_that_have():
+    store, settings = HashStore(), CollectiveSettings(start_timeout_s=0.5)
+
+    def program(rank):
+        Engine(world_of(rank, 4), find=lambda _, __: store, settings=settings)
+
+    for error in in_threads(2, program):
+        assert isinstance(error, CollectiveError)
+        assert "2 of 4 ranks have come within 0.5 s (KVDIST_START_TIMEOUT_S); missing: ranks 2 and 3" in str(error)
+
+
+def test_without_rank_0_the_others_say_so():
+    with pytest.raises(CollectiveError, match="rank 0 has not called init.. within 0.2 s"):
+        settings = CollectiveSettings(start_timeout_s=0.2)
+        Engine(world_of(1, 2), find=lambda _, __: HashStore(), settings=settings)
+
+
+def test_two_processes_of_one_rank_are_told_apart_from_a_rank_that_is_missing():
+    store, settings = HashStore(), CollectiveSettings(start_timeout_s=1.5)
+
+    def program(number):
+        Engine(world_of(min(number, 1), 3), find=lambda _, __: store, settings=settings)
+
+    errors = sorted(map(str, in_threads(3, program)))
+    assert sum("missing: rank 2" in error for error in errors) == 2
+    assert "two processes say that they are rank 1" in errors[-1]
+
+
+def test_what_strangers_send_is_dropped(caplog):
+    store, began = HashStore(), threading.Event()
+
+    def annoy():
+        began.wait(30)
+        endpoint = store.get("0/control").decode().split()[0]
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(500)):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(data)
+        transport = ZeroMQTransport(LIMITS)
+        route = transport.connect(endpoint)
+        for frame in (encode(Hello("guess", 1, 2, "h", "1")), b"", b"\xff" * 99):
+            transport.send(route, [frame])
+        transport.recv(0.2)
+        transport.close()
+
+    def program(rank):
+        if rank == 2:
+            return annoy()
+        with using(Engine(world_of(rank, 2), find=lambda _, __: store)) as engine:
+            began.set()
+            for _ in range(200):
+                total = hvd.allreduce(ONES, op=hvd.Sum)
+            engine.close()
+        return total[0].item()
+
+    assert returned(in_threads(3, program)) == [2.0, 2.0, None]
+
+
+def test_with_a_secret_the_ranks_speak_encrypted_and_nobody_without_it_gets_in(tmp_path):
+    for name in ("job", "other"):
+        (tmp_path / name).write_bytes(os.urandom(32))
+        (tmp_path / name).chmod(0o600)
+    settings = CollectiveSettings(secret_file=str(tmp_path / "job"), start_timeout_s=1.0)
+    assert returned(run_ranks(2, lambda rank: hvd.allreduce(ONES, op=hvd.Sum)[0].item(), settings=settings)) == [2, 2]
+    store, wrong = HashStore(), CollectiveSettings(secret_file=str(tmp_path / "other"), start_timeout_s=1.0)
+
+    def program(rank):
+        Engine(world_of(rank, 2), find=lambda _, __: store, settings=wrong if rank else settings)
+
+    first, second = in_threads(2, program)
+    assert "missing: rank 1" in str(first)
+    assert isinstance(second, CollectiveError)
+
+
+def test_rank_0_listens_within_the_range_of_ports(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store, settings = HashStore(), CollectiveSettings(port_range=(port, min(port + 20, 65535)))
+
+    def program(rank):
+        with using(Engine(world_of(rank, 2), find=lambda _, __: store, settings=settings)) as engine:
+            engine.close()
+        return int(store.get("0/control").decode().split()[0].rpartition(":")[2])
+
+    assert set(returned(in_threads(2, program))) <= set(range(port, port + 21))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_folder", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "left",
+    ["", "x", "1 2", f"99 {2**22 - 1} 5", f"99 {os.getpid()} 5"],
+    ids=["nothing", "a word", "too little", "of nobody", "of another begin"],
+)
+def test_a_port_that_a_dead_process_has_left_is_passed_over(folder, left):
+    (folder / "job").write_text(left)
+    world = World(1, 2, 1, 2, meeting=Meeting(job="job"))
+    with pytest.raises(CollectiveError, match="rank 0 has not begun within 0.1 s"):
+        meet(world, 0.1)
+
+
+def test_the_port_is_found_and_its_file_is_removed_by_whom_it_belongs_to(folder):
+    first, second = (World(rank, 2, rank, 2, meeting=Meeting(job="a/b")) for rank in range(2))
+    master = meet(first, 5.0)
+    meet(second, 5.0).set("said", "hello")
+    assert master.get("said") == b"hello"
+    forget_port(second)
+    assert [path.name for path in folder.iterdir()] == ["a_b"]
+    forget_port(first)
+    assert list(folder.iterdir()) == []
+
+
+def test_ports_that_killed_processes_have_left_are_removed_by_a_later_job(folder):
+    for name, age_s in (("killed", 100_000), ("killed.7", 90_000), ("begins", 1_000)):
+        (folder / name).write_text("99 1 5")
+        os.utime(folder / name, (time.time() - age_s,) * 2)
+    world = World(0, 2, 0, 2, meeting=Meeting(job="job"))
+    meet(world, 5.0)
+    assert {path.name for path in folder.iterdir()} == {"begins", "job"}
+    forget_port(world)
+
+
+def test_a_place_where_nobody_listens_or_another_program_does_is_named_in_time(free_port):
+    world = World(1, 2, 1, 2, meeting=Meeting("127.0.0.1", free_port))
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match=rf"has found no rank 0 within 0.2 s at 127.0.0.1:{free_port}"):
+        meet(world, 0.2)
+    assert time.monotonic() - began < 10
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# Waiting.
+
+
+def test_who_is_awaited_too_long_is_named_on_rank_0(caplog):
+    settings = CollectiveSettings(stall_check_s=0.5)
+
+    def program(rank):
+        hvd.allreduce(ONES, name="first")
+        if rank == 1:
+            assert told.wait(30)
+        return hvd.allreduce(ONES, name="second", op=hvd.Sum)[0].item()
+
+    told = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            if "has waited" in record.getMessage():
+                told.set()
+
+    listener = Listener()
+    logging.getLogger("kvdist").addHandler(listener)
+    try:
+        assert returned(run_ranks(3, program, settings=settings)) == [3.0] * 3
+    finally:
+        logging.getLogger("kvdist").removeHandler(listener)
+    texts = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
+    assert all("for allreduce 'second' of float32[6] (Sum) (operation 1): rank 1 on host" in text for text in texts)
+    assert "has not called it, its last was allreduce 'first'" in texts[0]
+
+
+def test_a_wait_that_may_not_last_raises_on_all_ranks():
+    settings = CollectiveSettings(stall_check_s=0.0, stall_shutdown_s=0.6)
+
+    def program(rank):
+        hvd.allreduce(ONES)
+        if rank == 1:
+            assert over.wait(30)
+        with pytest.raises(CollectiveError, match="rank 1 on host .* has not called it.*KVDIST_STALL_SHUTDOWN_S"):
+            try:
+                hvd.barrier()
+            finally:
+                over.set()
+        return rank
+
+    over = threading.Event()
+    assert returned(run_ranks(2, program, settings=settings)) == [0, 1]
+
+
+# What was done when.
+
+
+def test_the_timeline_has_horovods_events_and_each_rank_a_file(tmp_path):
+    def program(rank):
+        hvd.start_timeline(str(tmp_path / "t.json"), mark_cycles=True)
+        for _ in range(3):
+            hvd.allreduce(ONES, name="grad")
+        hvd.allgather(ONES)
+        hvd.stop_timeline()
+        hvd.allreduce(ONES)
+        return rank
+
+    returned(run_ranks(2, program))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.json", "t.rank1.json"]
+    for path in tmp_path.iterdir():
+        events = json.loads(path.read_text())["traceEvents"]
+        begun = [event for event in events if event["ph"] in "bX"]
+        names = {event["name"] for event in begun}
+        assert names >= {"QUEUE", "NEGOTIATE_ALLREDUCE", "ALLREDUCE", "NEGOTIATE_ALLGATHER", "ALLGATHER", "CYCLE_START"}
+        assert sum(event["name"] == "ALLREDUCE" for event in begun) == 3
+        assert all(event["args"]["name"] == "grad" for event in begun if event["name"] == "ALLREDUCE")
+
+
+def test_a_timeline_from_the_start_is_whole_while_it_is_written(tmp_path):
+    settings = CollectiveSettings(timeline=str(tmp_path / "t.json"))
+
+    def program(rank):
+        for _ in range(5):
+            hvd.allreduce(ONES)
+            json.loads((tmp_path / "t.json").read_text())
+        return rank
+
+    returned(run_ranks(1, program, settings=settings))
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "ALLREDUCE" and event["ph"] == "b" for event in events) == 5
+    assert not any(event["name"] == "CYCLE_START" for event in events)
+
+
+def test_a_place_where_no_timeline_can_be_written_is_refused_at_once(tmp_path):
+    def program(rank):
+        with pytest.raises(OSError):
+            hvd.start_timeline(str(tmp_path / "nowhere" / "t.json"))
+        return rank
+
+    returned(run_ranks(1, program))

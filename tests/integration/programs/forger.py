@@ -1,0 +1,27 @@
+"""A worker that has the key of its ``KVDIST_RANK`` and says that it is another: ``forger.py RANK``."""
+
+import sys
+import time
+from dataclasses import replace
+
+from kvdist.config import ClusterConfig
+from kvdist.core.requests import Register
+from kvdist.core.worker import Worker
+from kvdist.kvstore.cluster import introduction
+from kvdist.node import Node
+from kvdist.transport.opening import open_transport
+
+
+def main():
+    config = ClusterConfig.from_env()
+    transport, memory = open_transport(config)
+    claimed = introduction(replace(config, rank=int(sys.argv[1])), "", config.scheduler_endpoint)
+    machine = Worker(claimed, config.limits, time.monotonic(), "off", memory.allocate)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
+    future = node.submit(Register)
+    node.run()
+    raise future.exception()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Tables of rows on real clusters: known numbers, sizes beyond a message, deaths, and mistakes that name themselves."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+
+from tests.integration.test_faults import NOTICED_S, kill, named
+
+TIMEOUT_S = 55
+"""Two tables of a million elements in seven rounds each, on a machine that runs other tests beside it."""
+REDUCED = {"KVDIST_LOCAL_REDUCE": "on"}
+
+
+def run(job, workers, servers, *command, timeout_s=TIMEOUT_S, **variables):
+    launcher = job.launch(workers, servers, "rows.py", *command, **variables)
+    job.succeed(timeout_s)
+    assert len(launcher.lines_with("checked on")) == workers, job.transcript()
+    return launcher
+
+
+@pytest.mark.parametrize(
+    ("transport", "multi_precision", "more"),
+    [
+        ("auto", "on", {}),
+        pytest.param("tcp", "off", {}, marks=pytest.mark.slow),
+        pytest.param("auto", "off", REDUCED, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_have_the_known_numbers(job, transport, multi_precision, more):
+    run(job, 2, 2, "known", multi_precision, KVDIST_TRANSPORT=transport, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("multi_precision", ["on", "off"])
+def test_rows_have_the_known_numbers_on_seven_workers_too(job, transport, multi_precision):
+    run(job, 7, 7, "known", multi_precision, timeout_s=2 * TIMEOUT_S, KVDIST_TRANSPORT=transport)
+
+
+@pytest.mark.parametrize("more", [REDUCED, pytest.param({}, marks=pytest.mark.slow)])
+def test_tables_and_arrays_go_together_in_a_call_and_rows_are_not_summed_on_the_host(job, more):
+    run(job, 3, 2, "beside", **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_more_rows_than_a_message_may_have_are_pushed_at_once(job, transport):
+    run(job, 2, 1, "large", KVDIST_TRANSPORT=transport)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_arrays_are_free_when_push_returns_and_each_thread_may_have_its_table(job, transport):
+    run(job, 2, 2, "reused", KVDIST_TRANSPORT=transport)
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_worker_that_leaves_at_once_count(job):
+    run(job, 3, 2, "leaves")
+
+
+@pytest.mark.parametrize("victim", ["server-1", pytest.param("worker-1", marks=pytest.mark.slow)])
+def test_kill_9_while_rows_are_under_way_is_named_everywhere(job, victim):
+    job.cluster(2, 2, "rows.py", "endless")
+    for name in ("worker-0", "worker-1"):
+        job.line(name, "going")
+    killed_at = kill(job, victim, signal.SIGKILL)
+    job.finish()
+    for process in job.processes.values():
+        if process.name != victim:
+            assert process.ended_at - killed_at < NOTICED_S, f"{process.name} took too long\n{job.transcript()}"
+            assert named(victim) in process.text and process.code, job.transcript()
+    assert job.processes["worker-0"].lines_with(f"lost {victim!r}"), job.transcript()
+
+
+def said_by(launcher, rank):
+    prefix = f"w{rank} │ "
+    return [line.removeprefix(prefix) for line in launcher.text.splitlines() if line.startswith(prefix)]
+
+
+def test_wrong_calls_name_what_is_wrong_and_break_nothing(job):
+    launcher = run(job, 2, 2, "mistakes")
+    expected = [
+        r"ValueError: row 6 is out of range: an array of shape \(6, 2\) has 6 rows",
+        r"ValueError: row ids must be at least 0 and fit int64, and -1 is among them",
+        r"TypeError: row ids must be integers, not float64",
+        r"ValueError: there are 2 row ids and 1 rows of values",
+        r"ValueError: key 't' is a table of shape \(6, 2\), but the rows given are of shape \(7, 2\)",
+        r"ValueError: key 't' is a table of shape \(6, 2\), but the rows given are of shape \(6, 3\)",
+        r"TypeError: key 't' holds float32, but the rows given are float16; convert them",
+        r"ValueError: key 't' is a table of shape \(6, 2\), but the rows given are of shape \(7, 2\)",
+        r"ValueError: key 'w' has shape \(3,\), but the value given has shape \(4,\)",
+        r"ValueError: key 't' has rows 0 to 5, and row 6 was asked for",
+        r"ValueError: key 't' has rows 0 to 5, and row -1 was asked for",
+        r"TypeError: key 't': row ids are integers, and these are float64",
+        r"ValueError: there are 2 keys, 2 row_ids and 1 places for results",
+        r"InitMismatch: key 't' was initialised with shape \(6, 2\) and dtype float32.*and now with shape \(7, 2\)",
+        r"ValueError: key 'huge' has shape \(1099511627776, 8\); at most 274877906944 elements",
+        r"works",
+        r"checked on",
+    ]
+    said = said_by(launcher, 1)
+    assert len(said) == len(expected), job.transcript()
+    for line, pattern in zip(said, expected, strict=True):
+        assert re.match(pattern, line), f"{line!r} is not {pattern!r}"
+
+
+def test_tables_that_differ_between_workers_are_told_to_all_of_them(job):
+    launcher = run(job, 3, 2, "mismatches")
+    expected = [
+        ("'a'", "shape (6, 2) and dtype float32, as a table of rows", "shape (5, 2)"),
+        ("'b'", "dtype float32", "dtype float16"),
+        ("'c'", "shape (6, 2) and dtype float32, as a table of rows by", "shape (6, 2) and dtype float32 by worker-1"),
+        ("'d'", "rows that begin as constant(0", "rows that begin as constant(1"),
+        ("'e'", "as a table of rows by", "rows that begin as zeros by worker-1"),
+    ]
+    for rank in range(3):
+        said = said_by(launcher, rank)
+        assert len(said) == len(expected) + 2, job.transcript()
+        for line, (key, *words) in zip(said, expected, strict=False):
+            assert line.startswith(f"InitMismatch: key {key} was declared with "), job.transcript()
+            if "worker-1" in line.split("but with")[0]:  # who came first is named first
+                words = [word.replace(" by worker-1", "").replace(" by", "") for word in words]
+            assert all(word in line for word in words), (line, words)
+            assert "worker-1" in line and "every worker must initialise a key alike" in line
+        assert said[-2] == "works"

@@ -1,0 +1,90 @@
+"""Every CUDA kernel is compiled by NVIDIA's compiler of run time, for real architectures; no GPU is needed for that."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+from kvdist.kernels import cuda
+
+nvrtc = pytest.importorskip(
+    "cuda.bindings.nvrtc", reason="no cuda-bindings here: THE CUDA KERNELS ARE NOT COMPILED", exc_type=ImportError
+)
+
+FILES = sorted(set(cuda.FAMILIES.values()))
+PTX, CUBIN = "compute_80", "sm_90"
+REGISTERS_MAX = 128
+"""At 128 registers two blocks of 256 threads are on a multiprocessor at a time."""
+
+NARROW = re.compile(r"gather_rows<u\d+>|dequantise<\d, false>|add_partials")
+"""Kernels that read nothing 16 bytes at a time."""
+
+
+def succeeded(result):
+    code, *values = result
+    assert code == nvrtc.nvrtcResult.NVRTC_SUCCESS, code
+    return values[0] if values else None
+
+
+@functools.cache
+def compiled(family, architecture):
+    """What the compiler said, the program in PTX, and the names of the kernels there."""
+    names = [name for name in cuda.instances() if cuda.family_of(name) == family]
+    try:
+        program = succeeded(nvrtc.nvrtcCreateProgram(cuda.source(family).encode(), b"kernel.cu", 0, [], []))
+    except RuntimeError as error:
+        pytest.skip(f"no library of NVRTC here: THE CUDA KERNELS ARE NOT COMPILED ({error})")
+    for name in names:
+        succeeded(nvrtc.nvrtcAddNameExpression(program, name.encode()))
+    options = [*cuda.COMPILE_OPTIONS, f"--gpu-architecture={architecture}"]
+    options += ["--ptxas-options=-v"] if architecture.startswith("sm") else []
+    outcome = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
+    log = b" " * succeeded(nvrtc.nvrtcGetProgramLogSize(program))
+    succeeded(nvrtc.nvrtcGetProgramLog(program, log))
+    said = log.decode().strip("\0 \n")
+    assert outcome == nvrtc.nvrtcResult.NVRTC_SUCCESS, said
+    ptx = b" " * succeeded(nvrtc.nvrtcGetPTXSize(program))
+    succeeded(nvrtc.nvrtcGetPTX(program, ptx))
+    mangled = {succeeded(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode(): name for name in names}
+    succeeded(nvrtc.nvrtcDestroyProgram(program))
+    return said, ptx.decode(errors="replace"), mangled
+
+
+def bodies(ptx, mangled):
+    """The text of each kernel."""
+    parts = re.split(r"\.entry ", ptx)[1:]
+    return {mangled[part.partition("(")[0].strip()]: part for part in parts}
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_every_kernel_compiles_without_a_warning(family):
+    said, ptx, mangled = compiled(family, PTX)
+    assert said == ""
+    assert sorted(bodies(ptx, mangled)) == sorted(mangled.values())
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_kernels_load_16_bytes_at_a_time(family):
+    _, ptx, mangled = compiled(family, PTX)
+    wide = re.compile(r"ld\.global(\.nc)?\.(v4\.[usbf]32|v2\.[usbf]64)")
+    narrow = [name for name, body in bodies(ptx, mangled).items() if not wide.search(body)]
+    assert [name for name in narrow if not NARROW.match(name)] == []
+
+
+@pytest.mark.parametrize("family", FILES)
+def test_nothing_is_contracted_or_approximated_or_kept_in_local_memory(family):
+    _, ptx, _ = compiled(family, PTX)
+    assert re.findall(r"\b(?:fma\S*|\S*\.approx\S*|\S*\.ftz\S*|\.local\b.*|(?:ld|st)\.local\S*)", ptx) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FILES)
+def test_no_kernel_spills_its_registers(family):
+    said, _, mangled = compiled(family, CUBIN)
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
+    assert len(frames) == len(registers) == len(mangled)
+    assert set(frames) == {("0", "0", "0")}
+    assert max(registers) <= REGISTERS_MAX

@@ -1,0 +1,117 @@
+# Start these in any order, each in a shell on its host. They end together.
+
+# First, once: a secret for this job, and a copy of it on every host. Remove it when the job has ended.
+( umask 077 && head -c 32 /dev/urandom > "$HOME"/.kvdist-0123.secret )
+scp -p -P 2222 -- "$HOME"/.kvdist-0123.secret me@d1:
+scp -p -- "$HOME"/.kvdist-0123.secret '[fd00::17]:'
+
+# scheduler, on the launching machine
+(
+  cd /here || exit
+  unset KVDIST_BIGARRAY_BOUND KVDIST_CROSS_RANK KVDIST_CROSS_SIZE KVDIST_LISTEN_FD KVDIST_LOCAL_RANK KVDIST_LOCAL_SIZE KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECRET_FILE KVDIST_SUPERVISED
+  [ "${PYTHONUNBUFFERED+set}" ] || export PYTHONUNBUFFERED=1
+  export PATH=/venv/bin"${PATH:+:$PATH}"
+  export DMLC_NUM_SERVER=1
+  export DMLC_NUM_WORKER=2
+  export DMLC_PS_ROOT_PORT=23456
+  export DMLC_PS_ROOT_URI=10.0.0.99
+  export DMLC_ROLE=scheduler
+  export KVDIST_JOB=0123456789abcdef
+  export KVDIST_LOCAL_REDUCE=auto
+  export KVDIST_PLACEMENT=bytes
+  export KVDIST_RANK=0
+  export KVDIST_TRANSPORT=auto
+  export MXNET_KVSTORE_BIGARRAY_BOUND=1000000
+  export TEXT='it'"'"'s a "value" with
+lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
+  export KVDIST_SECRET_FILE="$HOME"/.kvdist-0123.secret
+  exec /venv/bin/python -m kvdist
+)
+
+# server-0, on localhost
+(
+  cd '/my job' || exit
+  unset KVDIST_CROSS_RANK KVDIST_CROSS_SIZE KVDIST_LISTEN_FD KVDIST_LOCAL_RANK KVDIST_LOCAL_SIZE KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECRET_FILE KVDIST_SUPERVISED
+  [ "${PYTHONUNBUFFERED+set}" ] || export PYTHONUNBUFFERED=1
+  export PATH=/venv/bin"${PATH:+:$PATH}"
+  export DMLC_NUM_SERVER=1
+  export DMLC_NUM_WORKER=2
+  export DMLC_PS_ROOT_PORT=23456
+  export DMLC_PS_ROOT_URI=10.0.0.99
+  export DMLC_ROLE=server
+  export KVDIST_BIGARRAY_BOUND=77
+  export KVDIST_JOB=0123456789abcdef
+  export KVDIST_LOCAL_REDUCE=auto
+  export KVDIST_PLACEMENT=bytes
+  export KVDIST_RANK=0
+  export KVDIST_TRANSPORT=auto
+  export MXNET_KVSTORE_BIGARRAY_BOUND=77
+  export TEXT='it'"'"'s a "value" with
+lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
+  export KVDIST_SECRET_FILE="$HOME"/.kvdist-0123.secret
+  exec /venv/bin/python -m kvdist
+)
+
+# worker-0, on d1
+(
+  cd '/my job' || exit
+  unset KVDIST_BIGARRAY_BOUND KVDIST_LISTEN_FD KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECRET_FILE KVDIST_SUPERVISED
+  [ "${OMP_NUM_THREADS+set}" ] || export OMP_NUM_THREADS=8
+  [ "${PYTHONUNBUFFERED+set}" ] || export PYTHONUNBUFFERED=1
+  export PATH=/venv/bin"${PATH:+:$PATH}"
+  export PYTHONPATH='/li b'"${PYTHONPATH:+:$PYTHONPATH}"
+  export CUDA_VISIBLE_DEVICES=0,1
+  export DMLC_NUM_SERVER=1
+  export DMLC_NUM_WORKER=2
+  export DMLC_PS_ROOT_PORT=23456
+  export DMLC_PS_ROOT_URI=10.0.0.99
+  export DMLC_ROLE=worker
+  export KVDIST_CROSS_RANK=0
+  export KVDIST_CROSS_SIZE=2
+  export KVDIST_JOB=0123456789abcdef
+  export KVDIST_LOCAL_RANK=0
+  export KVDIST_LOCAL_REDUCE=auto
+  export KVDIST_LOCAL_SIZE=1
+  export KVDIST_PLACEMENT=bytes
+  export KVDIST_RANK=0
+  export KVDIST_TRANSPORT=auto
+  export MXNET_KVSTORE_BIGARRAY_BOUND=1000000
+  export PERCENT=100%
+  export TEXT='it'"'"'s a "value" with
+lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
+  export KVDIST_SECRET_FILE="$HOME"/.kvdist-0123.secret
+  exec python 'my train.py' 'it'"'"'s a "value" with
+lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
+)
+
+# worker-1, on fd00::17
+(
+  cd '/my job' || exit
+  unset KVDIST_BIGARRAY_BOUND KVDIST_LISTEN_FD KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECRET_FILE KVDIST_SUPERVISED
+  [ "${OMP_NUM_THREADS+set}" ] || export OMP_NUM_THREADS=8
+  [ "${PYTHONUNBUFFERED+set}" ] || export PYTHONUNBUFFERED=1
+  export PATH=/venv/bin"${PATH:+:$PATH}"
+  export PYTHONPATH='/li b'"${PYTHONPATH:+:$PYTHONPATH}"
+  export CUDA_VISIBLE_DEVICES=0,1
+  export DMLC_NUM_SERVER=1
+  export DMLC_NUM_WORKER=2
+  export DMLC_PS_ROOT_PORT=23456
+  export DMLC_PS_ROOT_URI=10.0.0.99
+  export DMLC_ROLE=worker
+  export KVDIST_CROSS_RANK=1
+  export KVDIST_CROSS_SIZE=2
+  export KVDIST_JOB=0123456789abcdef
+  export KVDIST_LOCAL_RANK=0
+  export KVDIST_LOCAL_REDUCE=auto
+  export KVDIST_LOCAL_SIZE=1
+  export KVDIST_PLACEMENT=bytes
+  export KVDIST_RANK=1
+  export KVDIST_TRANSPORT=auto
+  export MXNET_KVSTORE_BIGARRAY_BOUND=1000000
+  export PERCENT=100%
+  export TEXT='it'"'"'s a "value" with
+lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
+  export KVDIST_SECRET_FILE="$HOME"/.kvdist-0123.secret
+  exec python 'my train.py' 'it'"'"'s a "value" with
+lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
+)

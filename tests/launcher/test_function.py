@@ -1,0 +1,346 @@
+"""Functions on workers: results in rank order, failures raised here, from scripts, threads and notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from importlib.util import find_spec
+
+import pytest
+
+import kvdist_launch
+from kvdist.errors import ConfigError, DeadlineExceeded
+from kvdist_launch.call import Call
+from kvdist_launch.cargo import CargoError, pack_call, pack_result, unpack_call
+
+pytest.importorskip("cloudpickle", reason="functions are sent by cloudpickle, which is not installed")
+
+TIMEOUT_S = 60
+IS_RANK_1 = "os.environ['KVDIST_RANK'] == '1'"
+
+
+def by_value(source: str, name: str = "fn"):
+    """A function as if a notebook's cell had defined it; those of this file could not be imported by a worker."""
+    names = {"__name__": "__main__"}
+    exec(source, names)
+    return names[name]
+
+
+def test_results_come_in_rank_order_from_workers_of_one_job(capsys):
+    fn = by_value(
+        "def fn(start, step=1):\n"
+        "    import numpy as np\n"
+        "    from kvdist import kv\n"
+        "    store = kv.create('dist')\n"
+        "    store.init('a', np.zeros(3))\n"
+        "    store.push('a', np.full(3, float(start + step * store.rank)))\n"
+        "    out = np.zeros(3)\n"
+        "    store.pull('a', out=out)\n"
+        "    print('sum', out[0])\n"
+        "    return store.rank, out\n"
+    )
+    results = kvdist_launch.run(fn, (10,), {"step": 5}, np=3, servers=1)
+    assert [rank for rank, _ in results] == [0, 1, 2]
+    assert [out.tolist() for _, out in results] == [[45.0] * 3] * 3
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == ["w0 │ sum 45.0", "w1 │ sum 45.0", "w2 │ sum 45.0"]
+    assert "kvdist-launch" not in shown.err
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="WORKERS WITHOUT SERVERS ARE NOT TESTED: torch is not installed")
+def test_without_servers_workers_gather_and_results_come_in_rank_order():
+    fn = by_value(
+        "def fn(a, b, c, d):\n"
+        "    import torch\n"
+        "    import kvdist.collective as hvd\n"
+        "    hvd.init()\n"
+        "    gathered = hvd.allgather(torch.tensor([hvd.rank(), a + b + c + d])).tolist()\n"
+        "    return {0: gathered, 1: 'ret_val_of_rank_1'}.get(hvd.rank())\n"
+    )
+    results = kvdist_launch.run(fn, (1, 20), {"c": 300, "d": 4000}, np=3)
+    assert results == [[0, 4321, 1, 4321, 2, 4321], "ret_val_of_rank_1", None]
+
+
+def test_without_servers_a_failing_rank_ends_the_others_and_there_is_no_store_of_a_cluster():
+    fn = by_value(
+        f"import os, time\ndef fn():\n    if {IS_RANK_1}:\n        from kvdist import kv\n        kv.create('dist')\n"
+        "    time.sleep(60)"
+    )
+    began = time.monotonic()
+    with pytest.raises(kvdist_launch.WorkerFailure, match=r"this job has no servers .* servers=2\)") as caught:
+        kvdist_launch.run(fn, np=3)
+    assert (caught.value.rank, caught.value.kind) == (1, "kvdist.errors.ConfigError")
+    assert time.monotonic() - began < 30
+
+
+def test_the_words_of_horovod_are_taken_and_verbose_lets_the_launcher_speak(capsys):
+    fn = by_value("def fn():\n    import os\n    return os.environ['DMLC_NUM_SERVER'], os.environ['DMLC_NUM_WORKER']")
+    quiet = kvdist_launch.run(fn, np=2, verbose=False, disable_cache=True, use_mpi=True)
+    assert (quiet, capsys.readouterr().err) == ([("0", "2")] * 2, "")
+    assert kvdist_launch.run(func=fn, num_proc=1, verbose=True, use_gloo=True) == [("0", "1")]
+    said = capsys.readouterr().err
+    assert "kvdist-launch: worker-0 on localhost: local rank 0 of 1, cross rank 0 of 1\n" in said
+    assert "kvdist-launch: 1 worker finished in " in said
+
+
+def test_lambdas_closures_and_large_values_travel():
+    factor = 3
+    big = bytes(3 << 20)
+    results = kvdist_launch.run(lambda more: (factor, big + more), (b"x",), np=1, servers=1)
+    assert results == [(3, big + b"x")]
+
+
+def test_variables_reach_the_workers_and_those_of_the_launcher_are_refused():
+    fn = by_value("def fn():\n    import os\n    return os.environ['MY_NAME'], os.environ['KVDIST_RANK']")
+    assert kvdist_launch.run(fn, np=2, servers=1, env={"MY_NAME": "a=b"}) == [("a=b", "0"), ("a=b", "1")]
+    with pytest.raises(ConfigError, match="KVDIST_RANK is set by the launcher"):
+        kvdist_launch.run(fn, env={"KVDIST_RANK": "7"})
+
+
+def test_a_job_that_asks_for_encryption_gets_its_secret(monkeypatch):
+    fn = by_value("def fn():\n    from kvdist import kv\n    return kv.create('dist').num_workers")
+    assert kvdist_launch.run(fn, np=1, servers=1, env={"KVDIST_SECURITY": "curve"}) == [1]
+    monkeypatch.setenv("KVDIST_SECURITY", "curve")
+    assert kvdist_launch.run(fn, np=2, servers=1) == [2, 2]
+
+
+def test_the_first_exception_is_raised_here_with_its_traceback(capsys):
+    fn = by_value(
+        f"import os, time\ndef fn():\n    if {IS_RANK_1}: raise LookupError('no such thing')\n    time.sleep(60)"
+    )
+    with pytest.raises(kvdist_launch.WorkerFailure, match=r"worker-1 on .* raised LookupError \(exit") as caught:
+        kvdist_launch.run(fn, servers=1)
+    failure = caught.value
+    assert (failure.rank, failure.exit_code, failure.kind) == (1, 1, "LookupError")
+    assert failure.traceback.startswith("Traceback (most recent call last):\n")
+    assert failure.traceback.endswith("LookupError: no such thing\n")
+    assert "callee.py" not in failure.traceback and "runpy" not in failure.traceback
+    assert failure.traceback in f"{failure}\n"
+    assert "w1 │ LookupError: no such thing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ends", "kind", "exit_code"), [("raise LookupError('no')", "LookupError", 1), ("exit(5)", "SystemExit", 5)]
+)
+def test_a_thread_that_lives_on_keeps_no_failure_from_being_told(ends, kind, exit_code):
+    fn = by_value(
+        "import os, threading, time\nfrom sys import exit\n"
+        f"def fn():\n    threading.Thread(target=time.sleep, args=(20,)).start()\n    if {IS_RANK_1}: {ends}\n"
+        "    time.sleep(20)"
+    )
+    began = threading.active_count()
+    with pytest.raises(kvdist_launch.WorkerFailure, match=f"worker-1 on .* raised {kind}") as caught:
+        kvdist_launch.run(fn, servers=1, timeout_s=15)
+    assert (caught.value.rank, caught.value.kind, caught.value.exit_code) == (1, kind, exit_code)
+    assert threading.active_count() == began
+
+
+def test_a_large_result_is_not_copied_while_it_is_received():
+    result = pack_result(bytes(32 << 20))
+    call = Call(b"")
+    worker = os.dup(call.theirs[1])
+
+    def send():
+        with os.fdopen(worker, "wb") as pipe:
+            pipe.write(b'{"bytes": %d}\n' % len(result))
+            pipe.write(result)
+
+    sender = threading.Thread(target=send)
+    with selectors.DefaultSelector() as selector:
+        call.begin(selector, lambda: None)
+        sender.start()
+        tracemalloc.start()
+        while selector.get_map():
+            for key, _ in selector.select():
+                key.data()
+        assert len(call.take_result()) == 32 << 20
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    sender.join()
+    assert peak_bytes < 2.5 * len(result), "the bytes and the result itself, no more"
+
+
+@pytest.mark.parametrize(
+    ("ends", "exit_code", "sentence"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9 (SIGKILL) before the function had returned"),
+        ("os._exit(4)", 4, "ended with exit code 4 before the function had returned"),
+        ("os._exit(0)", 0, "ended with exit code 0 before the function had returned"),
+        ("exit(5)", 5, "raised SystemExit (exit code 5)"),
+        ("exit()", 0, "raised SystemExit (exit code 0)"),
+    ],
+)
+def test_a_worker_that_ends_without_a_result_is_a_failure_with_its_exit_code(ends, exit_code, sentence):
+    fn = by_value(f"import os\nfrom sys import exit\ndef fn():\n    if {IS_RANK_1}: {ends}")
+    with pytest.raises(kvdist_launch.WorkerFailure) as caught:
+        kvdist_launch.run(fn, servers=1)
+    assert (caught.value.rank, caught.value.exit_code) == (1, exit_code)
+    assert sentence in str(caught.value)
+
+
+def test_a_result_that_cannot_be_sent_is_named():
+    with pytest.raises(kvdist_launch.WorkerFailure, match="its result, a value of type generator, cannot be sent back"):
+        kvdist_launch.run(lambda: (letter for letter in "ab"), np=1, servers=1)
+
+
+def test_what_cannot_be_sent_is_named_before_anything_starts():
+    lock = threading.Lock()
+    for words, named in (
+        ((lambda: lock,), "the variable 'lock' that the function uses, a value of type _thread.lock"),
+        ((print, (1, lock)), r"args\[1\], a value of type _thread.lock"),
+        ((print, (), {"end": lock}), r"kwargs\['end'\], a value of type _thread.lock"),
+    ):
+        with pytest.raises(CargoError, match=f"{named}, cannot be sent to the workers"):
+            kvdist_launch.run(*words)
+
+
+def test_what_a_worker_cannot_import_is_named():
+    data = pack_call(pytest.raises, (), {}).replace(b"_pytest.raises", b"_pytest.raisin")
+    before = list(sys.path)
+    with pytest.raises(CargoError, match="the function cannot be loaded in the worker: ModuleNotFoundError"):
+        unpack_call(data)
+    assert sys.path == before
+
+
+def test_without_cloudpickle_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvdist\[notebook\]'"):
+        kvdist_launch.run(print)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"np": 0}, "np is 0; a job needs at least 1"),
+        ({"num_proc": 0}, "np is 0; a job needs at least 1"),
+        ({"servers": -1}, "servers is -1; a job needs at least 0"),
+    ],
+)
+def test_a_job_needs_workers(counts, message):
+    with pytest.raises(ConfigError, match=message):
+        kvdist_launch.run(print, **counts)
+
+
+def test_a_job_that_takes_too_long_is_ended():
+    with pytest.raises(DeadlineExceeded, match=r"after 0\.5 s; the job was ended"):
+        kvdist_launch.run(time.sleep, (60,), np=1, servers=1, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 1e-6])
+def test_a_deadline_that_is_over_before_the_job_has_started_is_kept(timeout_s):
+    with pytest.raises(DeadlineExceeded):
+        kvdist_launch.run(time.sleep, (8,), np=1, servers=1, timeout_s=timeout_s)
+
+
+def test_it_works_in_a_thread_and_leaves_none_behind():
+    before = threading.active_count()
+    results: list[object] = []
+
+    def call():
+        results.append(kvdist_launch.run(os.getppid, np=2, servers=1))
+        try:
+            kvdist_launch.run(by_value("def fn():\n    raise OSError('no')"), np=1, servers=1)
+        except kvdist_launch.WorkerFailure as error:
+            results.append(error.kind)
+        try:
+            kvdist_launch.run(time.sleep, (60,), np=1, servers=1, timeout_s=0.5)
+        except DeadlineExceeded:
+            results.append("too late")
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert results == [[os.getpid()] * 2, "OSError", "too late"]
+    assert threading.active_count() == before
+
+
+def test_it_works_where_an_event_loop_runs_and_leaves_its_signals_alone():
+    async def cell():
+        here = asyncio.get_running_loop()
+        interrupted = asyncio.Event()
+        here.add_signal_handler(signal.SIGUSR1, interrupted.set)
+        result = kvdist_launch.run(lambda: 7, np=1, servers=1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.wait_for(interrupted.wait(), 10)
+        here.remove_signal_handler(signal.SIGUSR1)
+        return result
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    assert asyncio.run(cell()) == [7]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == before
+
+
+def test_output_goes_to_a_stream_that_has_no_descriptor(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    kvdist_launch.run(print, ("é",), np=1, servers=1)
+    assert shown.getvalue() == "w0 │ é\n"
+
+
+NOTEBOOK = """
+import kvdist_launch
+class Point:
+    def __init__(self, x): self.x = x
+
+def double(point):
+    return Point(2 * point.x)
+
+print([isinstance(one, Point) and one.x for one in kvdist_launch.run(double, (Point(21),), servers=1)])
+kvdist_launch.run(lambda: 1 / 0, np=1, servers=1)
+print('still here')
+"""
+
+
+def test_functions_and_classes_of_an_interactive_session_travel():
+    argv = [sys.executable, "-q", "-i", "-c", ""]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(argv, input=NOTEBOOK, text=True, capture_output=True, timeout=TIMEOUT_S, env=env)
+    assert done.stdout.splitlines() == ["[42, 42]", "still here"], done.stderr
+    assert "WorkerFailure: worker-0 on " in done.stderr and "raised ZeroDivisionError" in done.stderr
+
+
+INTERRUPTED = """
+import kvdist_launch
+
+def wait():
+    import os, time
+    try:
+        print('pid', os.getpid(), flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print('asked to end', flush=True)
+
+try:
+    kvdist_launch.run(wait, np=1, servers=1)
+except KeyboardInterrupt:
+    print('interrupted here')
+"""
+
+
+def test_ctrl_c_ends_the_job_and_is_raised_here(is_gone):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONUNBUFFERED": "1"}
+    argv = [sys.executable, "-c", INTERRUPTED]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline().split()[-1])
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert out.splitlines() == ["w0 │ asked to end", "interrupted here"], err
+    assert is_gone(pid)
+
+
+def test_nothing_outlives_the_process_that_called(is_gone):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline().split()[-1])
+        process.kill()
+        assert is_gone(pid, timeout_s=10.0)

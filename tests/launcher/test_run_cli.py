@@ -1,0 +1,202 @@
+"""``kvdist-run``: horovodrun's words, and what they come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdist.errors import ConfigError
+from kvdist_launch.hosts import Host
+from kvdist_launch.request import Request
+from kvdist_launch.run_cli import main, request_of
+from kvdist_launch.run_options import REFUSED, WITHOUT_EFFECT, parse
+
+MACHINE = "node1.example.org"
+ECHO = ["sh", "-c", 'echo "$0 $KVDIST_RANK/$DMLC_NUM_WORKER"; echo oops >&2']
+
+
+def requested(*words: str, environ: dict[str, str] | None = None) -> Request:
+    own, _, command = parse([*words, "python", "train.py"])
+    return request_of(own, command, environ or {}, MACHINE)
+
+
+def test_words_become_those_of_kvdist_launch():
+    request = requested(
+        "-np", "3", "-H", "a:2,b[1-2]:1", "-p", "2222", "-i", "/k/id", "--start-timeout", "60", "--verbose",
+        "--network-interfaces", "eth1", "--output-filename", "out", "-x", "A=b", "-x", "C",
+        "--prefix-output-with-timestamp", environ={"C": "d"},
+    )  # fmt: skip
+    options = request.options
+    assert (options.num_workers, options.num_servers, options.timestamps) == (3, 0, True)
+    assert request.hosts == (Host("a", slots=2), Host("b1", slots=1), Host("b2", slots=1))
+    assert options.ssh_option == ["Port=2222", "IdentityFile=/k/id"]
+    assert options.x == ["A=b", "C"]
+    assert (options.start_timeout, options.interface, options.security) == (60.0, "eth1", "none")
+    assert (request.is_filled, request.is_verbose, request.output_folder) == (True, True, "out")
+    assert (list(request.words), request.program) == (["python", "train.py"], "kvdist-run")
+
+
+def test_without_hosts_all_processes_are_here():
+    request = requested("-np", "3")
+    assert request.hosts == (Host("localhost", slots=3),)
+    assert request.options.security is None
+    assert requested("--num-proc=3").options.num_workers == 3
+
+
+def test_this_machine_may_stand_among_the_hosts_under_its_name():
+    assert requested("-np", "2", "-H", "node1:1,d2:1").hosts == (Host("localhost", slots=1), Host("d2", slots=1))
+    assert requested("-np", "1", "-H", "NODE1.example.org:1").options.security is None
+    with pytest.raises(ConfigError, match="this machine stands twice among the hosts"):
+        requested("-np", "2", "-H", "localhost:1,node1:1")
+
+
+def test_a_hostfile_has_lines_with_slots(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2  # two\nb slots=1\n")
+    assert requested("-np", "3", "-hostfile", str(path)).hosts == (Host("a", slots=2), Host("b", slots=1))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-H", "a:2,b:1"], r"-np asks for 4 processes, but the hosts have 3 slots \(a: 2, b: 1\); .* -np 3"),
+        (["-H", "a:2,b"], "b has no number of slots: write HOST:SLOTS behind -H"),
+        (["-H", "a:2:3"], "this is no name of a host"),
+        (["-hostfile", "/no/such"], "the hostfile /no/such cannot be read"),
+        (["-H", "a:4", "--hostfile", "b"], "-H and -hostfile both say which hosts there are"),
+    ],
+)
+def test_hosts_that_are_wrong_are_told(words, message):
+    with pytest.raises(ConfigError, match=message):
+        requested("-np", "4", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ([], []),
+        (["--timeline-filename", "t.json"], ["KVDIST_TIMELINE=t.json"]),
+        (
+            ["--timeline-filename", "t", "--timeline-mark-cycles"],
+            ["KVDIST_TIMELINE=t", "KVDIST_TIMELINE_MARK_CYCLES=1"],
+        ),
+        (["--timeline-mark-cycles", "--no-timeline-mark-cycles"], []),
+        (["--no-stall-check"], ["KVDIST_STALL_CHECK_S=0"]),
+        (["--no-stall-check", "--stall-check"], []),
+        (
+            ["--stall-check-warning-time-seconds", "2", "--stall-check-shutdown-time-seconds", "5"],
+            ["KVDIST_STALL_CHECK_S=2", "KVDIST_STALL_SHUTDOWN_S=5"],
+        ),
+        (["--stall-check-warning-time-seconds", "2", "--no-stall-check"], ["KVDIST_STALL_CHECK_S=0"]),
+    ],
+)
+def test_the_timeline_and_stalls_are_told_by_variables(words, variables):
+    assert requested("-np", "1", *words).options.env == variables
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_what_has_no_effect_is_taken_with_a_line_that_says_why(capfd, name):
+    count, reason = WITHOUT_EFFECT[name]
+    assert main(["-np", "1", name, *["7"] * count, "true"]) == 0
+    assert f"kvdist-run: {name} has no effect: {reason}\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_possible_is_refused(capsys, name):
+    for words in ([name, "2"], [f"{name}=2"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["-np", "1", *words, "true"])
+        assert caught.value.code == 2
+        assert f"kvdist-run: error: {name}: {REFUSED[name]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["true"], "the number of processes is missing: write -np PROCESSES"),
+        (["-np", "0", "true"], "'0' is no number from 1 on"),
+        (["-np", "1", "--network-interfaces", "eth0,eth1", "true"], "name one interface"),
+        (["-np", "1", "-p", "70000", "true"], "'70000' is no port"),
+        (["-np", "1", "--fusion", "3", "true"], "unrecognized arguments: --fusion"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(capsys, words, message):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_follows_the_command_belongs_to_it():
+    own, idle, command = parse(["-np", "1", "--gloo", "python", "train.py", "-np", "5", "--mpi", "--min-np", "1"])
+    assert (own.num_proc, idle, command[2:]) == (1, ["--gloo"], ["-np", "5", "--mpi", "--min-np", "1"])
+
+
+def test_ranks_run_here_and_their_outputs_are_kept(capfd, tmp_path):
+    assert main(["-np", "2", "--verbose", "--output-filename", str(tmp_path / "a" / "out"), *ECHO, "rank"]) == 0
+    shown = capfd.readouterr()
+    assert sorted(shown.out.splitlines()) == ["w0 │ rank 0/2", "w1 │ rank 1/2"]
+    assert "kvdist-run: worker-1 on localhost: local rank 1 of 2, cross rank 0 of 1\n" in shown.err
+    assert "kvdist-run: 2 workers finished in " in shown.err
+    files = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("std*")}
+    assert files == {
+        "a/out/rank.0/stdout": "rank 0/2\n", "a/out/rank.0/stderr": "oops\n",
+        "a/out/rank.1/stdout": "rank 1/2\n", "a/out/rank.1/stderr": "oops\n",
+    }  # fmt: skip
+
+
+def test_the_first_failure_gives_the_exit_code(capfd):
+    assert main(["-np", "2", "sh", "-c", "exit $((KVDIST_RANK * 5))"]) == 5
+    assert main(["-np", "1", "sh", "-c", "kill -9 $$"]) == 137
+    assert main(["-np", "2", "-H", "localhost:1", "true"]) == 2
+    assert main(["-np", "2"]) == 2
+    said = capfd.readouterr().err
+    assert "kvdist-run: worker-1 (pid " in said
+    assert "kvdist-run: error: -np asks for 2 processes, but the hosts have 1 slots (localhost: 1)" in said
+    assert "kvdist-run: error: there is no command to run" in said
+
+
+def test_what_leaves_the_machine_is_not_encrypted_and_that_is_said_aloud(capfd, monkeypatch):
+    monkeypatch.setattr("kvdist_launch.run_cli.launch", lambda request: 0)
+    assert main(["-np", "1", "-H", "a:1", "true"]) == 0
+    assert "WARNING: WHAT THE PROCESSES SEND TO EACH OTHER IS NOT ENCRYPTED" in capfd.readouterr().err
+    assert main(["-np", "1", "true"]) == 0
+    assert "ENCRYPTED" not in capfd.readouterr().err
+
+
+def test_who_asks_for_encryption_between_machines_is_refused(capfd, monkeypatch):
+    monkeypatch.setenv("KVDIST_SECURITY", "Curve")
+    assert main(["-np", "1", "-H", "d1:1", "true"]) == 2
+    assert "kvdist-run: error: KVDIST_SECURITY is curve, and what processes on sev" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="KVDIST_SECURITY is curve"):
+        requested("-np", "1", "-H", "d1:1", "-x", "KVDIST_SECURITY=curve")
+    assert requested("-np", "1", "-H", "localhost:1", environ={"KVDIST_SECURITY": "curve"}).options.security is None
+
+
+@pytest.mark.parametrize("name", ["-cb", "--check-build"])
+def test_it_is_shown_what_can_be_trained_with(capsys, name):
+    with pytest.raises(SystemExit) as caught:
+        main([name])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Available Frameworks:\n" in shown and "] PyTorch\n" in shown
+    assert "    [X] Gloo\n" in shown.partition("Operations:")[2]
+
+
+def test_the_help_names_every_option(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for name in ("-np", "-H", "-hostfile", "--start-timeout", "--output-filename", "--timeline-filename", "-cb"):
+        assert name in shown
+    assert all(name in " ".join(shown.split()) for name in WITHOUT_EFFECT)
+
+
+def test_no_time_for_the_start_is_refused(capfd):
+    assert main(["-np", "1", "--start-timeout", "0", "true"]) == 2
+    assert "_TIMEOUT_S is 0; it must be positive" in capfd.readouterr().err
+
+
+def test_the_time_for_the_start_reaches_every_process(capfd):
+    script = 'import os; print(os.environ["KVDIST_START_TIMEOUT_S"], os.environ["KVDIST_FORM_TIMEOUT_S"])'
+    assert main(["-np", "1", "--start-timeout", "7.5", "python", "-c", script]) == 0
+    assert capfd.readouterr().out == "w0 │ 7.5 7.5\n"

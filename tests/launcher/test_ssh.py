@@ -1,0 +1,86 @@
+"""How ssh and rsync are called: words, and one string that a shell takes apart again as it was."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from kvdist.errors import ConfigError
+from kvdist_launch.hosts import Host
+from kvdist_launch.ssh import SshOptions, agent_command, far_command, python_of_hosts, rsync_command
+from kvdist_launch.sync import Sync, destination_of
+
+
+def test_ssh_never_asks_and_the_host_stands_behind_the_options():
+    words = agent_command(Host("d1", port=2222, user="ann"), "/opt/my env/bin/python", SshOptions())
+    assert words[0] == "ssh" and words[-3:] == ["--", "d1", "'/opt/my env/bin/python' -m kvdist_launch.agent"]
+    assert {"BatchMode=yes", "StrictHostKeyChecking=yes"} < set(words)
+    assert words[words.index("-p") + 1] == "2222" and words[words.index("-l") + 1] == "ann"
+
+
+def test_new_host_keys_are_accepted_only_when_that_was_asked_for():
+    words = agent_command(Host("d1"), "python", SshOptions(accepts_new_host_keys=True, options=("ProxyJump=gate",)))
+    assert "StrictHostKeyChecking=accept-new" in words and "ProxyJump=gate" in words
+
+
+def test_activation_prints_nothing_into_the_protocol_and_its_variables_stay():
+    command = far_command("echo", "echo noise; export FOUND=1; printf '%s' \"it's\" >&2")
+    assert shlex.split(command)[:2] == ["bash", "-c"]
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "-m kvdist_launch.agent\n"
+    assert done.stderr == "noise\nit's"
+
+
+@pytest.mark.parametrize("line", ["export A=1 # for later", "[ $# = 0 ]", "A='it''s'; export B=\"$A\" #}", "true;"])
+def test_a_line_of_activation_may_hold_whatever_bash_takes(line):
+    command = far_command("echo", line)
+    assert "\n" not in command, "csh takes no line end between quotes"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("-m kvdist_launch.agent\n", "")
+
+
+def test_an_activation_chooses_the_interpreter_unless_one_is_named():
+    assert python_of_hosts(None, "source /opt/env/bin/activate") == "python"
+    assert python_of_hosts("/opt/bin/python", "source /opt/env/bin/activate") == "/opt/bin/python"
+    assert python_of_hosts(None, None) == python_of_hosts(None, "") == sys.executable
+
+
+def test_a_failing_activation_starts_no_agent():
+    done = subprocess.run(["sh", "-c", far_command("echo", "false")], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+
+
+def test_rsync_takes_the_folder_apart_from_the_host_and_deletes_nothing_unasked():
+    sync = Sync("/home/me/a b", "/srv/x y", excluded=("*.ckpt",))
+    words = rsync_command(Host("fd00::2"), sync.source, sync.destination, SshOptions(), sync.words())
+    assert words[-3:] == ["--", "/home/me/a b/", "[fd00::2]:/srv/x y/"]
+    assert "-s" in words and "--exclude=*.ckpt" in words and "--filter=:- .gitignore" in words
+    assert not any(word.startswith("--delete") for word in words)
+    assert "--delete" in Sync("/a", "/b", deletes=True).words()
+    shell = shlex.split(words[words.index("-e") + 1])
+    assert shell[0] == "ssh" and "BatchMode=yes" in shell
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("project", "is not absolute"),
+        ("~/project", "is not absolute"),
+        ("-e sh", "is not absolute"),
+        ("/srv/../etc", "leads upwards"),
+        ("/", "is the root"),
+        ("//", "is the root"),
+        ("/srv/\0x", "has a character"),
+        ("", "is not absolute"),
+    ],
+)
+def test_destinations_that_could_hurt_are_refused(text, why):
+    with pytest.raises(ConfigError, match=why):
+        destination_of(text)
+
+
+def test_a_destination_loses_redundant_parts():
+    assert destination_of("/home//ann/./project/") == "/home/ann/project"

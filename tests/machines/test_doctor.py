@@ -1,0 +1,75 @@
+"""kvdist doctor and estimate between machines of their own, over real ssh daemons."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.machines.machines import PYTHONPATH, ip
+
+pytestmark = pytest.mark.machines
+
+TIMEOUT_S = 60
+
+
+def ask(machines, *words):
+    machines.write_ssh_config()
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    argv = machines.command([sys.executable, "-m", "kvdist", *words])
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert not any(one.processes() for one in machines.machines.values()), "an agent is left"
+    return done
+
+
+def cells(done, title):
+    """Row → column → cell of the table that begins with a title; names have no blanks but the launcher's."""
+    text = done.stdout.replace("this machine", "here")
+    lines = text[text.index(title) + len(title) :].splitlines()
+    columns = lines[0].split()
+    rows = [line.split() for line in lines[2 : 2 + len(columns)]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_every_way_between_machines_is_measured(machines):
+    done = ask(machines, "doctor", "-H", "d1,d2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for title in ("ms, there and back", "MB/s"):
+        found = cells(done, title)
+        assert list(found) == ["here", "d1", "d2"]
+        assert all(len(row) == 2 and all(float(cell) >= 0 for cell in row) for row in found.values()), done.stdout
+
+
+def test_a_slow_line_is_seen_in_its_direction(machines):
+    namespace = machines.machines["d2"].namespace
+    shape = ("root", "tbf", "rate", "80mbit", "burst", "32kbit", "latency", "400ms")
+    subprocess.run(["tc", "-n", namespace, "qdisc", "add", "dev", "eth0", *shape], check=True)
+    try:
+        found = cells(ask(machines, "doctor", "-H", "d1,d2"), "MB/s")
+    finally:
+        subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", "eth0", "root"], check=True)
+    assert float(found["d2"][1]) < 15 < float(found["d1"][1]), found
+
+
+def test_a_way_that_is_closed_is_shown_and_named_and_so_is_a_host_that_cannot_be_reached(machines):
+    first, second = machines.machines["d1"], machines.machines["d2"]
+    ip("-n", first.namespace, "route", "add", "unreachable", second.address)
+    try:
+        done = ask(machines, "doctor", "-H", "d1,d2,nowhere")
+    finally:
+        ip("-n", first.namespace, "route", "del", "unreachable", second.address)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = cells(done, "MB/s")
+    assert found["d1"][1] == "no" and found["here"][0] != "no"
+    assert "d1 → d2: " in done.stdout
+    assert any(line.startswith("nowhere: ") for line in done.stdout.splitlines())
+    assert "nowhere" not in found
+
+
+def test_an_estimate_measures_the_lines_between_hosts(machines):
+    done = ask(machines, "estimate", "--shapes", "1000x1000", "-n", "2", "-s", "2", "-H", "d1,d2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 workers and 2 servers on 2 machines; lines of " in done.stdout
+    assert "4.0 MB into d" in done.stdout or "4.0 MB out of d" in done.stdout

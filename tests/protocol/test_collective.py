@@ -1,0 +1,95 @@
+"""The messages between the ranks of a job without servers."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvdist.protocol
+from kvdist.errors import ProtocolError
+from kvdist.protocol.collective import (
+    TEXT_BYTES_MAX,
+    Agreed,
+    Bye,
+    Complete,
+    Define,
+    Differ,
+    Fail,
+    Farewell,
+    Gone,
+    Hello,
+    Joined,
+    Members,
+    Pace,
+    Play,
+    Report,
+    Stall,
+    Trouble,
+    decode,
+    encode,
+)
+
+EXAMPLES = [
+    Hello("token", 3, 5, "höst", "1.0"),
+    Define("allreduce", "grad.3", ("float32[17, 3]", "int8[]"), "Sum", "cuda"),
+    Report(0, 2**40, 7, bytes(range(18))),
+    Trouble(1, 9, True, "broke"),
+    Members(4, (0, 2, 5)),
+    Bye("", ((0, 12), (3, 2**63))),
+    Complete(("a", "b")),
+    Agreed(0, 1),
+    Differ(1, 2, False, "text"),
+    Gone(2, "h", "cause", ((0, 1),)),
+    Fail(0xFFFFFFFF, "over"),
+    Play(0, 1, "allreduce", "x", ("float32[2]",), "Sum", "cpu"),
+    Joined(0, 3, 2),
+    Pace(0, True),
+    Stall("slow"),
+    Farewell(),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_as_it_was(message):
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_that_is_cut_or_has_more_behind_it_is_refused(message):
+    data = encode(message)
+    for cut in range(len(data)):
+        with pytest.raises(ProtocolError):
+            decode(data[:cut])
+    with pytest.raises(ProtocolError):
+        decode(data + b"\0")
+
+
+@given(st.binary(max_size=64))
+def test_whatever_comes_only_a_protocol_error_leaves(data):
+    with contextlib.suppress(ProtocolError):
+        decode(data)
+
+
+def test_a_claim_of_many_items_takes_no_memory():
+    with pytest.raises(ProtocolError, match="claimed"):
+        decode(bytes([Members.KIND]) + (0).to_bytes(4, "little") + (2**32 - 1).to_bytes(4, "little"))
+
+
+def test_a_text_is_cut_between_characters_where_it_is_too_long():
+    text = decode(encode(Stall("ä" * TEXT_BYTES_MAX))).text
+    assert text == "ä" * (TEXT_BYTES_MAX // 2)
+
+
+def test_a_text_that_cannot_be_encoded_still_travels():
+    assert decode(encode(Stall("a\ud800b"))).text == "a?b"
+
+
+def test_the_page_has_every_message_with_its_fields():
+    page = Path(kvdist.protocol.__file__).with_name("COLLECTIVE.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([0-9]+) \| `(\w+)` \| [a-z0 ]+ \| (.*) \|$", page, re.MULTILINE)
+    told = [(int(kind), name, re.findall(r"`(\w+): (\w+)`", fields)) for kind, name, fields in rows]
+    kinds = sorted({type(message) for message in EXAMPLES}, key=lambda kind: kind.KIND)
+    assert told == [(k.KIND, k.__name__, [tuple(field.split(":")) for field in k.LAYOUT.split()]) for k in kinds]

@@ -1,0 +1,153 @@
+"""Training with TensorFlow: tapes, Keras' `fit`, and optimizers and hooks of `tf.compat.v1`."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kvdist.tensorflow as hvd
+from tests.collective.ranks import returned, run_ranks
+from tests.keras.models import SAMPLES, data, linear, of_keras, weights
+
+pytestmark = of_keras
+v1 = tf.compat.v1
+
+
+def test_a_tape_gives_averages_in_the_structure_that_was_asked_for():
+    def step(rank):
+        table, factor, unused = tf.Variable(tf.ones([4, 2])), tf.Variable(1.0), tf.Variable([3.0])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [rank, 3])) * factor
+        tape = hvd.DistributedGradientTape(tape)
+        found = tape.gradient(loss, {"table": table, "rest": (factor, unused)})
+        assert isinstance(found["table"], tf.IndexedSlices)
+        return [np.array(tf.convert_to_tensor(gradient)).tolist() for gradient in tf.nest.flatten(found)]
+
+    expected = [4.0, [0.0], [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0]]]
+    assert returned(run_ranks(2, step)) == [expected] * 2
+
+
+def test_rows_travel_dense_when_that_is_asked_for():
+    def step(rank):
+        table = tf.Variable(tf.ones([3, 1]))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [rank]))
+        found = hvd.DistributedGradientTape(tape, sparse_as_dense=True).gradient(loss, table)
+        assert isinstance(found, tf.Tensor)
+        return found.numpy().ravel().tolist()
+
+    assert returned(run_ranks(2, step)) == [[0.5, 0.5, 0.0]] * 2
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["function", "eager"])
+def test_two_ranks_that_fit_half_the_batch_each_become_what_one_with_all_of_it_becomes(run_eagerly):
+    def train(rank, size):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))
+        model = linear(keras, optimizer, seed=rank, run_eagerly=run_eagerly)
+        callbacks = [
+            hvd.keras.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.keras.callbacks.MetricAverageCallback(),
+            hvd.keras.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=1, steps_per_epoch=1),
+        ]
+        history = model.fit(
+            *data(rank, size), batch_size=SAMPLES // size, epochs=3, verbose=0, callbacks=callbacks
+        ).history
+        return weights(model), history["loss"], history["lr"]
+
+    (alone,) = returned(run_ranks(1, train, 1))
+    first, second = returned(run_ranks(2, train, 2))
+    for ours, other, theirs in zip(first[0], second[0], alone[0], strict=True):
+        np.testing.assert_array_equal(ours, other)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert first[1:] == second[1:]
+    np.testing.assert_allclose(first[1], alone[1], rtol=1e-5)
+
+
+def test_of_ten_steps_with_four_passes_two_are_updates_and_all_ten_are_counted():
+    def steps(rank):
+        weight = tf.Variable([0.0, 0.0])
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), backward_passes_per_step=4, average_aggregated_gradients=True
+        )
+
+        @tf.function
+        def step():
+            optimizer.apply_gradients([(tf.fill([2], -2.0 * rank), weight)])
+
+        seen = []
+        for _ in range(10):
+            step()
+            seen.append(float(weight[0]))
+        return seen, int(optimizer.iterations)
+
+    assert returned(run_ranks(2, steps)) == [([0.0] * 3 + [1.0] * 4 + [2.0] * 3, 10)] * 2
+
+
+def test_an_embedding_trains_in_a_function_with_its_rows_gathered():
+    def train(rank):
+        initializer = keras.initializers.RandomNormal(seed=3)
+        layers = [keras.layers.Embedding(5, 2, embeddings_initializer=initializer), keras.layers.Flatten()]
+        model = keras.Sequential([keras.Input((1,)), *layers, keras.layers.Dense(1, kernel_initializer=initializer)])
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)), loss="mse")
+        model.fit(np.array([[rank], [4]]), np.ones((2, 1)), batch_size=2, epochs=2, verbose=0)
+        return [array.tolist() for array in weights(model)]
+
+    first, second = returned(run_ranks(2, train))
+    assert first == second
+
+
+def test_momentum_that_is_compiled_into_a_graph_is_not_corrected_and_that_is_said():
+    def train(rank):
+        model = linear(keras, keras.optimizers.SGD(0.1, momentum=0.9))
+        callback = hvd.keras.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5**epoch)
+        callback.set_model(model)
+        with pytest.warns(UserWarning, match="momentum_correction has no effect"):
+            callback.on_train_begin()
+        return callback.momentum_correction
+
+    assert returned(run_ranks(1, train)) == [False]
+
+
+def test_an_optimizer_of_sessions_computes_averages_and_applies_them():
+    def train(rank):
+        with tf.Graph().as_default(), v1.Session() as session:
+            table = v1.get_variable("table", initializer=tf.ones([3, 1]))
+            factor = v1.get_variable("factor", initializer=2.0 + rank)
+            loss = tf.reduce_sum(tf.gather(table, [rank])) * factor
+            optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
+            train_op = optimizer.minimize(loss)
+            session.run(v1.global_variables_initializer())
+            session.run(hvd.broadcast_global_variables(1))
+            assert session.run(factor) == 3.0
+            session.run(train_op)
+            return session.run(table).ravel().tolist(), float(session.run(factor))
+
+    assert returned(run_ranks(2, train)) == [([-0.5, -0.5, 1.0], 2.0)] * 2
+
+
+def test_the_hook_gives_all_sessions_the_variables_of_the_root():
+    def train(rank):
+        with tf.Graph().as_default():
+            variable = v1.get_variable("v", initializer=[rank + 1.0])
+            with v1.train.MonitoredTrainingSession(hooks=[hvd.BroadcastGlobalVariablesHook(1)]) as session:
+                return session.run(variable).tolist()
+
+    assert returned(run_ranks(2, train)) == [[2.0]] * 2
+
+
+def test_what_cannot_be_done_is_refused_with_a_reason():
+    with pytest.raises(RuntimeError, match=r"use broadcast_variables\("):
+        hvd.broadcast_global_variables(0)
+    with pytest.raises(TypeError, match="of Keras 3 or of tf.compat.v1.train, not a str"):
+        hvd.DistributedOptimizer("adam")
+    with pytest.raises(ValueError, match="one backward pass per step"):
+        hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2)
+    optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
+    with tf.GradientTape() as tape:
+        pass
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape))

@@ -1,0 +1,202 @@
+"""A node holds every message against the name of its connection: what does not match changes nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvdist.config import ClusterConfig
+from kvdist.core.effects import Effect
+from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
+from kvdist.core.requests import Register
+from kvdist.core.scheduler import Scheduler
+from kvdist.core.worker import Worker
+from kvdist.errors import AuthenticationError, ConfigError, FencedError
+from kvdist.node import GARBAGE_REPORTS_MAX, Node
+from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role, server, worker
+from kvdist.protocol.messages import Packet, Stamp
+from kvdist.protocol.registration import Hello, Peer, Rejected, Roster, Welcome
+from kvdist.protocol.wire import decode, encode
+from kvdist.transport.base import Arrived, Buffer, Event, Refused, Route, Transport
+from kvdist.version import __version__
+
+JOB = 7
+TOKEN = 12345
+
+
+class Scripted(Transport):
+    """Reports what the test has put there, and keeps what is said."""
+
+    strangers_refused = 0
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.said: list[tuple[Route, Packet]] = []
+        self.dialled: list[tuple[str, NodeId | None]] = []
+
+    def bind(self, endpoint: str) -> str:
+        return endpoint
+
+    def connect(self, endpoint: str, to: NodeId | None = None) -> Route:
+        self.dialled.append((endpoint, to))
+        return endpoint
+
+    def send(self, to: Route, frames: Sequence[Buffer]) -> None:
+        self.said.append((to, decode([memoryview(bytes(frame)) for frame in frames])))
+
+    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
+        for frames in messages:
+            self.send(to, frames)
+
+    def shares(self, route: Route) -> bool:
+        return False
+
+    def recv(self, timeout_s: float) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def wake(self) -> None:
+        pass
+
+    def close(self, linger_s: float = 0.0) -> None:
+        pass
+
+
+def message(source: Member, said: object, to: int = 0) -> list[memoryview]:
+    packet = Packet(Stamp(JOB, 1, 0, source, to, 0, 0, 0), said)  # type: ignore[arg-type]
+    return [memoryview(bytes(frame)) for frame in encode(packet)]
+
+
+def hello(role: Role, wanted: int, sender: NodeId | None, route: Route = "route", token: int = TOKEN) -> Arrived:
+    said = Hello(wanted, "host", 1, "" if role is Role.WORKER else "tcp://127.0.0.1:9", 2, 1, __version__)
+    return Arrived(route, message(Member(NodeId(role, UNRANKED), token), said), sender)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    """A scheduler's, for two workers and a server."""
+    config = ClusterConfig(Role.SCHEDULER, "127.0.0.1", 9, 2, 1)
+    made = Node(Scheduler(config, 0.0, 100), Scripted(), JOB, 10.0, clock=lambda: 0.0)
+    yield made
+    made.finish()
+
+
+def heard(node: Node, *events: Event) -> list[tuple[Route, Packet]]:
+    """What the node says when this has happened."""
+    transport = node.transport
+    assert isinstance(transport, Scripted)
+    transport.events += events
+    transport.said.clear()
+    node.turn(0.0)
+    return transport.said
+
+
+@pytest.mark.parametrize("sender", [worker(1), None], ids=["verified", "unverified"])
+def test_a_process_gets_the_seat_of_its_key(node, sender):
+    ((_, answer),) = heard(node, hello(Role.WORKER, 1, sender))
+    assert answer.message == Welcome(1, 100)
+    assert node.forgeries == 0
+
+
+@pytest.mark.parametrize(
+    ("role", "wanted", "sender", "signed"),
+    [
+        (Role.WORKER, 0, worker(1), "worker-0"),
+        (Role.SERVER, 0, worker(0), "server-0"),
+        (Role.WORKER, 0, server(0), "worker-0"),
+        (Role.WORKER, -1, worker(0), "worker-?"),
+        (Role.WORKER, 0, SCHEDULER, "worker-0"),
+    ],
+)
+def test_a_process_that_asks_for_another_seat_is_told_and_gets_none(node, caplog, role, wanted, sender, signed):
+    ((_, answer),) = heard(node, hello(role, wanted, sender))
+    assert isinstance(answer.message, Rejected)
+    sentence = f"the key of this connection is that of {sender}, but what it says is signed {signed}"
+    assert sentence in answer.message.reason and "KVDIST_RANK" in answer.message.reason
+    assert answer.stamp.destination == TOKEN
+    assert node.forgeries == 1 and f"scheduler dropped a forged message: {sentence}" in caplog.text
+    assert isinstance(node.machine, Scheduler) and not node.machine.seats.peers
+
+
+def test_a_member_that_speaks_for_another_changes_nothing_and_the_other_keeps_its_route(node):
+    heard(node, hello(Role.WORKER, 0, worker(0), "zero", 1), hello(Role.WORKER, 1, worker(1), "one", 2))
+    before = dict(node._routes)
+    said = heard(node, Arrived("one", message(Member(worker(0), 100), Rejected("end")), worker(1)))
+    assert [(route, type(packet.message)) for route, packet in said] == [("one", Rejected)]
+    assert node._routes == before and node.forgeries == 1 and not node.stopped
+
+
+def test_a_process_with_the_token_of_another_does_not_get_its_route(node):
+    heard(node, hello(Role.WORKER, 0, worker(0), "zero"))
+    ((route, answer),) = heard(node, hello(Role.WORKER, 1, worker(1), "one"))
+    assert route == "one" and isinstance(answer.message, Rejected)
+    assert node._routes[Member(worker(0), 100)] == "zero"
+
+
+def test_somebody_who_goes_on_forging_is_told_once_logged_a_few_times_and_counted(node, caplog):
+    caplog.set_level(logging.WARNING)
+    forged = [hello(Role.WORKER, 0, worker(1)) for _ in range(GARBAGE_REPORTS_MAX + 4)]
+    assert len(heard(node, *forged)) == 1
+    assert node.forgeries == GARBAGE_REPORTS_MAX + 4
+    assert caplog.text.count("dropped a forged message") == GARBAGE_REPORTS_MAX
+
+
+@pytest.fixture
+def joining() -> Iterator[Node]:
+    """A worker's that has just dialled the scheduler, with the outcome of its wish to join."""
+    introduced = Introduction(Role.WORKER, TOKEN, 0, "host", 1, "", 1, 1, __version__, "tcp://127.0.0.1:9")
+    config = ClusterConfig(Role.WORKER, "127.0.0.1", 9, 1, 1)
+    made = Node(Worker(introduced, config.limits, 0.0), Scripted(), JOB, 10.0, clock=lambda: 0.0)
+    made.turn(0.0)
+    yield made
+    made.finish()
+
+
+def test_whom_a_node_dials_it_names_to_its_transport(joining):
+    assert joining.transport.dialled == [("tcp://127.0.0.1:9", SCHEDULER)]
+    future = joining.submit(Register)
+    roster = Roster(
+        (Peer(Member(server(0), 5), "host", 1, "tcp://127.0.0.1:8"), Peer(Member(worker(0), 6), "host", 2, ""))
+    )
+    welcome = message(SCHEDULER_MEMBER, Welcome(0, 6), TOKEN)
+    first = Packet(Stamp(JOB, 1, 0, SCHEDULER_MEMBER, 6, 1, 0, 0), roster)
+    route = "tcp://127.0.0.1:9"
+    frames = [memoryview(bytes(frame)) for frame in encode(first)]
+    heard(joining, Arrived(route, welcome, SCHEDULER), Arrived(route, frames, SCHEDULER))
+    assert joining.transport.dialled[1:] == [("tcp://127.0.0.1:8", server(0))]
+    assert future.result(timeout=0) == 0 and joining.forgeries == 0
+
+
+def test_a_worker_that_forged_ends_with_the_sentence_of_the_scheduler(joining):
+    future = joining.submit(Register)
+    heard(joining, Arrived("tcp://127.0.0.1:9", message(SCHEDULER_MEMBER, Rejected("forged"), TOKEN), SCHEDULER))
+    assert isinstance(future.exception(timeout=0), ConfigError) and "forged" in str(future.exception(timeout=0))
+    assert not isinstance(future.exception(timeout=0), FencedError)
+
+
+def test_a_node_whose_keys_nobody_knows_ends_with_the_reason_and_so_does_whoever_waits(joining):
+    future = joining.submit(Register)
+    heard(joining, Refused("tcp://127.0.0.1:9", "it does not know the key"))
+    assert joining.stopped and isinstance(joining.failure, AuthenticationError)
+    joining.finish()
+    assert str(future.exception(timeout=0)) == "it does not know the key"
+
+
+def test_what_came_while_a_message_took_long_is_heard_before_anybody_counts_as_late(monkeypatch):
+    now = [0.0]
+    config = ClusterConfig(Role.SCHEDULER, "127.0.0.1", 9, 2, 1)
+    node = Node(Scheduler(config, 0.0, 100), Scripted(), JOB, 10.0, clock=lambda: now[0])
+    receive = node.reliable.receive
+
+    def receive_slowly(packet: Packet, at: float) -> list[Effect]:
+        now[0] += 2 * config.limits.form_timeout_s
+        return receive(packet, at)
+
+    monkeypatch.setattr(node.reliable, "receive", receive_slowly)
+    heard(node, hello(Role.WORKER, 0, None, "route-0", TOKEN))
+    monkeypatch.undo()
+    heard(node, hello(Role.WORKER, 1, None, "route-1", TOKEN + 1), hello(Role.SERVER, 0, None, "route-2", TOKEN + 2))
+    assert node.machine.complete and node.failure is None and not node.stopped
+    node.finish()

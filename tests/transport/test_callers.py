@@ -1,0 +1,102 @@
+"""What a listener says of those whom it refused."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from kvdist.transport.callers import TOLD_MAX, Callers
+
+HERE = "tcp://127.0.0.1:9"
+LOCKS = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'ab'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+
+@pytest.fixture
+def said(caplog):
+    return lambda: [message.removeprefix(f"{HERE} refused a connection") for message in caplog.messages]
+
+
+def come(callers, descriptor, why, is_certain=True):
+    callers.accepted(descriptor)
+    callers.refused(why, is_certain)
+    callers.closed(descriptor, HERE)
+
+
+@pytest.fixture
+def descriptor():
+    """Of a connection from this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            yield accepted.fileno()
+
+
+def test_an_address_is_told_once_and_again_when_the_reason_is_certain(descriptor, said):
+    callers = Callers()
+    for is_certain in (False, False, True, False, True):
+        come(callers, descriptor, "for sure" if is_certain else "perhaps", is_certain)
+    assert said() == [" from 127.0.0.1: perhaps", " from 127.0.0.1: for sure"]
+
+
+def test_whoever_is_gone_or_no_socket_has_no_address(tmp_path, said):
+    callers = Callers()
+    with open(tmp_path / "file", "wb") as file:
+        come(callers, file.fileno(), "a file by now")
+    come(callers, 99_999, "closed by now")
+    assert said() == [": a file by now"]
+
+
+def test_of_one_without_an_address_it_is_said_only_where_nothing_as_certain_has_been(descriptor, said):
+    callers = Callers()
+    come(callers, 99_999, "for sure")
+    come(callers, descriptor, "perhaps", is_certain=False)
+    come(callers, 99_999, "for sure")
+    come(callers, descriptor, "for sure")
+    come(callers, 99_999, "perhaps", is_certain=False)
+    assert said() == [": for sure", " from 127.0.0.1: perhaps", " from 127.0.0.1: for sure"]
+
+
+def test_a_lock_on_a_file_that_has_the_number_by_now_is_kept(tmp_path):
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        Callers().accepted(file.fileno())
+        done = subprocess.run([sys.executable, "-c", LOCKS, str(path)], capture_output=True, text=True, check=False)
+        assert "BlockingIOError" in done.stderr, done
+
+
+def test_a_connection_that_ends_by_itself_is_nobodys_business(descriptor, said):
+    callers = Callers()
+    callers.accepted(descriptor)
+    callers.closed(descriptor, HERE)
+    come(callers, descriptor, "")
+    callers.accepted(descriptor)
+    callers.known(descriptor)
+    callers.closed(descriptor, HERE)
+    assert said() == []
+
+
+def test_of_several_that_are_refused_together_each_is_told_and_no_peer_that_goes_between(monkeypatch, said):
+    monkeypatch.setattr("kvdist.transport.callers._address_of", lambda descriptor: f"192.0.2.{descriptor}")
+    callers = Callers()
+    for number in (1, 2, 3):
+        callers.accepted(number)
+    callers.known(1)
+    callers.refused("perhaps", is_certain=False)
+    callers.refused("for sure", is_certain=True)
+    for number in (1, 2, 3):
+        callers.closed(number, HERE)
+    assert said() == [" from 192.0.2.2: perhaps", " from 192.0.2.3: for sure"]
+
+
+def test_only_so_many_addresses_are_told(monkeypatch, said):
+    addresses = iter(f"192.0.2.{number}" for number in range(TOLD_MAX + 5))
+    monkeypatch.setattr("kvdist.transport.callers._address_of", lambda _: next(addresses))
+    callers = Callers()
+    for number in range(TOLD_MAX + 5):
+        come(callers, number, "another secret")
+    assert len(said()) == TOLD_MAX
