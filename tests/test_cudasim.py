@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import RUN_MARK
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -19,9 +21,10 @@ def simulated(*arguments: str) -> str:
         pytest.fail.Exception: with the report, which names the failing tests.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    # With the mark of this run, it knows itself for a part of it, which does not look for what others leave meanwhile.
+    kept = {name: value for name, value in os.environ.items() if name == RUN_MARK or not name.startswith("PYTEST_")}
     done = subprocess.run(
-        command, cwd=ROOT, env={**environment, "NUMBA_ENABLE_CUDASIM": "1"}, capture_output=True, text=True
+        command, cwd=ROOT, env={**kept, "NUMBA_ENABLE_CUDASIM": "1"}, capture_output=True, text=True
     )
     if done.returncode:
         pytest.fail(f"with NUMBA_ENABLE_CUDASIM=1: {done.stdout[-20000:]}{done.stderr[-2000:]}", pytrace=False)

@@ -41,11 +41,12 @@ def compiled(family, architecture):
     options = [*cuda.COMPILE_OPTIONS, f"--gpu-architecture={architecture}"]
     options += ["--ptxas-options=-v"] if architecture.startswith("sm") else []
     outcome = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
-    log = b" " * succeeded(nvrtc.nvrtcGetProgramLogSize(program))
+    # Not bytes, which NVRTC would write into all the same: those of length one are shared by the whole process.
+    log = bytearray(succeeded(nvrtc.nvrtcGetProgramLogSize(program)))
     succeeded(nvrtc.nvrtcGetProgramLog(program, log))
     said = log.decode().strip("\0 \n")
     assert outcome == nvrtc.nvrtcResult.NVRTC_SUCCESS, said
-    ptx = b" " * succeeded(nvrtc.nvrtcGetPTXSize(program))
+    ptx = bytearray(succeeded(nvrtc.nvrtcGetPTXSize(program)))
     succeeded(nvrtc.nvrtcGetPTX(program, ptx))
     mangled = {succeeded(nvrtc.nvrtcGetLoweredName(program, name.encode())).decode(): name for name in names}
     succeeded(nvrtc.nvrtcDestroyProgram(program))
