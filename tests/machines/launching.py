@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.machines.machines import PYTHONPATH, Machines
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class Launched:
@@ -46,6 +46,14 @@ class Launched:
         deadline = time.monotonic() + timeout_s
         while text not in self.text:
             assert self._read(deadline), f"{text!r} was not printed:\n{self.text}"
+
+    def line_with(self, text: str) -> str:
+        """The one line that contains a text, once the whole of it has been printed."""
+        self.wait_for(text)
+        while text in self.text.rpartition("\n")[2]:
+            self.wait_for(self.text + "\n")
+        (line,) = self.lines_with(text)
+        return line
 
     def finish(self, timeout_s: float = TIMEOUT_S) -> int:
         """Read to the end; the exit code."""

@@ -24,7 +24,7 @@ SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 TOOLS = ("ip", "unshare", "mount", "ssh", "ssh-keygen", "rsync")
 NETWORK = "10.177.0"
 LAUNCHER_ADDRESS = f"{NETWORK}.1"
-UP_S = 10.0
+UP_S = 60.0
 
 USER_HOME = os.path.expanduser("~root")
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from tests.machines.machines import PYTHONPATH, ip
 
 pytestmark = pytest.mark.machines
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 
 def ask(machines, *words):
