@@ -19,8 +19,8 @@ from kvdist_launch.remote import SILENCE_S
 from tests.launcher.conftest import FAILS_WHEN_READY, PACKAGES, TIMEOUT_S
 
 GONE_S = 15.0
-"""Within this time nothing is left of a job whose launcher or agent has gone; it takes 3 s, and silence alone would take
-an agent 20 s to notice."""
+"""Within this time nothing is left of a job whose launcher or agent is gone. It takes 3 s, and silence alone would
+take an agent 20 s to notice."""
 
 SSH = """\
 #!/bin/sh

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="WAYS INTO COLLECTIVES ARE NOT TESTED: torch
 
 TIMEOUT_S = 100
 TOGETHER_S = 30.0
-"""One failing rank ends all others within this time, on a slow machine too; they would wait for one that sleeps 60 s."""
+"""One failing rank ends all others within this time, on a slow machine too; they would wait for one that sleeps."""
 
 SUM = """
 import torch
