@@ -83,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def take_time_from_hypothesis() -> None:
-    """Let no example of a property fail for how long it took: a machine that stands still for a moment is no finding."""
+    """Let no example of a property fail for how long it took: that a machine stands still is no finding."""
     try:
         from hypothesis import HealthCheck, settings
     except ModuleNotFoundError:

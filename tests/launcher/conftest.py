@@ -45,7 +45,8 @@ class Launch:
 
     def __init__(self, words: tuple[str, ...], env: dict[str, str]) -> None:
         argv = [sys.executable, "-c", DRIVER, ROLES, *words]
-        self.process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        # Unbuffered: what was read ahead of a line would be missing from what `finish` gives, from somewhere in a line.
+        self.process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
 
     def line_with(self, text: str) -> str:
         """Read standard output up to a line that contains `text`."""
