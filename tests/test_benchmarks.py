@@ -106,7 +106,7 @@ def test_processes_that_fail_end_their_companions_and_are_quoted() -> None:
     waits = cluster.Start([*words, "import signal; signal.pause()"], cluster.environment())
     fails = cluster.Start([*words, "print('what went wrong'); raise SystemExit(3)"], cluster.environment())
     with pytest.raises(RuntimeError, match=r"(?s)what went wrong.*ended with code 3"):
-        cluster.run_together([waits, fails], timeout_s=30)
+        cluster.run_together([waits, fails], timeout_s=120)
 
 
 def test_push_pull_measures_a_local_store_and_writes_the_result(tmp_path: Path) -> None:

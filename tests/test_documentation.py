@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from kvdist.config import TWINS, WITHOUT_EFFECT, Limits
 from kvdist_launch.environment import OWNED_VARIABLES
+from tests.ports import held_port
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -37,7 +37,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\b(?:KVDIST|DMLC|MXNET)_[A-Z][A-Z0-9_]*\b")
 VARIABLE_ALONE = re.compile(VARIABLE.pattern + r"\Z")
 WALK_STEPS = 10
-TIMEOUT_S = 40
+TIMEOUT_S = 150
 
 
 def name_of(path: Path) -> str:
@@ -294,36 +294,31 @@ def shell_words(body: str) -> Iterator[tuple[dict[str, str], list[str]]]:
         yield variables, [word for word in words if "=" not in word]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_the_three_shells_of_the_manual_start_make_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(fenced(MANUAL, "python")[0], "utf-8")
     exports, *shells = [list(shell_words(body)) for body in fenced(MANUAL, "shell")]
     shared = {name: value for variables, _ in exports for name, value in variables.items()}
-    shared["DMLC_PS_ROOT_PORT"] = str(free_port())
-    processes = []
-    for ((variables, command),) in shells:
-        assert command.pop(0) == "python"
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *command],
-                cwd=tmp_path,
-                env={**plain_environment(), **shared, **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+    with held_port() as port:
+        shared["DMLC_PS_ROOT_PORT"] = str(port)
+        processes = []
+        for ((variables, command),) in shells:
+            assert command.pop(0) == "python"
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    cwd=tmp_path,
+                    env={**plain_environment(), **shared, **variables},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
             )
-        )
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        try:
+            outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     promised = re.findall(r"The worker prints `([^`]+)`", text_of(MANUAL))
     assert [outputs[2].strip()] == promised

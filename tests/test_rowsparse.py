@@ -266,4 +266,4 @@ def test_a_table_that_cannot_be_is_refused(arguments, error, said):
 
 def test_importing_it_does_not_import_torch():
     program = "import sys, kvdist.rowsparse; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=150)

@@ -13,7 +13,7 @@ from kvdist.collective.state import using
 from kvdist.collective_settings import CollectiveSettings
 from kvdist.world import World
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def world_of(rank: int, size: int) -> World:

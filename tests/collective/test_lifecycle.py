@@ -3,10 +3,12 @@
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +29,7 @@ from kvdist.protocol.collective import Complete, Gone, Hello, encode
 from kvdist.transport.zeromq import ZeroMQTransport
 from kvdist.world import Meeting, World
 from tests.collective.ranks import returned, run_ranks, world_of
+from tests.ports import held_port
 
 ONES = torch.ones(6)
 
@@ -174,14 +177,14 @@ def test_who_has_left_in_good_order_was_connected_to_all_and_fails_only_operatio
 
 
 def test_the_ranks_that_have_not_come_are_named_on_those_that_have():
-    store, settings = HashStore(), CollectiveSettings(start_timeout_s=0.5)
+    store, settings = HashStore(), CollectiveSettings(start_timeout_s=3.0)
 
     def program(rank):
         Engine(world_of(rank, 4), find=lambda _, __: store, settings=settings)
 
     for error in in_threads(2, program):
         assert isinstance(error, CollectiveError)
-        assert "2 of 4 ranks have come within 0.5 s (KVDIST_START_TIMEOUT_S); missing: ranks 2 and 3" in str(error)
+        assert "2 of 4 ranks have come within 3 s (KVDIST_START_TIMEOUT_S); missing: ranks 2 and 3" in str(error)
 
 
 def test_without_rank_0_the_others_say_so():
@@ -191,7 +194,7 @@ def test_without_rank_0_the_others_say_so():
 
 
 def test_two_processes_of_one_rank_are_told_apart_from_a_rank_that_is_missing():
-    store, settings = HashStore(), CollectiveSettings(start_timeout_s=1.5)
+    store, settings = HashStore(), CollectiveSettings(start_timeout_s=3.0)
 
     def program(number):
         Engine(world_of(min(number, 1), 3), find=lambda _, __: store, settings=settings)
@@ -202,10 +205,10 @@ def test_two_processes_of_one_rank_are_told_apart_from_a_rank_that_is_missing():
 
 
 def test_what_strangers_send_is_dropped(caplog):
-    store, began = HashStore(), threading.Event()
+    store, began, over = HashStore(), threading.Event(), threading.Event()
 
     def annoy():
-        began.wait(30)
+        assert began.wait(30)
         endpoint = store.get("0/control").decode().split()[0]
         host, port = endpoint.removeprefix("tcp://").split(":")
         for data in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(500)):
@@ -220,11 +223,16 @@ def test_what_strangers_send_is_dropped(caplog):
 
     def program(rank):
         if rank == 2:
-            return annoy()
+            try:
+                return annoy()
+            finally:
+                over.set()
         with using(Engine(world_of(rank, 2), find=lambda _, __: store)) as engine:
             began.set()
             for _ in range(200):
-                total = hvd.allreduce(ONES, op=hvd.Sum)
+                hvd.allreduce(ONES, op=hvd.Sum)
+            assert over.wait(60)  # while they sum or afterwards, all of it has come before they leave
+            total = hvd.allreduce(ONES, op=hvd.Sum)
             engine.close()
         return total[0].item()
 
@@ -235,12 +243,13 @@ def test_with_a_secret_the_ranks_speak_encrypted_and_nobody_without_it_gets_in(t
     for name in ("job", "other"):
         (tmp_path / name).write_bytes(os.urandom(32))
         (tmp_path / name).chmod(0o600)
-    settings = CollectiveSettings(secret_file=str(tmp_path / "job"), start_timeout_s=1.0)
+    settings = CollectiveSettings(secret_file=str(tmp_path / "job"))
     assert returned(run_ranks(2, lambda rank: hvd.allreduce(ONES, op=hvd.Sum)[0].item(), settings=settings)) == [2, 2]
-    store, wrong = HashStore(), CollectiveSettings(secret_file=str(tmp_path / "other"), start_timeout_s=1.0)
+    store = HashStore()
 
     def program(rank):
-        Engine(world_of(rank, 2), find=lambda _, __: store, settings=wrong if rank else settings)
+        own = CollectiveSettings(secret_file=str(tmp_path / ("other" if rank else "job")), start_timeout_s=1.0)
+        Engine(world_of(rank, 2), find=lambda _, __: store, settings=own)
 
     first, second = in_threads(2, program)
     assert "missing: rank 1" in str(first)
@@ -281,8 +290,8 @@ def test_a_port_that_a_dead_process_has_left_is_passed_over(folder, left):
 
 def test_the_port_is_found_and_its_file_is_removed_by_whom_it_belongs_to(folder):
     first, second = (World(rank, 2, rank, 2, meeting=Meeting(job="a/b")) for rank in range(2))
-    master = meet(first, 5.0)
-    meet(second, 5.0).set("said", "hello")
+    master = meet(first, 60.0)
+    meet(second, 60.0).set("said", "hello")
     assert master.get("said") == b"hello"
     forget_port(second)
     assert [path.name for path in folder.iterdir()] == ["a_b"]
@@ -295,27 +304,29 @@ def test_ports_that_killed_processes_have_left_are_removed_by_a_later_job(folder
         (folder / name).write_text("99 1 5")
         os.utime(folder / name, (time.time() - age_s,) * 2)
     world = World(0, 2, 0, 2, meeting=Meeting(job="job"))
-    meet(world, 5.0)
+    meet(world, 60.0)
     assert {path.name for path in folder.iterdir()} == {"begins", "job"}
     forget_port(world)
 
 
-def test_a_place_where_nobody_listens_or_another_program_does_is_named_in_time(free_port):
-    world = World(1, 2, 1, 2, meeting=Meeting("127.0.0.1", free_port))
-    began = time.monotonic()
-    with pytest.raises(CollectiveError, match=rf"has found no rank 0 within 0.2 s at 127.0.0.1:{free_port}"):
-        meet(world, 0.2)
-    assert time.monotonic() - began < 10
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.mark.parametrize("listens", [False, True], ids=["nobody", "another program"])
+def test_a_place_where_nobody_listens_or_another_program_does_is_named_in_time(listens):
+    with held_port() as port, socket.create_server(("127.0.0.1", port)) if listens else nullcontext():
+        world = World(1, 2, 1, 2, meeting=Meeting("127.0.0.1", port))
+        began = time.monotonic()
+        with pytest.raises(CollectiveError, match=rf"has found no rank 0 within 0.2 s at 127.0.0.1:{port}"):
+            meet(world, 0.2)
+        assert time.monotonic() - began < 60, "torch would wait for five minutes, or for ever"
 
 
 # Waiting.
+
+
+IS_SAID = re.compile(
+    r"has waited .* for allreduce 'second' of float32\[6\] \(Sum\) \(operation 1\): rank 1 on host .*"
+    r" has not called it, its last was allreduce 'first'"
+)
+"""On a slow machine another operation may be said to be awaited too, and another rank beside this one."""
 
 
 def test_who_is_awaited_too_long_is_named_on_rank_0(caplog):
@@ -331,7 +342,7 @@ def test_who_is_awaited_too_long_is_named_on_rank_0(caplog):
 
     class Listener(logging.Handler):
         def emit(self, record):
-            if "has waited" in record.getMessage():
+            if IS_SAID.search(record.getMessage()):
                 told.set()
 
     listener = Listener()
@@ -340,16 +351,13 @@ def test_who_is_awaited_too_long_is_named_on_rank_0(caplog):
         assert returned(run_ranks(3, program, settings=settings)) == [3.0] * 3
     finally:
         logging.getLogger("kvdist").removeHandler(listener)
-    texts = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
-    assert all("for allreduce 'second' of float32[6] (Sum) (operation 1): rank 1 on host" in text for text in texts)
-    assert "has not called it, its last was allreduce 'first'" in texts[0]
+    assert any(IS_SAID.search(record.getMessage()) for record in caplog.records)
 
 
 def test_a_wait_that_may_not_last_raises_on_all_ranks():
     settings = CollectiveSettings(stall_check_s=0.0, stall_shutdown_s=0.6)
 
     def program(rank):
-        hvd.allreduce(ONES)
         if rank == 1:
             assert over.wait(30)
         with pytest.raises(CollectiveError, match="rank 1 on host .* has not called it.*KVDIST_STALL_SHUTDOWN_S"):

@@ -271,7 +271,8 @@ def test_a_step_after_synchronize_warns_that_it_reduces_twice():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert returned(run_ranks(2, program)) == [4.0, 4.0]
-    assert all("reduces the gradients a second time" in str(one.message) for one in caught) and caught
+    # Beside it there may be what the garbage of other tests warns of when it is collected just now.
+    assert any("reduces the gradients a second time" in str(one.message) for one in caught)
 
 
 def test_zeroing_gradients_that_are_under_way_is_an_error():

@@ -13,7 +13,8 @@ from tests.integration.conftest import job  # noqa: F401 (a fixture)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT, NOTEBOOK = EXAMPLES / "keras_fit.py", EXAMPLES / "notebook.ipynb"
-TIMEOUT_S = 100.0
+TIMEOUT_S = 240.0
+"""For processes that import Keras and torch, each on a machine that is busy."""
 OF_KERAS = ["-W", "error", "-W", "ignore:__array__ implementation:DeprecationWarning"]
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)

@@ -24,7 +24,14 @@ import sys
 from kvdist_launch.cli import main
 raise SystemExit(main(sys.argv[2:], role_command=(sys.executable, sys.argv[1])))
 """
-TIMEOUT_S = 30
+TIMEOUT_S = 50
+FAILS_WHEN_READY = (
+    "import os, time\n"
+    "if os.environ['KVDIST_RANK'] != '1': time.sleep(60)\n"
+    "os.open(os.environ['READY_FIFO'], os.O_RDONLY)\n"
+    "exit(3)"
+)
+"""A worker: rank 1 fails once a server has said that it and the scheduler are there, the others do not end."""
 
 
 def prefix_of(name: str) -> str:
@@ -38,7 +45,8 @@ class Launch:
 
     def __init__(self, words: tuple[str, ...], env: dict[str, str]) -> None:
         argv = [sys.executable, "-c", DRIVER, ROLES, *words]
-        self.process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        # Unbuffered: what was read ahead of a line would be missing from what `finish` gives, from somewhere in a line.
+        self.process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
 
     def line_with(self, text: str) -> str:
         """Read standard output up to a line that contains `text`."""
@@ -82,6 +90,13 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     for each in started:
         each.process.send_signal(signal.SIGTERM)  # Does nothing to one that has ended.
         each.process.communicate(timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> tuple[str, str]:
+    """The option by which servers say that they and the scheduler are there, for `FAILS_WHEN_READY`."""
+    os.mkfifo(tmp_path / "ready")
+    return "--env", f"READY_FIFO={tmp_path / 'ready'}"
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 from kvdist_launch.cli import main
 from kvdist_launch.hosts import EXAMPLE_HOSTFILE
-from kvdist_launch.listening import listen, port_of
 from kvdist_launch.options import OPTIONS
+from tests.ports import held_port
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_failure_is_concluded_with_its_last_lines_and_how_the_others_ended(lau
     )
     summary = tmp_path / "summary.json"
     os.mkfifo(tmp_path / "ready")
-    words = ("--grace", "1", "--env", f"READY_FIFO={tmp_path / 'ready'}", "--json-summary", str(summary))
+    words = ("--grace", "4", "--env", f"READY_FIFO={tmp_path / 'ready'}", "--json-summary", str(summary))
     words = (*words, "python", "-c", script)
     code, _, err = launch("-n", "2", "-s", "1", *words).finish()
     *_, others, sentence = lines = err.splitlines()
@@ -303,11 +303,6 @@ def test_a_job_that_was_started_again_has_one_log_and_one_summary(launch, tmp_pa
     assert [one["exit_code"] for one in found["processes"] if one["node"] == "worker-0"] == [5, 5, 0]
 
 
-def free_port():
-    with listen("127.0.0.1") as free:
-        return port_of(free)
-
-
 def test_the_scheduler_s_host_is_found_in_whatever_case_it_is_written(monkeypatch):
     jobs = []
     monkeypatch.setattr("kvdist_launch.launch.run", lambda job, *_: jobs.append(job) or 0)
@@ -317,12 +312,12 @@ def test_the_scheduler_s_host_is_found_in_whatever_case_it_is_written(monkeypatc
 
 @pytest.mark.parametrize("way", ["option", "variable", "env"])
 def test_the_scheduler_of_one_machine_keeps_to_the_range_of_ports(launch, way):
-    port = free_port()
-    text = f"{port}-{port}"
-    words = {"option": ("--port-range", text), "variable": (), "env": ("--env", f"KVDIST_PORT_RANGE={text}")}[way]
     script = "import os; print('port', os.environ['DMLC_PS_ROOT_PORT'])"
-    env = {"KVDIST_PORT_RANGE": text} if way == "variable" else None
-    code, out, err = launch("-n", "1", "-s", "1", *words, "python", "-c", script, env=env).finish()
+    with held_port() as port:
+        text = f"{port}-{port}"
+        words = {"option": ("--port-range", text), "variable": (), "env": ("--env", f"KVDIST_PORT_RANGE={text}")}[way]
+        env = {"KVDIST_PORT_RANGE": text} if way == "variable" else None
+        code, out, err = launch("-n", "1", "-s", "1", *words, "python", "-c", script, env=env).finish()
     assert code == 0, err
     assert f"w0 │ port {port}\n" in out
 

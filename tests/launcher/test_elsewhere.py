@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import kvdist
 import kvdist_launch
 from kvdist_launch.cli import main
 from kvdist_launch.options import FORMATS
+from tests.ports import held_port
 
 PACKAGES = [str(Path(package.__file__).parents[1]) for package in (kvdist, kvdist_launch)]
 AWKWARD = "it's $(id)\nand \"more\""
@@ -117,12 +119,14 @@ def test_commands_that_are_pasted_into_shells_make_a_cluster(train, env, securit
     # A stale variable of another job, which must not get through.
     env |= {"KVDIST_ROLE": "worker", "KVDIST_ROOT_PORT": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    shells = [subprocess.Popen(["sh", "-s"], env=env, text=True, **pipes) for _ in blocks]
-    for shell, block in zip(shells, blocks, strict=True):
-        shell.stdin.write(block + "\n")
-        shell.stdin.close()
-        shell.stdin = None
-    shown = [shell.communicate(timeout=TIMEOUT_S)[0] for shell in shells]
+    port = int(re.search(r"DMLC_PS_ROOT_PORT=(\d+)", blocks[0])[1])
+    with held_port(port):  # before somebody else is given it
+        shells = [subprocess.Popen(["sh", "-s"], env=env, text=True, **pipes) for _ in blocks]
+        for shell, block in zip(shells, blocks, strict=True):
+            shell.stdin.write(block + "\n")
+            shell.stdin.close()
+            shell.stdin = None
+        shown = [shell.communicate(timeout=TIMEOUT_S)[0] for shell in shells]
     assert [shell.returncode for shell in shells] == [0, 0, 0]
     assert shown == ["", "", "rank 0 of 1, 0 of 1 here, 0 of 1 across: [1.0]\n"]
 

@@ -23,7 +23,7 @@ from kvdist_launch.cargo import CargoError, pack_call, pack_result, unpack_call
 
 pytest.importorskip("cloudpickle", reason="functions are sent by cloudpickle, which is not installed")
 
-TIMEOUT_S = 60
+TIMEOUT_S = 150
 IS_RANK_1 = "os.environ['KVDIST_RANK'] == '1'"
 
 
@@ -78,7 +78,7 @@ def test_without_servers_a_failing_rank_ends_the_others_and_there_is_no_store_of
     with pytest.raises(kvdist_launch.WorkerFailure, match=r"this job has no servers .* servers=2\)") as caught:
         kvdist_launch.run(fn, np=3)
     assert (caught.value.rank, caught.value.kind) == (1, "kvdist.errors.ConfigError")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 50, "the others would have slept for 60 s"
 
 
 def test_the_words_of_horovod_are_taken_and_verbose_lets_the_launcher_speak(capsys):
@@ -133,12 +133,12 @@ def test_the_first_exception_is_raised_here_with_its_traceback(capsys):
 def test_a_thread_that_lives_on_keeps_no_failure_from_being_told(ends, kind, exit_code):
     fn = by_value(
         "import os, threading, time\nfrom sys import exit\n"
-        f"def fn():\n    threading.Thread(target=time.sleep, args=(20,)).start()\n    if {IS_RANK_1}: {ends}\n"
-        "    time.sleep(20)"
+        f"def fn():\n    threading.Thread(target=time.sleep, args=(60,)).start()\n    if {IS_RANK_1}: {ends}\n"
+        "    time.sleep(60)"
     )
     began = threading.active_count()
     with pytest.raises(kvdist_launch.WorkerFailure, match=f"worker-1 on .* raised {kind}") as caught:
-        kvdist_launch.run(fn, servers=1, timeout_s=15)
+        kvdist_launch.run(fn, servers=1, timeout_s=50)
     assert (caught.value.rank, caught.value.kind, caught.value.exit_code) == (1, kind, exit_code)
     assert threading.active_count() == began
 
@@ -269,7 +269,7 @@ def test_it_works_where_an_event_loop_runs_and_leaves_its_signals_alone():
         here.add_signal_handler(signal.SIGUSR1, interrupted.set)
         result = kvdist_launch.run(lambda: 7, np=1, servers=1)
         os.kill(os.getpid(), signal.SIGUSR1)
-        await asyncio.wait_for(interrupted.wait(), 10)
+        await asyncio.wait_for(interrupted.wait(), 60)
         here.remove_signal_handler(signal.SIGUSR1)
         return result
 
@@ -343,4 +343,4 @@ def test_nothing_outlives_the_process_that_called(is_gone):
         assert process.stdout is not None
         pid = int(process.stdout.readline().split()[-1])
         process.kill()
-        assert is_gone(pid, timeout_s=10.0)
+        assert is_gone(pid, timeout_s=30.0)

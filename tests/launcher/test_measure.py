@@ -12,6 +12,7 @@ import pytest
 from kvdist_launch import measure
 from kvdist_launch.matrix import Matrix
 from kvdist_launch.measure import REPORT, TOKEN_BYTES, Ear, Speed, answer, dial
+from tests.ports import held_port
 
 TOKEN = "ab" * TOKEN_BYTES
 
@@ -74,9 +75,8 @@ def test_a_stranger_is_turned_away_and_keeps_nobody(listener, monkeypatch):
 
 
 def test_a_port_where_nobody_listens_is_a_problem_and_no_error():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    problem = dial("127.0.0.1", port, TOKEN).problem
+    with held_port() as port:
+        problem = dial("127.0.0.1", port, TOKEN).problem
     assert problem == f"127.0.0.1:{port} cannot be reached from there: Connection refused ECONNREFUSED"
 
 

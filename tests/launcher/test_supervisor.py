@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.launcher.conftest import FAILS_WHEN_READY
+
 SAY_AND_SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
 LEAVE_CHILD = (
     "import os, subprocess, sys\n"
@@ -38,9 +40,9 @@ def test_the_scheduler_is_told_of_every_ending(launch):
     assert sorted(told[1:]) == ["sched │ ended server 0 exit 0", "sched │ ended server 1 exit 0"]
 
 
-def test_the_first_failing_worker_is_named_and_gives_its_exit_code(launch):
-    script = "import os, time; exit(3) if os.environ['KVDIST_RANK'] == '1' else time.sleep(60)"
-    code, out, err = launch("-n", "3", "-s", "2", "--grace", "0.2", "python", "-c", script).finish()
+def test_the_first_failing_worker_is_named_and_gives_its_exit_code(launch, ready):
+    words = ("--grace", "3", *ready, "python", "-c", FAILS_WHEN_READY)
+    code, out, err = launch("-n", "3", "-s", "2", *words).finish()
     assert code == 3
     assert "sched │ ended worker 1 exit 3" in out
     last = err.splitlines()[-1]
@@ -147,7 +149,7 @@ def test_what_a_worker_has_started_ends_with_the_job(launch, is_gone, exit_code)
     job = launch("-n", "1", "-s", "1", "--grace", "0.2", "python", "-c", LEAVE_CHILD, str(exit_code))
     pid = job.pid_of("worker-0")
     assert job.finish()[0] == exit_code
-    assert is_gone(pid)
+    assert is_gone(pid, timeout_s=10.0)  # it was killed, and is nobody's child who would have waited for its end
 
 
 @pytest.mark.parametrize("servers", ["1", "0"])
@@ -156,7 +158,7 @@ def test_workers_do_not_outlive_a_killed_launcher(launch, is_gone, servers):
     pid = job.pid_of("worker-0")
     assert not is_gone(pid)
     job.process.kill()
-    assert is_gone(pid, timeout_s=10.0)
+    assert is_gone(pid, timeout_s=30.0)
 
 
 def test_output_passes_through_byte_for_byte_and_by_stream(launch):

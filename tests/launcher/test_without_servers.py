@@ -25,12 +25,13 @@ else:
     assert "KVDIST_LISTEN_FD" not in os.environ
     with socket.create_connection((os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"]))) as rank0:
         rank0.sendall(str(rank).encode())
+        assert rank0.recv(1) == b""  # rank 0 has said so, and hung up
 names = ("NUM_SERVER", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 told = [os.environ.get(f"DMLC_{name}") or os.environ[f"KVDIST_{name}"] for name in names]
 print("rank", rank, "of", size, "servers, place:", *told, "restarts", os.environ.get("KVDIST_RESTARTS", "none"))
 """
-TOGETHER_S = 5.0
-"""One failing rank ends all others within this time."""
+TOGETHER_S = 30.0
+"""One failing rank ends all others within this time, on a slow machine too; they would sleep for 60 s."""
 
 
 def test_workers_run_alone_and_find_rank_0_at_the_socket_it_inherits(launch: Callable[..., object]):
@@ -50,7 +51,7 @@ def test_the_first_rank_that_fails_ends_the_others_and_gives_the_code(launch, is
     started = launch("-n", "3", "-s", "0", "python", "-c", script)
     began = time.monotonic()
     code, out, err = started.finish()
-    assert (code, time.monotonic() - began < TOGETHER_S + 2) == (7, True), err
+    assert (code, time.monotonic() - began < TOGETHER_S) == (7, True), err
     assert "worker-1 (pid " in err.splitlines()[-1]
     assert "failed with exit code 7" in err.splitlines()[-1]
     assert all(is_gone(int(line.split()[-1])) for line in out.splitlines())
@@ -77,8 +78,11 @@ if os.environ["KVDIST_RANK"] == "0":
         fifo.write(str(os.getpid()))
     raise RankLostError("rank 1 has left", "rank 1")
 with open(sys.argv[1]) as fifo:
-    first = os.pidfd_open(int(fifo.read()))
-select.select([first], [], [])
+    first = int(fifo.read())
+try:
+    select.select([os.pidfd_open(first)], [], [])
+except ProcessLookupError:
+    pass  # it has ended already
 exit(9)
 """
 

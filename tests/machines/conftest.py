@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.machines.launching import Launched
-from tests.machines.machines import Machines, obstacle, running
+from tests.machines.machines import GONE_S, Machines, obstacle, running
 
 PROGRAMS = Path(__file__).with_name("programs")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -59,8 +59,7 @@ def launch(machines: Machines, project: Path) -> Iterator[Callable[..., Launched
     yield start
     for each in started:
         each.end()
-    for machine in machines.machines.values():
-        assert not machine.processes(), f"left behind on {machine.name}"
+    assert machines.left_after(GONE_S) == []
 
 
 def clear(folder: Path) -> None:

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.machines.machines import PYTHONPATH, Machines
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class Launched:
@@ -43,9 +43,13 @@ class Launched:
 
     def wait_for(self, text: str, timeout_s: float = TIMEOUT_S) -> None:
         """Read until a text has been printed."""
-        deadline = time.monotonic() + timeout_s
-        while text not in self.text:
-            assert self._read(deadline), f"{text!r} was not printed:\n{self.text}"
+        self._wait(lambda: text in self.text, text, timeout_s)
+
+    def line_with(self, text: str) -> str:
+        """The one line that contains a text, once it has been printed to its end."""
+        self._wait(lambda: any(text in line for line in self.text.split("\n")[:-1]), text, TIMEOUT_S)
+        (line,) = self.lines_with(text)
+        return line
 
     def finish(self, timeout_s: float = TIMEOUT_S) -> int:
         """Read to the end; the exit code."""
@@ -75,6 +79,11 @@ class Launched:
         self._selector.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+    def _wait(self, is_there: Callable[[], bool], text: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_there():
+            assert self._read(deadline), f"{text!r} was not printed:\n{self.text}"
 
     def _read(self, deadline: float) -> bool:
         """Take what was printed; False at the end of the output, or when time is up."""

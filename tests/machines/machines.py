@@ -24,7 +24,10 @@ SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 TOOLS = ("ip", "unshare", "mount", "ssh", "ssh-keygen", "rsync")
 NETWORK = "10.177.0"
 LAUNCHER_ADDRESS = f"{NETWORK}.1"
-UP_S = 10.0
+UP_S = 60.0
+GONE_S = 15.0
+"""Nothing of a job may be left on any machine so long after its launcher has ended, or was killed. That takes 3 s, and
+silence alone would take an agent 20 s to notice."""
 
 USER_HOME = os.path.expanduser("~root")
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +138,15 @@ class Machines:
     @property
     def home(self) -> Path:
         return self.folder / "home"
+
+    def left_after(self, within_s: float) -> list[str]:
+        """What still runs on any machine but the launcher's so long from now, as command lines; [] once none does."""
+        deadline = time.monotonic() + within_s
+        while left := [line for one in self.machines.values() for line in one.processes().values()]:
+            if time.monotonic() > deadline:
+                return left
+            time.sleep(0.05)  # they are nobody's children here, so their end cannot be waited for
+        return []
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Words that run a command on the launcher's machine, with its own ssh configuration."""
