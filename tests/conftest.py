@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-GRACE_S = 5.0
+GRACE_S = 30.0
 """How long what a test has already told to stop may take to be gone."""
 
 RUN_MARK = "PYTEST_RUN_OF_KVDIST"
@@ -37,6 +37,15 @@ OURS = ("kvdist", "psm_kvdist")
 # Set before anything imports a numeric library: side by side on two cores, more threads only get in each other's way.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
+
+# Hypothesis fails an example that takes more than 200 ms, which one does now and then where the machine is busy, and
+# looks at other examples each time. A change is refused for what it does: every run looks at the same, in its own time.
+# `--hypothesis-profile=default --hypothesis-seed=N` looks elsewhere.
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("repeatable")
 
 
 MARK_OF_GPU = "mark.gpu"
