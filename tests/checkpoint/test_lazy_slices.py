@@ -93,7 +93,7 @@ def resharding(draw):
 
 
 @given(resharding())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_however_a_lazy_table_was_cut_its_rows_come_back_however_it_is_cut_now(tmp_path_factory, case):
     table, before, after = case
     folder = tmp_path_factory.mktemp("cut")

@@ -251,7 +251,7 @@ ANY_JSON = st.recursive(
 
 
 @given(ANY_JSON)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_json_in_any_entry_is_a_manifest_or_an_error(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("any")
     write_manifest(folder, manifest(records(folder)))

@@ -111,7 +111,7 @@ def resharding(draw):
 
 
 @given(resharding())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_however_a_key_was_cut_it_comes_back_however_it_is_cut_now(tmp_path_factory, case):
     whole, servers, before, after, owners = case
     folder = tmp_path_factory.mktemp("cut")

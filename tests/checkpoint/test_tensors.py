@@ -135,7 +135,7 @@ def test_arrays_are_asked_for_one_after_the_other_and_once(tmp_path):
 
 
 @given(start=st.integers(0, 17), count=st.integers(0, 17))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_stretch_of_an_array_is_read_alone(tmp_path_factory, start, count):
     folder = tmp_path_factory.mktemp("stretch")
     one = tensor("w", DType.BFLOAT16, (17,))
@@ -234,7 +234,7 @@ def test_a_header_that_is_right_is_believed(tmp_path):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_are_a_file_of_arrays_or_an_error(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("any") / "file"
     for text in (content, raw(content), raw(b'{"w":' + content + b"}")):

@@ -30,7 +30,7 @@ def kept(folder, state, names=None):
 
 
 @given(PLAIN.filter(lambda state: state is not None), st.dictionaries(st.integers() | st.text(), st.text(), max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_was_given_comes_back(tmp_path_factory, state, names):
     found = kept(tmp_path_factory.mktemp("kept"), state, names)
     assert found.state == state and repr(found.state) == repr(state)

@@ -353,7 +353,7 @@ def test_credits_cannot_be_released_twice() -> None:
         outbox.release(pair[1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -327,7 +327,7 @@ def anything(draw: st.DrawFn) -> Any:
     return push(*pairs, run=run, numbers=numbers, step=step, flags=flags)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     spoken=st.lists(st.tuples(st.sampled_from([A, B]), anything()), min_size=1, max_size=12),
     optimizer=st.sampled_from([None, "test", "adagrad"]),

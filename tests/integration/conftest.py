@@ -13,8 +13,8 @@ import pytest
 
 from tests.integration.processes import Job
 
-GONE_S = 8.0
-"""How long what a test has already ended may take to be gone: the guard of a killed launcher waits 3 s."""
+GONE_S = 30.0
+"""How long what a test has already ended may take to be gone: the guard of a killed launcher waits 3 s by itself."""
 
 
 @pytest.fixture

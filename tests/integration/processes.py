@@ -22,8 +22,13 @@ from pathlib import Path
 PROGRAMS = Path(__file__).with_name("programs")
 MARK = "PYTEST_JOB_OF_KVDIST"
 HOST = "127.0.0.1"
-TIMEOUT_S = 40.0
+TIMEOUT_S = 100.0
 """For anything that must happen at all. What must happen soon has a deadline of its own in its test."""
+NOTICED_S = 30.0
+"""From a loss to the end of all who hear of it: half a second where nothing else runs, and less than `PATIENT`."""
+PATIENT = {"KVDIST_SILENCE_S": "60", "KVDIST_EXPLAIN_AFTER_S": "60"}
+"""What every job has that is not told otherwise. A machine that runs other tests may let a process stand still for
+seconds, which is no loss and needs no explanation; and a loss that is noticed is noticed by its broken connection."""
 READ_BYTES = 1 << 16
 EXIT_PEER_LOST = 75
 EXIT_CONFIG = 2
@@ -86,7 +91,7 @@ class Job:
     def start(self, name: str, argv: list[str], **variables: str) -> Process:
         """Start any process as a part of the job, with these variables on top of the test's own."""
         env = {**os.environ, MARK: self._mark, "PYTHONUNBUFFERED": "1"}
-        env |= {"TMPDIR": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder), **variables}
+        env |= {"TMPDIR": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder), **PATIENT, **variables}
         process = self.processes[name] = Process(name, argv, env)
         assert process.popen.stdout is not None
         os.set_blocking(process.popen.stdout.fileno(), False)
@@ -149,6 +154,16 @@ class Job:
         self.wait(lambda: printed() or process.code is not None, f"{name} prints {text!r}", timeout_s)
         assert printed(), f"{name} ended with {process.code} and never printed {text!r}\n{self.transcript()}"
         return process.lines_with(text)[count - 1]
+
+    def match(self, name: str, pattern: str) -> None:
+        """Wait until a process has printed a line, all of it, of which the end is like this."""
+        process = self.processes[name]
+
+        def printed() -> bool:
+            return any(re.search(f"{pattern}$", line) for line in process.text.split("\n")[:-1])
+
+        self.wait(lambda: printed() or process.code is not None, f"{name} prints {pattern!r}")
+        assert printed(), f"{name} ended with {process.code} and never printed {pattern!r}\n{self.transcript()}"
 
     def finish(self, timeout_s: float = TIMEOUT_S, *, but: str = "") -> dict[str, int]:
         """Wait until every process (`but` one) has ended and return the exit codes."""

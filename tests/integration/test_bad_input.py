@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvdist.limits import Limits
 from tests.integration.processes import EXIT_CONFIG, HOST, program
 
 BRIEF = {"KVDIST_CONNECT_TIMEOUT_S": "1"}
@@ -23,9 +24,10 @@ def listening_port(pid):
     """The TCP port on which a process listens."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
-        if match:
-            inodes.add(match[1])
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
+            if match:
+                inodes.add(match[1])
     tables = [Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
     rows = [row.split() for table in tables for row in table]
     (port,) = {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
@@ -133,7 +135,7 @@ def test_the_environment_of_another_launcher_is_refused(job, launcher, variables
 def test_a_worker_that_cannot_reach_the_scheduler_gives_up_in_time(job):
     begun = time.monotonic()
     process = alone(job, "mistakes.py", "create", **job.environment("worker", 1, 1), **BRIEF)
-    assert process.ended_at - begun < 10
+    assert process.ended_at - begun < Limits().connect_timeout_s
     text = f"DeadlineExceeded: the scheduler at tcp://{HOST}:{job.port} did not answer within 1 s: is it running"
     assert text in process.text
 
@@ -152,11 +154,12 @@ def test_a_scheduler_host_that_does_not_exist_is_named(job):
 
 
 def test_a_cluster_that_never_becomes_complete_ends_and_names_who_is_missing(job):
-    limits = {"KVDIST_FORM_TIMEOUT_S": "1.5"}
-    for name in ("scheduler", "worker-0"):
-        job.node(name, 2, 1, "mistakes.py", "create", **limits)
+    # First who is to be there in time, and only then the one that looks at the clock.
+    job.node("worker-0", 2, 1, "mistakes.py", "create", KVDIST_EXPLAIN_AFTER_S="0.5")
+    job.line("worker-0", "waiting for the scheduler")
+    job.node("scheduler", 2, 1, KVDIST_FORM_TIMEOUT_S="5")
     job.finish()
-    text = "the cluster is incomplete after 1.5 s: server-0, worker-1 did not register"
+    text = "the cluster is incomplete after 5 s: server-0, worker-1 did not register"
     assert text in job.processes["scheduler"].text, job.transcript()
     assert "worker-0" not in job.processes["scheduler"].text
     assert job.processes["worker-0"].lines_with("Error: ") or job.processes["worker-0"].lines_with("DeadlineExceeded: ")
@@ -221,7 +224,8 @@ def test_another_jobs_process_is_refused_and_the_job_goes_on(job):
     assert "ConfigError: " in other.text and "this port belongs to another job" in other.text
     job.node("worker-0", 1, 1, "nothing.py")
     job.succeed()
-    assert "refused 1 stranger(s)" in job.processes["scheduler"].text
+    # It says hello again until it has read the answer, and each time is counted.
+    assert re.search(r"refused [1-9]\d* stranger\(s\)", job.processes["scheduler"].text), job.transcript()
 
 
 def test_another_version_of_the_protocol_is_refused_and_the_job_goes_on(job):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-SOON_S = 5.0
+from tests.integration.processes import NOTICED_S, TIMEOUT_S, free_port
+
 HEAD = """
 import os, sys, time
 import torch
@@ -62,10 +63,8 @@ class Job:
         self._folder = folder
         program = folder / "program.py"
         program.write_text(head + body)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        common = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "KVDIST_START_TIMEOUT_S": f"{TIMEOUT_S:g}"}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.pids = [
             nursery.ask(
                 program=str(program),
@@ -81,7 +80,7 @@ class Job:
 
     def wait_for(self, text, ranks=range(3)):
         """Wait until these ranks have printed it."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + TIMEOUT_S
         while not all(text in self.said(rank) for rank in ranks):
             assert time.monotonic() < until, [self.said(rank) for rank in range(3)]
             time.sleep(0.02)
@@ -115,7 +114,7 @@ def test_a_killed_rank_ends_the_others_soon_with_its_name_and_what_they_waited_f
     for rank in set(range(3)) - {victim}:
         said = job.said(rank)
         assert f"RankLostError: rank {victim} on host {socket.gethostname()} is gone" in said
-        assert float(said.partition("heard at ")[2].split()[0]) - killed_at < SOON_S
+        assert float(said.partition("heard at ")[2].split()[0]) - killed_at < NOTICED_S
 
 
 def test_a_rank_that_dies_while_the_others_connect_to_it_ends_their_wait(nursery, tmp_path):
@@ -156,10 +155,16 @@ hvd.barrier()
 def test_an_exception_of_one_rank_ends_the_others_with_its_text(nursery, tmp_path):
     body = """
 if rank == 1:
+    while not os.path.exists(os.environ["GO"]):
+        time.sleep(0.02)
     raise FileNotFoundError("no such file: train.csv")
-hvd.allreduce(ones, name="second")
+handle = hvd.allreduce_async(ones, name="second")
+print("called", flush=True)
+hvd.synchronize(handle)
 """
-    job = Job(nursery, tmp_path, body)
+    job = Job(nursery, tmp_path, body, GO=str(tmp_path / "go"))
+    job.wait_for("called", (0, 2))
+    (tmp_path / "go").touch()
     assert job.ends() == [1, 1, 1]
     for rank in (0, 2):
         assert "is gone: ended by FileNotFoundError: no such file: train.csv" in job.said(rank)

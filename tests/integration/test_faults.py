@@ -12,13 +12,14 @@ import time
 
 import pytest
 
-from tests.integration.processes import EXIT_PEER_LOST, HOST, prefix_of
+from tests.integration.processes import EXIT_PEER_LOST, HOST, NOTICED_S, prefix_of
 
-NOTICED_S = 5.0
-"""From a killing to the end of every other process."""
 VICTIMS = ["worker-1", "server-1", "scheduler"]
 CALLS = ["pushpull", "barrier", "init"]
-QUICK = {"KVDIST_SILENCE_S": "1", "KVDIST_HEARTBEAT_S": "0.3"}
+QUICK = {"KVDIST_SILENCE_S": "5", "KVDIST_HEARTBEAT_S": "1"}
+"""Long enough that a process which waits for a processor is not taken for one that stands still."""
+GRACE = ["--grace", f"{NOTICED_S:g}"]
+"""So that the launcher does not end those who are about to say whom they have lost."""
 
 
 def all_are_blocked(job, names, call):
@@ -69,7 +70,7 @@ def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
-    launcher = job.launch(2, 2, "faults.py", "blocked", call)
+    launcher = job.launch(2, 2, "faults.py", "blocked", call, options=GRACE)
     all_are_blocked(job, ["launcher"], call)
     pid = job.pid_of(victim)
     killed_at = kill(job, victim)
@@ -180,7 +181,7 @@ def test_a_worker_that_exits_without_a_word_is_lost(job):
 
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_worker_that_exits_without_a_word_is_lost_under_the_launcher(job, code):
-    launcher = job.launch(2, 1, "faults.py", "exits", str(code))
+    launcher = job.launch(2, 1, "faults.py", "exits", str(code), options=GRACE)
     job.finish()
     raised = launcher.lines_with("PeerLostError: ")
     assert raised and raised[0].startswith("w0 │") and "worker-1 (" in raised[0], job.transcript()
@@ -212,7 +213,7 @@ def test_an_interrupted_worker_is_lost_by_name(job):
 
 def test_a_worker_that_ends_without_a_store_is_told_to_those_who_wait(job):
     launcher = job.launch(2, 1, "faults.py", "never_joins")
-    job.finish(timeout_s=15)
+    job.finish()
     assert launcher.code != 0 and "the call returned" not in launcher.text
     text = "worker-1 ended without having joined the cluster, but worker-0 waits for it: every worker must call"
     assert text in launcher.text, job.transcript()
@@ -220,7 +221,7 @@ def test_a_worker_that_ends_without_a_store_is_told_to_those_who_wait(job):
 
 def test_a_job_whose_workers_need_no_store_ends_well(job):
     job.launch(2, 1, "faults.py", "never_joins_at_all")
-    job.succeed(timeout_s=15)
+    job.succeed()
 
 
 def test_kill_9_of_the_launcher_ends_everything(job):

@@ -29,8 +29,9 @@ from kvdist.nodes import Role
 from kvdist.transport.opening import open_transport
 from kvdist.transport.shared_memory import SharedMemoryTransport
 from kvdist.transport.zeromq import ZeroMQTransport
+from tests.integration.processes import HOST, free_port
+from tests.transport.patience import PATIENCE_S, PATIENT
 
-HOST = "127.0.0.1"
 WORKERS = SERVERS = 2
 LARGE = 3 << 20
 """Elements of a key that is cut over both servers, in slices of several MiB."""
@@ -94,12 +95,10 @@ def node_of(config: ClusterConfig) -> tuple[Node, object]:
 
 @contextlib.contextmanager
 def running(transport: str, local_reduce: str = "auto") -> Iterator[Job]:
-    probe = ZeroMQTransport(ClusterConfig.alone({}).limits)
-    port = int(probe.bind(tcp_endpoint(HOST, 0)).rpartition(":")[2])
-    probe.close()
-    config = ClusterConfig(
-        Role.SCHEDULER, HOST, port, WORKERS, SERVERS, transport=transport, local_reduce=local_reduce
-    )
+    # A worker whose leader waits for a processor would push by itself after half the wait that is explained.
+    limits = replace(PATIENT, explain_after_s=2 * PATIENCE_S)
+    ways = {"transport": transport, "local_reduce": local_reduce}
+    config = ClusterConfig(Role.SCHEDULER, HOST, free_port(), WORKERS, SERVERS, limits=limits, **ways)
     scheduler, _ = node_of(config)
     servers = [node_of(replace(config, role=Role.SERVER, rank=rank))[0] for rank in range(SERVERS)]
     threads = [threading.Thread(target=node.run) for node in (scheduler, *servers)]

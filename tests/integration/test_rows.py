@@ -7,10 +7,9 @@ import signal
 
 import pytest
 
-from tests.integration.test_faults import NOTICED_S, kill, named
+from tests.integration.processes import NOTICED_S, TIMEOUT_S
+from tests.integration.test_faults import kill, named
 
-TIMEOUT_S = 55
-"""Two tables of a million elements in seven rounds each, on a machine that runs other tests beside it."""
 REDUCED = {"KVDIST_LOCAL_REDUCE": "on"}
 
 
@@ -37,7 +36,7 @@ def test_rows_have_the_known_numbers(job, transport, multi_precision, more):
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("multi_precision", ["on", "off"])
 def test_rows_have_the_known_numbers_on_seven_workers_too(job, transport, multi_precision):
-    run(job, 7, 7, "known", multi_precision, timeout_s=2 * TIMEOUT_S, KVDIST_TRANSPORT=transport)
+    run(job, 7, 7, "known", multi_precision, timeout_s=1.5 * TIMEOUT_S, KVDIST_TRANSPORT=transport)
 
 
 @pytest.mark.parametrize("more", [REDUCED, pytest.param({}, marks=pytest.mark.slow)])

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import PROGRAMS
+from tests.integration.processes import NOTICED_S, PROGRAMS
 
-NOTICED_S = 10.0
-"""From a killing until every other process has named the victim; half a second where nothing else runs."""
 MIB = 1 << 20
 FULL = "no more shared memory, so values are sent between processes of this host"
 SETTINGS = {
@@ -27,10 +25,10 @@ SETTINGS = {
 }
 
 
-def run(job, workers, servers, *words, timeout_s=100.0, **variables):
+def run(job, workers, servers, *words, **variables):
     """Launch a scenario of `programs/shared.py`, see that every worker has checked it; what the workers printed."""
     launcher = job.launch(workers, servers, "shared.py", *words, **variables)
-    job.succeed(timeout_s)
+    job.succeed()
     checked = sorted(line.split(" │ ", 1)[1] for line in launcher.lines_with("checked on"))
     assert checked == [f"checked on {rank} of {workers}" for rank in range(workers)], job.transcript()
     return [line.split(" │ ", 1)[1] for line in launcher.worker_lines()]
@@ -40,7 +38,6 @@ def digests(lines):
     return [line for line in lines if line.startswith("digest ")]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "setting",
     [
@@ -107,7 +104,9 @@ def test_kill_9_at_any_moment_of_large_transfers_leaves_no_wrong_number(job, way
         assert process.code and f"{victim} (" in process.text and "AssertionError" not in process.text, job.transcript()
         if name.startswith("worker"):
             assert process.lines_with(f"lost {victim!r}: "), job.transcript()
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "kvdist" in name]
+    # The launcher of a test that runs beside this one may have its secret there.
+    left = [name for name in set(os.listdir("/dev/shm")) - before if "kvdist" in name and "secret" not in name]
+    assert not left
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
@@ -119,7 +118,7 @@ def test_a_worker_leaves_with_a_push_under_way_and_the_others_go_on(job, how):
 
 def test_out_of_step_the_others_go_on_while_a_worker_stands_still(job, tmp_path):
     flag = tmp_path / "enough"
-    launcher = job.launch(3, 2, "shared.py", "paced", "dist_async", str(flag), KVDIST_SILENCE_S="60")
+    launcher = job.launch(3, 2, "shared.py", "paced", "dist_async", str(flag))
     for rank in range(3):
         job.line("launcher", f"worker {rank} round", count=2)
     job.kill("worker-2", signal.SIGSTOP)
@@ -136,12 +135,13 @@ def test_out_of_step_the_others_go_on_while_a_worker_stands_still(job, tmp_path)
 
 def test_in_step_the_others_wait_for_a_worker_that_stands_still(job, tmp_path):
     flag = tmp_path / "enough"
-    settings = {"KVDIST_SILENCE_S": "60", "KVDIST_EXPLAIN_AFTER_S": "0.5"}
-    launcher = job.launch(3, 2, "shared.py", "paced", "dist", str(flag), **settings)
+    launcher = job.launch(3, 2, "shared.py", "paced", "dist", str(flag), KVDIST_EXPLAIN_AFTER_S="0.5")
     job.line("launcher", "worker 2 round", count=2)
     job.kill("worker-2", signal.SIGSTOP)
     for rank in (0, 1):
-        job.line("launcher", f"worker-{rank}: pushpull of ")
+        # The first may be of a wait before. At the second, half a second later, all has come that was printed before.
+        text = f"worker-{rank}: pushpull of "
+        job.line("launcher", text, count=len(launcher.lines_with(text)) + 2)
     counts = {rank: len(launcher.lines_with(f"worker {rank} round")) for rank in range(3)}
     assert max(counts.values()) - min(counts.values()) <= 1, counts
     job.kill("worker-2", signal.SIGCONT)
@@ -203,7 +203,7 @@ def test_a_worker_with_other_process_numbers_sends_its_values(job, options):
     for name in ("scheduler", "server-0", "server-1", "worker-0"):
         job.node(name, 2, 2, "shared.py", "exact")
     job.node("worker-1", 2, 2, *unshare, sys.executable, str(PROGRAMS / "shared.py"), "exact")
-    job.succeed(100)
+    job.succeed()
     text = {rank: job.processes[f"worker-{rank}"].text for rank in range(2)}
     assert "mapped 0 segments and was shown 0 views" in text[1], job.transcript()
     assert "checked on 0 of 2" in text[0] and "mapped 0 segments" not in text[0], job.transcript()

@@ -82,7 +82,7 @@ def compile_family(family, names, folder):
     )
     text, library = folder / f"{family}.cpp", folder / f"{family}.so"
     text.write_text(f'#include "{HEADER}"\n{cuda.source(family)}\n{entry}', "utf-8")
-    done = subprocess.run(["g++", *FLAGS, "-o", str(library), str(text)], capture_output=True, text=True, timeout=170)
+    done = subprocess.run(["g++", *FLAGS, "-o", str(library), str(text)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return library
 

@@ -45,7 +45,7 @@ def test_it_is_one_worker_and_one_server(store):
     with pytest.raises(ValueError, match="unknown capability"):
         store.is_capable("flight")
     store.barrier()
-    store.barrier(timeout=5)
+    store.barrier(timeout=60)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (1_000_003,)])
@@ -71,10 +71,10 @@ def test_pushpull_in_place_with_out_and_with_devices(store):
 
 def test_asynchronous_calls_give_futures(store):
     store.init("w", ones(3))
-    assert store.push_async("w", 3 * ones(3)).result(timeout=10) is None
-    assert store.pull_async("w").result(timeout=10).tolist() == [3.0] * 3
+    assert store.push_async("w", 3 * ones(3)).result(timeout=60) is None
+    assert store.pull_async("w").result(timeout=60).tolist() == [3.0] * 3
     out = ones(3)
-    assert store.pushpull_async("w", 4 * ones(3), out=out).result(timeout=10) is None
+    assert store.pushpull_async("w", 4 * ones(3), out=out).result(timeout=60) is None
     assert out.tolist() == [4.0] * 3
 
 
@@ -237,7 +237,7 @@ def test_a_future_cannot_be_cancelled_and_its_answer_still_comes(store):
     store.init("w", ones(3))
     futures = [store.push_async("w", ones(3)) for _ in range(3)]
     assert not any(future.cancel() for future in futures)
-    assert [future.result(10) for future in futures] == [None] * 3
+    assert [future.result(60) for future in futures] == [None] * 3
     np.testing.assert_array_equal(store.pull("w"), ones(3))
 
 
@@ -253,7 +253,7 @@ def test_a_blocking_call_in_a_callback_is_an_error_and_not_a_deadlock(store):
         done.set()
 
     store.push_async("w", ones(3)).add_done_callback(callback)
-    assert done.wait(10)
+    assert done.wait(60)
     assert "it is made in a callback of a future" in raised[0]
 
 

@@ -139,7 +139,7 @@ def env_of_shell(lines: list[str], base: dict[str, str]) -> dict[str, str]:
     return dict(line.split("=", 1) for line in done.stdout.decode().split("\0") if line)
 
 
-@settings(max_examples=25, deadline=None)  # each starts a shell
+@settings(max_examples=25)  # each starts a shell
 @given(texts, texts, PATHS, st.none() | PATHS)
 def test_a_shell_that_reads_the_lines_has_the_environment_that_is_meant(value, default, front, path):
     environment = Environment({"D": default, "E": default}, {"LIBS": front}, {"V": value, "KVDIST_INTERFACE": "e"})

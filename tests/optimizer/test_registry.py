@@ -285,5 +285,5 @@ def test_a_class_that_cannot_be_an_optimizer_is_not_registered():
 
 def test_optimizers_import_neither_torch_nor_numba_nor_cupy():
     code = "import sys, kvdist.optimizer; print(sorted({'torch', 'numba', 'cupy'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=150)
     assert result.stdout.strip() == "[]"

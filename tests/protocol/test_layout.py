@@ -116,7 +116,7 @@ def test_views_show_every_array_wherever_the_frames_begin(cuts, shift):
         assert view.flags.aligned and not view.flags.writeable
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_any_part_of_any_arrays_is_shown_from_any_frames(data):
     kinds = st.tuples(st.sampled_from(list(DType)), st.sampled_from([0, 0, 1, 2, 3, 9]))

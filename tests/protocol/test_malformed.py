@@ -75,7 +75,7 @@ def test_every_changed_byte_gives_a_packet_or_a_protocol_error(name, examples):
     assert outcomes == {True, False}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(name=st.sampled_from(kinds()), header=st.binary(max_size=200), payload=st.binary(max_size=64))
 def test_random_headers_give_a_packet_or_a_protocol_error(name, header, payload, examples):
     frames = frames_of(examples[name])
@@ -90,7 +90,7 @@ ITEMS = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(name=st.sampled_from(kinds()), data=st.data())
 def test_a_field_of_any_other_type_gives_a_packet_or_a_protocol_error(name, data, examples):
     header = msgpack.unpackb(frames_of(examples[name])[1])
@@ -99,7 +99,7 @@ def test_a_field_of_any_other_type_gives_a_packet_or_a_protocol_error(name, data
     attempt(with_header(examples[name], header))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(frames=st.lists(st.binary(max_size=80), max_size=4))
 def test_random_frames_are_refused(frames):
     assert attempt(frames)

@@ -232,7 +232,7 @@ def test_every_message_has_a_kind_of_its_own_and_a_strategy():
 
 
 @pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: kind.__name__)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_message_survives_the_way_through_frames(kind, data, difference):
     packet = data.draw(packets(STRATEGIES[kind]))
@@ -458,7 +458,7 @@ def test_frames_that_do_not_hold_whole_arrays_are_refused_by_both_sides(counts, 
         wire.decode([envelope, header, *frames])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_cut_payload_is_read_or_refused_and_nothing_else(data, examples):
     counts = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=8))

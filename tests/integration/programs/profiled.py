@@ -42,7 +42,7 @@ def both_sides():
 
 def for_ever():
     """Pushes until it is killed."""
-    profiler.set_config(filename="work.json", dump_period=float(sys.argv[2]))
+    profiler.set_config(filename="work.json", dump_period=float(sys.argv[2]), max_events=1_000_000)
     profiler.start()
     store = kv.create("dist")
     store.init("w", np.zeros(3, np.float32))
