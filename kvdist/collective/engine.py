@@ -144,6 +144,10 @@ class Engine:
         """Call this when the engine is closed."""
         self._closing.append(action)
 
+    def not_at_close(self, action: Callable[[], None]) -> None:
+        """Take back an `at_close`."""
+        self._closing = [other for other in self._closing if other != action]
+
     def close(self, failure: str = "") -> None:
         """Take leave of the others. A forked child leaves all that to its parent.
 
@@ -155,13 +159,20 @@ class Engine:
         for action in self._closing:
             action()
         self._closing.clear()
+        groups = list(self._groups.values())
         if failure:
-            for group in list(self._groups.values()):
+            for group in groups:
                 group.fail(lambda _: CollectiveError(f"this process ends: {failure}"))
-        for group in list(self._groups.values()):
-            group.close()
-        if self._control is not None:
+        # Before anything is waited for: others may wait for what is never called here, and this rank for them.
+        called = {group.number: group.stop_calls() for group in groups}
+        if self._control is not None and failure:
             self._control.close(failure)
+        elif self._control is not None:
+            self._control.member.say_last_calls({at: count for at, count in called.items() if count is not None})
+        for group in groups:
+            group.close()
+        if self._control is not None and not failure:
+            self._control.close()
         self.stop_timeline()
 
     # On the thread of the group of all ranks.
