@@ -108,6 +108,8 @@ class Control(abc.ABC):
         if not self._has_begun.wait(self.patience_s):
             self._refusal = self.missing()
         if self._refusal:
+            # Nowhere else: a thread that still waits in gloo for another rank's address keeps the store to itself.
+            self.call_off()
             self.close(self._refusal)
             raise CollectiveError(self._refusal)
 
@@ -116,8 +118,6 @@ class Control(abc.ABC):
 
         Where nobody is left to hear it that takes no time. Rank 0 stays as long as others have process sets without it.
         """
-        if failure:
-            self.call_off()
         self._deadline = time.monotonic() + FAREWELL_S
         self.member.say_goodbye(failure)
         self._thread.join()

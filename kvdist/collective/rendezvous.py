@@ -53,9 +53,33 @@ def meet(world: World, timeout_s: float) -> PrefixStore:
     except (RuntimeError, OSError) as error:
         what = "cannot listen at" if is_master else f"has found no rank 0 within {timeout_s:g} s at"
         raise CollectiveError(f"rank {world.rank} on {host_name()} {what} {host}:{port}: {_first(error)}") from error
-    shared = PrefixStore(f"kvdist/{meeting.job}", store)
+    shared = _of_job(meeting, store)
     leave_port(world, shared)
     return shared
+
+
+def meet_again(world: World, store: PrefixStore, timeout_s: float) -> PrefixStore:
+    """The same store by another connection. That of before is taken where an opening was left alone: it waits in there.
+
+    Raises:
+        CollectiveError: rank 0 is gone, or whoever served the store.
+    """
+    before: TCPStore = store.underlying_store  # type: ignore[assignment]
+    deadline = time.monotonic() + timeout_s
+    try:
+        _await_listener(before.host, before.port, deadline)
+        again = _within(deadline, lambda: _open(world.meeting, before.host, before.port, False, timeout_s))
+    except (RuntimeError, OSError) as error:
+        where = f"{before.host}:{before.port}"
+        raise CollectiveError(
+            f"rank {world.rank} on {host_name()} no more finds the meeting point of this job at {where} within"
+            f" {timeout_s:g} s (KVDIST_START_TIMEOUT_S): {_first(error)}"
+        ) from error
+    return _of_job(world.meeting, again)
+
+
+def _of_job(meeting: Meeting, store: TCPStore) -> PrefixStore:
+    return PrefixStore(f"kvdist/{meeting.job}", store)
 
 
 def _open(meeting: Meeting, host: str, port: int, is_master: bool, timeout_s: float) -> TCPStore:

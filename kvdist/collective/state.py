@@ -14,7 +14,7 @@ from kvdist.collective.present import is_initialized as is_initialized
 from kvdist.collective.present import of_process
 from kvdist.collective.present import using as using
 from kvdist.collective.process_sets import ProcessSet, add_process_set
-from kvdist.collective.rendezvous import forget_port, leave_port, meet
+from kvdist.collective.rendezvous import forget_port, leave_port, meet, meet_again
 from kvdist.config import collective_settings_from_env, world_from_env
 from kvdist.errors import CollectiveError
 from kvdist.world import World
@@ -33,11 +33,11 @@ class _Meeting:
 
     def find(self, world: World, timeout_s: float) -> Store:
         """The store that all ranks share."""
-        if world in self._stores:
-            leave_port(world, self._stores[world])
-        else:
+        if world not in self._stores:
             self._stores[world] = meet(world, timeout_s)
-        return self._stores[world]
+            return self._stores[world]
+        leave_port(world, self._stores[world])
+        return meet_again(world, self._stores[world], timeout_s)
 
 
 _meeting = _Meeting()
