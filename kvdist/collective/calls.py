@@ -21,6 +21,7 @@ from kvdist.collective.present import current
 from kvdist.collective.process_sets import ProcessSet as ProcessSet
 from kvdist.collective.process_sets import global_process_set as global_process_set
 from kvdist.collective.reduction import Adasum, Average, ReduceOp, Sum, op_of
+from kvdist.protocol.collective import TEXT_BYTES_MAX
 
 Tensors = Sequence[torch.Tensor]
 
@@ -70,10 +71,22 @@ def submit(
     group = engine.group(number)
     try:
         operation = build(group)
+        _check_name(operation.signature.name)
     except Exception as error:
         engine.refuse(error, number)
         raise
     return Handle(engine.submit(operation, number), finish)
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an operation is a text, not {type(name).__name__}: {name!r}")
+    nbytes = len(name.encode("utf-8", "replace"))
+    if nbytes > TEXT_BYTES_MAX:
+        raise ValueError(
+            f"the name of an operation has {nbytes} bytes, and at most {TEXT_BYTES_MAX} are sent to the other ranks:"
+            f" {name[:60]!r}..."
+        )
 
 
 def refuse(process_set: ProcessSet, error: Exception) -> NoReturn:

@@ -10,6 +10,7 @@ Only the control thread touches the transport; everybody else queues and wakes i
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import secrets
 import threading
@@ -45,25 +46,28 @@ from kvdist.world import World
 LOG = logging.getLogger("kvdist")
 
 TICK_S = 0.25
+LOOK_AGAIN_S = 0.02
+"""How often a rank looks whether rank 0 has called for another meeting."""
 FAREWELL_S = 2.0
 """How long a rank that leaves waits to be heard."""
 BROKEN = "its process ended, or its connection broke"
 _KEY = "control"
 
 
-def open_control(world: World, store: Store, address: str, settings: CollectiveSettings) -> Control:
+def open_control(world: World, store: Store, address: str, settings: CollectiveSettings, met: set[str]) -> Control:
     """This rank's end of the channel.
 
     Args:
         world: who it is.
-        store: where all ranks of this generation read and write.
+        store: where all ranks read and write.
         address: of this machine, where rank 0 listens if this is it.
         settings: what the user has set.
+        met: the tokens of earlier meetings, to which that of this one is added.
 
     Raises:
         CollectiveError: rank 0 has not begun in time.
     """
-    return (Hub if world.rank == 0 else Spoke)(world, store, address, settings)
+    return (Hub if world.rank == 0 else Spoke)(world, store, address, settings, met)
 
 
 class Control(abc.ABC):
@@ -75,9 +79,11 @@ class Control(abc.ABC):
         hosts: for each rank where it is, once all have come.
     """
 
-    def __init__(self, world: World, store: Store, address: str, settings: CollectiveSettings) -> None:
+    def __init__(self, world: World, store: Store, address: str, settings: CollectiveSettings, met: set[str]) -> None:
         self.world = world
         self.settings = settings
+        self._store = store
+        self._met = met
         self.transport = open_transport(world, settings)
         self.member = Member(world.rank, host_name(), self.transport.wake, self._say)
         self._has_begun = threading.Event()
@@ -102,6 +108,8 @@ class Control(abc.ABC):
         if not self._has_begun.wait(self.patience_s):
             self._refusal = self.missing()
         if self._refusal:
+            # Nowhere else: a thread that still waits in gloo for another rank's address keeps the store to itself.
+            self.call_off()
             self.close(self._refusal)
             raise CollectiveError(self._refusal)
 
@@ -126,6 +134,10 @@ class Control(abc.ABC):
     @abc.abstractmethod
     def missing(self) -> str:
         """Who has not come, when it was time."""
+
+    @abc.abstractmethod
+    def call_off(self) -> None:
+        """Let nobody come to this meeting any more."""
 
     # On the control thread.
 
@@ -226,6 +238,10 @@ class Hub(Control):
             f" missing: {named(missing)}"
         )
 
+    def call_off(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and the meeting point with it
+            self._store.delete_key(_KEY)
+
     def begin(self) -> None:
         hello = Hello(self.token, 0, self.world.size, host_name(), __version__)
         self._answer(self._coordinator.hear(0, hello, time.monotonic()))
@@ -304,13 +320,22 @@ class Spoke(Control):
     def meet(self, store: Store, address: str) -> str:
         timeout_s = self.settings.start_timeout_s
         self._is_connected = False
+        deadline = time.monotonic() + timeout_s
         try:
             store.wait([_KEY], timedelta(seconds=timeout_s))
             endpoint, token = store.get(_KEY).decode().split()
-        except (RuntimeError, ValueError) as error:
+            while token in self._met:
+                # What came of that one is over here, and so it is on rank 0 or will soon be.
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
+                time.sleep(LOOK_AGAIN_S)
+                store.wait([_KEY], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                endpoint, token = store.get(_KEY).decode().split()
+        except (RuntimeError, ValueError, TimeoutError) as error:
+            again = " again" if self._met else ""
             raise CollectiveError(
                 f"rank {self.world.rank} on {host_name()} has found the meeting point, but rank 0 has not called init()"
-                f" within {timeout_s:g} s (KVDIST_START_TIMEOUT_S)"
+                f"{again} within {timeout_s:g} s (KVDIST_START_TIMEOUT_S)"
             ) from error
         self._home: Route | None = self.transport.connect(endpoint, worker(0))
         self._endpoint = endpoint
@@ -326,6 +351,8 @@ class Spoke(Control):
             f"rank {self.world.rank} on {host_name()} has heard nothing of rank 0 at {self._endpoint} within"
             f" {self.settings.start_timeout_s:g} s (KVDIST_START_TIMEOUT_S)"
         )
+
+    def call_off(self) -> None: ...
 
     def begin(self) -> None:
         self.send(Hello(self.token, self.world.rank, self.world.size, host_name(), __version__), 0.0)
@@ -356,6 +383,7 @@ class Spoke(Control):
                         self._home = None
             case Connected():
                 self._is_connected = True
+                self._met.add(self.token)
             case Refused(reason=reason):
                 self.refuse(f"rank 0 refuses rank {self.world.rank} on {host_name()}: {reason}")
             case Disconnected() if self._home is not None and self._is_connected:

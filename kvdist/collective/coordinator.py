@@ -28,6 +28,8 @@ from kvdist.protocol.collective import (
     Gone,
     Hello,
     Joined,
+    LastCalls,
+    Leaving,
     Members,
     Pace,
     Play,
@@ -96,6 +98,9 @@ class Coordinator:
                 self._read(rank, message, now)
             case Trouble():
                 self._suspect(rank, message, now)
+            case LastCalls():
+                if rank not in self._left and not self._is_over:
+                    self._tell(self._others(rank), Leaving(rank, self._host(rank), message.counts))
             case Bye():
                 self._see_off(rank, message)
         return self._take()

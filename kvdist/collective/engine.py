@@ -1,7 +1,7 @@
 """This process as one of the ranks: who it is, the groups it is in, and its beginning and end.
 
-An engine can be closed and another one made in the same process, under another generation of the same meeting point:
-nothing of the old one is met there.
+An engine can be closed and another one made in the same process, at the same meeting point: nothing of the old one is
+met there. Rank 0 draws a token for each meeting, and no rank comes to one twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Engine:
 
     Args:
         world: who it is.
-        generation: how many engines this process had before; the same on all ranks.
+        met: the tokens of meetings at which this process has been, to which that of this one is added.
         find: meets the others; see `rendezvous.meet`.
         settings: what the user has set.
 
@@ -48,7 +48,7 @@ class Engine:
     def __init__(
         self,
         world: World,
-        generation: int = 0,
+        met: set[str] | None = None,
         find: Callable[[World, float], Store] = meet,
         settings: CollectiveSettings = DEFAULTS,
     ) -> None:
@@ -61,7 +61,7 @@ class Engine:
         self._closing: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._address = own_address(world, settings)
-        self._control, self._store = self._meet(generation, find, settings)
+        self._control, self._store = self._meet(set() if met is None else met, find, settings)
         self.board.set(_local_size_of(self.world.rank), str(self.world.local_size))
         self._referee: Referee = Trusting() if self._control is None else self._control.member
         try:
@@ -144,6 +144,10 @@ class Engine:
         """Call this when the engine is closed."""
         self._closing.append(action)
 
+    def not_at_close(self, action: Callable[[], None]) -> None:
+        """Take back an `at_close`."""
+        self._closing = [other for other in self._closing if other != action]
+
     def close(self, failure: str = "") -> None:
         """Take leave of the others. A forked child leaves all that to its parent.
 
@@ -155,13 +159,20 @@ class Engine:
         for action in self._closing:
             action()
         self._closing.clear()
+        groups = list(self._groups.values())
         if failure:
-            for group in list(self._groups.values()):
+            for group in groups:
                 group.fail(lambda _: CollectiveError(f"this process ends: {failure}"))
-        for group in list(self._groups.values()):
-            group.close()
-        if self._control is not None:
+        # Before anything is waited for: others may wait for what is never called here, and this rank for them.
+        called = {group.number: group.stop_calls() for group in groups}
+        if self._control is not None and failure:
             self._control.close(failure)
+        elif self._control is not None:
+            self._control.member.say_last_calls({at: count for at, count in called.items() if count is not None})
+        for group in groups:
+            group.close()
+        if self._control is not None and not failure:
+            self._control.close()
         self.stop_timeline()
 
     # On the thread of the group of all ranks.
@@ -184,12 +195,12 @@ class Engine:
             self._control.member.leave(number)
 
     def _meet(
-        self, generation: int, find: Callable[[World, float], Store], settings: CollectiveSettings
+        self, met: set[str], find: Callable[[World, float], Store], settings: CollectiveSettings
     ) -> tuple[Control | None, Store]:
         if self.world.size == 1:
             return None, HashStore()
-        store = PrefixStore(str(generation), find(self.world, settings.start_timeout_s))
-        control = open_control(self.world, store, self._address, settings)
+        store = find(self.world, settings.start_timeout_s)
+        control = open_control(self.world, store, self._address, settings, met)
         control.wait_for_all()
         if self.world.is_assumed:
             self.world = placed(self.world, control.hosts)

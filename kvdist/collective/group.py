@@ -80,8 +80,10 @@ class Group:
         self._waiting: dict[int, _Called] = {}
         self._names: set[str] = set()
         self._lock = threading.Lock()
-        self._failure: BaseException | None = None
+        self._failure: Callable[[str], BaseException] | None = None
+        """Makes the error of whoever comes late, for what is called."""
         self._fails_from = 0
+        self._is_broken = False
         self._called = 0
         self._has_joined = False
         self._begun: deque[tuple[_Called, list[Work], int]] = deque()
@@ -128,27 +130,34 @@ class Group:
                 del self._waiting[called.sequence]
                 self._names.discard(called.operation.signature.name)
             error = error_of(str(ended[0].operation.signature) if ended else "")
+            self._is_broken = True
             if self._failure is None or from_sequence < self._fails_from:
-                self._failure, self._fails_from = error, from_sequence
+                self._failure, self._fails_from = error_of, from_sequence
         for called in ended:
             called.future.set_exception(error)
         if from_sequence == 0:
             self._channel.abort()
 
+    def stop_calls(self) -> int | None:
+        """Take no more operations. Returns how many were taken, None if a `join` may still let others call more."""
+        with self._lock:
+            if self._failure is None or self._called < self._fails_from:
+                self._failure, self._fails_from = _closed, self._called
+            return None if self._has_joined else self._called
+
     def close(self) -> None:
         """Finish what is under way and let go of the connections. What can never be finished is left alone."""
+        self.stop_calls()
         with self._lock:
             # What a rank that has left had done with the others can still be done.
-            has_failed = self._failure is not None and not self._waiting
-            self._failure = self._failure or CollectiveError("this group of ranks has been closed by shutdown()")
-            self._fails_from = 0
+            has_failed = self._is_broken and not self._waiting
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(LAST_WAIT_S if has_failed else None)
 
     def _put(self, operation: Operation, future: Future[Any]) -> None:
         if self._failure is not None and self._called >= self._fails_from:
-            raise self._failure
+            raise self._failure(str(operation.signature))
         if self._has_joined:
             raise CollectiveError(f"{operation.signature} is called while join() has not returned; wait for that first")
         signature = operation.signature
@@ -248,3 +257,8 @@ class Group:
             called.future.set_result(result)
         else:
             called.future.set_exception(error)
+
+
+def _closed(called: str) -> CollectiveError:
+    text = "this group of ranks has been closed by shutdown()"
+    return CollectiveError(f"{text}; {called} was called after that" if called else text)

@@ -31,6 +31,8 @@ from kvdist.protocol.collective import (
     Fail,
     Gone,
     Joined,
+    LastCalls,
+    Leaving,
     Members,
     Pace,
     Play,
@@ -49,6 +51,8 @@ DEFINED_MAX = 32_768
 """Signatures that rank 0 is taken to remember. All are told again beyond this, for programs whose names never end."""
 EXPLAIN_S = 4.0
 """How long rank 0 may take to say what an error of torch means: longer than it waits for news itself."""
+LEFT = "it has called shutdown() or has ended"
+"""Why a rank is gone that has not failed."""
 
 _NO_WAIT, _WAIT = b"\0", b"\1"
 
@@ -115,6 +119,8 @@ class Member(Referee):
         self._outbox: deque[ToCoordinator] = deque()
         self._ends: list[tuple[int, Callable[[str], BaseException], int]] = []
         """What has ended, and by which rank's leave (-1 for none): for groups that begin later."""
+        self._leaving: list[tuple[int, Callable[[str], BaseException], dict[int, int]]] = []
+        """The ranks that call nothing more, and how much they have called of each group: for later groups."""
         self._said_alive = 0.0
 
     # On the threads of users and groups.
@@ -128,15 +134,18 @@ class Member(Referee):
             self._books[group.number]
             if group.number and not is_known:
                 self._outbox.append(Members(group.number, group.ranks))
-            ends = list(self._ends)
+            ends, leaving = list(self._ends), list(self._leaving)
         for number, error_of, rank in ends:
             if number in (WHOLE_JOB, group.number) or rank in group.ranks:
                 self._end(group.number, error_of)
+        for rank, error_of, counts in leaving:
+            self._limit(group, rank, error_of, counts)
 
     def leave(self, number: int) -> None:
         """A group is no more."""
         with self._news:
             self._groups.pop(number, None)
+            self._books.pop(number, None)
 
     def called(self, group: int, signature: Signature) -> None:
         digest = signature.digest
@@ -155,7 +164,7 @@ class Member(Referee):
             self._ring()
 
     def admit(self, group: int, sequence: int) -> None:
-        book = self._books[group]
+        book = self._book(group)
         if book.end is None and sequence not in book.waited and sequence not in book.refused:
             return
         with self._news:
@@ -169,12 +178,12 @@ class Member(Referee):
             raise book.end
 
     def done(self, group: int) -> None:
-        self._books[group].done += 1
+        self._book(group).done += 1
 
     def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         told = f"{signature} failed on rank {self.rank} on host {self._host}: {type(error).__name__}: {text}"
-        book = self._books[group]
+        book = self._book(group)
         with self._news:
             # Torch's groups raise RuntimeError when a connection breaks; what else there is has its cause here.
             self._outbox.append(Trouble(group, sequence, isinstance(error, RuntimeError), told))
@@ -213,6 +222,12 @@ class Member(Referee):
     def has_groups_without_rank_0(self) -> bool:
         """Whether this rank can still do something with others when rank 0 has left."""
         return any(0 not in group.ranks for group in list(self._groups.values()))
+
+    def say_last_calls(self, counts: Mapping[int, int]) -> None:
+        """Tell the others that no more is called here: so many operations of each group, which are still finished."""
+        with self._news:
+            self._outbox.append(LastCalls(tuple(counts.items())))
+        self._ring()
 
     def say_goodbye(self, failure: str) -> None:
         """Leave the job."""
@@ -254,6 +269,8 @@ class Member(Referee):
                 self._end(group, lambda _: CollectiveError(text))
             case Gone():
                 self._lose(message)
+            case Leaving(rank=rank, host=host, counts=counts):
+                self._hear_last_calls(rank, _error_of(self.rank, rank, host, LEFT), dict(counts))
             case Play(group=group) | Joined(group=group):
                 with self._news:
                     self._books[group].orders.append(message)
@@ -269,11 +286,7 @@ class Member(Referee):
 
     def lose(self, rank: int, host: str, cause: str, counts: Mapping[int, int] | None = None) -> None:
         """A rank is gone; with `counts` it has only left, and what it has done can be done."""
-
-        def error_of(awaited: str) -> BaseException:
-            waits = f"; rank {self.rank} waited for {awaited}" if awaited else ""
-            return RankLostError(f"rank {rank} on host {host} is gone: {cause}{waits}", f"rank {rank}", host, cause)
-
+        error_of = _error_of(self.rank, rank, host, cause)
         if counts is None:
             self.fail(error_of)
             return
@@ -286,7 +299,25 @@ class Member(Referee):
             if rank in group.ranks and not is_coming_about:
                 self._end(number, error_of, counts.get(number, 0))
 
+    def _hear_last_calls(self, rank: int, error_of: Callable[[str], BaseException], counts: dict[int, int]) -> None:
+        with self._news:
+            self._leaving.append((rank, error_of, counts))
+            groups = list(self._groups.values())
+        for group in groups:
+            self._limit(group, rank, error_of, counts)
+
+    def _limit(
+        self, group: Told, rank: int, error_of: Callable[[str], BaseException], counts: Mapping[int, int]
+    ) -> None:
+        """End what a rank that calls nothing more has not called. It still connects where it has begun to."""
+        if group.is_open and rank in group.ranks and group.number in counts:
+            self._end(group.number, error_of, counts[group.number])
+
     # Under the lock, or what takes it.
+
+    def _book(self, group: int) -> _Book:
+        """That of a group; one to be thrown away where a thread that was left alone outlives its group."""
+        return self._books.get(group) or _Book()
 
     def _define(self, digest: bytes, signature: Signature) -> None:
         if len(self._defined) >= DEFINED_MAX:
@@ -317,7 +348,7 @@ class Member(Referee):
             self._news.notify_all()
 
     def _lose(self, message: Gone) -> None:
-        cause = message.cause or "it has called shutdown() or has ended"
+        cause = message.cause or LEFT
         self.lose(message.rank, message.host, cause, None if message.cause else dict(message.counts))
 
     def _end(self, number: int, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
@@ -336,6 +367,16 @@ class Member(Referee):
                 if book.ends_at is None or from_sequence < book.ends_at:
                     book.ends_at, book.end = from_sequence, error_of("")
                 self._news.notify_all()
+
+
+def _error_of(own: int, rank: int, host: str, cause: str) -> Callable[[str], BaseException]:
+    """Makes the error of a rank that is gone, for what this one waits for."""
+
+    def error_of(awaited: str) -> BaseException:
+        waits = f"; rank {own} waited for {awaited}" if awaited else ""
+        return RankLostError(f"rank {rank} on host {host} is gone: {cause}{waits}", f"rank {rank}", host, cause)
+
+    return error_of
 
 
 def _has_ended(book: _Book, sequence: int) -> bool:

@@ -109,6 +109,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     engine.submit(_Remove(engine, number)).result()
     process_set._forget()
+    engine.not_at_close(process_set._forget)
     return True
 
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from kvdist.addresses import host_name
 from kvdist.collective.places import LOOPBACK
@@ -33,7 +33,7 @@ KEPT_S = 86_400
 age of a file tells whether it is one that a killed process has left."""
 
 
-def meet(world: World, timeout_s: float) -> Store:
+def meet(world: World, timeout_s: float) -> PrefixStore:
     """A store that all ranks of the job share.
 
     Raises:
@@ -53,8 +53,32 @@ def meet(world: World, timeout_s: float) -> Store:
     except (RuntimeError, OSError) as error:
         what = "cannot listen at" if is_master else f"has found no rank 0 within {timeout_s:g} s at"
         raise CollectiveError(f"rank {world.rank} on {host_name()} {what} {host}:{port}: {_first(error)}") from error
-    if is_master and not meeting.host:
-        _leave_port(_folder() / _file_name(meeting), store.port)
+    shared = _of_job(meeting, store)
+    leave_port(world, shared)
+    return shared
+
+
+def meet_again(world: World, store: PrefixStore, timeout_s: float) -> PrefixStore:
+    """The same store by another connection. That of before is taken where an opening was left alone: it waits in there.
+
+    Raises:
+        CollectiveError: rank 0 is gone, or whoever served the store.
+    """
+    before: TCPStore = store.underlying_store  # type: ignore[assignment]
+    deadline = time.monotonic() + timeout_s
+    try:
+        _await_listener(before.host, before.port, deadline)
+        again = _within(deadline, lambda: _open(world.meeting, before.host, before.port, False, timeout_s))
+    except (RuntimeError, OSError) as error:
+        where = f"{before.host}:{before.port}"
+        raise CollectiveError(
+            f"rank {world.rank} on {host_name()} no more finds the meeting point of this job at {where} within"
+            f" {timeout_s:g} s (KVDIST_START_TIMEOUT_S): {_first(error)}"
+        ) from error
+    return _of_job(world.meeting, again)
+
+
+def _of_job(meeting: Meeting, store: TCPStore) -> PrefixStore:
     return PrefixStore(f"kvdist/{meeting.job}", store)
 
 
@@ -129,16 +153,26 @@ def _folder() -> Path:
     return path
 
 
+def leave_port(world: World, store: PrefixStore) -> None:
+    """Leave the port of this rank 0 where the others look for it, if nobody has named a place."""
+    if _leaves_port(world):
+        _write_port(_folder() / _file_name(world.meeting), store.underlying_store.port)  # type: ignore[attr-defined]
+
+
+def _leaves_port(world: World) -> bool:
+    return world.rank == 0 and world.size > 1 and not world.meeting.host and not world.meeting.is_served
+
+
 def forget_port(world: World) -> None:
     """Remove the file with the port of this rank 0, if it has left one."""
-    if world.rank == 0 and world.size > 1 and not world.meeting.host:
+    if _leaves_port(world):
         path = _folder() / _file_name(world.meeting)
         with contextlib.suppress(OSError):
             if path.read_text().split()[1:] == [str(os.getpid()), _begin_of(os.getpid())]:
                 path.unlink()
 
 
-def _leave_port(path: Path, port: int) -> None:
+def _write_port(path: Path, port: int) -> None:
     written = path.with_name(f"{path.name}.{os.getpid()}")
     written.write_text(f"{port} {os.getpid()} {_begin_of(os.getpid())}")
     written.replace(path)

@@ -6,7 +6,7 @@ import atexit
 import sys
 from collections.abc import Iterable
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from kvdist.collective.engine import Engine
 from kvdist.collective.present import current as current
@@ -14,7 +14,7 @@ from kvdist.collective.present import is_initialized as is_initialized
 from kvdist.collective.present import of_process
 from kvdist.collective.present import using as using
 from kvdist.collective.process_sets import ProcessSet, add_process_set
-from kvdist.collective.rendezvous import forget_port, meet
+from kvdist.collective.rendezvous import forget_port, leave_port, meet, meet_again
 from kvdist.config import collective_settings_from_env, world_from_env
 from kvdist.errors import CollectiveError
 from kvdist.world import World
@@ -24,18 +24,20 @@ class _Meeting:
     """The meeting point of this process, found once: a launcher's socket can be listened at only once.
 
     Attributes:
-        generation: how many engines this process has had.
+        met: the tokens of the meetings at which this process has been.
     """
 
     def __init__(self) -> None:
-        self.generation = 0
-        self._stores: dict[World, Store] = {}
+        self.met: set[str] = set()
+        self._stores: dict[World, PrefixStore] = {}
 
     def find(self, world: World, timeout_s: float) -> Store:
         """The store that all ranks share."""
         if world not in self._stores:
             self._stores[world] = meet(world, timeout_s)
-        return self._stores[world]
+            return self._stores[world]
+        leave_port(world, self._stores[world])
+        return meet_again(world, self._stores[world], timeout_s)
 
 
 _meeting = _Meeting()
@@ -56,13 +58,16 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
         return
     found = world_from_env() if world is None else world
     try:
-        engine = Engine(found, _meeting.generation, _meeting.find, collective_settings_from_env())
+        engine = Engine(found, _meeting.met, _meeting.find, collective_settings_from_env())
     finally:
         forget_port(found)
-    _meeting.generation += 1
     of_process.append(engine)
-    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-        add_process_set(process_set)
+    try:
+        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+            add_process_set(process_set)
+    except BaseException as error:
+        _close(error)  # a second call would not make the rest of them
+        raise
 
 
 def shutdown() -> None:

@@ -31,7 +31,7 @@ from kvdist.errors import CheckpointError, StoreClosed
 from kvdist.kernels.gpu import HOST
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore import saved, values
+from kvdist.kvstore import local_saving, saved, values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.commands import command_of
 from kvdist.kvstore.copies import Copies, OwnValues
@@ -338,15 +338,19 @@ class CollectiveStore(KVStore):
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Read the states. See `KVStore.load_optimizer_states`."""
         self._settle()
-        description = read_manifest(saved.absolute(fname)).optimizer
+        folder = saved.absolute(fname)
+        description = self._saving.together(lambda: read_manifest(folder).optimizer, "it could not be read")
         if self._copies.optimizer is None and description is not None:
             self.set_optimizer(chosen_optimizer(description))
-        self._load(lambda: Checkpoint(saved.absolute(fname), 0), (STATES,))
+        self._load(lambda: Checkpoint(folder, 0), (STATES,))
 
     def _load(self, find: Callable[[], Checkpoint], contents: tuple[str, ...]) -> Checkpoint:
         with self._copies.lock:
-            checkpoint, found = self._saving.load(find, contents, self._local.held(), self._local.updater)
-            self._local.take(found)
+            held, updater = self._local.held(), self._local.updater
+        # Not under the lock: the engine's thread takes it for what other threads push, and only then lets ranks agree.
+        checkpoint, found = self._saving.read(find, contents, held, updater)
+        with self._copies.lock:
+            self._local.take(local_saving.take(held, found, updater))
         return checkpoint
 
     # The store.

@@ -40,7 +40,8 @@ class Engagements:
     """Who uses the engine of this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """The handler of a signal may end what it has interrupted."""
         self._stores: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
         """Engine → how many stores have been made on it."""
         self._open: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()

@@ -87,6 +87,17 @@ class WorkersSaving:
         updater: KeepsStates | None,
     ) -> tuple[saved.Checkpoint, list[Bits | None]]:
         """Every worker reads; if all could, all take over the states, and get the values."""
+        checkpoint, found = self.read(find, contents, held, updater)
+        return checkpoint, local_saving.take(held, found, updater)
+
+    def read(
+        self,
+        find: Callable[[], saved.Checkpoint],
+        contents: tuple[str, ...],
+        held: Sequence[Holding],
+        updater: KeepsStates | None,
+    ) -> tuple[saved.Checkpoint, list[ReadSlice]]:
+        """The first part of `load`: every worker reads, and all could if this returns. Nothing has changed yet."""
 
         def read() -> tuple[saved.Checkpoint, list[ReadSlice]]:
             checkpoint = find()
@@ -95,7 +106,7 @@ class WorkersSaving:
         checkpoint, found = self.together(read, "it could not be read")
         if self._store is not None:
             self._store.agree(f"loads {checkpoint.folder}")
-        return checkpoint, local_saving.take(held, found, updater)
+        return checkpoint, found
 
     def together(self, do: Callable[[], T], what: str) -> T:
         """Something that all workers do: it fails on all of them if it fails on one.

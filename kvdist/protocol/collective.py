@@ -102,6 +102,15 @@ class Bye:
 
 
 @dataclass(frozen=True, slots=True)
+class LastCalls:
+    """A rank calls no more than so many operations of these groups. It stays to finish them, and says `Bye` then."""
+
+    KIND: ClassVar[int] = 7
+    LAYOUT: ClassVar[str] = "counts:pairs"
+    counts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Complete:
     """All ranks have come; their hosts."""
 
@@ -207,15 +216,26 @@ class Farewell:
     LAYOUT: ClassVar[str] = ""
 
 
-ToCoordinator = Hello | Define | Report | Trouble | Members | Bye
-ToMember = Complete | Agreed | Differ | Gone | Fail | Play | Joined | Pace | Stall | Farewell
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A rank calls no more than so many operations of these groups: what is behind them can never be done."""
+
+    KIND: ClassVar[int] = 26
+    LAYOUT: ClassVar[str] = "rank:u32 host:text counts:pairs"
+    rank: int
+    host: str
+    counts: tuple[tuple[int, int], ...]
+
+
+ToCoordinator = Hello | Define | Report | Trouble | Members | Bye | LastCalls
+ToMember = Complete | Agreed | Differ | Gone | Fail | Play | Joined | Pace | Stall | Farewell | Leaving
 Message = ToCoordinator | ToMember
 
 _CLASSES: dict[int, Any] = {
     message.KIND: message
     for message in (
-        Hello, Define, Report, Trouble, Members, Bye,
-        Complete, Agreed, Differ, Gone, Fail, Play, Joined, Pace, Stall, Farewell,
+        Hello, Define, Report, Trouble, Members, Bye, LastCalls,
+        Complete, Agreed, Differ, Gone, Fail, Play, Joined, Pace, Stall, Farewell, Leaving,
     )
 }  # fmt: skip
 

@@ -57,6 +57,8 @@ WRONG = {
     "scalar": lambda: hvd.reducescatter(torch.tensor(1.0)),
     "root": lambda: hvd.broadcast(ONES, root_rank=7),
     "no tensor": lambda: hvd.allreduce("x"),
+    "name that is too long": lambda: hvd.allreduce(ONES, name="ä" * 2049),
+    "name that is no text": lambda: hvd.allreduce(ONES, name=7),
 }
 
 
@@ -97,6 +99,19 @@ def test_a_reason_of_any_length_is_told():
     first, second = returned(run_ranks(2, program))
     assert "rank 1 on host" in first and "ValueError: splits are [1, 1" in first
     assert len(first) < 1200 < len(second)
+
+
+def test_a_name_may_be_as_long_as_a_message_takes_and_a_longer_one_says_so():
+    def program(rank):
+        hvd.allreduce(ONES, name="ä" * 2048)
+        with pytest.raises(ValueError, match="has 4098 bytes, and at most 4096 are sent"):
+            hvd.allreduce(ONES, name="ä" * 2049)
+        if rank == 0:
+            return hvd.join()
+        hvd.allreduce(ONES, op=hvd.Sum, name="ä" * 2048)
+        return hvd.join()
+
+    assert returned(run_ranks(2, program)) == [1, 1]
 
 
 def test_a_name_that_is_under_way_is_refused_on_all_ranks_and_the_first_goes_on():

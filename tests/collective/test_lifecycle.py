@@ -25,6 +25,7 @@ from kvdist.collective.sockets import LIMITS
 from kvdist.collective.state import current, using
 from kvdist.collective_settings import CollectiveSettings
 from kvdist.errors import CollectiveError, CollectiveMismatch, ForkError, RankLostError
+from kvdist.kvstore import meeting
 from kvdist.protocol.collective import Complete, Gone, Hello, encode
 from kvdist.transport.zeromq import ZeroMQTransport
 from kvdist.world import Meeting, World
@@ -57,11 +58,22 @@ def in_threads(size, function):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_ranks_can_begin_anew_after_an_end_or_a_failure(fails):
-    store = HashStore()
+    store, has_looked = HashStore(), threading.Event()
+
+    class Met(set):
+        def __contains__(self, token):
+            if super().__contains__(token):
+                has_looked.set()
+                return True
+            return False
 
     def program(rank):
+        met = Met()
         for generation in range(2):
-            with using(Engine(world_of(rank, 2), generation, find=lambda _, __: store)) as engine:
+            if generation and rank == 0:
+                # What rank 0 left at its first beginning is still there when rank 1 looks for the second.
+                assert has_looked.wait(30)
+            with using(Engine(world_of(rank, 2), met, find=lambda _, __: store)) as engine:
                 total = hvd.allreduce(torch.full((3,), float(rank + generation)), op=hvd.Sum)
                 if fails and generation == 0:
                     for name in "abab":
@@ -187,6 +199,43 @@ def test_the_ranks_that_have_not_come_are_named_on_those_that_have():
         assert "2 of 4 ranks have come within 3 s (KVDIST_START_TIMEOUT_S); missing: ranks 2 and 3" in str(error)
 
 
+def test_a_beginning_that_failed_leaves_nothing_to_those_who_begin_again_or_come_late():
+    store, has_failed = HashStore(), threading.Event()
+
+    def program(rank):
+        met = set()
+        if rank < 2:
+            with pytest.raises(CollectiveError, match="missing: rank 2"):
+                settings = CollectiveSettings(start_timeout_s=3.0)
+                Engine(world_of(rank, 3), met, find=lambda _, __: store, settings=settings)
+        if rank == 0:
+            assert not store.check(["control"])
+            has_failed.set()
+        assert has_failed.wait(30)
+        with using(Engine(world_of(rank, 3), met, find=lambda _, __: store)) as engine:
+            total = hvd.allreduce(torch.full((3,), float(rank)), op=hvd.Sum)
+            engine.close()
+        return total.tolist()
+
+    assert returned(in_threads(3, program)) == [[3.0] * 3] * 3
+
+
+def test_a_process_whose_sets_are_refused_is_no_rank_and_may_begin_again():
+    with pytest.raises(ValueError, match="is no process set"):
+        hvd.init(World(), process_sets=[[0, 5]])
+    assert not hvd.is_initialized()
+    hvd.init(World())
+    hvd.shutdown()
+
+
+def test_a_handler_of_a_signal_may_end_a_beginning(monkeypatch):
+    monkeypatch.setattr(meeting.state, "init", lambda *_: meeting.ENGAGEMENTS.end())
+    thread = threading.Thread(target=meeting.ENGAGEMENTS.begin, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_without_rank_0_the_others_say_so():
     with pytest.raises(CollectiveError, match="rank 0 has not called init.. within 0.2 s"):
         settings = CollectiveSettings(start_timeout_s=0.2)
@@ -209,7 +258,7 @@ def test_what_strangers_send_is_dropped(caplog):
 
     def annoy():
         assert began.wait(30)
-        endpoint = store.get("0/control").decode().split()[0]
+        endpoint = store.get("control").decode().split()[0]
         host, port = endpoint.removeprefix("tcp://").split(":")
         for data in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(500)):
             with socket.create_connection((host, int(port))) as stranger:
@@ -265,7 +314,7 @@ def test_rank_0_listens_within_the_range_of_ports(tmp_path):
     def program(rank):
         with using(Engine(world_of(rank, 2), find=lambda _, __: store, settings=settings)) as engine:
             engine.close()
-        return int(store.get("0/control").decode().split()[0].rpartition(":")[2])
+        return int(store.get("control").decode().split()[0].rpartition(":")[2])
 
     assert set(returned(in_threads(2, program))) <= set(range(port, port + 21))
 
@@ -297,6 +346,15 @@ def test_the_port_is_found_and_its_file_is_removed_by_whom_it_belongs_to(folder)
     assert [path.name for path in folder.iterdir()] == ["a_b"]
     forget_port(first)
     assert list(folder.iterdir()) == []
+
+
+def test_the_port_is_left_again_for_those_who_have_not_come_to_a_beginning_that_failed(folder):
+    first, second = (World(rank, 2, rank, 2, meeting=Meeting(job="job")) for rank in range(2))
+    found = state._Meeting()
+    found.find(first, 5.0)
+    forget_port(first)
+    found.find(first, 5.0).set("said", "hello")
+    assert meet(second, 5.0).get("said") == b"hello"
 
 
 def test_ports_that_killed_processes_have_left_are_removed_by_a_later_job(folder):

@@ -7,6 +7,7 @@ import torch
 
 import kvdist.collective as hvd
 from kvdist.collective.process_sets import ProcessSet
+from kvdist.collective.state import current
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
 from tests.collective.ranks import returned, run_ranks
 
@@ -129,6 +130,33 @@ def test_rank_0_stays_for_a_set_of_others_until_they_have_left():
 
     left = threading.Event()
     assert returned(run_ranks(3, program)) == [None, 40.0, 40.0]
+
+
+def test_a_rank_that_leaves_ends_what_it_never_calls_and_still_does_what_it_has_called():
+    def program(rank):
+        first, second = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])
+        if rank == 1:
+            hvd.allreduce_async(torch.full((3,), 5.0), op=hvd.Sum, name="pending")
+            return None  # and the engine is closed, which waits for the others to call it too
+        with pytest.raises(RankLostError, match="rank 1 on host .* has ended"):
+            hvd.barrier(second if rank else first)
+        return hvd.allreduce(torch.full((3,), float(rank)), op=hvd.Sum, name="pending").tolist()
+
+    assert returned(run_ranks(3, program)) == [[7.0] * 3, None, [7.0] * 3]
+
+
+def test_nothing_is_kept_of_sets_that_were_removed():
+    def program(rank):
+        for _ in range(3):
+            made = hvd.add_process_set([0, 1])
+            if rank < 2:
+                hvd.allreduce(torch.ones(3), process_set=made)
+            hvd.remove_process_set(made)
+        engine = current()
+        hvd.barrier()
+        return len(engine._control.member._books), len(engine._closing), list(engine._groups), list(engine.sets)
+
+    assert returned(run_ranks(3, program)) == [(1, 0, [0], [0])] * 3
 
 
 def test_sets_are_forgotten_with_their_engine():

@@ -10,8 +10,8 @@ import torch
 
 import kvdist.collective as hvd
 from kvdist import BarrierTimeout, InitMismatch, KeyNotInitialised, LazyRows, RowSparse, StoreClosed, kv
-from kvdist.errors import CollectiveError, CollectiveMismatch
-from kvdist.kvstore import collective, local
+from kvdist.errors import CheckpointError, CollectiveError, CollectiveMismatch
+from kvdist.kvstore import collective, local, saved
 from kvdist.kvstore.names import COLLECTIVE_NAMES
 from tests.collective.ranks import returned, run_ranks
 
@@ -276,6 +276,36 @@ def test_values_come_back_from_a_checkpoint_with_each_workers_own_state(tmp_path
 
     results = returned(on_ranks(2, program))
     assert results == [(True, 4, {"rank": rank}, 3.0, [0, 1, 2, 3, 4]) for rank in range(2)]
+
+
+def test_a_sum_that_ends_while_the_workers_agree_on_a_checkpoint_keeps_nobody_waiting(tmp_path, monkeypatch):
+    stores, really_find = {}, saved.find
+
+    def find(directory, step):
+        # As another thread may, or the handler of a signal. The engine's thread takes the sum before the ranks agree.
+        stores[threading.get_ident()].push("a", full(50))
+        return really_find(directory, step)
+
+    def program(store, rank):
+        stores[threading.get_ident()] = store
+        store.init("a", full(1))
+        store.save_checkpoint(tmp_path, 4)
+        store.load_checkpoint(tmp_path)
+        return store.pull("a")[0, 0]
+
+    monkeypatch.setattr(saved, "find", find)
+    assert returned(on_ranks(2, program)) == [1.0] * 2
+
+
+def test_states_that_one_worker_cannot_read_fail_on_all(tmp_path):
+    def program(store, rank):
+        store.init("a", full(1))
+        store.save_optimizer_states(tmp_path / "states")
+        with pytest.raises(CheckpointError, match="no-such" if rank else "another worker failed"):
+            store.load_optimizer_states(tmp_path / ("no-such" if rank else "states"))
+        return store.average(float(rank))
+
+    assert returned(on_ranks(2, program)) == [0.5] * 2
 
 
 def test_nccl_is_a_store_of_this_process_where_that_is_alone(caplog):

@@ -172,6 +172,35 @@ hvd.synchronize(handle)
     assert job.said(1).rstrip().endswith("FileNotFoundError: no such file: train.csv")
 
 
+ENDS = {"exit": ("sys.exit(3)", 3), "exception": ("raise FileNotFoundError('train.csv')", 1)}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_ends_while_it_waits_itself_is_named_to_those_who_wait_for_it_in_process_sets(
+    nursery, tmp_path, end
+):
+    statement, code = ENDS[end]
+    body = f"""
+first, second = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])
+if rank == 1:
+    hvd.allreduce_async(ones, name="never called by the others")
+    print("ends at", time.monotonic(), flush=True)
+    {statement}
+try:
+    hvd.barrier(second if rank else first)
+except KvdistError:
+    print("heard at", time.monotonic(), flush=True)
+    raise
+"""
+    job = Job(nursery, tmp_path, body)
+    assert job.ends() == [1, code, 1]
+    ends_at = float(job.said(1).partition("ends at ")[2].split()[0])
+    for rank in (0, 2):
+        assert "RankLostError: rank 1 on host" in job.said(rank)
+        assert f"rank {rank} waited for barrier" in job.said(rank)
+        assert float(job.said(rank).partition("heard at ")[2].split()[0]) - ends_at < SOON_S
+
+
 @pytest.mark.slow
 def test_a_stopped_rank_is_no_dead_one_and_is_told_of_by_name(nursery, tmp_path):
     body = """
@@ -213,6 +242,35 @@ print("well", flush=True)
     assert job.ends() == [0, 0, 0], [job.said(rank) for rank in range(3)]
     for rank in range(3):
         assert "failed ranks called different operations" in job.said(rank) and "well" in job.said(rank)
+
+
+def test_ranks_whose_connections_did_not_come_about_may_begin_again(nursery, tmp_path):
+    program = """
+import os
+import torch
+import kvdist.collective as hvd
+from kvdist.collective.channel import Channel
+from kvdist.errors import KvdistError
+
+opens = Channel.open
+def fail(self):
+    Channel.open = opens
+    raise RuntimeError("no device")
+
+if os.environ["RANK"] == "1":
+    Channel.open = fail
+try:
+    hvd.init()
+except (KvdistError, RuntimeError) as error:
+    print("failed", error, flush=True)
+hvd.init()
+print("sum", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist(), flush=True)
+"""
+    job = Job(nursery, tmp_path, program, head="")
+    # The threads of the first beginning still wait in gloo, see above.
+    assert set(job.ends()) <= {0, -signal.SIGABRT}, [job.said(rank) for rank in range(3)]
+    for rank in range(3):
+        assert "no device" in job.said(rank) and "sum [3.0, 3.0, 3.0]" in job.said(rank)
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ from kvdist.protocol.collective import (
     Gone,
     Hello,
     Joined,
+    LastCalls,
+    Leaving,
     Members,
     Pace,
     Play,
@@ -49,6 +51,8 @@ EXAMPLES = [
     Pace(0, True),
     Stall("slow"),
     Farewell(),
+    LastCalls(((0, 2**40), (7, 0))),
+    Leaving(3, "h", ((0, 2),)),
 ]
 
 
