@@ -198,7 +198,7 @@ except KvdistError:
     for rank in (0, 2):
         assert "RankLostError: rank 1 on host" in job.said(rank)
         assert f"rank {rank} waited for barrier" in job.said(rank)
-        assert float(job.said(rank).partition("heard at ")[2].split()[0]) - ends_at < SOON_S
+        assert float(job.said(rank).partition("heard at ")[2].split()[0]) - ends_at < NOTICED_S
 
 
 @pytest.mark.slow
