@@ -16,6 +16,7 @@ def training_func(epochs=24, steps=500):
     import kvdist.tensorflow as hvd  # import horovod.tensorflow as hvd
 
     hvd.init()
+    tf.random.set_seed(1 + hvd.rank())  # for the test: the same numbers every time
 
     # Pinning GPUs (one GPU per process)
     gpus = tf.config.experimental.list_physical_devices("GPU")

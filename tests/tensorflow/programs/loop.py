@@ -8,6 +8,7 @@ from sklearn.datasets import load_digits
 import kvdist.tensorflow as hvd  # import horovod.tensorflow as hvd
 
 hvd.init()
+tf.random.set_seed(1 + hvd.rank())  # for the test: the same numbers every time
 
 images, labels = load_digits(return_X_y=True)
 dataset = tf.data.Dataset.from_tensor_slices(

@@ -11,6 +11,7 @@ tf.disable_v2_behavior()  # sessions are not the default any more
 
 # Initialize Horovod
 hvd.init()
+tf.set_random_seed(1 + hvd.rank())  # for the test: the same numbers every time
 
 # Pin GPU to be used to process local rank (one GPU per process)
 config = tf.ConfigProto()
