@@ -65,7 +65,10 @@ class Coordinator:
         self._ledgers = {0: Ledger(tuple(range(size)))}
         self._signatures: dict[bytes, Signature] = {JOIN_SIGNATURE.digest: JOIN_SIGNATURE}
         self._heard: dict[int, float] = {}
-        self._suspicion: tuple[float, int, str] | None = None
+        self._suspicions: dict[int, tuple[float, Trouble]] = {}
+        """Rank whose connection broke → when that counts, if nothing has explained it by then."""
+        self._last_calls: dict[int, dict[int, int]] = {}
+        """Rank that calls nothing more → how much it has called of each of its groups."""
         self._is_over = False
         self._answers: Answers = []
 
@@ -99,7 +102,8 @@ class Coordinator:
             case Trouble():
                 self._suspect(rank, message, now)
             case LastCalls():
-                if rank not in self._left and not self._is_over:
+                if rank not in self._left and rank not in self._last_calls and not self._is_over:
+                    self._end_calls(rank, dict(message.counts))
                     self._tell(self._others(rank), Leaving(rank, self._host(rank), message.counts))
             case Bye():
                 self._see_off(rank, message)
@@ -115,8 +119,9 @@ class Coordinator:
 
     def tick(self, now: float) -> Answers:
         """Time has passed."""
-        if self._suspicion is not None and not self._is_over and now >= self._suspicion[0]:
-            self._fail(WHOLE_JOB, self._suspicion[2])
+        due = [trouble for at, trouble in self._suspicions.values() if now >= at]
+        if due and not self._is_over:
+            self._fail(WHOLE_JOB, due[0].text)
         if not self._is_over and not self.missing:
             alive = {rank: host for rank, host in self._hosts.items() if rank not in self._left}
             for number, ledger in self._ledgers.items():
@@ -144,15 +149,31 @@ class Coordinator:
         # Without rank 0 nobody is left to speak with, so its leave is news to the others at any time.
         if not self._is_over or rank == 0:
             self._is_over = self._is_over or bool(bye.failure)
+            done = dict(bye.counts)
+            self._end_calls(rank, {number: done.get(number, 0) for number in self._ledgers})
             self._tell(self._others(rank), Gone(rank, self._host(rank), bye.failure, bye.counts))
 
     def _suspect(self, rank: int, trouble: Trouble, now: float) -> None:
-        if self._is_over or self._suspicion is not None:
+        if self._is_over:
             return
-        if trouble.is_connection:
-            self._suspicion = (now + EXPLAIN_S, rank, trouble.text)
-        else:
+        if not trouble.is_connection:
             self._fail(trouble.group, trouble.text)
+        elif not self._is_explained(trouble):
+            self._suspicions.setdefault(rank, (now + EXPLAIN_S, trouble))
+
+    def _end_calls(self, rank: int, counts: dict[int, int]) -> None:
+        """A rank calls no more than that, and lets go of each group when it is done with it."""
+        self._last_calls[rank] = {
+            number: count
+            for number, count in counts.items()
+            if number in self._ledgers and rank in self._ledgers[number].of
+        }
+        self._suspicions = {of: it for of, it in self._suspicions.items() if not self._is_explained(it[1])}
+
+    def _is_explained(self, trouble: Trouble) -> bool:
+        """Whether somebody has begun, without asking, what a rank that leaves has not called: all else goes on."""
+        counts = [of[trouble.group] for of in self._last_calls.values() if trouble.group in of]
+        return any(trouble.sequence >= count for count in counts)
 
     def _fail(self, group: int, text: str) -> None:
         if group == WHOLE_JOB or group not in self._ledgers:
@@ -201,9 +222,10 @@ class Coordinator:
         while not ledger.has_failed:
             active = ledger.active()
             if not active:
-                awaited -= set(ledger.ranks)
+                # Who has joined may still wait to be admitted to what it called before.
+                self._agree(number, ledger, before, awaited)
                 self._end_join(number, ledger)
-                before = ledger.agreed
+                before, awaited = ledger.agreed, set()
                 continue
             queues = [ledger.of[rank].queue for rank in active]
             if not all(queues):

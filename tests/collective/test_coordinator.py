@@ -18,6 +18,8 @@ from kvdist.protocol.collective import (
     Gone,
     Hello,
     Joined,
+    LastCalls,
+    Leaving,
     Members,
     Pace,
     Play,
@@ -231,6 +233,36 @@ def test_a_broken_connection_that_nothing_explains_ends_the_job():
     assert coordinator.tick(3.1) == [(rank, Fail(WHOLE_JOB, "allreduce failed on rank 0")) for rank in range(2)]
 
 
+LEAVES = {
+    "says its last calls": [LastCalls(((0, 3), (1, 7)))],
+    "has left": [Bye("", ((0, 3), (1, 7)))],
+    "has left while it joined": [LastCalls(((1, 7),)), Bye("", ((0, 3), (1, 7)))],
+}
+
+
+@pytest.mark.parametrize("is_told_first", [False, True])
+@pytest.mark.parametrize("how", LEAVES)
+def test_a_connection_that_a_leaving_rank_has_let_go_of_ends_only_what_it_has_not_called(how, is_told_first):
+    coordinator = came(3)
+    for rank in (1, 2):
+        coordinator.hear(rank, Members(1, (1, 2)), 1.0)
+    said = [(1, message) for message in LEAVES[how]]
+    trouble = [(2, Trouble(group, count, True, "closed by peer")) for group, count in ((0, 3), (1, 7))]
+    for rank, message in said + trouble if is_told_first else trouble + said:
+        coordinator.hear(rank, message, 1.0)
+    assert coordinator.tick(9.0) == []
+    coordinator.hear(2, Trouble(1, 6, True, "closed by peer"), 9.0)
+    assert coordinator.tick(19.0)[0] == (0, Fail(WHOLE_JOB, "closed by peer")), "what it had called was to be done"
+
+
+def test_last_calls_are_told_to_the_others_once_and_not_of_who_has_left():
+    coordinator = came(3)
+    assert coordinator.hear(1, LastCalls(((0, 3),)), 1.0) == [(r, Leaving(1, "h1", ((0, 3),))) for r in (0, 2)]
+    assert coordinator.hear(1, LastCalls(((0, 2),)), 1.0) == []
+    coordinator.hear(2, Bye("", ((0, 3),)), 1.0)
+    assert coordinator.hear(2, LastCalls(((0, 2),)), 1.0) == []
+
+
 def test_rank_0_is_needed_as_long_as_others_have_a_set_without_it():
     coordinator = came(3)
     assert not coordinator.is_needed
@@ -276,6 +308,13 @@ def test_all_have_joined_when_the_last_has_and_it_is_named():
     first.call(SUM)
     second.call(SUM)
     assert third.call(SUM)[-1] == (2, Agreed(0, 3))
+
+
+def test_what_was_called_before_a_join_that_all_have_called_is_agreed_on():
+    _, (first, second) = callers(2)
+    first.call(SUM, GATHER, JOIN_SIGNATURE)
+    answers = second.call(SUM, GATHER, JOIN_SIGNATURE)
+    assert answers[:4] == [(0, Agreed(0, 2)), (1, Agreed(0, 2)), (0, Joined(0, 2, 1)), (1, Joined(0, 2, 1))]
 
 
 @pytest.mark.parametrize("signature", [GATHER, Signature("allreduce", "", ("float32[3]",), "Max")])

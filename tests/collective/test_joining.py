@@ -80,6 +80,15 @@ def test_join_again_and_again():
     assert returned(run_ranks(2, program)) == [True, True]
 
 
+def test_operations_that_are_under_way_when_all_join_are_done():
+    def program(rank):
+        handles = [hvd.allreduce_async(torch.full((3,), float(rank)), op=hvd.Sum, name=f"{i}") for i in range(30)]
+        hvd.join()
+        return [hvd.synchronize(handle)[0].item() for handle in handles]
+
+    assert returned(run_ranks(3, program)) == [[3.0] * 30] * 3
+
+
 def test_a_rank_in_join_hears_of_one_that_leaves():
     def program(rank):
         if rank == 0:

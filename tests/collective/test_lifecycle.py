@@ -351,10 +351,10 @@ def test_the_port_is_found_and_its_file_is_removed_by_whom_it_belongs_to(folder)
 def test_the_port_is_left_again_for_those_who_have_not_come_to_a_beginning_that_failed(folder):
     first, second = (World(rank, 2, rank, 2, meeting=Meeting(job="job")) for rank in range(2))
     found = state._Meeting()
-    found.find(first, 5.0)
+    found.find(first, 60.0)
     forget_port(first)
-    found.find(first, 5.0).set("said", "hello")
-    assert meet(second, 5.0).get("said") == b"hello"
+    found.find(first, 60.0).set("said", "hello")
+    assert meet(second, 60.0).get("said") == b"hello"
 
 
 def test_ports_that_killed_processes_have_left_are_removed_by_a_later_job(folder):
