@@ -27,7 +27,7 @@ from kvdist.collective.refused import RefusedOperation
 from kvdist.collective.signature import JOIN
 from kvdist.collective.streams import DeviceFuture, Stream
 from kvdist.collective.timeline import NO_TIMELINE, Timeline
-from kvdist.errors import CollectiveError
+from kvdist.errors import CollectiveError, PeerLostError
 from kvdist.protocol.collective import Play
 
 BEGUN_MAX = 16
@@ -72,6 +72,8 @@ class Group:
         self.rank = channel.rank
         self.size = channel.size
         self.timeline: Timeline = NO_TIMELINE
+        self.loss: PeerLostError | None = None
+        """What an operation failed with because a rank is gone."""
         self._channel = channel
         self._referee = referee
         self._stand_in = stand_in
@@ -131,6 +133,8 @@ class Group:
                 self._names.discard(called.operation.signature.name)
             error = error_of(str(ended[0].operation.signature) if ended else "")
             self._is_broken = True
+            if ended:
+                self._note(error)
             if self._failure is None or from_sequence < self._fails_from:
                 self._failure, self._fails_from = error_of, from_sequence
         for called in ended:
@@ -157,7 +161,9 @@ class Group:
 
     def _put(self, operation: Operation, future: Future[Any]) -> None:
         if self._failure is not None and self._called >= self._fails_from:
-            raise self._failure(str(operation.signature))
+            error = self._failure(str(operation.signature))
+            self._note(error)
+            raise error
         if self._has_joined:
             raise CollectiveError(f"{operation.signature} is called while join() has not returned; wait for that first")
         signature = operation.signature
@@ -169,6 +175,11 @@ class Group:
         self._waiting[called.sequence] = called
         self._referee.called(self.number, signature)
         self._queue.put(called)
+
+    def _note(self, error: BaseException | None) -> None:
+        """Before anybody is told of it: who is told may ask whether a rank is lost."""
+        if isinstance(error, PeerLostError):
+            self.loss = error
 
     # On the group's thread.
 
@@ -250,6 +261,7 @@ class Group:
         with self._lock:
             self._names.discard(called.operation.signature.name)
             is_waited_for = self._waiting.pop(called.sequence, None) is not None
+            self._note(error)
         self._referee.done(self.number)
         if not is_waited_for:
             return  # `fail` has told it

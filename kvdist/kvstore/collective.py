@@ -119,7 +119,7 @@ class CollectiveStore(KVStore):
 
     def num_dead_nodes(self) -> int:
         """How many workers are known to be lost; the loss of one ends the job. See `KVStore.num_dead_nodes`."""
-        return int(self._copies.has_lost)
+        return int(self._ranks.has_lost)
 
     # Keys.
 

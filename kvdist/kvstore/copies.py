@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvdist.errors import CollectiveMismatch, PeerLostError
+from kvdist.errors import CollectiveMismatch
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, UpdaterFunction, Value
 from kvdist.kvstore.declared import Declared
@@ -69,11 +69,6 @@ class Copies:
         self._predivide = predivide
         self._own: Optimizer | None = None
         self._has_updater = False
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether what was begun last has failed because a worker is gone."""
-        return self.last.done() and isinstance(self.last.exception(), PeerLostError)
 
     def place(self, given: Sequence[tuple[Key, Any, list[Any]]]) -> None:
         """Have rank 0's values in the store and in places."""

@@ -42,7 +42,7 @@ class Ranks:
     def __init__(self, engine: Engine, number: int = EVERYBODY, store: int = 0) -> None:
         self._engine = engine
         self._number = number
-        group = engine.group(number)
+        self._group = group = engine.group(number)
         self.rank = group.rank
         self.size = group.size
         self._root = group.ranks[0]
@@ -51,6 +51,11 @@ class Ranks:
         self._barrier: Future[Any] | None = None
         """One that timed out and that the others may still come to."""
         self._barriers = 0
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether something could not be done because a rank is gone."""
+        return self._group.loss is not None
 
     def submit(self, operation: Operation) -> Future[Any]:
         """Have the ranks do something together."""

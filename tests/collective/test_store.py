@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 import kvdist.collective as hvd
 from kvdist import BarrierTimeout, InitMismatch, KeyNotInitialised, LazyRows, RowSparse, StoreClosed, kv
-from kvdist.errors import CheckpointError, CollectiveError, CollectiveMismatch
+from kvdist.collective.state import current
+from kvdist.errors import CheckpointError, CollectiveError, CollectiveMismatch, RankLostError
 from kvdist.kvstore import collective, local, saved
 from kvdist.kvstore.names import COLLECTIVE_NAMES
 from tests.collective.ranks import returned, run_ranks
@@ -383,13 +385,54 @@ def test_who_gives_nothing_has_no_say_in_whether_it_is_an_average():
     assert returned(on_ranks(2, program)) == [[1.0, 2.0, 1.0]] * 2
 
 
-def test_a_lost_worker_is_counted_however_it_is_noticed():
+def heard_of(store):
+    """Wait until this rank has heard that another one is gone."""
+    deadline = time.monotonic() + 60
+    while store._ranks._group._failure is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+NOTICED = {
+    "by the one who waits": lambda store: store.pushpull_async("a", full(1)).result(60),
+    "by the one who calls": lambda store: (heard_of(store), store.pushpull_async("a", full(1)).result(60)),
+    "at a barrier": lambda store: store.barrier(),
+}
+
+
+@pytest.mark.parametrize("how", NOTICED)
+def test_a_lost_worker_is_counted_however_it_is_noticed(how):
     def program(store, rank):
         store.init("a", full(0))
         if rank == 1:
             raise SystemError("this one ends")
-        with pytest.raises(CollectiveError):
-            store.pushpull_async("a", full(1)).result(20)
+        with pytest.raises(RankLostError):
+            NOTICED[how](store)
         return store.num_dead_nodes()
 
     assert on_ranks(2, program)[0] == 1
+
+
+def test_workers_that_are_done_are_not_lost():
+    gone = threading.Event()
+
+    def be(rank):
+        store = kv.create("collective")
+        store.init("a", full(0))
+        store.pushpull("a", full(1))
+        if rank == 0:
+            assert gone.wait(60)
+            heard_of(store)
+            assert store.num_dead_nodes() == 0
+        store.close()
+        return store.num_dead_nodes()
+
+    def program(rank):
+        try:
+            return be(rank)
+        finally:
+            if rank == 1:
+                current().close()
+                gone.set()
+
+    assert returned(run_ranks(2, program)) == [0, 0]
