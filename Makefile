@@ -4,6 +4,7 @@
 # make test-tensorflow  the tests of kvdist.tensorflow, in an environment of its own
 # make test-all  the slow tests too, those of kvdist.tensorflow, and those of the bridge to MXNet, in an environment of its own; numba's kernels compiled for GPUs
 # make soak      thousands of seeds of the simulated cluster; SOAK_SEEDS=20000 for more
+# make fuzz      the tests of properties with examples that no run has seen; a failing one prints how to repeat it
 # make lint      ruff
 # make types     mypy, strict
 # make bench     the headline numbers beside MXNet, Horovod, gloo and DDP, within 20 minutes; BENCH_FLAGS="--only mlp"
@@ -31,7 +32,7 @@ SOAK_SEEDS ?= 2000
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-machines test-tensorflow test-all soak lint types bench bench-full bench-other gpu clean
+.PHONY: help demo test test-machines test-tensorflow test-all soak fuzz lint types bench bench-full bench-other gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -63,6 +64,9 @@ test-tensorflow:
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation --seeds $(SOAK_SEEDS)
+
+fuzz: $(VENV)/.installed-dev
+	$(PYTEST) -m "hypothesis and not machines" --hypothesis-profile=elsewhere
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .

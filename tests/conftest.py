@@ -41,14 +41,14 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
 # Hypothesis fails an example that takes more than 200 ms, which one does now and then where the machine is busy, and
-# looks at other examples each time. A change is refused for what it does: every run looks at the same, in its own time.
-# `--hypothesis-profile=default --hypothesis-seed=N` looks elsewhere.
+# looks at other examples each time. A change is refused for what it does: every run looks at the same, in its own time,
+# and `make fuzz` looks at others.
 with contextlib.suppress(ImportError):
     import hypothesis
 
-    hypothesis.settings.register_profile(
-        "repeatable", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-    )
+    patient = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.register_profile("repeatable", patient, derandomize=True)
+    hypothesis.settings.register_profile("elsewhere", patient, print_blob=True)
     hypothesis.settings.load_profile("repeatable")
 
 

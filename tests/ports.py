@@ -1,13 +1,16 @@
-"""A port for a test that must name one beforehand."""
+"""Ports for tests that must name one beforehand: held until it is used, or where nobody is given it by accident."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+
+HOST = "127.0.0.1"
 
 
-@contextmanager
+@contextlib.contextmanager
 def held_port(number: int = 0) -> Iterator[int]:
     """A port of loopback at which nobody listens, and which nobody else is given meanwhile.
 
@@ -19,5 +22,14 @@ def held_port(number: int = 0) -> Iterator[int]:
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", number))
+        held.bind((HOST, number))
         yield held.getsockname()[1]
+
+
+def free_port() -> int:
+    """A port below those that the system hands out, so that nobody gets it by accident."""
+    while True:
+        port = 20000 + int.from_bytes(os.urandom(2), "big") % 12000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port

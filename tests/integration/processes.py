@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests.ports import HOST, free_port
+
 PROGRAMS = Path(__file__).with_name("programs")
 MARK = "PYTEST_JOB_OF_KVDIST"
-HOST = "127.0.0.1"
 TIMEOUT_S = 100.0
 """For anything that must happen at all. What must happen soon has a deadline of its own in its test."""
 NOTICED_S = 30.0
@@ -262,15 +263,6 @@ def program(*command: str) -> list[str]:
     if first.endswith(".py"):
         return [sys.executable, str(PROGRAMS / first), *arguments]
     return [first, *arguments]
-
-
-def free_port() -> int:
-    """A port below those that the system hands out, so that nobody gets it by accident."""
-    while True:
-        port = 20000 + int.from_bytes(os.urandom(2), "big") % 12000
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            return port
 
 
 def environment_of(pid: int) -> dict[str, str]:

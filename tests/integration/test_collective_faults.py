@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import NOTICED_S, TIMEOUT_S, free_port
+from tests.integration.processes import NOTICED_S, TIMEOUT_S
+from tests.ports import free_port
 
 HEAD = """
 import os, sys, time

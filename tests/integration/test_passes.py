@@ -29,7 +29,8 @@ from kvdist.nodes import Role
 from kvdist.transport.opening import open_transport
 from kvdist.transport.shared_memory import SharedMemoryTransport
 from kvdist.transport.zeromq import ZeroMQTransport
-from tests.integration.processes import HOST, free_port
+from tests.integration.processes import HOST
+from tests.ports import free_port
 from tests.transport.patience import PATIENCE_S, PATIENT
 
 WORKERS = SERVERS = 2

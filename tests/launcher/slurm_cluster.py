@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 READY_S = 30.0
 
@@ -71,7 +73,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
     host = socket.gethostname().partition(".")[0]
-    ports = {"ctld_port": _free_port(), "slurmd_port": _free_port()}
+    ports = {"ctld_port": free_port(), "slurmd_port": free_port()}
     text = CONFIGURATION.format(folder=folder, host=host, address="127.0.0.1", **ports)
     (folder / "slurm.conf").write_text(text)
     env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -115,9 +117,3 @@ def _await(condition: Callable[[], bool], folder: Path) -> None:
             logs = [f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}" for path in paths]
             raise AssertionError("the cluster did not come so far\n" + "\n".join(logs))
         time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -26,7 +26,7 @@ from kvdist.transport.endpoints import split_host
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.shared_memory import SharedMemoryTransport
 from kvdist.transport.zeromq import ZeroMQTransport
-from tests.integration.processes import free_port
+from tests.ports import free_port
 from tests.transport.encrypted import Encrypted
 from tests.transport.patience import PATIENCE_S, PATIENT
 

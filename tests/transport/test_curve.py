@@ -19,7 +19,7 @@ from kvdist.transport.base import Arrived, Connected, Disconnected, Event, Refus
 from kvdist.transport.curve import ZAP_DOMAIN, ZAP_ENDPOINT, Doorkeeper, hkdf_sha256
 from kvdist.transport.greeting import SUSPICIOUS_FAILURES, Suspicion, mechanism_at
 from kvdist.transport.zeromq import ZeroMQTransport
-from tests.integration.processes import free_port
+from tests.ports import free_port
 from tests.transport.encrypted import EVERYBODY, SECRET, credentials
 from tests.transport.patience import PATIENCE_S, PATIENT
 
