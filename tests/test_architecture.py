@@ -190,9 +190,6 @@ MAY_IMPORT_BY_NAME = {"kvdist/__init__.py", "kvdist/__main__.py"}
 resolved late, and modules that whoever starts a server names on its command line."""
 
 FUNCTION_LINES_MAX = 70
-FILE_LINES_MAX = 500
-LONGER_FILES: dict[str, int] = {}
-"""Files over the limit and the length that each may have. Lower a number when its file shrinks; add none lightly."""
 
 HEAVY = ("torch", "numba", "cupy", "sklearn", "scipy", "keras", "tensorflow")
 """Libraries that `import kvdist` and a server do without until something asks for them."""
@@ -419,20 +416,6 @@ def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (first.end_lineno or first.lineno) - first.lineno + 1 if ast.get_docstring(node) is not None else 0
 
 
-def file_faults(sources: Iterable[Source], longer: dict[str, int]) -> list[str]:
-    """Files over the limit, and allowances that are larger than they need to be: the ratchet turns one way."""
-    lengths = {source.path: len(source.text.splitlines()) for source in sources}
-    faults = [
-        f"{path} has {lines} lines, {longer.get(path, FILE_LINES_MAX)} allowed"
-        for path, lines in lengths.items()
-        if lines > longer.get(path, FILE_LINES_MAX)
-    ]
-    for path, allowed in longer.items():
-        if lengths.get(path, 0) < allowed - 20:
-            faults.append(f"{path} has {lengths.get(path, 0)} lines: lower its allowance of {allowed}, or drop it")
-    return faults
-
-
 def path_faults(path: str, text: str) -> list[str]:
     """Paths of the machine on which somebody wrote it."""
     machine = ("/" + "work/", "/" + "root/", "/home" + "/runner")
@@ -479,10 +462,6 @@ def test_nothing_runs_what_it_was_sent_or_ends_its_caller(source: Source) -> Non
 @pytest.mark.parametrize("source", LIBRARY + LAUNCHER, ids=lambda source: source.module)
 def test_functions_are_short(source: Source) -> None:
     assert length_faults(source) == []
-
-
-def test_files_are_short_and_those_that_are_not_only_shrink() -> None:
-    assert file_faults(LIBRARY + LAUNCHER, LONGER_FILES) == []
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
@@ -638,14 +617,6 @@ def test_a_long_function_is_found_and_its_docstring_is_free() -> None:
     assert len(length_faults(wrong(f"def f():\n{body}"))) == 1
     docstring = '    """' + "word\n" * 90 + '    """\n'
     assert length_faults(wrong(f"def f():\n{docstring}    return 1\n")) == []
-
-
-def test_a_long_file_is_found_and_so_is_a_stale_allowance() -> None:
-    long = wrong("x = 1\n" * (FILE_LINES_MAX + 50))
-    assert len(file_faults([long], {})) == 1
-    assert file_faults([long], {long.path: FILE_LINES_MAX + 50}) == []
-    assert len(file_faults([long], {long.path: FILE_LINES_MAX + 49})) == 1
-    assert len(file_faults([wrong("x = 1\n")], {"kvdist/core/shard.py": 550})) == 1
 
 
 def test_a_path_of_one_machine_is_found() -> None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests.namespaces import Host
 from tests.ports import HOST, free_port
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -113,10 +114,14 @@ class Job:
         for name in ["scheduler", *(f"server-{i}" for i in range(servers)), *(f"worker-{i}" for i in range(workers))]:
             self.node(name, workers, servers, *command, **variables)
 
-    def node(self, name: str, workers: int, servers: int, *command: str, **variables: str) -> Process:
+    def node(
+        self, name: str, workers: int, servers: int, *command: str, host: Host | None = None, **variables: str
+    ) -> Process:
         """Start one process of a cluster by hand; servers and scheduler run ``python -m kvdist``."""
         role, _, rank = name.partition("-")
         argv = program(*command) if role == "worker" else [sys.executable, "-m", "kvdist"]
+        if host is not None:
+            argv = host.inside(*argv)
         env = self.environment(role, workers, servers)
         if rank:
             env["KVDIST_RANK"] = rank

@@ -3,25 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.integration.processes import program
 from tests.integration.test_patience import SLOW
+from tests.namespaces import Host, link
 
 ON = {"KVDIST_LOCAL_REDUCE": "on"}
-FAR, NEAR = "kvdist-test-far", "kvdist-test-near"
-FAR_ADDRESS, NEAR_ADDRESS = "10.213.7.1", "10.213.7.2"
-CARD = "kvdist-near"
 PUSHED_BYTES = 10 * 300_001 * 4
 """What one worker pushes in `programs/local_reduce.py traffic`."""
 
@@ -107,75 +101,34 @@ def test_a_slow_follower_is_waited_for_and_named(job, tmp_path):
 
 
 @pytest.fixture
-def hosts() -> Iterator[None]:
-    """Two network namespaces with a pair of virtual cards between them."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the program ip")
-    commands = [
-        f"ip netns add {FAR}",
-        f"ip netns add {NEAR}",
-        f"ip link add {CARD} netns {NEAR} type veth peer name kvdist-far netns {FAR}",
-        f"ip -n {NEAR} address add {NEAR_ADDRESS}/24 dev {CARD}",
-        f"ip -n {FAR} address add {FAR_ADDRESS}/24 dev kvdist-far",
-        *(f"ip -n {name} link set {card} up" for name, card in [(NEAR, CARD), (FAR, "kvdist-far")]),
-        *(f"ip -n {name} link set lo up" for name in (NEAR, FAR)),
-    ]
-    remove_hosts()
-    try:
-        for command in commands:
-            made = subprocess.run(command.split(), capture_output=True, text=True, check=False)
-            if made.returncode:
-                pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
-        yield
-    finally:
-        remove_hosts()
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with link() as pair:
+        yield pair
 
 
-def remove_hosts() -> None:
-    for name in (FAR, NEAR):
-        with contextlib.suppress(OSError):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
-def sent_and_received(job, setting: str, attempt: int = 0, workers: int = 2) -> tuple[int, int]:
+def sent_and_received(job, hosts, setting: str, attempt: int = 0, workers: int = 2) -> tuple[int, int]:
     """Bytes over the card of the workers' host in a job whose server is on the other."""
-    shared = {
-        "DMLC_PS_ROOT_URI": FAR_ADDRESS,
-        "DMLC_NUM_WORKER": str(workers),
-        "DMLC_NUM_SERVER": "1",
-        "DMLC_PS_ROOT_PORT": str(job.port),
-        "KVDIST_SECURITY": "none",
-        "KVDIST_LOCAL_REDUCE": setting,
-    }
-    before = counted()
+    far, near = hosts
+    shared = {"DMLC_PS_ROOT_URI": far.address, "KVDIST_SECURITY": "none", "KVDIST_LOCAL_REDUCE": setting}
+    before = near.traffic()
     for role in ("scheduler", "server"):
-        inside = ["ip", "netns", "exec", FAR, sys.executable, "-m", "kvdist"]
-        job.start(f"{role} {setting} {attempt}", inside, **shared, DMLC_ROLE=role, DMLC_NODE_HOST=FAR_ADDRESS)
+        inside = far.inside(sys.executable, "-m", "kvdist")
+        variables = {**job.environment(role, workers, 1), **shared, "DMLC_NODE_HOST": far.address}
+        job.start(f"{role} {setting} {attempt}", inside, **variables)
     for rank in range(workers):
-        inside = ["ip", "netns", "exec", NEAR, *program("local_reduce.py", "traffic")]
-        job.start(f"worker-{rank} {setting} {attempt}", inside, **shared, DMLC_ROLE="worker", KVDIST_RANK=str(rank))
+        inside = near.inside(*program("local_reduce.py", "traffic"))
+        variables = {**job.environment("worker", workers, 1), **shared, "KVDIST_RANK": str(rank)}
+        job.start(f"worker-{rank} {setting} {attempt}", inside, **variables)
     job.succeed()
-    after = counted()
+    after = near.traffic()
     return after[0] - before[0], after[1] - before[1]
 
 
-def counted() -> tuple[int, int]:
-    """What the card has sent and received, in bytes."""
-    folder = Path("/sys/class/net") / CARD / "statistics"
-    found = subprocess.run(
-        ["ip", "netns", "exec", NEAR, "cat", str(folder / "tx_bytes"), str(folder / "rx_bytes")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    sent, received = map(int, found.stdout.split())
-    return sent, received
-
-
-@pytest.mark.usefixtures("hosts")
-def test_two_workers_of_a_host_send_as_many_bytes_over_the_network_as_one(job):
-    alone = sent_and_received(job, "off")
+def test_two_workers_of_a_host_send_as_many_bytes_over_the_network_as_one(job, hosts):
+    alone = sent_and_received(job, hosts, "off")
     assert all(number > 1.9 * PUSHED_BYTES for number in alone), alone
     for attempt in range(3):
-        together = sent_and_received(job, "auto", attempt)
+        together = sent_and_received(job, hosts, "auto", attempt)
         assert leaders(job.processes[f"worker-0 auto {attempt}"].text) == 1
         # A machine that stands still for seconds has a worker push by itself, or a message said again.
         if max(together) < 1.2 * PUSHED_BYTES:
