@@ -100,6 +100,22 @@ def test_all_reduce_is_not_compared_with_what_it_cannot_do(workload: ModuleType)
     assert "dist_async" in systems.SYSTEMS["gloo-flat"].refuses(systems.Work(spec, store="dist_async"))
 
 
+def test_a_row_is_slower_only_if_its_whole_interval_is() -> None:
+    compare, noise = load("compare").compare, np.random.default_rng(1).normal(1.0, 0.1, (2, 15))
+    steady = compare([1.0] * 15, [1.1] * 15)
+    assert steady.is_slower and steady.low == steady.ratio == steady.high == pytest.approx(1 / 1.1)
+    same = compare(noise[0], noise[1])
+    assert not same.is_slower and same.low < 1 < same.high
+    assert compare(noise[0], 1.5 * noise[1]).is_slower
+
+
+def test_a_comparison_in_which_both_sides_run_the_same_code_is_refused(tmp_path: Path) -> None:
+    compare = load("compare")
+    compare.check_imports(compare.ROOT)
+    with pytest.raises(RuntimeError, match="was to be measured, but Python imports"):
+        compare.check_imports(tmp_path)
+
+
 def test_processes_that_fail_end_their_companions_and_are_quoted() -> None:
     cluster = load("cluster")
     words = [sys.executable, "-c"]
