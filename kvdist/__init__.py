@@ -34,8 +34,7 @@ from kvdist.errors import (
 from kvdist.version import __version__
 
 if TYPE_CHECKING:
-    from kvdist import collective, horovod, lr_scheduler, optimizer, profiler
-    from kvdist import kvstore as kv
+    from kvdist import collective, horovod, kv, lr_scheduler, optimizer, profiler
     from kvdist.buffers import sync_buffers
     from kvdist.data import SplitSampler, split_and_load, split_data
     from kvdist.embedding import Embedding
@@ -90,7 +89,7 @@ __all__ = [
 _MODULES = {
     "collective": "kvdist.collective",
     "horovod": "kvdist.horovod",
-    "kv": "kvdist.kvstore",
+    "kv": "kvdist.kv",
     "lr_scheduler": "kvdist.lr_scheduler",
     "optimizer": "kvdist.optimizer",
     "profiler": "kvdist.profiler",

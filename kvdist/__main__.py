@@ -54,6 +54,7 @@ from kvdist.profiling import PROFILER_HEAD, Profiler
 from kvdist.transport.inherited import address_of_listener
 from kvdist.transport.opening import bind_port, open_sockets, open_transport
 from kvdist.variables import device_names
+from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")
 
@@ -137,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where a server sums and updates: cpu, cuda:0, or a list such as cuda:0,cuda:1 that servers take in turn"
         " (default: what KVDIST_SERVER_DEVICE says, or cpu)",
     )
+    parser.add_argument("--version", action="version", version=f"kvdist {__version__}")
     add_commands(parser)
     return parser
 

@@ -74,6 +74,7 @@ FLOORS = {
     "kvdist.training_state": 7,
     "kvdist.watch": 7,
     "kvdist.horovod": 8,
+    "kvdist.kv": 7,
     "kvdist.keras": 8,
     "kvdist.tensorflow": 8,
     "kvdist": 9,

@@ -1,6 +1,6 @@
 """Stores by name: `create`, and `register` for stores of your own, `register_command` for handlers on servers.
 
-Public as ``kvdist.kv``.
+Public as `kvdist.kv`.
 """
 
 from __future__ import annotations

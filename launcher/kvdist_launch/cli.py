@@ -27,6 +27,7 @@ from kvdist_launch.logs import Logs, RankFolders
 from kvdist_launch.options import asked, is_elsewhere, parse_options, split_command
 from kvdist_launch.output import PROGRAM, Sink
 from kvdist_launch.plan import HostFacts, Job, Process, plan, thread_note, worker_lines
+from kvdist_launch.probe import usable_cores
 from kvdist_launch.request import ROLE_COMMAND, Request, encrypts, hosts_of, job_of, patience_of
 from kvdist_launch.secret import draw_for_one_machine
 from kvdist_launch.supervisor import Interrupted, Supervisor
@@ -234,7 +235,7 @@ def _run_on_hosts(
 def _launcher_facts(hosts: Sequence[Host]) -> HostFacts:
     """This machine; ``python`` will be the interpreter that runs the launcher, on every host."""
     address = LOOPBACK if all(host.is_local for host in hosts) else host_name()
-    return HostFacts(len(os.sched_getaffinity(0)), sys.executable, address, os.environ)
+    return HostFacts(usable_cores(), sys.executable, address, os.environ)
 
 
 def _assumed_facts(host: Host, launcher: HostFacts) -> HostFacts:

@@ -33,6 +33,7 @@ from kvdist_launch.hosts import Host
 from kvdist_launch.listening import listen, port_of, ports_of
 from kvdist_launch.output import TextSink
 from kvdist_launch.plan import PYTHON, HostFacts, Job, Process, plan, worker_lines
+from kvdist_launch.probe import usable_cores
 from kvdist_launch.secret import draw_for_one_machine
 from kvdist_launch.signals import Mailbox, Signals
 from kvdist_launch.supervisor import Supervisor
@@ -149,7 +150,7 @@ def run(
 
 
 def _plan(np: int, servers: int, env: Mapping[str, str], port: int) -> list[Process]:
-    here = HostFacts(len(os.sched_getaffinity(0)), sys.executable, LOOPBACK, os.environ)
+    here = HostFacts(usable_cores(), sys.executable, LOOPBACK, os.environ)
     job = Job(
         num_workers=np,
         num_servers=servers,

@@ -22,6 +22,7 @@ from kvdist_launch.meeting import listening_address, root_addresses
 from kvdist_launch.placement import LAUNCHER
 from kvdist_launch.plan import HostFacts, Job, Process, plan, root_host, thread_note, worker_lines
 from kvdist_launch.preflight import explained, judge, require_all, table
+from kvdist_launch.probe import usable_cores
 from kvdist_launch.secret import draw
 from kvdist_launch.ssh import SshOptions
 from kvdist_launch.supervisor import Supervisor
@@ -209,7 +210,7 @@ class _Course:
         ]
 
     def _launcher(self) -> HostFacts:
-        return HostFacts(len(os.sched_getaffinity(0)), sys.executable, self._addresses[0], self._environ)
+        return HostFacts(usable_cores(), sys.executable, self._addresses[0], self._environ)
 
     def _assignments(self, processes: Sequence[Process]) -> list[tuple[Crew, list[Process]]]:
         """What each crew starts. This machine's is one more if only the scheduler runs here."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvdist.errors import ConfigError
 from kvdist.variables import device_names
+from kvdist.version import __version__
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "none")
 FORMATS = ("sbatch", "kubernetes", "compose", "systemd")
@@ -109,19 +110,7 @@ def asked(options: argparse.Namespace) -> list[str]:
     return found
 
 
-class ShowVersion(argparse.Action):
-    """Print the version and exit. argparse's own action wants to know it beforehand, and finding it takes time."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        # Imported here because it costs a third of the launcher's whole start, and few ask for the version.
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(f"{parser.prog} {version('kvdist')}")
-        except PackageNotFoundError:
-            print(f"{parser.prog} (unknown version: kvdist is not installed as a package)")
-        parser.exit()
-
+SHOW_VERSION = {"action": "version", "version": f"%(prog)s {__version__}", "help": "print the version and exit"}
 
 class ShowExample(argparse.Action):
     """Print a hostfile and exit."""
@@ -310,7 +299,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--example-hostfile",), {"action": ShowExample, "nargs": 0, "help": "print a hostfile and exit"}),
         (("--print-completion",), {"action": ShowCompletion, **_choice(("bash", "zsh"), "print the script that"
          " completes these options in a shell, and exit")}),
-        (("--version",), {"action": ShowVersion, "nargs": 0, "help": "print the version and exit"}),
+        (("--version",), SHOW_VERSION),
         (("-h", "--help"), {"action": "help", "help": "print this text and exit"}),
     )),
 )  # fmt: skip

@@ -25,13 +25,20 @@ ENVIRON = ("CUDA_VISIBLE_DEVICES", "SSH_CONNECTION")
 """The variables of the host that a plan wants to know."""
 
 
+def usable_cores() -> int:
+    """How many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS has no affinities
+
+
 def facts_of_this_host() -> dict[str, Any]:
     """What is true whatever the job is."""
     return {
         "version": __version__,
         "python": sys.executable,
         "python_version": ".".join(map(str, sys.version_info[:3])),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "gpus": len(glob.glob("/dev/nvidia[0-9]*")),
         "name": socket.gethostname(),
         "home": os.path.expanduser("~"),

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvdist_launch.options import (
+    SHOW_VERSION,
     Option,
-    ShowVersion,
     flag,
     grouped_parser,
     repeated,
@@ -220,7 +220,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
     ("other", (
         (("-cb", "--check-build"), {"action": ShowBuild, "nargs": 0, "help": "print what can be trained with and"
          " exit"}),
-        (("-v", "--version"), {"action": ShowVersion, "nargs": 0, "help": "print the version and exit"}),
+        (("-v", "--version"), SHOW_VERSION),
         (("-h", "--help"), {"action": "help", "help": "print this text and exit"}),
     )),
 )  # fmt: skip

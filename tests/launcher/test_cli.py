@@ -202,6 +202,13 @@ def test_the_version_is_printed_without_a_command(capsys):
     assert capsys.readouterr().out.startswith("kvdist-launch ")
 
 
+def test_a_system_without_affinities_counts_all_cores(monkeypatch, capfd):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert main(["-n", "1", "-s", "1", "--dry-run", "true"]) == 0
+    assert f"OMP_NUM_THREADS={os.cpu_count()}" in capfd.readouterr().out
+
+
 def test_the_threads_given_to_each_worker_are_said_unless_the_user_chose_them(launch, monkeypatch):
     words = ("-n", "1", "-s", "1", "true")
     assert "kvdist-launch: OMP_NUM_THREADS=" not in launch("--env", "OMP_NUM_THREADS=1", *words).finish()[2]
