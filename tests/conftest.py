@@ -1,8 +1,9 @@
 """What holds for every test: nothing is left behind, and nothing of the caller's environment leaks in.
 
 A test fails when it leaves a thread, a child process or an open descriptor. What can outlive its maker (grandchildren,
-shared memory, files in the run-time directory) is looked for once, at the end of the run and by the process that
-outlives the others, so that tests running side by side cannot accuse each other.
+files in the run-time directory) is looked for once, at the end of the run and by the process that outlives the others,
+so that tests running side by side cannot accuse each other. It counts what is of this run: processes by a mark in their
+environment, files because all processes of the run have a directory of its own. Jobs of others may run meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import multiprocessing.resource_tracker
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -32,8 +34,8 @@ LOOK_AGAIN_S = 0.05
 """How often it is looked for where its end cannot be waited for."""
 
 RUN_MARK = "PYTEST_RUN_OF_KVDIST"
-OURS = ("kvdist", "psm_kvdist")
-"""How the names of files begin that kvdist makes outside the project."""
+OURS = "kvdist*"
+"""The names of files that kvdist makes outside the project."""
 
 
 # Set before anything imports a numeric library: side by side on two cores, more threads only get in each other's way.
@@ -81,7 +83,11 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(os.environ):
         if name.startswith(("DMLC_", "KVDIST_", "MXNET_", "PS_")):
             del os.environ[name]
-    os.environ.setdefault(RUN_MARK, str(os.getpid()))
+    if RUN_MARK not in os.environ:  # else this is one of several processes of a run
+        os.environ[RUN_MARK] = str(os.getpid())
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where pytest keeps the last runs' files
+        os.environ["TMPDIR"] = os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="run-")
+        tempfile.tempdir = None  # to be looked up again
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell without job control starts what runs in the background so, and children would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,10 +95,6 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup
     paths = [str(ROOT), str(ROOT / "launcher"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
-    config.stash[FILES_BEFORE] = machine_files()
-
-
-FILES_BEFORE = pytest.StashKey[set[str]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -271,14 +273,9 @@ def grown_since(before: Counter[str]) -> Counter[str]:
 # Once, at the end: what only the machine remembers.
 
 
-def machine_files() -> set[str]:
-    """Files of kvdist in shared memory and in the directories for sockets."""
-    folders = {"/dev/shm", tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", "/dev/shm")}
-    found: set[str] = set()
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            found.update(os.path.join(folder, name) for name in os.listdir(folder) if name.startswith(OURS))
-    return found
+def run_files() -> list[str]:
+    """Files of kvdist in this run's directory for temporary files, which is also that for sockets and secrets."""
+    return sorted(str(path) for path in Path(os.environ["XDG_RUNTIME_DIR"]).rglob(OURS))
 
 
 def marked_processes() -> list[str]:
@@ -293,9 +290,9 @@ def marked_processes() -> list[str]:
     return found
 
 
-def left_on_the_machine(config: pytest.Config) -> list[str]:
-    """Processes of this run, and files that were not there when it began."""
-    return marked_processes() + sorted(machine_files() - config.stash[FILES_BEFORE])
+def left_on_the_machine() -> list[str]:
+    """Processes and files of this run."""
+    return marked_processes() + run_files()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -303,11 +300,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if os.environ[RUN_MARK] != str(os.getpid()):
         return  # one of several: the process that started them looks when all are done
     deadline = time.monotonic() + GRACE_S
-    while (left := left_on_the_machine(session.config)) and time.monotonic() < deadline:
+    while (left := left_on_the_machine()) and time.monotonic() < deadline:
         time.sleep(LOOK_AGAIN_S)  # a guard that is just ending what it guards, say; nobody's child can be waited for
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("\nleft behind on this machine by the test run: " + "; ".join(left), file=sys.stderr)
+    shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 LEAKY_TESTS = '''
-import socket, subprocess, sys, threading
+import os, socket, subprocess, sys, threading
 
 import pytest
 
@@ -46,8 +46,12 @@ def test_grandchild():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_machine_file():
-    open("kvdist-left.sock", "w").close()
+def test_file():
+    open(os.environ["XDG_RUNTIME_DIR"] + "/kvdist-left.sock", "w").close()
+
+
+def test_file_of_another_job():
+    open("kvdist-of-others.sock", "w").close()
 '''
 
 
@@ -67,4 +71,5 @@ def test_whatever_a_test_leaves_behind_makes_the_run_red(tmp_path: Path) -> None
     assert guilty == {"test_thread", "test_child", "test_descriptor"}
     assert "left behind on this machine" in done.stderr
     assert len(re.findall(r"process \d+ ", done.stderr)) == 2
-    assert "kvdist-left.sock" in done.stderr
+    assert "kvdist-left.sock" in done.stderr and "kvdist-of-others.sock" not in done.stderr
+    assert not list(tmp_path.glob("run-*")), "the run's own directory is removed"

@@ -46,7 +46,7 @@ StrictModes no
 UsePAM no
 PrintMotd no
 AcceptEnv none
-SetEnv PYTHONPATH={pythonpath} TMPDIR={folder}/tmp
+SetEnv PYTHONPATH={pythonpath} TMPDIR={folder}/tmp XDG_RUNTIME_DIR={folder}/tmp
 LogLevel VERBOSE
 """
 
@@ -110,6 +110,10 @@ class Machine:
                         found[int(entry.name)] = line
         return found
 
+    def files(self) -> list[str]:
+        """Files of kvdist that lie in this machine's folder for temporary ones."""
+        return sorted(str(path) for path in (self.folder / "tmp").glob("kvdist*"))
+
     def run(self, *words: str, check: bool = True) -> None:
         """Run a command as a process of this machine would be: with its network and its mounts."""
         assert self.daemon is not None
@@ -140,9 +144,9 @@ class Machines:
         return self.folder / "home"
 
     def left_after(self, within_s: float) -> list[str]:
-        """What still runs on any machine but the launcher's so long from now, as command lines; [] once none does."""
+        """What is left so long from now on any machine but the launcher's: command lines of processes, and files."""
         deadline = time.monotonic() + within_s
-        while left := [line for one in self.machines.values() for line in one.processes().values()]:
+        while left := [line for one in self.machines.values() for line in (*one.processes().values(), *one.files())]:
             if time.monotonic() > deadline:
                 return left
             time.sleep(0.05)  # they are nobody's children here, so their end cannot be waited for
