@@ -17,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from kvdist.checkpoint.slices import updates_in
+from kvdist.data import Batches, HandedOut, count_as_used
 from kvdist.exchange import Exchange, Grads, divide
 from kvdist.finite import refuse_nonfinite
 from kvdist.kvstore import create as create_store
@@ -127,6 +128,7 @@ class Trainer:
         self._rejects_nonfinite = reject_nonfinite
         self._nonfinite_steps = 0
         self._updates = 0
+        self._handed_out: HandedOut = {}
         self._torch_optimizer: TorchOptimizer | None = None
         self._local = LocalUpdate(self._optimizer, self._parameters)
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
@@ -170,6 +172,24 @@ class Trainer:
         self._start()
         self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
 
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """The batches of a loader, unchanged; its `SplitSampler` counts those that have reached a step.
+
+        ``for inputs, targets in trainer.batches(loader):`` takes the place of ``for inputs, targets in loader:`` where
+        the sampler's position is saved. Then ``sampler.state_dict()`` is the position after the last `step`: the
+        batches up to that one are in it, neither those that the loader's worker processes have prepared nor those whose
+        gradients wait for the next step (`no_sync`, or several backward passes). A run that goes on from there, in
+        the same process after a ``break`` or in another one, makes the steps that are left, with each example once.
+
+        What is returned has the loader's length, and may be iterated once per epoch or made anew each time. For
+        validation iterate the loader itself: no step follows. A loader without a `SplitSampler` is only iterated.
+
+        Args:
+            loader: a ``torch.utils.data.DataLoader`` with ``sampler=SplitSampler(...)``, or with torch's
+                ``BatchSampler`` of one; any other iterable.
+        """
+        return Batches(loader, self._handed_out)
+
     def skip_step(self) -> None:
         """Take part in a step without gradients, so that the other workers do not wait for this one's.
 
@@ -184,6 +204,7 @@ class Trainer:
         self._start()
         self._require_weights_unchanged()
         self._skip_step()
+        count_as_used(self._handed_out)
 
     def as_torch_optimizer(self) -> TorchOptimizer:
         """This trainer as a ``torch.optim.Optimizer``: for torch's schedulers, `torch.amp.GradScaler`, Lightning.
@@ -247,6 +268,7 @@ class Trainer:
         summed, self._summed = self._summed or [True] * len(grads), None
         given = [grad is not None and is_summed for grad, is_summed in zip(grads, summed, strict=True)]
         self._update_here(self._divisor(batch_size), given)
+        count_as_used(self._handed_out)
 
     def broadcast_parameters(self) -> None:
         """Make rank 0's present weights everybody's, on all devices and on the store; the optimizer's state stays.
@@ -407,11 +429,15 @@ class Trainer:
         refuse_untrained(self._untrained)
         if self._overlap is not None:
             self._finish_overlap(self._overlap, divisor, on_stale)
+            count_as_used(self._handed_out)
             return
         self._require_weights_unchanged()
         grads = self._watch.grads(on_stale)
         self._require_finite(grads)
-        average = batch_size is None
+        self._make_step(grads, batch_size is None, divisor)
+        count_as_used(self._handed_out)
+
+    def _make_step(self, grads: Grads, average: bool, divisor: float) -> None:
         if self._exchange is None:
             self._update_here(divisor, [grad is not None for grad in grads])
         elif self._update_on_kvstore:

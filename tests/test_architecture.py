@@ -115,6 +115,7 @@ SIDEWAYS = {
     ("kvdist.tensorflow", "kvdist.horovod"),
     ("kvdist.tensorflow", "kvdist.keras"),
     ("kvdist.torch_optimizer", "kvdist.parameters"),
+    ("kvdist.trainer", "kvdist.data"),
     ("kvdist.trainer", "kvdist.exchange"),
     ("kvdist.trainer", "kvdist.finite"),
     ("kvdist.trainer", "kvdist.local_update"),
