@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvdist.errors import ConfigError
-from kvdist.variables import one_of, port_range
+from kvdist.variables import check_security, port_range, security_settings
 
 START_TIMEOUT_S = 30.0
 STALL_CHECK_S = 10.0
@@ -26,8 +26,8 @@ class CollectiveSettings:
         stall_shutdown_s: one waited for longer than this ends the job; 0 for never.
         timeline: where the timeline of rank 0 is written from the start; '' for nowhere.
         timeline_marks_cycles: whether it shows where the thread of operations began to work.
-        security: ``none`` or ``curve``; None encrypts what is said between ranks if there is a secret.
-        secret_file: where the secret of the job lies.
+        security: ``none`` or ``curve``; several ranks refuse ``curve``, as nothing encrypts their values.
+        secret_file: where the secret of the job lies, which several ranks refuse likewise.
         port_range: the first and the last port at which rank 0 may listen where it chooses.
         interface: the interface, or the network, by which the ranks are to talk; '' for that which leads to rank 0.
         node_host: the address of this machine towards the others; '' for that of the interface.
@@ -59,8 +59,8 @@ def settings_of(env: Mapping[str, str]) -> CollectiveSettings:
     if start_timeout_s == 0:
         raise ConfigError("KVDIST_START_TIMEOUT_S is 0; the ranks need some time to find each other")
     timeline = env.get("KVDIST_TIMELINE") or env.get("HOROVOD_TIMELINE") or ""
-    security = (env.get("KVDIST_SECURITY") or "").lower() or None
-    one_of("KVDIST_SECURITY", security, (None, "none", "curve"))
+    security, secret_file = security_settings(env)
+    check_security(security, secret_file)
     return CollectiveSettings(
         start_timeout_s,
         stall_check_s,
@@ -69,7 +69,7 @@ def settings_of(env: Mapping[str, str]) -> CollectiveSettings:
         "" if timeline.upper() == "DYNAMIC" else timeline,
         _flag(env, "KVDIST_TIMELINE_MARK_CYCLES") or _flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
         security,
-        env.get("KVDIST_SECRET_FILE") or None,
+        secret_file,
         port_range(env.get("KVDIST_PORT_RANGE") or ""),
         env.get("KVDIST_INTERFACE") or "",
         env.get("KVDIST_NODE_HOST") or "",

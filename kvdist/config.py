@@ -23,11 +23,13 @@ from kvdist.variables import FOREIGN_LAUNCHERS as FOREIGN_LAUNCHERS
 from kvdist.variables import (
     SLICE_THRESHOLD,
     both,
+    check_security,
     device_names,
     integer,
     one_of,
     port_range,
     refuse_foreign_launcher,
+    security_settings,
     with_twins,
 )
 from kvdist.variables import TWINS as TWINS
@@ -57,7 +59,7 @@ class ClusterConfig:
     job: str = "default"
     """Messages of another job are refused, so two jobs cannot mix by a mistaken port."""
     security: str | None = None
-    """``none`` allows unencrypted traffic beyond this host; ``curve``, or a `secret_file`, encrypts all of it."""
+    """``none`` allows plain TCP, also beyond this host; ``curve``, or a `secret_file`, encrypts all traffic."""
     secret_file: str | None = None
     """Where the secret of the job lies, the same bytes for all its processes."""
     bigarray_bound: int = 1_000_000
@@ -98,7 +100,12 @@ class ClusterConfig:
         count = {Role.WORKER: self.num_workers, Role.SERVER: self.num_servers, Role.SCHEDULER: 1}[self.role]
         if self.rank is not None and self.rank >= count:
             raise ConfigError(f"KVDIST_RANK is {self.rank}, but the cluster has only {count} {self.role}(s)")
-        one_of("KVDIST_SECURITY", self.security, (None, "none", "curve"))
+        check_security(self.security, self.secret_file)
+        if self.security == "curve" and self.secret_file is None:
+            raise ConfigError(
+                "KVDIST_SECURITY is 'curve', but there is no secret to make keys of: set KVDIST_SECRET_FILE to a file"
+                " with at least 32 random bytes, the same for all processes of the job"
+            )
         if not 1 <= self.io_threads <= IO_THREADS_MAX:
             raise ConfigError(f"KVDIST_IO_THREADS is {self.io_threads}; it must be from 1 to {IO_THREADS_MAX}")
         one_of("KVDIST_PLACEMENT", self.placement, ("bytes", "hash"))
@@ -120,7 +127,7 @@ class ClusterConfig:
     @property
     def encrypts(self) -> bool:
         """Whether every connection of this process is encrypted, and every peer asked for its key."""
-        return self.secret_file is not None and self.security != "none"
+        return self.secret_file is not None
 
     @property
     def job_tag(self) -> int:
@@ -178,6 +185,7 @@ class ClusterConfig:
                 f"the environment describes half a cluster: {both(present)} set, {both(missing)} missing."
                 " Start with kvdist-launch, which sets them all, or set the missing ones"
             )
+        security, secret_file = security_settings(env)
         return cls(
             role=_role(env["KVDIST_ROLE"]),
             root_host=env["KVDIST_ROOT_URI"],
@@ -187,8 +195,8 @@ class ClusterConfig:
             rank=integer(env, "KVDIST_RANK") if env.get("KVDIST_RANK") else None,
             node_host=_node_host(env),
             job=env.get("KVDIST_JOB") or "default",
-            security=(env.get("KVDIST_SECURITY") or "").lower() or None,
-            secret_file=env.get("KVDIST_SECRET_FILE") or None,
+            security=security,
+            secret_file=secret_file,
             port_range=port_range(env.get("KVDIST_PORT_RANGE") or ""),
             listen_fd=integer(env, "KVDIST_LISTEN_FD") if env.get("KVDIST_LISTEN_FD") else None,
             io_threads=integer(env, "KVDIST_IO_THREADS", cls.io_threads),
@@ -205,6 +213,7 @@ class ClusterConfig:
     def alone(cls, environ: Mapping[str, str] | None = None) -> ClusterConfig:
         """A cluster of one worker and one server inside this process, with the limits that the environment sets."""
         env = with_twins(os.environ if environ is None else environ)
+        check_security(*security_settings(env))  # nothing to encrypt here, but a mistake is one here too
         bound = integer(env, "KVDIST_BIGARRAY_BOUND", cls.bigarray_bound)
         return cls(
             Role.WORKER,

@@ -115,6 +115,24 @@ def one_of(name: str, value: str | None, allowed: tuple[str | None, ...]) -> Non
         raise ConfigError(f"{name} is {value!r}; it must be one of: {known}")
 
 
+def security_settings(env: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """``KVDIST_SECURITY`` and ``KVDIST_SECRET_FILE``, None where they are not set; see `check_security`."""
+    return (env.get("KVDIST_SECURITY") or "").lower() or None, env.get("KVDIST_SECRET_FILE") or None
+
+
+def check_security(security: str | None, secret_file: str | None) -> None:
+    """Refuse settings about security that contradict each other.
+
+    Raises:
+        ConfigError: `security` is another word than none and curve, or it is none and there is a secret.
+    """
+    one_of("KVDIST_SECURITY", security, (None, "none", "curve"))
+    if security == "none" and secret_file is not None:
+        raise ConfigError(
+            f"KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is {secret_file!r}: unset the one that is not meant"
+        )
+
+
 def refuse_foreign_launcher(env: Mapping[str, str]) -> None:
     for launcher, (size_name, rank_name) in FOREIGN_LAUNCHERS.items():
         size = env.get(size_name, "")

@@ -137,7 +137,8 @@ SIDEWAYS = {
 """(importer, imported): pairs of entries on one floor where the first may know the second."""
 
 LAUNCHER_MAY_IMPORT = {
-    "kvdist.addresses", "kvdist.config", "kvdist.errors", "kvdist.nodes", "kvdist.variables", "kvdist.version",
+    "kvdist.addresses", "kvdist.config", "kvdist.errors", "kvdist.nodes", "kvdist.secret", "kvdist.variables",
+    "kvdist.version",
 }  # fmt: skip
 
 ONLY_IMPORTER = {

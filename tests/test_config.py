@@ -155,6 +155,7 @@ SECURITY = [
     {"security": security, "secret_file": path}
     for security in (None, "none", "curve")
     for path in (None, "/run/secret")
+    if (security, path) not in {("none", "/run/secret"), ("curve", None)}
 ]
 HOSTS = st.sampled_from(["127.0.0.1", "::1", "node-7.example"])
 
@@ -229,11 +230,27 @@ def test_an_open_address_needs_an_explicit_word():
 
 @pytest.mark.parametrize(
     ("security", "path", "encrypts"),
-    [("", "", False), ("none", "", False), ("", "/run/secret", True), ("Curve", "/run/secret", True),
-     ("none", "/run/secret", False)],
+    [("", "", False), ("none", "", False), ("", "/run/secret", True), ("Curve", "/run/secret", True),    ],
 )  # fmt: skip
-def test_a_secret_means_encryption_unless_it_is_forbidden(security, path, encrypts):
+def test_a_secret_means_encryption(security, path, encrypts):
     assert read(KVDIST_SECURITY=security, KVDIST_SECRET_FILE=path).encrypts is encrypts
+
+
+@pytest.mark.parametrize(
+    ("security", "path", "sentence"),
+    [("none", "/s", "KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is '/s': unset the one that is not meant"),
+     ("curve", "", "KVDIST_SECURITY is 'curve', but there is no secret to make keys of: set KVDIST_SECRET_FILE")],
+)  # fmt: skip
+def test_settings_about_security_that_contradict_each_other_are_refused(security, path, sentence):
+    assert sentence in refused(KVDIST_SECURITY=security, KVDIST_SECRET_FILE=path)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"KVDIST_SECURITY": "tls"}, {"KVDIST_SECURITY": "none", "KVDIST_SECRET_FILE": "/s"}]
+)
+def test_a_process_on_its_own_refuses_what_a_cluster_would(settings):
+    with pytest.raises(ConfigError, match="KVDIST_SECURITY is"):
+        ClusterConfig.alone(settings)
 
 
 def test_the_configuration_knows_where_the_secret_lies_and_not_what_it_is(tmp_path):

@@ -84,7 +84,7 @@ class Control(abc.ABC):
         self.settings = settings
         self._store = store
         self._met = met
-        self.transport = open_transport(world, settings)
+        self.transport = open_transport(settings)
         self.member = Member(world.rank, host_name(), self.transport.wake, self._say)
         self._has_begun = threading.Event()
         self.hosts: tuple[str, ...] = ()
@@ -287,9 +287,7 @@ class Hub(Control):
         if not isinstance(message, Hello) or not secrets.compare_digest(message.token.encode(), self.token.encode()):
             raise ProtocolError("it comes from a stranger")
         rank, refusal = message.rank, ""
-        if event.sender is not None and event.sender != worker(rank):
-            refusal = f"a process that says that it is rank {rank} has the key of {event.sender}"
-        elif message.version != __version__:
+        if message.version != __version__:
             refusal = (
                 f"rank {rank} on host {message.host} has kvdist {message.version}, and rank 0 has {__version__}:"
                 " install the same everywhere"

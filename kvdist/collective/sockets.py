@@ -1,4 +1,4 @@
-"""The sockets of the control channel: where rank 0 listens, and with which keys the ranks speak."""
+"""The sockets of the control channel: where rank 0 listens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from kvdist.addresses import tcp_endpoint
 from kvdist.collective_settings import CollectiveSettings
 from kvdist.errors import ConfigError
 from kvdist.limits import Limits
-from kvdist.nodes import worker
 from kvdist.protocol.collective import MESSAGE_BYTES_MAX
-from kvdist.secret import read_secret
 from kvdist.transport.endpoints import AddressInUse
-from kvdist.world import World
 
 if TYPE_CHECKING:
-    from kvdist.transport.curve import Credentials
     from kvdist.transport.zeromq import ZeroMQTransport
 
 # A stopped process is not a dead one, so ZeroMQ's own silence ends nothing here. A machine that is gone is noticed by
@@ -24,28 +20,21 @@ if TYPE_CHECKING:
 LIMITS = replace(Limits(), heartbeat_s=5.0, silence_s=3600.0, frame_bytes_max=MESSAGE_BYTES_MAX)
 
 
-def open_transport(world: World, settings: CollectiveSettings) -> ZeroMQTransport:
-    """ZeroMQ, encrypted if there is a secret and ``KVDIST_SECURITY`` is not ``none``.
+def open_transport(settings: CollectiveSettings) -> ZeroMQTransport:
+    """ZeroMQ, without encryption.
 
     Raises:
-        ConfigError: the secret is missing or cannot be used.
+        ConfigError: encryption is asked for.
     """
+    if settings.secret_file is not None or settings.security == "curve":
+        name = "KVDIST_SECURITY=curve" if settings.secret_file is None else "KVDIST_SECRET_FILE"
+        raise ConfigError(
+            f"{name} asks for encryption, and what ranks send to each other by collective operations (gloo, NCCL) is"
+            " not encrypted: unset it if they are on one machine or in a network that you trust, or use 'dist'"
+        )
     from kvdist.transport.zeromq import ZeroMQTransport
 
-    return ZeroMQTransport(LIMITS, _credentials(world, settings))
-
-
-def _credentials(world: World, settings: CollectiveSettings) -> Credentials | None:
-    if settings.secret_file is None and settings.security == "curve":
-        raise ConfigError(
-            "KVDIST_SECURITY is 'curve', but there is no secret to make keys of: set KVDIST_SECRET_FILE to a file with"
-            " at least 32 random bytes, the same for all ranks"
-        )
-    if settings.secret_file is None or settings.security == "none":
-        return None
-    from kvdist.transport.curve import Credentials
-
-    return Credentials(worker(world.rank), read_secret(settings.secret_file), frozenset(map(worker, range(world.size))))
+    return ZeroMQTransport(LIMITS)
 
 
 def listen(transport: ZeroMQTransport, address: str, settings: CollectiveSettings) -> str:

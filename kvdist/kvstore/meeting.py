@@ -123,10 +123,11 @@ def met_through(store: DistStore, config: ClusterConfig) -> World:
     hosts = _hosts(store)
     world = placed(World(store.rank, store.num_workers, launcher="the cluster"), hosts)
     is_one_machine = world.local_size == store.num_workers
-    if config.encrypts and not is_one_machine:
+    if config.encrypts:
         raise ConfigError(
-            "this job encrypts what its servers get, and nothing encrypts what ranks on several machines send each"
-            " other (gloo, NCCL): start it with --security none if the network is trusted, or use 'dist'"
+            "this job encrypts what its servers get, and nothing encrypts what ranks send to each other by collective"
+            " operations (gloo, NCCL): start it without a secret if it is on one machine, with --security none if the"
+            " network is trusted, or use 'dist'"
         )
     host = LOOPBACK if is_one_machine or is_loopback(config.root_host) else _own_address(config)
     meeting, said = Meeting(), np.zeros(ADDRESS_BYTES, np.uint8)

@@ -47,9 +47,6 @@ def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
     """ZeroMQ alone, encrypted if the configuration has a secret."""
     from kvdist.transport.zeromq import ZeroMQTransport
 
-    if config.secret_file is not None and not config.encrypts:
-        level = logging.WARNING if config.role is Role.SCHEDULER else logging.INFO
-        LOG.log(level, "KVDIST_SECURITY is none: this job does not encrypt, although KVDIST_SECRET_FILE is set")
     return ZeroMQTransport(config.limits, credentials_of(config), config.io_threads)
 
 
@@ -59,12 +56,7 @@ def credentials_of(config: ClusterConfig) -> Credentials | None:
     Raises:
         ConfigError: the secret is missing or cannot be used, or this process does not know its rank.
     """
-    if config.security == "curve" and config.secret_file is None:
-        raise ConfigError(
-            "KVDIST_SECURITY is 'curve', but there is no secret to make keys of: set KVDIST_SECRET_FILE to a file with"
-            " at least 32 random bytes, the same for all processes of the job"
-        )
-    if not config.encrypts or config.secret_file is None:
+    if config.secret_file is None:
         return None
     secret = read_secret(config.secret_file)
     rank = 0 if config.role is Role.SCHEDULER else config.rank

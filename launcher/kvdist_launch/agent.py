@@ -151,7 +151,8 @@ class Agent:
         if self._listening is not None:
             turn_away(self._listening)
         try:
-            self._crew.start(processes, self._listening, fields.get("secret"))
+            secret = fields.get("secret")
+            self._crew.start(processes, self._listening, None if secret is None else bytes.fromhex(secret))
         except ConfigError as error:
             code = error.exit_code if isinstance(error, CommandError) else 0
             self._writer.send("refused", text=str(error), code=code)

@@ -28,8 +28,7 @@ from kvdist_launch.options import asked, is_elsewhere, parse_options, split_comm
 from kvdist_launch.output import PROGRAM, Sink
 from kvdist_launch.plan import HostFacts, Job, Process, plan, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.request import ROLE_COMMAND, Request, encrypts, hosts_of, job_of, patience_of
-from kvdist_launch.secret import draw_for_one_machine
+from kvdist_launch.request import ROLE_COMMAND, Request, hosts_of, job_of, patience_of
 from kvdist_launch.supervisor import Interrupted, Supervisor
 from kvdist_launch.transcript import Filter, Transcript
 
@@ -176,7 +175,7 @@ def _run_elsewhere(options: argparse.Namespace, job: Job, hosts: Sequence[Host],
         # Whoever starts the job does so later, so all that can be done is to choose a port that is free now.
         job = replace(job, port=port_of(listening))
     processes = plan(job, hosts, [_assumed_facts(host, launcher) for host in hosts], launcher)
-    text = script_of(options, job, hosts, processes, launcher, encrypts(options, job.env, launcher.environ))
+    text = script_of(options, job, hosts, processes, launcher)
     if options.emit is None and options.launcher != "none" and not options.dry_run:
         run_script(options.launcher, text, os.environ)
     lines = [line.encode(errors="surrogateescape") + b"\n" for line in text.split("\n")[:-1]]
@@ -198,7 +197,7 @@ def _run_here(
         for line in worker_lines(processes, hosts) if is_verbose else ():
             supervisor.say(line)
         crew = LocalCrew(supervisor.selector, supervisor)
-        return supervisor.run([(crew, processes)], listening, draw_for_one_machine(variables))
+        return supervisor.run([(crew, processes)], listening, job.security.secret_of_run())
 
 
 def _run_on_hosts(
@@ -220,7 +219,6 @@ def _run_on_hosts(
     wishes = Wishes(
         python=python_of_hosts(options.python, options.activate),
         ssh=ssh,
-        encrypts=encrypts(options, job.env, launcher.environ),
         ports=ports_of(variables),
         interface=variables.get("KVDIST_INTERFACE") or None,
         is_checked=not options.no_preflight,

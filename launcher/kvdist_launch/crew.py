@@ -70,7 +70,7 @@ class Crew(abc.ABC):
 
     @abc.abstractmethod
     def start(
-        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: str | None = None
+        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
         """Start these, in order.
 
@@ -219,7 +219,7 @@ class LocalCrew(Crew):
         self._is_paused = False
 
     def start(
-        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: str | None = None
+        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
         settings: dict[str, str] = {}
         # First, so that a launcher that is killed while it starts processes leaves none.
@@ -228,7 +228,6 @@ class LocalCrew(Crew):
             self._guard.mark(MARK, job)
         if secret is not None:
             self._secret = SecretFile(secret)
-            self._guard.remove(self._secret.folder)
             settings[SECRET_VARIABLE] = str(self._secret.path)
         for process in processes:
             try:

@@ -56,19 +56,14 @@ def script_of(
     hosts: Sequence[Host],
     processes: Sequence[Process],
     launcher: HostFacts,
-    encrypts: bool,
 ) -> str:
     """What is printed for, or run by, whatever starts the job.
-
-    Args:
-        encrypts: whether what leaves a host is to be encrypted.
 
     Raises:
         ConfigError: the options do not fit each other, or something is missing.
     """
     word = f"KVDIST_{job.name}"
-    leaves_host = any(not host.is_local for host in hosts)
-    is_secret = encrypts and (leaves_host or options.security == "curve")
+    is_secret = job.security.encrypts
     if options.emit is None and options.launcher == "none":
         from kvdist_launch.emit.manual import manual
 
@@ -87,10 +82,10 @@ def script_of(
         from kvdist_launch.emit.parts import parts_of
         from kvdist_launch.emit.sbatch import sbatch
 
-        return sbatch(parts_of(job, launcher, launcher.python), word, encrypts)
+        return sbatch(parts_of(job, launcher, launcher.python), word, is_secret)
     if options.emit == "systemd":
         return _units(job, launcher)
-    return _manifest(options, job, launcher, encrypts)
+    return _manifest(options, job, launcher, is_secret)
 
 
 def require_understood(options: argparse.Namespace, given: Sequence[str]) -> None:
@@ -165,8 +160,7 @@ def _manifest(options: argparse.Namespace, job: Job, launcher: HostFacts, is_sec
     from kvdist_launch.emit.parts import parts_of
 
     # What is true of this machine is not true in a container; only what the user asks for goes there.
-    kept = {name: text for name, text in launcher.environ.items() if name == "KVDIST_SECURITY"}
-    parts = parts_of(job, replace(launcher, environ=kept), "python")
+    parts = parts_of(job, replace(launcher, environ={}), "python")
     name = f"kvdist-{job.name[:8]}"
     if options.emit == "kubernetes":
         from kvdist_launch.emit.kubernetes import kubernetes

@@ -19,6 +19,9 @@ from pathlib import Path
 from kvdist.config import CLUSTER_VARIABLES, TWINS
 from kvdist.errors import ConfigError
 
+SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
+"""What the user says for the job as a whole. The launcher decides by it, and tells every process."""
+
 OWNED_VARIABLES = frozenset(
     [
         *CLUSTER_VARIABLES,
@@ -31,7 +34,7 @@ OWNED_VARIABLES = frozenset(
         "KVDIST_JOB",
         "KVDIST_SUPERVISED",
         "KVDIST_LISTEN_FD",
-        "KVDIST_SECRET_FILE",
+        *SECURITY_VARIABLES,
         "KVDIST_RESTARTS",
     ]
 )
@@ -239,7 +242,7 @@ def _unquoted(text: str) -> str:
 
 
 def _not_owned(name: str) -> str:
-    if name in OWNED_VARIABLES:
+    if name in OWNED_VARIABLES and name not in SECURITY_VARIABLES:
         raise ConfigError(f"{name} is set by the launcher for each process; leave it out")
     return name
 

@@ -34,7 +34,7 @@ from kvdist_launch.listening import listen, port_of, ports_of
 from kvdist_launch.output import TextSink
 from kvdist_launch.plan import PYTHON, HostFacts, Job, Process, plan, worker_lines
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.secret import draw_for_one_machine
+from kvdist_launch.secret import Security, security_of
 from kvdist_launch.signals import Mailbox, Signals
 from kvdist_launch.supervisor import Supervisor
 from kvdist_launch.transcript import Transcript
@@ -123,6 +123,9 @@ def run(
     for name, count, least in (("np", np, 1), ("servers", servers, 0)):
         if count < least:
             raise ConfigError(f"{name} is {count}; a job needs at least {least}")
+    own = parse_assignments(f"{name}={value}" for name, value in (env or {}).items())
+    security = security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
+    variables = {**os.environ, **own}
     calls = _Calls(pack_call(func, args, kwargs or {}), np)
     is_main = threading.current_thread() is threading.main_thread()
     signals = Signals() if is_main else Mailbox()
@@ -130,13 +133,12 @@ def run(
     supervisor = Supervisor(Transcript(out, err), err, Patience(grace_s=GRACE_S), signals=signals, is_quiet=not verbose)
     deadline, patience = _Alarm(timeout_s, signals), _Alarm(GRACE_S, signals)
     began = time.monotonic()
-    variables = {**os.environ, **(env or {})}
     with calls, deadline, patience, listen(LOOPBACK, ports_of(variables)) as listening:
-        processes = calls.over(_plan(np, servers, env or {}, port_of(listening)))
+        processes = calls.over(_plan(np, servers, own, security, port_of(listening)))
         for line in worker_lines(processes, HERE) if verbose else ():
             supervisor.say(line)
         crew = _Crew(supervisor, calls, partial(deadline.begin, began), patience, None if is_main else signals)
-        code = supervisor.run([(crew, processes)], listening, draw_for_one_machine(variables))
+        code = supervisor.run([(crew, processes)], listening, security.secret_of_run())
         calls.drain()
     if supervisor.cause is not None:
         raise _failure(supervisor.cause, calls, supervisor.last_lines(supervisor.cause.node))
@@ -149,7 +151,7 @@ def run(
     return calls.results()
 
 
-def _plan(np: int, servers: int, env: Mapping[str, str], port: int) -> list[Process]:
+def _plan(np: int, servers: int, env: Mapping[str, str], security: Security, port: int) -> list[Process]:
     here = HostFacts(usable_cores(), sys.executable, LOOPBACK, os.environ)
     job = Job(
         num_workers=np,
@@ -158,7 +160,8 @@ def _plan(np: int, servers: int, env: Mapping[str, str], port: int) -> list[Proc
         role_command=(PYTHON, "-m", "kvdist"),
         port=port,
         name=os.urandom(8).hex(),
-        env=parse_assignments(f"{name}={value}" for name, value in env.items()),
+        env=env,
+        security=security,
     )
     return plan(job, HERE, [here], here)
 
@@ -282,7 +285,7 @@ class _Crew(LocalCrew):
         self._watchers: list[threading.Thread] = []
 
     def start(
-        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: str | None = None
+        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
         super().start(processes, listening, secret)
         self._calls.begin(self._selector, self._raised)

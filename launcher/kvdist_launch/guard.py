@@ -1,7 +1,7 @@
 """Ends a job's processes when the launcher itself was killed; a program, started as ``python guard.py``.
 
 A launcher that gets SIGKILL cannot clean up, and its workers may be computing or sleeping without ever noticing.
-This second process reads a pipe from the launcher: ``group 4242`` and ``folder /path`` name what is not to outlive it,
+This second process reads a pipe from the launcher: ``group 4242`` names what is not to outlive it,
 as it comes into being, ``done`` on the last line means that all is well. An end without that means that the launcher
 is gone. The processes then get a moment to end as the scheduler tells them, SIGTERM, and SIGKILL.
 
@@ -44,20 +44,7 @@ def main() -> int:
             _send(-group, number)
         for process in _marked(marks):
             _send(process, number)
-    for word, value in lines:
-        if word == b"folder":
-            _remove(os.fsdecode(value[:-1]))
     return 1
-
-
-def _remove(folder: str) -> None:
-    """Remove a folder of files."""
-    try:
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
-        os.rmdir(folder)
-    except OSError:
-        return  # It is gone.
 
 
 def _read_all(descriptor: int) -> bytes:

@@ -11,7 +11,7 @@ from kvdist_launch import guard
 
 
 class Guard:
-    """A process that ends groups of processes, and removes folders, should this one be killed; see `guard`."""
+    """A process that ends groups of processes should this one be killed; see `guard`."""
 
     def __init__(self) -> None:
         silent = subprocess.DEVNULL
@@ -27,10 +27,6 @@ class Guard:
     def mark(self, name: str, value: str) -> None:
         """This stands in the environment of all processes that are started from now on."""
         self._tell(f"mark {name}={value}")
-
-    def remove(self, folder: str) -> None:
-        """This folder, which holds files only, has been made."""
-        self._tell(f"folder {folder}")
 
     def dismiss(self) -> None:
         """Everything has ended in order."""

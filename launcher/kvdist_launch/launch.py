@@ -23,7 +23,6 @@ from kvdist_launch.placement import LAUNCHER
 from kvdist_launch.plan import HostFacts, Job, Process, plan, root_host, thread_note, worker_lines
 from kvdist_launch.preflight import explained, judge, require_all, table
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.secret import draw
 from kvdist_launch.ssh import SshOptions
 from kvdist_launch.supervisor import Supervisor
 from kvdist_launch.sync import Copy, Sync, SyncError, shown
@@ -37,7 +36,6 @@ class Wishes:
         python: the interpreter of hosts that name none.
         ssh: what is wanted of ssh.
         sync: what is copied to every host first; None is nothing.
-        encrypts: whether the job's traffic is encrypted.
         ports: those that may be listened at; none is any.
         interface: the network card, or the network, that everybody is to use; None is the route that there is.
         is_checked: whether hosts are looked at before anything starts there.
@@ -47,7 +45,6 @@ class Wishes:
     python: str
     ssh: SshOptions
     sync: Sync | None = None
-    encrypts: bool = True
     ports: tuple[int, ...] = ()
     interface: str | None = None
     is_checked: bool = True
@@ -111,15 +108,14 @@ class _Course:
             self._supervisor.say(line)
         self._supervisor.say(
             "what leaves a host is encrypted"
-            if self._wishes.encrypts
+            if self._job.security.encrypts
             else "nothing that this job sends is encrypted (KVDIST_SECURITY=none)"
         )
         if self._listening is not None:
             turn_away(self._listening)
-        secret = draw() if self._wishes.encrypts else None
         assignments = self._assignments(processes)
         self._fleet.dismiss_idle(crew for crew, _ in assignments)
-        return self._supervisor.run(assignments, self._listening, secret)
+        return self._supervisor.run(assignments, self._listening, self._job.security.secret_of_run())
 
     def _connect(self) -> None:
         """Reach all hosts. If one cannot be, all that is wrong with any of them is told at once."""

@@ -20,6 +20,7 @@ from kvdist.nodes import NodeId, Role
 from kvdist_launch.environment import (
     ADDRESS_VARIABLES,
     OWNED_VARIABLES,
+    SECURITY_VARIABLES,
     Environment,
     forwarded,
     interpreter_front,
@@ -27,11 +28,16 @@ from kvdist_launch.environment import (
 )
 from kvdist_launch.hosts import Host
 from kvdist_launch.placement import LAUNCHER, Neighbours, Seat, neighbours, place
+from kvdist_launch.secret import SECURITY, Security
+from kvdist_launch.secret import VARIABLE as SECRET_FILE
 
 PYTHON = "{python}"
 """As first word of a role's command: the interpreter of the host it runs on."""
 
 INTERFACES = ("KVDIST_INTERFACE", "DMLC_INTERFACE")
+
+UNKNOWN = "-"
+"""In place of the path of the secret, which is known where the process starts."""
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 NUM_SERVERS = "DMLC_NUM_SERVER"
@@ -97,6 +103,7 @@ class Job:
         is_filled: whether workers take all slots of a host before those of the next.
         cwd: the folder in which processes on hosts start; None is that of whoever starts them.
         env, env_server, env_worker: variables for every process, for servers, for workers.
+        security: how the processes talk to each other; wins over `SECURITY_VARIABLES` in `env`.
     """
 
     num_workers: int
@@ -111,6 +118,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     env_server: Mapping[str, str] = field(default_factory=dict)
     env_worker: Mapping[str, str] = field(default_factory=dict)
+    security: Security = field(default_factory=Security)
 
 
 def plan(job: Job, hosts: Sequence[Host], facts: Sequence[HostFacts], launcher: HostFacts) -> list[Process]:
@@ -221,7 +229,7 @@ def _environment(
         front, settings = {**sent.front, **front}, dict(sent.settings)
     by_role: Mapping[str, str] = {Role.SERVER: job.env_server, Role.WORKER: job.env_worker}.get(role, {})
     for variables in (job.env, by_role):
-        overlay(settings, variables)
+        overlay(settings, {name: value for name, value in variables.items() if name not in SECURITY_VARIABLES})
     settings.update(_cluster_settings(job, address, seat.node, Environment(settings=settings).over(launcher.environ)))
     if host is not None and host.iface is not None:
         overlay(settings, {INTERFACES[0]: host.iface})
@@ -264,14 +272,17 @@ def _cluster_settings(job: Job, address: str, node: NodeId, environ: Mapping[str
     ).to_env()
     # Addresses and interfaces are those of the process's own host, and are looked up there.
     variables = {name: value for name, value in environ.items() if name not in {*ADDRESS_VARIABLES, *INTERFACES}}
-    if variables.get("KVDIST_SECURITY", "").lower() == "curve":
-        # The secret for it is made where the process starts.
-        del variables["KVDIST_SECURITY"]
     variables |= {name: value for name, value in identity.items() if name in OWNED_VARIABLES}
+    if job.security.word:
+        variables[SECURITY] = job.security.word
+    if job.security.encrypts:
+        variables[SECRET_FILE] = UNKNOWN
     config = ClusterConfig.from_env(variables)
     if config is None:
         raise ConfigError(f"the launcher described no cluster to {node}")
-    return config.to_env() | {NUM_SERVERS: str(job.num_servers)}
+    settings = config.to_env() | {NUM_SERVERS: str(job.num_servers)}
+    settings.pop(SECRET_FILE, None)
+    return settings
 
 
 def _listed(names: Sequence[str], most: int = 6) -> str:

@@ -100,11 +100,15 @@ class RemoteCrew(Crew):
         self._writer.send(kind, **fields)
 
     def start(
-        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: str | None = None
+        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
         # A scheduler there listens at the agent's own socket; `listening` is of this machine.
         self._alive = {process.node: 0 for process in processes}
-        self._writer.send("start", processes=[messages.from_process(one) for one in processes], secret=secret)
+        self._writer.send(
+            "start",
+            processes=[messages.from_process(one) for one in processes],
+            secret=None if secret is None else secret.hex(),
+        )
 
     def signal_group(self, node: NodeId, number: int) -> None:
         self._writer.send("signal", node=messages.from_node(node), number=number)

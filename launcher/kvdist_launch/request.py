@@ -16,6 +16,7 @@ from kvdist.errors import ConfigError
 from kvdist_launch.command import parse_command
 from kvdist_launch.course import Patience
 from kvdist_launch.environment import (
+    SECURITY_VARIABLES,
     Environment,
     interpreter_front,
     parse_assignments,
@@ -26,6 +27,7 @@ from kvdist_launch.hosts import Host, read_hosts
 from kvdist_launch.options import asked, is_elsewhere
 from kvdist_launch.placement import workers_of_slots
 from kvdist_launch.plan import PYTHON, Job
+from kvdist_launch.secret import Security, security_of
 
 ROLE_COMMAND = (PYTHON, "-m", "kvdist")
 """What schedulers and servers run."""
@@ -36,6 +38,9 @@ UNBOUND = 1
 GRACE_S = 5.0
 GRACE_WITHOUT_SERVERS_S = 2.0
 """The default of ``--grace``. Without servers the others notice a failure at once or not at all, so more is vain."""
+
+SPREADS = ("--emit sbatch", "--emit kubernetes", "--emit compose", "--launcher slurm")
+"""Ways in that may place processes on several machines, whatever they are."""
 
 OF_SERVERS = ("--server-module", "--optimizer-module", "--server-device", "--env-server", "--scheduler-on")
 """Options that mean nothing where there are no servers."""
@@ -110,9 +115,13 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     if num_servers < 0:
         raise ConfigError(f"-s is {num_servers}; write the number of servers, or 0 for a job without servers")
     env, env_worker = _variables(options, environ), parse_assignments(options.env_worker or ())
+    env_server = parse_assignments(options.env_server or ())
     others = any(not host.is_local for host in hosts)
     if not num_servers:
-        _require_fit_without_servers(options, num_workers, others, encrypts(options, env, environ))
+        _require_fit_without_servers(options, num_workers)
+    for option, variables in (("--env-server", env_server), ("--env-worker", env_worker)):
+        for name in set(variables) & set(SECURITY_VARIABLES):
+            raise ConfigError(f"{option} {name}: all processes of a job need the same; write --env {name}=...")
     seen = Environment(front=interpreter_front(sys.executable), settings={**env, **env_worker}).over(environ)
     return Job(
         num_workers=num_workers,
@@ -127,21 +136,10 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         is_filled=request.is_filled,
         cwd=(options.sync_dst_dir or os.getcwd()) if others else None,
         env=env,
-        env_server=parse_assignments(options.env_server or ()),
+        env_server=env_server,
         env_worker=env_worker,
+        security=_security(options, env, environ, others, num_servers > 0),
     )
-
-
-def encrypts(options: argparse.Namespace, env: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    """Whether what leaves a host is encrypted: unless the user says no, by the option or by the variable.
-
-    Args:
-        env: the job's variables.
-        environ: the launcher's.
-    """
-    if options.security is not None:
-        return bool(options.security == "curve")
-    return {**environ, **env}.get("KVDIST_SECURITY", "").lower() != "none"
 
 
 def patience_of(options: argparse.Namespace) -> Patience:
@@ -167,9 +165,39 @@ def _require_way(options: argparse.Namespace, hosts: Sequence[Host]) -> None:
         raise ConfigError("--sync-dst-dir copies to other machines, and -H names none; leave it out")
 
 
-def _require_fit_without_servers(
-    options: argparse.Namespace, num_workers: int, leaves_host: bool, is_encrypted: bool
-) -> None:
+def _security(
+    options: argparse.Namespace,
+    env: Mapping[str, str],
+    environ: Mapping[str, str],
+    leaves_host: bool,
+    has_servers: bool,
+) -> Security:
+    """How the processes of the job talk to each other."""
+    way = f"--emit {options.emit}" if options.emit else f"--launcher {options.launcher}"
+    way = way if is_elsewhere(options) else ""
+    security = security_of(
+        options.security,
+        env,
+        environ,
+        leaves_machine=leaves_host or way in SPREADS,
+        has_servers=has_servers,
+        makes_secret=way,
+    )
+    if leaves_host and not has_servers and not security.word:
+        raise ConfigError(
+            "-s 0 over several machines: what the workers send to each other is not encrypted, as torch.distributed"
+            " cannot do that. If the network between them is trusted, say so with --security none; a job with servers"
+            " encrypts everything"
+        )
+    if security.encrypts and way == "--emit systemd":
+        raise ConfigError(
+            "--emit systemd makes no secret, and encryption needs one: leave it out (on one machine only its user"
+            " reaches the sockets), or set KVDIST_SECRET_FILE and KVDIST_SECURITY=curve in the units yourself"
+        )
+    return security
+
+
+def _require_fit_without_servers(options: argparse.Namespace, num_workers: int) -> None:
     """See that nothing is asked for that a job without servers cannot have."""
     given = [name for name in asked(options) if name in OF_SERVERS]
     if given:
@@ -180,12 +208,6 @@ def _require_fit_without_servers(
         raise ConfigError(
             f"{'--emit' if options.emit else '--launcher'} {way} is for jobs with servers, and -s 0 asks for none."
             f" For a job without them, {advice}"
-        )
-    if leaves_host and is_encrypted:
-        raise ConfigError(
-            "-s 0 over several machines: what the workers send to each other is not encrypted, as torch.distributed"
-            " cannot do that. If the network between them is trusted, say so with --security none; a job with servers"
-            " encrypts everything"
         )
 
 
@@ -211,7 +233,6 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
     """The variables for every process: of files, then ``-x``, then ``--env``, later ones winning."""
     start_timeout_s = None if options.start_timeout is None else f"{options.start_timeout:g}"
     wanted = {
-        "KVDIST_SECURITY": options.security,
         "KVDIST_INTERFACE": options.interface,
         "KVDIST_PORT_RANGE": options.port_range and "-".join(map(str, options.port_range)),
         "KVDIST_SERVER_DEVICE": options.server_device,

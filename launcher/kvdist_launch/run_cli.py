@@ -79,10 +79,13 @@ def request_of(
     options.env = [f"{name}={value}" for name, value in _variables(own).items()]
     if any(not host.is_local for host in hosts):
         # horovodrun has no word for it, so who asks for encryption does so by the variable.
-        if {**environ, **parse_exports(own.x or (), environ)}.get("KVDIST_SECURITY", "").lower() == "curve":
+        variables = {**environ, **parse_exports(own.x or (), environ)}
+        asks = variables.get("KVDIST_SECURITY", "").lower() == "curve"
+        if asks or variables.get("KVDIST_SECRET_FILE"):
             raise ConfigError(
-                "KVDIST_SECURITY is curve, and what processes on several machines send to each other is not encrypted,"
-                " as torch.distributed cannot do that: leave it out if the network between them is trusted"
+                f"{'KVDIST_SECURITY is curve' if asks else 'KVDIST_SECRET_FILE is set'}, and what processes on several"
+                " machines send to each other is not encrypted, as torch.distributed cannot do that: leave it out if"
+                " the network between them is trusted"
             )
         options.security = "none"
     return Request(

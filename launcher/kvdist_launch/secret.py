@@ -1,58 +1,122 @@
-"""The job's secret on one host: a file that only its user can read, for as long as the job runs.
+"""How the processes of a job talk to each other, and the secret that they share.
 
-The launcher draws it, agents hear it on their standard input, processes find its path in ``KVDIST_SECRET_FILE``. It
-stands in no argument, in no variable and in no log.
+`security_of` decides it for the whole job, from the option and the variables: what cannot be done as asked is an error,
+never a weaker default. The secret stands in no argument, in no variable and in no log. Agents read it on their standard
+input; processes read it through ``KVDIST_SECRET_FILE``, which names a file in memory that only lives as long as whoever
+has started them.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
+
+from kvdist.errors import ConfigError
+from kvdist.secret import read_secret
+from kvdist.variables import one_of
 
 SECRET_BYTES = 32
 VARIABLE = "KVDIST_SECRET_FILE"
+SECURITY = "KVDIST_SECURITY"
+TRANSPORT = "KVDIST_TRANSPORT"
+CURVE, NONE = "curve", "none"
 
 
-def draw() -> str:
-    """A new secret, in hexadecimal digits."""
-    return os.urandom(SECRET_BYTES).hex()
+@dataclass(frozen=True)
+class Security:
+    """How the processes of a job talk to each other.
+
+    Attributes:
+        word: what ``KVDIST_SECURITY`` is for all of them: `CURVE`, `NONE`, or '' for sockets of one machine that only
+            its user can reach.
+        secret: the content of the user's file; None where there is none.
+    """
+
+    word: str = ""
+    secret: bytes | None = field(default=None, repr=False)
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether the job needs a secret."""
+        return self.word == CURVE
+
+    def secret_of_run(self) -> bytes | None:
+        """The secret for one run of the job: the user's, or a new one; None where nothing is encrypted."""
+        return (self.secret or os.urandom(SECRET_BYTES)) if self.encrypts else None
 
 
-def draw_for_one_machine(environ: Mapping[str, str]) -> str | None:
-    """A new secret for who asks for encryption; None for others, as nothing leaves the machine."""
-    return draw() if environ.get("KVDIST_SECURITY", "").lower() == "curve" else None
+def security_of(
+    option: str | None,
+    env: Mapping[str, str],
+    environ: Mapping[str, str],
+    *,
+    leaves_machine: bool,
+    has_servers: bool,
+    makes_secret: str = "",
+) -> Security:
+    """Decide how the processes of a job talk to each other.
+
+    Args:
+        option: the value of ``--security``.
+        env: the variables that the user sets for the job.
+        environ: the launcher's own variables.
+        leaves_machine: whether the job has processes on several machines.
+        has_servers: whether it has servers.
+        makes_secret: the way in, such as ``--emit compose``, if that makes a secret itself and cannot take one.
+
+    Raises:
+        ConfigError: what is asked for contradicts itself or cannot be done, or the secret cannot be used.
+    """
+    variables = {**environ, **env}
+    word, path = (variables.get(SECURITY) or "").lower(), variables.get(VARIABLE) or ""
+    one_of(SECURITY, word, ("", NONE, CURVE))
+    if option is not None:
+        if env.get(SECURITY) and word != option:
+            raise ConfigError(f"--security {option} contradicts --env {SECURITY}={word}; leave one of them out")
+        word = option
+    if path and word == NONE:
+        raise ConfigError(
+            f"{VARIABLE} is {path!r}, but the job is not to encrypt (--security none or {SECURITY}=none): unset one of"
+            " them"
+        )
+    if not has_servers and (path or word == CURVE):
+        raise ConfigError(
+            f"{VARIABLE if path else f'{SECURITY}={CURVE}'} asks for encryption, and what the workers of a job without"
+            " servers send to each other is not encrypted, as torch.distributed cannot do that: unset it, or start"
+            " servers (-s)"
+        )
+    if path and makes_secret:
+        raise ConfigError(f"{makes_secret} makes a secret of its own, and cannot take {VARIABLE} ({path!r}): unset it")
+    if path:
+        return Security(CURVE, read_secret(path))
+    if not word and has_servers and (leaves_machine or variables.get(TRANSPORT, "").lower() == "tcp"):
+        return Security(CURVE)
+    return Security(word)
 
 
 class SecretFile:
-    """The file. Made when this is, in a folder of its own that nobody else can enter.
+    """A file in memory with the secret, which processes of the same user open by its path.
+
+    It has no name in any folder. It is gone when this process closes it or ends, even by SIGKILL.
 
     Args:
-        secret: what stands in it.
+        secret: its content.
     """
 
-    def __init__(self, secret: str) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="kvdist-secret-", dir=_private_place()))
-        self.path = self._folder / "secret"
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(secret + "\n")
-
-    @property
-    def folder(self) -> str:
-        """What is to be removed when the job is over."""
-        return str(self._folder)
+    def __init__(self, secret: bytes) -> None:
+        if sys.platform != "linux":
+            self._file = tempfile.NamedTemporaryFile(prefix="kvdist-secret-")  # noqa: SIM115  # closed by `remove`
+            self.path = self._file.name
+        else:
+            self._file = open(os.memfd_create("kvdist-secret"), "wb")  # noqa: SIM115  # closed by `remove`
+            os.fchmod(self._file.fileno(), 0o600)
+            self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        self._file.write(secret)
+        self._file.flush()
 
     def remove(self) -> None:
         """The job is over."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _private_place() -> str | None:
-    """Where nothing reaches a disk, if there is such a place."""
-    for place in (os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm"):
-        if place and os.access(place, os.W_OK | os.X_OK):
-            return place
-    return None
+        self._file.close()

@@ -88,7 +88,7 @@ class Supervisor:
         self,
         assignments: Sequence[tuple[Crew, Sequence[Process]]],
         listening: socket.socket | None = None,
-        secret: str | None = None,
+        secret: bytes | None = None,
     ) -> int:
         """Start everything, wait until all has ended, say how, and return the job's exit code.
 

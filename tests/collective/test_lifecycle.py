@@ -24,7 +24,7 @@ from kvdist.collective.rendezvous import forget_port, meet
 from kvdist.collective.sockets import LIMITS
 from kvdist.collective.state import current, using
 from kvdist.collective_settings import CollectiveSettings
-from kvdist.errors import CollectiveError, CollectiveMismatch, ForkError, RankLostError
+from kvdist.errors import CollectiveError, CollectiveMismatch, ConfigError, ForkError, RankLostError
 from kvdist.kvstore import meeting
 from kvdist.protocol.collective import Complete, Gone, Hello, encode
 from kvdist.transport.zeromq import ZeroMQTransport
@@ -288,21 +288,11 @@ def test_what_strangers_send_is_dropped(caplog):
     assert returned(in_threads(3, program)) == [2.0, 2.0, None]
 
 
-def test_with_a_secret_the_ranks_speak_encrypted_and_nobody_without_it_gets_in(tmp_path):
-    for name in ("job", "other"):
-        (tmp_path / name).write_bytes(os.urandom(32))
-        (tmp_path / name).chmod(0o600)
-    settings = CollectiveSettings(secret_file=str(tmp_path / "job"))
-    assert returned(run_ranks(2, lambda rank: hvd.allreduce(ONES, op=hvd.Sum)[0].item(), settings=settings)) == [2, 2]
-    store = HashStore()
-
-    def program(rank):
-        own = CollectiveSettings(secret_file=str(tmp_path / ("other" if rank else "job")), start_timeout_s=1.0)
-        Engine(world_of(rank, 2), find=lambda _, __: store, settings=own)
-
-    first, second = in_threads(2, program)
-    assert "missing: rank 1" in str(first)
-    assert isinstance(second, CollectiveError)
+@pytest.mark.parametrize("settings", [{"secret_file": "/run/secret"}, {"security": "curve"}])
+def test_ranks_that_are_to_encrypt_are_refused_as_nothing_encrypts_their_values(settings):
+    for error in run_ranks(2, lambda rank: None, settings=CollectiveSettings(start_timeout_s=1.0, **settings)):
+        assert isinstance(error, ConfigError)
+        assert "by collective operations (gloo, NCCL) is not encrypted" in str(error)
 
 
 def test_rank_0_listens_within_the_range_of_ports(tmp_path):

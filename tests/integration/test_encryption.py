@@ -166,10 +166,10 @@ def test_without_a_rank_an_encrypted_process_says_who_sets_it(job, secret):
     assert "kvdist-launch sets it" in process.text
 
 
-def test_security_none_wins_over_a_secret_and_is_logged(job, secret):
-    job.cluster(1, 1, "nothing.py", KVDIST_SECRET_FILE=secret, KVDIST_SECURITY="none")
-    job.succeed()
-    assert "KVDIST_SECURITY is none: this job does not encrypt" in job.processes["scheduler"].text
+def test_security_none_beside_a_secret_is_refused(job, secret):
+    job.node("scheduler", 1, 1, KVDIST_SECRET_FILE=secret, KVDIST_SECURITY="none")
+    assert job.finish() == {"scheduler": EXIT_CONFIG}
+    assert "KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is" in job.processes["scheduler"].text
 
 
 # Ports and addresses.

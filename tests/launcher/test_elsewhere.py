@@ -133,7 +133,8 @@ def test_commands_that_are_pasted_into_shells_make_a_cluster(train, env, securit
 
 def test_who_asks_for_encryption_on_one_machine_gets_it(train, env):
     env["TEXT"] = AWKWARD
-    script = f"import os; exec(open({train!r}).read()); print(open(os.environ['KVDIST_SECRET_FILE']).read())"
+    show = "print(open(os.environ['KVDIST_SECRET_FILE'], 'rb').read().hex())"
+    script = f"import os; exec(open({train!r}).read()); {show}"
     done = run(launcher("-n", "1", "-s", "1", "--security", "curve", "python", "-c", script), env)
     assert done.returncode == 0, done.stderr
     (secret,) = [line for line in done.stdout.splitlines() if len(line.split()[-1]) == 64]

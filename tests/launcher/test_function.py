@@ -110,6 +110,8 @@ def test_a_job_that_asks_for_encryption_gets_its_secret(monkeypatch):
     assert kvdist_launch.run(fn, np=1, servers=1, env={"KVDIST_SECURITY": "curve"}) == [1]
     monkeypatch.setenv("KVDIST_SECURITY", "curve")
     assert kvdist_launch.run(fn, np=2, servers=1) == [2, 2]
+    with pytest.raises(ConfigError, match="KVDIST_SECURITY=curve asks for encryption, and what the workers"):
+        kvdist_launch.run(fn, np=2)
 
 
 def test_the_first_exception_is_raised_here_with_its_traceback(capsys):

@@ -27,6 +27,7 @@ from kvdist_launch.plan import (
     threads_per_worker,
     worker_lines,
 )
+from kvdist_launch.secret import Security
 
 GOLDEN = Path(__file__).with_name("golden")
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
@@ -100,7 +101,7 @@ PLANS = {
     ),
     "no_servers_on_three_hosts": lambda: plan_on(
         "d1 slots=2\nd2 slots=2\n[fd00::17] slots=1\n",
-        new_job(5, 0, is_filled=True, cwd="/data/job", env={"KVDIST_SECURITY": "none"}),
+        new_job(5, 0, is_filled=True, cwd="/data/job", security=Security("none")),
         {"GLOO_SOCKET_IFNAME": "eth1", "KVDIST_LOCAL_SIZE": "9"},
     ),
     "awkward_hosts": lambda: plan_on(

@@ -115,14 +115,6 @@ def test_logs_and_summary_are_as_ever(launch, tmp_path):
     assert (summary["outcome"], [one["node"] for one in summary["processes"]]) == ("finished", ["worker-0", "worker-1"])
 
 
-def test_a_secret_is_handed_over_to_a_job_that_asks_for_one(launch):
-    script = "import os; print(len(open(os.environ['KVDIST_SECRET_FILE']).read()), os.environ['KVDIST_SECURITY'])"
-    code, out, err = launch("-n", "1", "-s", "0", "--security", "curve", "python", "-c", script).finish()
-    assert (code, out) == (0, "w0 │ 65 curve\n"), err
-    script = "import os; print(os.environ.get('KVDIST_SECRET_FILE'))"
-    assert launch("-n", "1", "-s", "0", "python", "-c", script).finish()[1] == "w0 │ None\n"
-
-
 def test_a_dry_run_shows_workers_alone(capfd):
     assert main(["-n", "2", "-s", "0", "-H", "d1,d2", "--security", "none", "--dry-run", "train"]) == 0
     shown = capfd.readouterr().out

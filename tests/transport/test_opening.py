@@ -29,9 +29,8 @@ def encrypted(tmp_path: Path) -> ClusterConfig:
     return replace(CONFIG, secret_file=str(path))
 
 
-def test_a_job_without_a_secret_has_no_keys(encrypted):
+def test_a_job_without_a_secret_has_no_keys():
     assert credentials_of(CONFIG) is None
-    assert credentials_of(replace(encrypted, security="none")) is None
 
 
 def test_keys_are_those_of_the_cluster(encrypted):
@@ -45,16 +44,6 @@ def test_keys_are_those_of_the_cluster(encrypted):
 def test_a_process_without_a_rank_has_no_key(encrypted):
     with pytest.raises(ConfigError, match=r"KVDIST_RANK is not set.*KVDIST_SECRET_FILE.*kvdist-launch sets it"):
         credentials_of(replace(encrypted, rank=None))
-
-
-def test_keys_that_are_wanted_need_a_secret():
-    with pytest.raises(ConfigError, match=r"KVDIST_SECURITY is 'curve', but there is no secret.*KVDIST_SECRET_FILE"):
-        credentials_of(replace(CONFIG, security="curve"))
-
-
-def test_a_secret_that_is_not_used_is_mentioned(encrypted, caplog):
-    with contextlib.closing(open_sockets(replace(encrypted, security="none", role=Role.SCHEDULER, rank=0))):
-        assert "KVDIST_SECURITY is none: this job does not encrypt" in caplog.text
 
 
 class Taken(InprocNetwork):
