@@ -54,6 +54,9 @@ from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")
 
+EXIT_WAIT_S = 30.0
+"""How long the interpreter's end waits for the node's thread, which may be in a callback of the user's."""
+
 EMBEDDED_ENDPOINT = "inproc://kvdist-scheduler"
 EMBEDDED_SERVER_ENDPOINT = "inproc://kvdist-server"
 
@@ -179,6 +182,19 @@ class Cluster:
         # Or a process that goes on without its cluster would keep the servers' memory, which nobody else has any more.
         self.memory.forget_shown()
 
+    def wait_for_thread(self, timeout_s: float) -> None:
+        """Wait until the thread of a cluster that this process has left, or that failed, has ended.
+
+        Before the interpreter does: it ends threads that still run in the middle of whatever they do, and one that is
+        in torch then, if only to free a tensor, aborts the process.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            LOG.warning(
+                "a callback of a future has not returned %g s after the script's end; the process ends without it",
+                timeout_s,
+            )
+
 
 class Membership:
     """The one cluster that this process may be in at a time."""
@@ -219,11 +235,14 @@ class Membership:
     def leave_at_exit(self) -> None:
         """The interpreter ends: say goodbye, and say so if it ends by an exception."""
         cluster = self._present
-        if cluster is None or cluster.has_left:
+        if cluster is None:
             return
         try:
             cluster.node.check_fork()
         except KvdistError:
+            return
+        if cluster.has_left:
+            cluster.wait_for_thread(EXIT_WAIT_S)
             return
         error = getattr(sys, "last_value", None)
         cluster.leave("" if error is None else f"ended by an unhandled {type(error).__name__}: {str(error)[:200]}")
