@@ -67,7 +67,8 @@ def store_updates(
     if has_sparse_grads and has_servers and wanted is False:
         raise ValueError(
             f"some gradients are sparse, and the store {store_type!r} keeps its values on servers, which needs"
-            " update_on_kvstore=True then. Leave update_on_kvstore out, or make the layer with sparse=False"
+            " update_on_kvstore=True then. Leave update_on_kvstore and clip_norm out, or make the layer with"
+            " sparse=False"
         )
     if wanted is not None:
         return wanted

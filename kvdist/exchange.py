@@ -143,3 +143,10 @@ def divide(grads: Grads, divisor: float) -> None:
     present = [grad for given in grads for grad in given or ()]
     if present and divisor != 1:
         torch._foreach_div_(present, divisor)
+
+
+def scale(parameters: Sequence[Parameter], factor: float) -> None:
+    """Multiply the gradients of parameters, on every device, in place."""
+    present = [grad for parameter in parameters for grad in parameter.grads() or ()]
+    if present and factor != 1:
+        torch._foreach_mul_(present, factor)

@@ -10,7 +10,7 @@ import torch
 
 from kvdist.compression import from_params
 from kvdist.config import ClusterConfig, update_on_kvstore_from_env
-from kvdist.decision import store_updates, would_only_copy
+from kvdist.decision import ASYNCHRONOUS, store_updates, would_only_copy
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapted import Adapted
 from kvdist.kvstore.base import KVStore
@@ -81,6 +81,40 @@ def refuse_what_contradicts(
         )
 
 
+def checked_clip_norm(
+    clip_norm: object, kvstore: object, update_on_kvstore: bool | None, overlap: bool, share_weights: bool
+) -> float | None:
+    """The norm at which a `Trainer` clips, which needs sums of gradients on the workers.
+
+    Raises:
+        TypeError, ValueError: it is not a number above 0, or it contradicts another setting.
+    """
+    if clip_norm is None:
+        return None
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
+        raise TypeError(f"clip_norm is a number or None, not {type(clip_norm).__name__}")
+    if not clip_norm > 0:
+        raise ValueError(f"clip_norm is {clip_norm}; it is the largest norm that a gradient may have, more than 0")
+    if update_on_kvstore:
+        raise ValueError(
+            f"clip_norm={clip_norm} needs the sum of all gradients before the update, and with update_on_kvstore=True"
+            " the store updates each parameter by itself: leave update_on_kvstore out, and the workers update"
+        )
+    if overlap or share_weights:
+        setting = "overlap" if overlap else "share_weights"
+        raise ValueError(
+            f"clip_norm={clip_norm} cannot be combined with {setting}=True: clipping needs all gradients of a step"
+            " before the first weight is updated, by the workers. Leave one of the two out"
+        )
+    name = kvstore if isinstance(kvstore, str) else kvstore.type if isinstance(kvstore, KVStoreBase) else ""
+    if name.lower() in ASYNCHRONOUS:
+        raise ValueError(
+            f"clip_norm={clip_norm} needs the sum of the gradients of all workers, and the store {name!r} has none: it"
+            " updates with each worker's gradient as it comes. Use 'dist', or leave clip_norm out"
+        )
+    return float(clip_norm)
+
+
 def choose_store(
     wanted: Wanted, devices: int, create: Callable[[str], object], compresses: bool = False
 ) -> KVStoreBase | None:
@@ -130,17 +164,19 @@ def decide_update_on_kvstore(
     )
 
 
-def statement(parameters: Sequence[Parameter], updates_here: Optimizer | None) -> str:
+def statement(parameters: Sequence[Parameter], updates_here: Optimizer | None, clip_norm: float | None = None) -> str:
     """What all workers must have in common, in words. Shapes and dtypes are compared key by key.
 
     Args:
         parameters: all of them.
         updates_here: the optimizer, where each worker updates. A store that updates compares them itself, and their
             numbers in each round.
+        clip_norm: where they clip; None for no clipping.
     """
     trained = ranges([key for key, parameter in enumerate(parameters) if parameter.trained])
     said = f"{len(parameters)} parameters, trained are {trained}"
-    return said if updates_here is None else f"{said}, on each worker by {updates_here.describe()}"
+    clipped = "" if clip_norm is None else f", gradients clipped to norm {clip_norm:g}"
+    return said if updates_here is None else f"{said}, on each worker by {updates_here.describe()}{clipped}"
 
 
 def fit(

@@ -17,14 +17,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from kvdist.checkpoint.slices import updates_in
 from kvdist.data import Batches, HandedOut, count_as_used
-from kvdist.exchange import Exchange, Grads, divide
+from kvdist.exchange import Exchange, Grads, divide, scale
 from kvdist.finite import refuse_nonfinite
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.base import KVStore
@@ -32,6 +32,7 @@ from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.saved import Checkpoint
 from kvdist.local_update import LocalUpdate
 from kvdist.opening import (
+    checked_clip_norm,
     choose_store,
     decide_update_on_kvstore,
     fit,
@@ -41,14 +42,14 @@ from kvdist.opening import (
 )
 from kvdist.optimizer.base import Optimizer
 from kvdist.overlap import Overlap, weakly
-from kvdist.parameters import collect, multipliers, require_shapes
+from kvdist.parameters import Parameter, collect, multipliers, require_shapes
 from kvdist.refusals import refuse_sent, refuse_size, refuse_updated_there
 from kvdist.shared_weights import SharedWeights
 from kvdist.training_state import TrainingState
 from kvdist.watch import Stale, Watch, refuse_changed, refuse_untrained
 
 try:
-    import torch  # noqa: F401 (whoever lacks it is told here what to install)
+    import torch
 except ImportError as error:
     raise ImportError("kvdist.Trainer needs torch, which is not installed: pip install 'kvdist[torch]'") from error
 
@@ -88,6 +89,11 @@ class Trainer:
             store that updates, one device, and no ``overlap``.
         reject_nonfinite: look at this worker's gradients before they are sent, one pass over their bytes, and refuse
             those with NaN or infinity: `step` raises `FloatingPointError`, naming rank and key. Not with ``overlap``.
+        clip_norm: clip each step's gradient to this length, as ``torch.nn.utils.clip_grad_norm_(parameters,
+            clip_norm)`` does under DistributedDataParallel: by the L2 norm over all parameters of what `step` has made
+            of the gradients of all workers, which is their mean, or with ``step(batch_size)`` their sum. More than 0;
+            with infinity the norm is only measured. The workers update then, so ``update_on_kvstore=None`` means
+            False. Not with ``overlap``, ``share_weights``, or a ``dist_async`` store. None for no clipping.
 
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
@@ -105,6 +111,7 @@ class Trainer:
         overlap: bool = False,
         share_weights: bool = False,
         reject_nonfinite: bool = False,
+        clip_norm: float | None = None,
     ) -> None:
         self._parameters = collect(params)
         self._num_devices = len(self._parameters[0].replicas)
@@ -113,9 +120,11 @@ class Trainer:
         refuse_what_contradicts(
             kvstore, self._num_devices, compression_params, update_on_kvstore, overlap, share_weights, reject_nonfinite
         )
+        self._clip_norm = checked_clip_norm(clip_norm, kvstore, update_on_kvstore, overlap, share_weights)
+        self._grad_norm: torch.Tensor | None = None
         self._kvstore_wanted = kvstore
         self._compression_params = compression_params
-        self._update_on_kvstore_wanted = update_on_kvstore
+        self._update_on_kvstore_wanted = update_on_kvstore if clip_norm is None else False
         self._kvstore: KVStoreBase | None = None
         self._exchange: Exchange | None = None  # there is one when there is a store
         self._update_on_kvstore = False
@@ -364,6 +373,15 @@ class Trainer:
         self._take_numbers()
 
     @property
+    def grad_norm(self) -> float | None:
+        """With `clip_norm`, the norm by which the last step's gradient was clipped, before that: the same everywhere.
+
+        It is what ``clip_grad_norm_`` returns, also where it is infinite or NaN. None before the first step, and
+        without `clip_norm`.
+        """
+        return None if self._grad_norm is None else float(self._grad_norm)
+
+    @property
     def nonfinite_steps(self) -> int:
         """In how many steps this worker's gradients were not finite and were not used.
 
@@ -390,7 +408,7 @@ class Trainer:
     def _begin_with(self, store: KVStoreBase) -> None:
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
         used = fit(store, self._parameters, needs_more, self._compression_params, here)
-        used.agree(statement(self._parameters, self._optimizer if here else None))
+        used.agree(statement(self._parameters, self._optimizer if here else None, self._clip_norm))
         # With overlap the numbers of a step are fixed before it is made, so the store has its own copy of them.
         sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
         if self._update_on_kvstore:
@@ -493,12 +511,23 @@ class Trainer:
 
     def _update_here(self, divisor: float, given: list[bool]) -> None:
         self._take_numbers()
+        members = [one for one, is_given in zip(self._trained, given, strict=True) if is_given]
         self._optimizer.rescale_grad = self._scale / divisor
-        self._local.apply(one for one, is_given in zip(self._trained, given, strict=True) if is_given)
+        if self._clip_norm is not None:
+            self._clip([parameter for _, parameter in members], self._clip_norm)
+        self._local.apply(members)
         for _, parameter in self._trained:
             parameter.drop_filled()
         self._updates += 1
         self._watch.note_grads()
+
+    def _clip(self, parameters: Sequence[Parameter], clip_norm: float) -> None:
+        """Make ``grad`` what the rule is to get, clipped; every replica of a parameter has the same one."""
+        scale(parameters, self._optimizer.rescale_grad)
+        self._optimizer.rescale_grad = 1.0
+        for device in reversed(range(self._num_devices)):  # the first one's norm is kept
+            replicas = [parameter.replicas[device] for parameter in parameters]
+            self._grad_norm = torch.nn.utils.clip_grad_norm_(replicas, clip_norm)
 
     def _take_numbers(self) -> None:
         """Learning rate and weight decay are what torch's schedulers have made of them."""

@@ -128,3 +128,49 @@ def test_the_position_of_a_plain_loader_is_refused_where_its_processes_read_ahea
     job.succeed()
     assert launcher.lines_with(f"saved {BATCH}"), job.transcript()
     forget_sockets_of_loaders(job)
+
+
+CLIP = """
+    import copy
+
+    import torch
+    from kvdist import Trainer, kv
+
+    torch.manual_seed(0)
+    begun = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    batches = [[torch.randn(4, 8) * 4 ** (step % 3) for rank in range(2)] for step in range(8)]
+
+    def loss(net, inputs):
+        return (net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+
+    reference = copy.deepcopy(begun)
+    optimizer = torch.optim.SGD(reference.parameters(), 0.05, momentum=0.9)
+    norms = []
+    for both in batches:  # what DistributedDataParallel does: the mean gradient, clipped, on equal weights
+        optimizer.zero_grad()
+        (sum(loss(reference, inputs) for inputs in both) / 2).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 5.0)))
+        optimizer.step()
+    assert min(norms) < 5.0 < max(norms), norms
+
+    stores = [kv.create(name) for name in ("dist", "collective")]
+    for store in stores:
+        net = copy.deepcopy(begun)
+        trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.05, "momentum": 0.9}, store, clip_norm=5.0)
+        for both, norm in zip(batches, norms):
+            net.zero_grad()
+            loss(net, both[store.rank]).backward()
+            trainer.step()
+            assert abs(trainer.grad_norm - norm) < 1e-5 * norm, (trainer.grad_norm, norm)
+        worst = max(float((a - b).abs().max()) for a, b in zip(net.parameters(), reference.parameters()))
+        assert worst < 1e-6, worst
+        print("clipped like torch on", store.rank, store.type)
+    for store in stores:
+        store.close()
+"""
+
+
+def test_clip_norm_clips_the_gradient_that_ddp_clips(job, script):
+    launcher = job.launch(2, 2, script(CLIP))
+    job.succeed()
+    assert len(launcher.lines_with("clipped like torch on")) == 4, job.transcript()
