@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.works import Product, Work, perform
 from kvdist.errors import CheckpointError
 
@@ -36,6 +37,7 @@ class ThreadedDisk(Disk):
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
+        self._locks = Locks()
         self._waiting: queue.SimpleQueue[tuple[Work, Done] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -52,18 +54,19 @@ class ThreadedDisk(Disk):
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(linger_s)
+        self._locks.close()
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
             work, done = item
-            done(*outcome(work, self._root))
+            done(*outcome(work, self._locks, self._root))
             del item, work, done  # or the arrays of the last one would stay until the next
 
 
-def outcome(work: Work, root: Path | None) -> tuple[Product, str]:
+def outcome(work: Work, locks: Locks, root: Path | None) -> tuple[Product, str]:
     """What came of a work, and '' or why it could not be done."""
     try:
-        return perform(work, root), ""
+        return perform(work, locks, root), ""
     except CheckpointError as error:
         return None, str(error)
     except Exception as error:  # noqa: BLE001  # whatever went wrong, somebody waits to hear of it

@@ -45,7 +45,8 @@ class DeviceError(KvdistError, RuntimeError):
 class CheckpointError(KvdistError, RuntimeError):
     """A checkpoint could not be written, or cannot be read; the message names the file and what is wrong with it.
 
-    What failed to be written has changed nothing: earlier checkpoints are as they were, and training can go on.
+    What failed to be written has changed nothing: earlier checkpoints are as they were, and a program that catches this
+    can train on.
     """
 
 

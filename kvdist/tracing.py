@@ -13,6 +13,7 @@ from typing import Any
 
 from kvdist.core.group import Group, GroupPush
 from kvdist.core.requests import (
+    ClaimFolder,
     DeclareKeys,
     EnterBarrier,
     Leave,
@@ -188,6 +189,8 @@ def _told(request: Request) -> tuple[str, dict[str, Any]]:
             return request.label, {}
         case EnterBarrier():
             return "barrier", {}
+        case ClaimFolder():
+            return "lock of a folder of checkpoints", {}
         case SaveStore(step=step, keys=keys):
             return f"checkpoint of step {step}", {"keys": len(keys)}
         case LoadStore():

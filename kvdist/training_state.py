@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, read_manifest
-from kvdist.errors import CheckpointError
 from kvdist.kvstore import local_saving, saved, values
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.contract import KVStoreBase
@@ -43,13 +42,14 @@ class TrainingState:
         self._is_updated_there = is_updated_there
         self._store = _able(store)
         self._workers = WorkersSaving(self._store)
+        self._last_save = saved.LastSave()
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.save_states`."""
         if self._is_updated_there and self._store is not None:
             self._store.save_optimizer_states(fname)
         else:
-            self._save_here(lambda: SavingJob(saved.absolute(fname), (STATES,)))
+            self._workers.save(lambda: SavingJob(saved.absolute(fname), (STATES,)), self._held, self._local.updater)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.load_states`."""
@@ -65,19 +65,17 @@ class TrainingState:
         names: dict[int | str, str] = {key: parameter.name for key, parameter in enumerate(self._parameters)}
         if self._is_updated_there and self._store is not None:
             return self._store.save_checkpoint(directory, step, state=state, keep=keep, names=names)
-        future: Future[Path] = Future()
 
         def job() -> SavingJob:
+            self._last_save.before_next()
             folder, number = saved.place(directory, step), saved.checked_keep(keep)
             content = saved.own_file(state, names, self._workers.rank)
             return SavingJob(folder, EVERYTHING, saved.checked_step(step), number, content)
 
-        try:
-            future.set_result(self._save_here(job))
-        except CheckpointError as error:
-            LOG.error("no checkpoint was made: %s", error)
-            future.set_exception(error)
-        return future
+        claimed = self._workers.claim(job)
+        return self._last_save.run(
+            claimed.folder, lambda: self._workers.write(claimed, self._held, self._local.updater)
+        )
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None, with_states: bool
@@ -98,9 +96,6 @@ class TrainingState:
             shape, dtype = values.describe(parameter.replicas[0])
             held.append(local_saving.Held(key, shape, dtype, values.read_bits(parameter.replicas[0])))
         return held
-
-    def _save_here(self, make: Callable[[], SavingJob]) -> Path:
-        return self._workers.save(make, self._held, self._local.updater)
 
     def _load_here(self, find: Callable[[], saved.Checkpoint], contents: tuple[str, ...]) -> saved.Checkpoint:
         checkpoint, values_read = self._workers.load(find, contents, self._held(), self._local.updater)

@@ -13,6 +13,8 @@ from kvdist.checkpoint.export import export
 from kvdist.checkpoint.files import explained, require_intact, require_present
 from kvdist.checkpoint.folders import all_steps, folder_of
 from kvdist.checkpoint.manifest import NAME, Manifest, read_manifest
+from kvdist.checkpoint.slices import Shards
+from kvdist.checkpoint.workers import read_workers
 from kvdist.errors import CheckpointError
 
 Command = Callable[[argparse.Namespace], tuple[str, int]]
@@ -30,7 +32,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     one.set_defaults(command=_export)
     some = commands.add_parser("checkpoints", help="list the checkpoints in a folder")
     some.add_argument("directory", type=Path, metavar="DIR", help="a folder of checkpoints, or of one step")
-    some.add_argument("--verify", action="store_true", help="read all of them and compare their checksums")
+    some.add_argument("--verify", action="store_true", help="read all of them, and compare checksums and runs")
     some.set_defaults(command=_list)
 
 
@@ -58,6 +60,9 @@ def _line(folder: Path, verify: bool) -> tuple[str, int]:
         manifest = read_manifest(folder)
         for record in manifest.files:
             (require_intact if verify else require_present)(folder, record)
+        if verify:
+            Shards(folder, manifest)  # which compares what each file says of itself with the manifest
+            read_workers(folder, manifest)
     except CheckpointError as error:
         return f"{folder.name:<16} damaged: {error}", 1
     return f"{folder.name:<16} {'intact' if verify else 'complete'}: {_summary(manifest)}", 0
@@ -69,6 +74,7 @@ def _summary(manifest: Manifest) -> str:
     return (
         f"{_told(nbytes)}, {len(manifest.keys)} key(s), {' and '.join(manifest.contents)}, {optimizer},"
         f" {manifest.mode}, {manifest.num_workers} worker(s), {manifest.num_servers} server(s)"
+        + (f", run {manifest.run}" if manifest.run else "")
     )
 
 

@@ -108,7 +108,7 @@ def _taken(out: Path) -> ConfigError:
 def _names(folder: Path, manifest: Manifest) -> Mapping[int | str, str]:
     """Key → what its array is called: what worker 0 said, or else the key itself."""
     first = manifest.workers.get(0)
-    given = {} if first is None else read_worker(folder, first).names
+    given = {} if first is None else read_worker(folder, first, manifest).names
     names = {one.key: given.get(one.key, str(one.key)) for one in manifest.keys}
     keys = defaultdict(list)
     for one in manifest.keys:

@@ -4,6 +4,7 @@ Rules that hold here:
 
 * A file gets its final name only when all its bytes are on the disk; until then it ends in ``.part``.
 * The name has the first digits of the SHA-256 of the content, so it never replaces a file with another content.
+* Only regular files are read, never through a symbolic link, and opening one never waits, as a named pipe would.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import IO
 
@@ -140,7 +142,10 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)  # another process may be making it too
+    try:
+        folder.mkdir(exist_ok=True)  # another process may be making it too
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
     make_durable(folder.parent)
 
 
@@ -156,6 +161,64 @@ def make_durable(folder: Path) -> None:
         os.close(descriptor)
 
 
+def check_room(folder: Path, stem: str, nbytes: int) -> None:
+    """See whether a file of this size, called by this stem, could be written into a folder, as far as can be known.
+
+    Raises:
+        CheckpointError: there is less room on the disk.
+        OSError: no file can be written there.
+    """
+    make_folder(folder)
+    with _unfinished(folder / stem) as probe:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        probe.unlink()
+    found = os.statvfs(folder)
+    room = found.f_bavail * found.f_frsize
+    if found.f_blocks and room < nbytes:
+        raise CheckpointError(
+            f"{folder} has room for {room} bytes, and a part of the checkpoint needs {nbytes}: make room, or save"
+            " elsewhere"
+        )
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file for reading, unbuffered. Never waits, and follows no symbolic link at its end.
+
+    Raises:
+        CheckpointError: it is something else: a link, a named pipe, a device.
+        OSError: it is not there, or may not be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink() or error.errno == errno.ENXIO:  # which a socket gives
+            raise _not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return FileIO(descriptor, "rb")
+
+
+def read_regular(path: Path, nbytes_max: int) -> bytes:
+    """The content of a short regular file.
+
+    Raises:
+        CheckpointError: as of `open_regular`, or it is longer than `nbytes_max`.
+        OSError: it is not there, or cannot be read.
+    """
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > nbytes_max:
+            raise CheckpointError(f"{path} has {nbytes} bytes, where at most {nbytes_max} are expected")
+        return file.readall()
+
+
+def _not_regular(path: Path) -> CheckpointError:
+    kind = "a symbolic link" if path.is_symlink() else "not a regular file"
+    return CheckpointError(f"{path} is {kind}; the files of a checkpoint must be regular files: put a copy there")
+
+
 def require_present(folder: Path, record: FileRecord) -> None:
     """Whether the file is there, with its length.
 
@@ -164,7 +227,7 @@ def require_present(folder: Path, record: FileRecord) -> None:
     """
     path = folder / record.name
     try:
-        found = path.stat()
+        found = path.lstat()
     except OSError as error:
         raise CheckpointError(
             f"{path} is not there ({error.strerror}). Servers, workers and scheduler must all see the folder of"
@@ -172,7 +235,7 @@ def require_present(folder: Path, record: FileRecord) -> None:
             " other store may save into it"
         ) from None
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is no file")
+        raise _not_regular(path)
     if found.st_size != record.nbytes:
         raise CheckpointError(
             f"{path} has {found.st_size} bytes where {record.nbytes} were written: it is cut off or changed"
@@ -196,7 +259,7 @@ def require_intact(folder: Path, record: FileRecord) -> None:
 def record_of(folder: Path, name: str) -> FileRecord:
     """What is known of a file that is there; one pass over it."""
     digest, nbytes = hashlib.sha256(), 0
-    with open(folder / name, "rb", buffering=0) as file:
+    with open_regular(folder / name) as file:
         for chunk in iter(lambda: file.read(CHUNK_BYTES), b""):
             digest.update(chunk)
             nbytes += len(chunk)
@@ -212,7 +275,7 @@ def read_intact(folder: Path, record: FileRecord) -> bytes:
     require_present(folder, record)
     path = folder / record.name
     with explained(f"{path} could not be read"):
-        content = path.read_bytes()
+        content = read_regular(path, record.nbytes)
     if hashlib.sha256(content).hexdigest() != record.sha256:
         raise CheckpointError(f"{path} is damaged: its content does not have the checksum with which it was written")
     return content
@@ -224,4 +287,5 @@ def explained(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{what}: {error.strerror or error}") from error
+        named = f" ({error.filename})" if error.filename and str(error.filename) not in what else ""
+        raise CheckpointError(f"{what}: {error.strerror or error}{named}") from error

@@ -34,6 +34,12 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def directory_of(folder: str | Path) -> Path:
+    """Where the checkpoints lie of which this folder is one; itself, if it is not of a step."""
+    path = Path(folder)
+    return path.parent if step_of(path) is not None else path
+
+
 def all_steps(directory: Path) -> list[int]:
     """The steps that have a folder, complete or not, in order."""
     if not directory.is_dir():

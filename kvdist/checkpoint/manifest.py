@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvdist.checkpoint.files import FileRecord, replace_file, require_present
+from kvdist.checkpoint.files import FileRecord, read_regular, replace_file, require_present
 from kvdist.dtypes import from_name
 from kvdist.errors import CheckpointError
 from kvdist.initializer import initializer_from
@@ -44,6 +44,8 @@ COUNT_MAX = (1 << 63) - 1
 
 SERVER_FILE = re.compile(r"server-[0-9]{1,9}-[0-9a-f]{1,64}\.safetensors")
 WORKER_FILE = re.compile(r"worker-([0-9]{1,9})-[0-9a-f]{1,64}\.json")
+RUN = re.compile(r"[0-9a-f]{16}")
+"""What tells jobs apart: drawn by each."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -81,6 +83,7 @@ class Manifest:
 
     Attributes:
         step: the user's number of it; 0 for states that were saved alone.
+        run: of the job that wrote it, the same in each of its files; empty if an older kvdist wrote it.
         contents: of `WEIGHTS` and `STATES`.
         mode: of the store, ``sync``, ``async`` or ``local``.
         exact: whether it is one moment of the whole store. In asynchronous mode it is not: each slice has all pushes
@@ -100,6 +103,7 @@ class Manifest:
     num_servers: int
     keys: tuple[SavedKey, ...]
     files: tuple[FileRecord, ...]
+    run: str = ""
 
     @property
     def shards(self) -> list[FileRecord]:
@@ -111,6 +115,19 @@ class Manifest:
         """Rank → what that worker wanted to have back."""
         found = [(WORKER_FILE.fullmatch(file.name), file) for file in self.files]
         return {int(match[1]): file for match, file in found if match}
+
+    def require_part(self, path: Path, run: object, step: object) -> None:
+        """Whether a file was written for this checkpoint, by what it says of itself.
+
+        Raises:
+            CheckpointError: it was written by another job, or for another step.
+        """
+        if self.run and (run, str(step)) != (self.run, str(self.step)):
+            raise CheckpointError(
+                f"{path} is not a part of this checkpoint: it was written by run {run!r:.40} for step {step!r:.40}, the"
+                f" manifest by run {self.run!r} for step {self.step}. Two jobs have saved into one folder, or files of"
+                " two checkpoints were put together"
+            )
 
     def require(self, keys: Iterable[SavedKey], optimizer: Mapping[str, Any] | None, contents: Sequence[str]) -> None:
         """Whether a store of these keys and this optimizer can take in these contents.
@@ -207,7 +224,7 @@ def _require_ours(path: Path) -> None:
     Raises:
         CheckpointError: the file is there, and is none of ours.
     """
-    if path.exists() and FORMAT.encode() not in path.read_bytes():
+    if os.path.lexists(path) and FORMAT.encode() not in read_regular(path, MANIFEST_BYTES_MAX):
         raise CheckpointError(f"{path} belongs to another program; choose another folder for checkpoints")
 
 
@@ -219,10 +236,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MANIFEST_BYTES_MAX:
-            raise CheckpointError(f"{path} is no manifest: no file, or longer than {MANIFEST_BYTES_MAX} bytes")
-        text = path.read_bytes()
+        text = read_regular(path, MANIFEST_BYTES_MAX)
     except OSError as error:
         raise CheckpointError(f"{folder} is no checkpoint: {NAME} cannot be read ({error.strerror})") from None
     try:
@@ -268,7 +282,14 @@ def _parsed(body: dict[str, Any]) -> Manifest:
         _count(body["num_servers"]),
         tuple(_without_twins([_parsed_key(**one) for one in body["keys"]], "key", lambda one: one.key)),
         tuple(_without_twins([_parsed_file(**one) for one in body["files"]], "file", lambda one: one.name)),
+        _parsed_run(body.get("run", "")),
     )
+
+
+def _parsed_run(run: Any) -> str:
+    if type(run) is not str or not (run == "" or RUN.fullmatch(run)):
+        raise ValueError(f"a run {run!r:.80}")
+    return run
 
 
 def _parsed_key(key: Any, shape: Any, dtype: Any, form: Any = "") -> SavedKey:

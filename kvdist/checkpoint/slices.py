@@ -33,6 +33,8 @@ Ids = npt.NDArray[np.int64]
 WEIGHT, MASTER, INDICES = "weight", "master", "indices"
 SLICES = "kvdist.slices"
 """In the metadata of a file: what is known of each of its slices beside arrays."""
+RUN, STEP = "kvdist.run", "kvdist.step"
+"""In the metadata of a file: for which checkpoint it was written. Not in those of older versions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,15 +113,16 @@ class ReadSlice:
     initializer: str = ""
 
 
-def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice]) -> FileRecord:
-    """Write the file of one server.
+def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str, step: int) -> FileRecord:
+    """Write the file of one server, for this step of this run.
 
     Raises:
         CheckpointError, OSError: as of `write_tensors`.
     """
     tensors = [tensor for one in slices for tensor in _tensors(one)]
     told = [_told(one) for one in slices]
-    return write_tensors(folder, stem, tensors, {SLICES: json.dumps(told), "format": "kvdist"})
+    metadata = {SLICES: json.dumps(told), RUN: run, STEP: str(step), "format": "kvdist"}
+    return write_tensors(folder, stem, tensors, metadata)
 
 
 def _told(one: SavedSlice) -> list[Any]:
@@ -208,7 +211,7 @@ class Shards:
         manifest: its manifest.
 
     Raises:
-        CheckpointError: a file is missing, or cut off, or no file of a server.
+        CheckpointError: a file is missing, or cut off, or no file of a server, or one of another checkpoint.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -218,7 +221,9 @@ class Shards:
         for path, record in list(self._unverified.items()):
             require_present(folder, record)
             try:
-                for piece, key in _pieces(TensorFile(path)):
+                file = TensorFile(path)
+                manifest.require_part(path, file.metadata.get(RUN), file.metadata.get(STEP))
+                for piece, key in _pieces(file):
                     self._pieces.setdefault(key, []).append(piece)
             except CheckpointError:
                 self._verify(path)  # that its content is not what was written says more

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.checkpoint.files import FileRecord, write_file, write_named_file
+from kvdist.checkpoint.files import FileRecord, open_regular, write_file, write_named_file
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 
@@ -165,8 +167,8 @@ class TensorFile:
         self.path = path
         self.metadata: dict[str, str] = {}
         self.entries: dict[str, Entry] = {}
-        nbytes = path.stat().st_size
-        with open(path, "rb") as file:
+        with BufferedReader(open_regular(path)) as file:
+            nbytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if nbytes < 8 or length > min(HEADER_BYTES_MAX, nbytes - 8):
                 raise CheckpointError(f"{path} is no safetensors file, or cut off: its header does not fit into it")
@@ -191,7 +193,7 @@ class TensorFile:
         if entry is None or out.dtype != entry.dtype.storage or not 0 <= start <= entry.size - out.size:
             raise CheckpointError(f"{self.path} does not have elements {start} to {start + out.size} of {name}")
         view = out.view(np.uint8).data
-        with open(self.path, "rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             file.seek(entry.offset + start * entry.dtype.itemsize)
             while view:
                 count = file.readinto(view)

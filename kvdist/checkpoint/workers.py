@@ -28,11 +28,11 @@ class WorkerFile:
     names: Mapping[int | str, str]
 
 
-def read_worker(folder: Path, record: FileRecord) -> WorkerFile:
+def read_worker(folder: Path, record: FileRecord, manifest: Manifest) -> WorkerFile:
     """The content of one worker's file.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: it is missing or damaged, or of another checkpoint.
     """
     path = folder / record.name
     if record.nbytes > STATE_BYTES_MAX:
@@ -40,8 +40,9 @@ def read_worker(folder: Path, record: FileRecord) -> WorkerFile:
     text = read_intact(folder, record)
     try:
         content = json.loads(text)
+        manifest.require_part(path, content.get("run"), content.get("step"))
         return WorkerFile(content["state"], dict(_names(content["names"])))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: not readable ({error})") from None
 
 
@@ -51,7 +52,7 @@ def read_workers(folder: Path, manifest: Manifest) -> dict[int, WorkerFile]:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    return {rank: read_worker(folder, record) for rank, record in manifest.workers.items()}
+    return {rank: read_worker(folder, record, manifest) for rank, record in manifest.workers.items()}
 
 
 def _names(pairs: Any) -> Iterator[tuple[int | str, str]]:

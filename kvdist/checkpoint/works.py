@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvdist.checkpoint.files import FileRecord, explained
-from kvdist.checkpoint.folders import prune, step_of, sweep
+from kvdist.checkpoint.files import FileRecord, check_room, explained
+from kvdist.checkpoint.folders import directory_of, prune, step_of, sweep
+from kvdist.checkpoint.locks import Locks, require_run
 from kvdist.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, Shards, WantedSlice, write_slices
 from kvdist.errors import CheckpointError
@@ -24,17 +25,44 @@ LOG = logging.getLogger("kvdist")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LockFolder:
+    """Keep other jobs from saving where this checkpoint is to lie; gives the run, which its files are to name."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnlockFolder:
+    """Let other jobs save there; gives None."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckFolder:
+    """See whether this process could write a part of this size of a checkpoint of this run; gives None."""
+
+    folder: str
+    stem: str
+    run: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WriteShard:
-    """Write what a server keeps; gives a `FileRecord`."""
+    """Write what a server keeps, for this step of this run; gives a `FileRecord`."""
 
     folder: str
     stem: str
     slices: tuple[SavedSlice, ...]
+    run: str
+    step: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteManifest:
-    """Make the folder a checkpoint, of which `keep` stay beside each other; 0 keeps all. Gives None."""
+    """Make the folder a checkpoint, of which `keep` stay beside each other; 0 keeps all. Takes the lock of the
+    directory, if somebody has removed it. Gives None."""
 
     folder: str
     manifest: Manifest
@@ -64,26 +92,36 @@ class Sweep:
     folder: str
 
 
-Work = WriteShard | WriteManifest | ReadManifest | ReadShards | Sweep
-Product = FileRecord | Manifest | tuple[ReadSlice, ...] | None
+Work = LockFolder | UnlockFolder | CheckFolder | WriteShard | WriteManifest | ReadManifest | ReadShards | Sweep
+Product = FileRecord | Manifest | tuple[ReadSlice, ...] | str | None
 
 
-def perform(work: Work, root: Path | None = None) -> Product:
+def perform(work: Work, locks: Locks, root: Path | None = None) -> Product:
     """Do it.
 
     Args:
         work: what.
+        locks: of whom it is done for.
         root: below which folder; None for everywhere.
 
     Raises:
         CheckpointError: it cannot be done; says why.
     """
     folder = _allowed(work.folder, root)
+    directory = directory_of(folder)
     with explained(f"{folder} could not be used for a checkpoint"):
         match work:
+            case LockFolder():
+                return locks.take(directory)
+            case UnlockFolder():
+                locks.release(directory)
+            case CheckFolder():
+                require_run(directory, work.run)
+                check_room(directory, work.stem, work.nbytes)
             case WriteShard():
-                return write_slices(folder, work.stem, work.slices)
+                return write_slices(folder, work.stem, work.slices, work.run, work.step)
             case WriteManifest():
+                locks.take(directory)
                 write_manifest(folder, work.manifest)
                 _tidy(folder, work.keep, root)
             case ReadManifest():

@@ -1,7 +1,8 @@
 """The scheduler's part in checkpoints: it waits for all workers and servers, and makes or refuses the whole. Pure.
 
 A checkpoint is a set of workers that have marked their pushes and of servers that have written theirs. When both are
-complete the manifest is written, which makes it one; if anybody fails it is swept away, and training goes on. Restoring
+complete the manifest is written, which makes it one; if anybody fails it is swept away, and training goes on. Before
+the first one in a directory the scheduler takes its lock, and asks the servers whether they can write there. Restoring
 is a set of workers too; then every server reads, and all take over what they have read, or none does.
 """
 
@@ -11,8 +12,9 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from kvdist.checkpoint.files import FileRecord
+from kvdist.checkpoint.folders import directory_of
 from kvdist.checkpoint.manifest import Manifest, SavedKey
-from kvdist.checkpoint.works import ReadManifest, Sweep, WriteManifest
+from kvdist.checkpoint.works import LockFolder, ReadManifest, Sweep, UnlockFolder, WriteManifest
 from kvdist.core.agreements import Agreements
 from kvdist.core.effects import Effect, Persist, Persisted, Report, Send
 from kvdist.core.policy import POLICIES
@@ -22,7 +24,19 @@ from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Done, ErrorCode, Failed, Message, Waiting
-from kvdist.protocol.saving import CHECKPOINT, DropRestored, Load, Restore, Save, Saved, SavedFile, TakeRestored
+from kvdist.protocol.saving import (
+    CHECKPOINT,
+    Claim,
+    Claimed,
+    DropRestored,
+    Load,
+    Prepare,
+    Restore,
+    Save,
+    Saved,
+    SavedFile,
+    TakeRestored,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +64,23 @@ class Saving:
 
 
 @dataclass(slots=True, eq=False)
+class Claiming:
+    """A directory into which this job saves, or was asked to."""
+
+    first: Claim
+    run: str = ""
+    failure: str = ""
+    """Why it cannot be: the answer to every claim of this checkpoint."""
+    is_settled: bool = False
+    waiting: list[tuple[Member, int]] = field(default_factory=list)
+    """Who has claimed it, and the request, until it is settled."""
+
+    def is_answer_to(self, claim: Claim) -> bool:
+        """Whether the claim need not be looked into: what was refused is, for every further checkpoint."""
+        return not self.failure or (self.first.store, self.first.counter) == (claim.store, claim.counter)
+
+
+@dataclass(slots=True, eq=False)
 class Loading:
     """A store that is to be restored."""
 
@@ -74,6 +105,8 @@ class Checkpoints:
         self._seats = seats
         self._agreements = agreements
         self._asked = asked
+        self._claims: dict[str, Claiming] = {}
+        """By directory."""
         self._saving: dict[tuple[int, int], Saving] = {}
         self._loading: dict[tuple[int, int], Loading] = {}
 
@@ -83,15 +116,58 @@ class Checkpoints:
 
     # Saving.
 
+    def claim(self, sender: Member, message: Claim) -> list[Effect]:
+        """A worker is about to save into a directory for the first time."""
+        directory = str(directory_of(message.folder))
+        claiming, effects = self._claims.get(directory), []
+        if claiming is None or not claiming.is_answer_to(message):
+            claiming = self._claims[directory] = Claiming(message)
+            effects = [Persist(claiming, LockFolder(message.folder))]
+        claiming.waiting.append((sender, message.request))
+        return [*effects, *self._claimed(claiming)]
+
+    def _locked(self, claiming: Claiming, run: str) -> list[Effect]:
+        """The directory is this job's: see whether the servers can write there."""
+        claiming.run = run
+        first = claiming.first
+
+        def make(request: int) -> Message:
+            return Prepare(request, first.store, first.folder, first.contents, run)
+
+        def prepared(failure: str) -> list[Effect]:
+            unlock = [Persist(None, UnlockFolder(first.folder))] if failure else []
+            return [*unlock, *self._settle(claiming, failure)]
+
+        return self._asked.ask(self._seats.servers, make, prepared)
+
+    def _settle(self, claiming: Claiming, failure: str) -> list[Effect]:
+        claiming.failure, claiming.is_settled = failure, True
+        return self._claimed(claiming)
+
+    def _claimed(self, claiming: Claiming) -> list[Effect]:
+        """Answer those who have claimed a directory, if the answer is known."""
+        if not claiming.is_settled:
+            return []
+        waiting, claiming.waiting = claiming.waiting, []
+        failure, run = claiming.failure, claiming.run
+        return [
+            Send(member, Failed(request, ErrorCode.CHECKPOINT, failure) if failure else Claimed(request, run))
+            for member, request in waiting
+            if self._seats.workers.get(member.node.rank) == member
+        ]
+
     def save(self, sender: Member, message: Save, now: float) -> list[Effect]:
         """A worker has marked its pushes."""
         saving = self._open(message, now)
         if not saving.arrived:
             saving.keys = self._keys(message.store)
+        is_first = not any(said.failure for _, said in saving.arrived.values())
         saving.arrived[sender.node.rank] = (sender, message)
         first, said = next(iter(saving.arrived.values()))
-        if message.failure:
-            saving.fail(f"{sender}: {message.failure}")
+        if message.failure and is_first:  # says more than what others could not do because of it
+            saving.failure = f"{sender}: {message.failure}"
+        elif saving.failure:
+            pass
         elif _place(said) != _place(message):
             saving.fail(_differ(first, _place(said), sender, _place(message)))
         elif not saving.keys:
@@ -144,7 +220,10 @@ class Checkpoints:
 
     def _sweep(self, saving: Saving) -> list[Effect]:
         """Remove what was written; only then may anybody try again, perhaps in the same folder."""
-        *others, last = sorted({message.folder for _, message in saving.arrived.values()})
+        folders = sorted({message.folder for _, message in saving.arrived.values() if message.run})
+        if not folders:
+            return self._end_saving(saving, "")  # nobody was to write anything
+        *others, last = folders
         return [*(Persist(None, Sweep(folder)) for folder in others), Persist(saving, Sweep(last))]
 
     def _end_saving(self, saving: Saving, failure: str) -> list[Effect]:
@@ -168,6 +247,7 @@ class Checkpoints:
             len(self._seats.servers),
             saving.keys,
             tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in files if file.name),
+            first.run,
         )
 
     def _keys(self, store: int) -> tuple[SavedKey, ...]:
@@ -226,6 +306,11 @@ class Checkpoints:
     def persisted(self, event: Persisted) -> list[Effect]:
         """A manifest is written or read, or could not be; or what was written is removed."""
         match event.token:
+            case Claiming() as claiming if event.failure:
+                return self._settle(claiming, event.failure)
+            case Claiming() as claiming:
+                assert isinstance(event.product, str)
+                return self._locked(claiming, event.product)
             case Saving() as saving:
                 return self._end_saving(saving, event.failure)
             case Load() as asked if event.failure:
@@ -264,6 +349,8 @@ class Checkpoints:
         for place, saving in self._saving.items():
             assert place == (saving.store, saving.counter), "a checkpoint is known by its store and count"
             assert saving.is_ending == self._is_complete(saving), "it ends when everybody has reported, and not before"
+        for claiming in self._claims.values():
+            assert not (claiming.is_settled and claiming.waiting), "who has an answer does not wait for it"
         live = self._seats.workers.keys()
         for loading in self._loading.values():
             assert loading.is_reading or not live <= loading.arrived.keys(), "who waits for nobody goes on"

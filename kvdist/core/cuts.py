@@ -41,6 +41,8 @@ class Cut:
     counter: int
     folder: str
     contents: tuple[str, ...]
+    run: str
+    step: int
     marks: dict[int, dict[int, int]] = field(default_factory=dict)
     """Slice that is not taken yet → rank → its mark."""
     taken: dict[int, SavedSlice] = field(default_factory=dict)
@@ -91,9 +93,11 @@ class Cuts:
         """A worker says which of its pushes belong to a checkpoint; perhaps this is the moment for some slices."""
         cut = self._cuts.get((message.store, message.counter))
         if cut is None:
-            cut = Cut(message.store, message.counter, message.folder, message.contents)
-            self._cuts[message.store, message.counter] = cut
-        if (cut.folder, cut.contents) != (message.folder, message.contents):
+            where = (message.folder, message.contents, message.run, message.step)
+            cut = self._cuts[message.store, message.counter] = Cut(message.store, message.counter, *where)
+        if not message.contents:
+            cut.fail(f"{sender} cannot take part")
+        elif (cut.folder, cut.contents) != (message.folder, message.contents):
             ours, theirs = (f"{' and '.join(one.contents)} to {one.folder}" for one in (cut, message))
             cut.fail(f"the workers do not agree: some save {ours}, {sender} saves {theirs}")
         rank = sender.node.rank
@@ -196,7 +200,7 @@ class Cuts:
             return []
         elif cut.taken and cut.marked:
             cut.is_begun = cut.is_writing = True
-            return [Persist(cut, WriteShard(cut.folder, name, tuple(cut.taken.values())))]
+            return [Persist(cut, WriteShard(cut.folder, name, tuple(cut.taken.values()), cut.run, cut.step))]
         if not workers.keys() <= cut.marked:
             return []
         del self._cuts[cut.store, cut.counter]

@@ -308,6 +308,17 @@ class EnterBarrier:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ClaimFolder:
+    """The next checkpoint is the first one in the directory of this folder; completes with the run, when the job has
+    the lock of the directory and every server can write there."""
+
+    request: int
+    store: int
+    folder: str
+    contents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SaveStore:
     """Save what the store has after the pushes that were submitted before; completes when it is a checkpoint."""
 
@@ -315,6 +326,8 @@ class SaveStore:
     store: int
     folder: str
     contents: tuple[str, ...]
+    run: str
+    """As the claim of its directory gave it; empty if there is none, which fails for all."""
     step: int
     keep: int
     file: SavedFile
@@ -351,6 +364,7 @@ Request = (
     | SetStoreOptimizer
     | SendCommand
     | EnterBarrier
+    | ClaimFolder
     | SaveStore
     | LoadStore
     | Leave

@@ -6,11 +6,11 @@ import numpy as np
 
 from kvdist.core.effects import Effect, Send
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.requests import LoadStore, SaveStore
+from kvdist.core.requests import ClaimFolder, LoadStore, SaveStore
 from kvdist.core.transfers import Transfers
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Waiting
-from kvdist.protocol.saving import CHECKPOINT, Load, Mark, Save
+from kvdist.protocol.saving import CHECKPOINT, Claim, Load, Mark, Save
 
 SLICES_PER_MARK = 1 << 18
 
@@ -32,6 +32,12 @@ class SavingCalls:
         self.hint: Waiting | None = None
         """Who is missing in a checkpoint."""
 
+    def claim(self, request: ClaimFolder) -> list[Effect]:
+        """Ask for the directory into which the next checkpoint is to be saved."""
+        counter = self._saved.get(request.store, 0)
+        claim = Claim(request.request, request.store, counter, request.folder, request.contents)
+        return [Send(SCHEDULER_MEMBER, claim)]
+
     def save(self, request: SaveStore, servers: dict[int, Member]) -> list[Effect]:
         """Mark the pushes of this worker at every server, before any later one leaves."""
         counter = self._saved.get(request.store, 0)
@@ -46,9 +52,10 @@ class SavingCalls:
             for start in range(0, len(ids) or 1, SLICES_PER_MARK):
                 some = ids[start : start + SLICES_PER_MARK]
                 steps, is_last = self._transfers.slices.pushed[some], start + SLICES_PER_MARK >= len(ids)
-                mark = Mark(request.store, counter, request.folder, request.contents, is_last, some, steps)
-                effects.append(Send(servers[rank], mark))
-        place = (request.store, counter, request.folder, request.contents, request.step, request.keep)
+                contents = () if request.failure else request.contents
+                where = (request.store, counter, request.folder, contents, request.run, request.step)
+                effects.append(Send(servers[rank], Mark(*where, is_last, some, steps)))
+        place = (request.store, counter, request.folder, request.contents, request.run, request.step, request.keep)
         save = Save(request.request, *place, len(request.keys), request.file, request.failure)
         return [*effects, Send(SCHEDULER_MEMBER, save)]
 

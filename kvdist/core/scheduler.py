@@ -51,7 +51,7 @@ from kvdist.protocol.messages import (
     Stop as StopMessage,
 )
 from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
-from kvdist.protocol.saving import Load, Save, Saved
+from kvdist.protocol.saving import Claim, Load, Save, Saved
 
 ROSTER_GAP_S = 0.001
 """Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers
@@ -130,6 +130,8 @@ class Scheduler(Machine):
                 return self.agreements.configure(sender, message)
             case Barrier() if is_worker:
                 return self.barriers.enter(sender, message, self.seats.workers.keys(), now)
+            case Claim() if is_worker:
+                return self.checkpoints.claim(sender, message)
             case Save() if is_worker:
                 return self.checkpoints.save(sender, message, now)
             case Load() if is_worker:

@@ -48,7 +48,7 @@ from kvdist.protocol.messages import (
 )
 from kvdist.protocol.registration import Rejected, Roster, Welcome
 from kvdist.protocol.rows import InitRows, PullRows, PushRows
-from kvdist.protocol.saving import DropRestored, Mark, Restore, TakeRestored
+from kvdist.protocol.saving import DropRestored, Mark, Prepare, Restore, TakeRestored
 
 
 class Server(Machine):
@@ -149,7 +149,7 @@ class Server(Machine):
                     self._next_alive = now
                     self._scheduler_lost_at = now + self.limits.reconnect_grace_s
         elif isinstance(event, Persisted):
-            is_read = isinstance(event.token, Restore)
+            is_read = isinstance(event.token, Restore | Prepare)
             return self._restoring.persisted(event) if is_read else self.table.persisted(event)
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER
@@ -212,6 +212,8 @@ class Server(Machine):
                 return [Send(SCHEDULER_MEMBER, self._assigned(message))]
             case SetOptimizer():
                 return self._set_optimizer(message, now)
+            case Prepare():
+                return self._restoring.prepare(message, str(self.me.node))
             case Restore():
                 return self._restoring.read(message)
             case TakeRestored() | DropRestored():

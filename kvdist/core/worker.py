@@ -31,6 +31,7 @@ from kvdist.core.outbox import Credit
 from kvdist.core.pending import Pending, PendingRequests
 from kvdist.core.policy import POLICIES
 from kvdist.core.requests import (
+    ClaimFolder,
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
@@ -70,6 +71,7 @@ from kvdist.protocol.messages import (
 )
 from kvdist.protocol.registration import Peer, Rejected, Roster, Welcome
 from kvdist.protocol.rows import RowValues
+from kvdist.protocol.saving import Claimed
 
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""
@@ -281,6 +283,9 @@ class Worker(Machine):
             case EnterBarrier():
                 self._open(request.request, "barrier", now, request.timeout_s)
                 return self._barriers.enter(request)
+            case ClaimFolder():
+                self._open(request.request, f"lock of the folder of {request.folder}", now)
+                return self._saving.claim(request)
             case SaveStore():
                 self._open(request.request, f"checkpoint of step {request.step}", now).in_background = True
                 return self._saving.save(request, self.servers)
@@ -348,6 +353,9 @@ class Worker(Machine):
                 return self._placed(message)
             case Done():
                 return self._done(message.request)
+            case Claimed(request, run):
+                pending = self._pending.get(request)
+                return [] if pending is None else [self._close(pending, run)]
             case Failed():
                 pending = self._pending.get(message.request)
                 self._barriers.answered(message.request)

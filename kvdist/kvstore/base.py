@@ -403,9 +403,13 @@ class KVStore(KVStoreBase):
         Returns:
             A future of the checkpoint's folder, resolved when it is complete and durable. It fails with
             `CheckpointError` if anybody could not write: the checkpoints that were there before are as they were.
+            If nobody looks at it, the next `save_checkpoint`, `close` or the process's exit code says so.
 
         Raises:
             TypeError, ValueError: an argument is not what is said above, or the store has no keys.
+            CheckpointError: on the first call for a directory, which waits for that: it lies outside the servers'
+                root, cannot be written, or is in use by another job. Or the call before has failed, and nobody has
+                looked at its future.
         """
 
     @abc.abstractmethod
@@ -478,6 +482,9 @@ class KVStore(KVStoreBase):
 
         Args:
             wait: until a checkpoint that is under way is complete; not done where an exception leaves a ``with``.
+
+        Raises:
+            CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
         """
 
     def __enter__(self) -> KVStore:

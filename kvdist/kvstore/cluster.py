@@ -39,6 +39,7 @@ from kvdist.core.worker import Worker
 from kvdist.errors import ConfigError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
 from kvdist.kernels.interface import Kernels
+from kvdist.kvstore import saved as saved  # whose handler of the interpreter's end is to run after that of this module
 from kvdist.kvstore.commands import HANDLERS
 from kvdist.kvstore.server_device import open_server_device
 from kvdist.mailbox import Finish

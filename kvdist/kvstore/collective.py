@@ -27,7 +27,7 @@ import numpy as np
 
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
 from kvdist.collective.engine import EVERYBODY, Engine
-from kvdist.errors import CheckpointError, StoreClosed
+from kvdist.errors import StoreClosed
 from kvdist.kernels.gpu import HOST
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
@@ -38,7 +38,7 @@ from kvdist.kvstore.copies import Copies, OwnValues
 from kvdist.kvstore.declared import ROWS_ADVICE, Declared
 from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.ranks import Ranks
-from kvdist.kvstore.saved import Checkpoint, Names
+from kvdist.kvstore.saved import Checkpoint, LastSave, Names
 from kvdist.kvstore.tables import is_sparse
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
@@ -87,6 +87,7 @@ class CollectiveStore(KVStore):
         self._errors: deque[BaseException] = deque()
         self._closed = False
         self._saving = WorkersSaving(self)
+        self._last_save = LastSave()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {len(self._keys)} keys"
@@ -305,17 +306,14 @@ class CollectiveStore(KVStore):
         self._settle()
 
         def job() -> SavingJob:
+            self._last_save.before_next()
             folder, number = saved.place(directory, step), saved.checked_keep(keep)
             content = saved.own_file(state, names, self.rank)
             return SavingJob(folder, EVERYTHING, saved.checked_step(step), number, content)
 
-        future: Future[Path] = Future()
-        try:
-            future.set_result(self._saving.save(job, self._local.held, self._local.updater))
-        except CheckpointError as error:
-            LOG.error("no checkpoint was made: %s", error)
-            future.set_exception(error)
-        return future
+        claimed = self._saving.claim(job)
+        held, updater = self._local.held, self._local.updater
+        return self._last_save.run(claimed.folder, lambda: self._saving.write(claimed, held, updater))
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
@@ -371,8 +369,13 @@ class CollectiveStore(KVStore):
         if wait:
             wait_for([self._copies.last])
         self._local.close()
+        self._saving.close()
         self._leave()
         self._raise_lost_error()
+        if wait:
+            self._last_save.at_close()
+        else:
+            self._last_save.abandon()
 
     def _told(self) -> contextlib.AbstractContextManager[None]:
         """Within it this worker looks at what it was given; see `Ranks.told`. A `HybridStore` uses it too."""

@@ -410,6 +410,7 @@ class DistStore(KVStore):
         with contextlib.suppress(DeviceError):  # a GPU that has failed reads nothing any more
             self._moves.close()
         self._raise_lost_error()
+        self._saving.close(wait)
 
     # Checks.
 

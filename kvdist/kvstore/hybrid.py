@@ -22,7 +22,7 @@ from kvdist.kvstore import saved, values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.collective import CollectiveStore
 from kvdist.kvstore.dist import DistStore
-from kvdist.kvstore.saved import Checkpoint, Names
+from kvdist.kvstore.saved import Checkpoint, CheckpointFuture, Names
 from kvdist.kvstore.tables import as_table
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
@@ -285,7 +285,7 @@ class HybridStore(KVStore):
         kept = keep + 1 if isinstance(keep, int) and keep > 0 else keep
         for store, beside in others:
             written = store.save_checkpoint(beside, step, keep=kept)
-            if written.exception() is not None:
+            if isinstance(written, CheckpointFuture) and written.has_failed:
                 return written
         return first.save_checkpoint(folder, step, state=state, keep=keep, names=names)
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
 from kvdist.dtypes import DType
-from kvdist.errors import CheckpointError, InitMismatch, OptimizerMismatch, StoreClosed
+from kvdist.errors import InitMismatch, OptimizerMismatch, StoreClosed
 from kvdist.kernels.gpu import HOST
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
@@ -61,6 +62,8 @@ class LocalStore(KVStore):
         self._arrays = LocalArrays(kernels, own)
         self._uncompressed: set[Key] = set()
         self._closed = False
+        self._locks = Locks()
+        self._last_save = saved.LastSave()
         self._rows = LocalRows(kernels, self._optimizer)
         self._calls = Calls(self._rows.keys, self._arrays, self._rows, self._arrays.__getitem__, own)
 
@@ -237,9 +240,7 @@ class LocalStore(KVStore):
         """Compress what each device pushes, as if it travelled; see `KVStore.set_gradient_compression`."""
         self._require_open()
         if self._type not in COMPRESSING_NAMES:
-            raise ValueError(
-                f"a {self._type!r} store does not compress gradients: that needs 'dist' or 'device'"
-            )
+            raise ValueError(f"a {self._type!r} store does not compress gradients: that needs 'dist' or 'device'")
         compressing = Compressing(compression_params, self._uncompressed, self._kernels)
         if compressing.compression.pulled_as is not DType.FLOAT32:
             raise ValueError(
@@ -285,16 +286,14 @@ class LocalStore(KVStore):
     ) -> Future[Path]:
         """Write values and states; complete when the call returns. See `KVStore.save_checkpoint`."""
         self._require_open()
+        self._last_save.before_next()
         folder, number = saved.place(directory, step), saved.checked_keep(keep)
         content = saved.own_file(state, names, 0)
-        future: Future[Path] = Future()
-        try:
-            local_saving.save(folder, EVERYTHING, self._held(), self._arrays.updaters, step, number, content)
-            future.set_result(folder)
-        except CheckpointError as error:
-            LOG.error("no checkpoint was made: %s", error)
-            future.set_exception(error)
-        return future
+        what = (EVERYTHING, self._held(), self._arrays.updaters, self._locks)
+        run = local_saving.claim(folder, self._locks)
+        return self._last_save.run(
+            folder, lambda: local_saving.save(folder, *what, run, saved.checked_step(step), number, content)
+        )
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
@@ -310,7 +309,9 @@ class LocalStore(KVStore):
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Write the states; see `KVStore.save_optimizer_states`."""
         self._require_open()
-        local_saving.save(saved.absolute(fname), (STATES,), self._held(), self._arrays.updaters)
+        folder = saved.absolute(fname)
+        run = local_saving.claim(folder, self._locks)
+        local_saving.save(folder, (STATES,), self._held(), self._arrays.updaters, self._locks, run)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Read the states; see `KVStore.load_optimizer_states`."""
@@ -343,10 +344,15 @@ class LocalStore(KVStore):
         return np.empty(shape, values.as_numpy_dtype(dtype))
 
     def close(self, wait: bool = True) -> None:
-        """Let go of all values."""
+        """Let go of all values. Raises the error of the last checkpoint, if nobody has looked at it."""
         self._closed = True
         self._arrays.entries.clear()
         self._rows.blocks.clear()
+        self._locks.close()
+        if wait:
+            self._last_save.at_close()
+        else:
+            self._last_save.abandon()
 
     def _is_table(self, key: Key, arrays: Sequence[Any]) -> bool:
         is_rows = bool(arrays) and isinstance(arrays[0], RowSparse | LazyRows)

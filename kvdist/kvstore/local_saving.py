@@ -12,9 +12,20 @@ from pathlib import Path
 from typing import Protocol
 
 from kvdist.checkpoint.files import FileRecord
+from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest, SavedKey
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
-from kvdist.checkpoint.works import ReadManifest, ReadShards, Sweep, WriteManifest, WriteShard, perform
+from kvdist.checkpoint.works import (
+    CheckFolder,
+    LockFolder,
+    ReadManifest,
+    ReadShards,
+    Sweep,
+    UnlockFolder,
+    WriteManifest,
+    WriteShard,
+    perform,
+)
 from kvdist.core import row_saving
 from kvdist.core.row_block import RowBlock
 from kvdist.dtypes import DType
@@ -114,17 +125,47 @@ class HeldRows:
 Holding = Held | HeldRows
 
 
+def claim(folder: Path, locks: Locks) -> str:
+    """Lock the directory of this folder, see whether this process can write there, and return the run.
+
+    Raises:
+        CheckpointError: another job saves there, or it cannot be written. Nothing is left of the attempt.
+    """
+    run = perform(LockFolder(str(folder)), locks)
+    assert isinstance(run, str)
+    try:
+        perform(CheckFolder(str(folder), "server-0", run, 0), locks)
+    except CheckpointError:
+        perform(UnlockFolder(str(folder)), locks)
+        raise
+    return run
+
+
 def save(
     folder: Path,
     contents: tuple[str, ...],
     held: Sequence[Holding],
     updater: KeepsStates | None,
+    locks: Locks,
+    run: str,
     step: int = 0,
     keep: int = 0,
     content: bytes = b"",
     files: Sequence[FileRecord] = (),
 ) -> None:
-    """Write a checkpoint of these keys; `content` is what the process keeps with it, `files` are there already.
+    """Write a checkpoint of these keys into a folder that `claim` has claimed.
+
+    Args:
+        folder: where.
+        contents: what of them: `WEIGHTS`, `STATES`.
+        held: the keys.
+        updater: what has their states.
+        locks: with which the folder was claimed.
+        run: what that gave.
+        step: the user's number of it.
+        keep: how many checkpoints stay; 0 for all.
+        content: what the process keeps with it.
+        files: what is there already.
 
     Raises:
         CheckpointError: it could not be written; nothing of it is left.
@@ -132,16 +173,22 @@ def save(
     if not held:
         raise ValueError("there are no keys to save: init them before")
     try:
-        shard = perform(WriteShard(str(folder), "server-0", tuple(one.saved(updater, contents) for one in held)))
+        slices = tuple(one.saved(updater, contents) for one in held)
+        shard = perform(WriteShard(str(folder), "server-0", slices, run, step), locks)
         assert isinstance(shard, FileRecord)
-        files = [shard, *files, *([saved.write_own_file(folder, 0, content)] if content else [])]
+        files = [shard, *files, *([saved.write_own_file(folder, 0, content, run, step)] if content else [])]
         description = None if updater is None else updater.optimizer.describe()
-        manifest = Manifest(step, contents, MODE, True, description, 1, 1, _keys(held), tuple(files))
-        perform(WriteManifest(str(folder), manifest, keep))
+        manifest = Manifest(step, contents, MODE, True, description, 1, 1, _keys(held), tuple(files), run)
+        perform(WriteManifest(str(folder), manifest, keep), locks)
     except CheckpointError:
-        with contextlib.suppress(CheckpointError):  # why it could not be written says more
-            perform(Sweep(str(folder)))
+        sweep(folder, locks)
         raise
+
+
+def sweep(folder: Path, locks: Locks) -> None:
+    """Remove what an attempt has left that failed, as far as possible: why it failed says more."""
+    with contextlib.suppress(CheckpointError):
+        perform(Sweep(str(folder)), locks)
 
 
 def load(
@@ -163,11 +210,12 @@ def read(
     Raises:
         CheckpointError: there is none, it is damaged, or does not fit.
     """
-    manifest = perform(ReadManifest(str(folder)))
+    locks = Locks()  # reading takes none
+    manifest = perform(ReadManifest(str(folder)), locks)
     assert isinstance(manifest, Manifest)
     manifest.require(_keys(held), None if updater is None else updater.optimizer.describe(), contents)
     wanted = tuple(one.wanted(number, updater) for number, one in enumerate(held))
-    found = perform(ReadShards(str(folder), wanted, contents))
+    found = perform(ReadShards(str(folder), wanted, contents), locks)
     assert isinstance(found, tuple)
     return list(found)
 

@@ -86,8 +86,8 @@ class Moves:
         """Nothing is asked any more: let go of what results came in."""
         self._blocks.close()
 
-    def submit(self, make: Callable[[int], Request], finish: Finish) -> Future[Any]:
-        """Leave a request for the node's thread, behind all that was asked before."""
+    def submit(self, make: Callable[[int], Request], finish: Finish | None) -> Future[Any]:
+        """Leave a request for the node's thread, behind all that was asked before; see `Node.submit`."""
         self._gatherings.close()
         return self._cluster.submit(make, finish)
 

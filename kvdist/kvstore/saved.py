@@ -1,24 +1,35 @@
-"""Checkpoints as users see them: where they lie, what a worker keeps with them, what comes back."""
+"""Checkpoints as users see them: where they lie, what a worker keeps with them, what comes back, what has failed."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import logging
 import operator
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvdist.checkpoint import folders
 from kvdist.checkpoint.files import FileRecord, explained, write_file
+from kvdist.checkpoint.locks import release_all, require_run
 from kvdist.checkpoint.manifest import Manifest
 from kvdist.checkpoint.workers import STATE_BYTES_MAX, read_workers
+from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.protocol.limits import DEFAULT
+
+LOG = logging.getLogger("kvdist")
 
 Names = Mapping[int | str, str]
 """Key → what the user calls it."""
 STEP_MAX = (1 << 63) - 1
+MARK_BYTES = 80
+"""At most so many, run and step, are added to what a worker keeps."""
 DEPTH_MAX = 100
 """Of a state: what JSON writes it must be able to read, on a smaller stack too."""
 
@@ -40,6 +51,131 @@ class Checkpoint:
     state: Any = None
     states: Mapping[int, Any] = field(default_factory=dict)
     exact: bool = True
+
+
+class CheckpointFuture(Future[Path]):
+    """What `save_checkpoint` returns: the folder, or why there is no checkpoint. Cannot be cancelled.
+
+    A failure is the program's once it has looked: by `result()` or `exception()`, or because a later call on the store
+    raised it. If it never does, the process ends with an exit code that is not 0.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.settled: Future[None] = Future()
+        """Done when this is; to wait for it is not to look."""
+        self._is_abandoned = False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The folder of the checkpoint. See `concurrent.futures.Future.result`."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.look()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Why there is no checkpoint, or None. See `concurrent.futures.Future.exception`."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self.look()
+
+    def finish(self, error: BaseException | None) -> None:
+        """It is complete, or has failed."""
+        if error is None:
+            self.set_result(self.folder)
+        else:
+            if not self._is_abandoned:
+                _FAILED[self] = error
+            self.set_exception(error)
+        self.settled.set_result(None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known that there is no checkpoint; to ask is not to look."""
+        return self.done() and super().exception() is not None
+
+    def abandon(self) -> None:
+        """Nobody needs to look: something else tells the program that there is no checkpoint."""
+        self._is_abandoned = True
+        self.look()
+
+    def look(self) -> BaseException | None:
+        """Its failure, if it has failed and nobody has looked; it is the caller's now."""
+        return _FAILED.pop(self, None)
+
+
+class LastSave:
+    """The last checkpoint of a store, whose failure somebody must hear of."""
+
+    def __init__(self) -> None:
+        self.future: CheckpointFuture | None = None
+
+    def run(self, folder: Path, save: Callable[[], None]) -> CheckpointFuture:
+        """Make a checkpoint in this thread; the future says whether that was possible."""
+        self.future = CheckpointFuture(folder)
+        try:
+            save()
+        except CheckpointError as error:
+            LOG.error("no checkpoint was made: %s", error)
+            self.future.finish(error)
+        else:
+            self.future.finish(None)
+        return self.future
+
+    def before_next(self) -> None:
+        """Another one is wanted.
+
+        Raises:
+            CheckpointError: this one has failed, and nobody has looked.
+        """
+        self._raise("the checkpoint before this one")
+
+    def at_close(self) -> None:
+        """The store is closed.
+
+        Raises:
+            CheckpointError: this one has failed, and nobody has looked.
+        """
+        self._raise("the last checkpoint")
+
+    def abandon(self) -> None:
+        """An exception is on its way to the program, which says more than the failure of this one."""
+        if self.future is not None:
+            self.future.abandon()
+
+    def _raise(self, what: str) -> None:
+        error = None if self.future is None else self.future.look()
+        if isinstance(error, CheckpointError):
+            assert self.future is not None
+            raise CheckpointError(f"{what}, {self.future.folder}, was not made: {error}")
+        if error is not None:  # the cluster was lost
+            raise error
+
+
+_FAILED: dict[CheckpointFuture, BaseException] = {}
+"""At which nobody has looked."""
+
+
+def _end_badly() -> None:
+    """The interpreter ends: a process whose last checkpoint has failed, unheard, must not seem to have succeeded."""
+    if not _FAILED or hasattr(sys, "last_value"):
+        return
+    for future, error in _FAILED.items():
+        LOG.error("the last checkpoint, %s, was not made, so this process ends with an error: %s", future.folder, error)
+    release_all()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    lost = any(isinstance(error, PeerLostError) for error in _FAILED.values())
+    os._exit(os.EX_TEMPFAIL if lost else 1)
+
+
+atexit.register(_end_badly)  # first of all: what is registered later runs earlier
+os.register_at_fork(after_in_child=_FAILED.clear)
 
 
 def place(directory: str | os.PathLike[str], step: int) -> Path:
@@ -108,7 +244,7 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Path:
 
 
 def own_file(state: Any, names: Names | None, rank: int) -> bytes:
-    """What a worker keeps with a checkpoint, as it is written; empty for nothing.
+    """What a worker keeps with a checkpoint, as JSON; empty for nothing.
 
     Raises:
         TypeError: the state is not made of what JSON can say, or the names are not by key.
@@ -126,7 +262,7 @@ def own_file(state: Any, names: Names | None, rank: int) -> bytes:
             f" {error}. Give lists instead of arrays: torch.get_rng_state().tolist(), for one"
         ) from None
     content = text.encode()
-    if len(content) > STATE_BYTES_MAX:
+    if len(content) > STATE_BYTES_MAX - MARK_BYTES:
         raise ValueError(f"the state of a checkpoint has {len(content)} bytes as JSON; {STATE_BYTES_MAX} are allowed")
     return content
 
@@ -154,14 +290,16 @@ def _named(names: Names) -> list[list[int | str]]:
     return [[key, str(name)] for key, name in names.items()]
 
 
-def write_own_file(folder: Path, rank: int, content: bytes) -> FileRecord:
-    """Write it.
+def write_own_file(folder: Path, rank: int, content: bytes, run: str, step: int) -> FileRecord:
+    """Write what `own_file` gave, for this step of this run.
 
     Raises:
-        CheckpointError: the disk is full, say.
+        CheckpointError: the disk is full, say, or another folder is here under this path than the scheduler has.
     """
+    text = content.removesuffix(b"}") + f', "run": {json.dumps(run)}, "step": {step}}}'.encode()
     with explained(f"{folder} could not be used for a checkpoint"):
-        return write_file(folder, f"worker-{rank}", ".json", [memoryview(content)])
+        require_run(folders.directory_of(folder), run)
+        return write_file(folder, f"worker-{rank}", ".json", [memoryview(text)])
 
 
 def loaded(folder: Path, manifest: Manifest, rank: int) -> Checkpoint:

@@ -11,21 +11,23 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvdist.checkpoint.folders import directory_of
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
-from kvdist.core.requests import KeyInfo, LoadStore, Request, SaveStore
-from kvdist.errors import CheckpointError, KvdistError
+from kvdist.core.requests import ClaimFolder, KeyInfo, LoadStore, Request, SaveStore
+from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
+from kvdist.kvstore.saved import CheckpointFuture, LastSave
 from kvdist.mailbox import Finish
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.saving import SavedFile
 
 LOG = logging.getLogger("kvdist")
 
-Submit = Callable[[Callable[[int], Request], Finish], Future[Any]]
+Submit = Callable[[Callable[[int], Request], Finish | None], Future[Any]]
 Wait = Callable[[Future[Any]], Any]
 
 
@@ -42,6 +44,8 @@ class _Place:
     contents: tuple[str, ...]
     step: int = 0
     keep: int = 0
+    run: str = ""
+    """As the claim of its directory gave it."""
 
 
 class Saving:
@@ -71,7 +75,9 @@ class Saving:
         self._result_of = result_of
         self._hold = hold
         self._forget_shown = forget_shown
-        self._last: Future[Path] | None = None
+        self._last = LastSave()
+        self._claimed: dict[Path, str] = {}
+        """Directory → the run that its checkpoints are of, if this store has saved there."""
 
     def save(
         self,
@@ -83,42 +89,59 @@ class Saving:
         names: saved.Names | None,
     ) -> Future[Path]:
         """See `KVStore.save_checkpoint`."""
-        self._prepare(keys)
-        place = _Place(_NOWHERE, EVERYTHING)
-        try:
+        content = b""
+
+        def make() -> _Place:
+            nonlocal content
             place = _Place(saved.place(directory, step), EVERYTHING, saved.checked_step(step), saved.checked_keep(keep))
             content = saved.own_file(state, names, self._rank)
-        except (TypeError, ValueError) as error:
-            self._begin(keys, place, NO_FILE, str(error))
-            raise
-        try:
-            record = saved.write_own_file(place.folder, self._rank, content) if content else None
-        except CheckpointError as error:
-            return self._begin(keys, place, NO_FILE, str(error))
-        file = NO_FILE if record is None else SavedFile(record.name, record.nbytes, record.sha256)
-        return self._begin(keys, place, file)
+            return place
+
+        return self._save(keys, make, lambda: content)
 
     def save_states(self, keys: Sequence[KeyInfo], fname: str | os.PathLike[str]) -> Future[Path]:
         """See `KVStore.save_optimizer_states`."""
-        self._prepare(keys)
-        return self._begin(keys, _Place(saved.absolute(fname), (STATES,)), NO_FILE)
+        return self._save(keys, lambda: _Place(saved.absolute(fname), (STATES,)), lambda: b"")
 
-    def _prepare(self, keys: Sequence[KeyInfo]) -> None:
+    def _save(self, keys: Sequence[KeyInfo], make: Callable[[], _Place], own: Callable[[], bytes]) -> Future[Path]:
+        """Take part in a checkpoint. A failure of this worker is told to all, or they would wait for it."""
         if not keys:
             raise ValueError("the store has no keys to save: init them before")
         self.wait()
+        place, file = _Place(_NOWHERE, EVERYTHING), NO_FILE
+        try:
+            self._last.before_next()
+            place = self._claim(make())
+            content = own()
+            if content:
+                record = saved.write_own_file(place.folder, self._rank, content, place.run, place.step)
+                file = SavedFile(record.name, record.nbytes, record.sha256)
+        except (CheckpointError, TypeError, ValueError) as error:
+            self._begin(keys, place, NO_FILE, str(error))
+            self._last.abandon()
+            raise
+        return self._begin(keys, place, file)
 
-    def _begin(self, keys: Sequence[KeyInfo], place: _Place, file: SavedFile, failure: str = "") -> Future[Path]:
-        """Take part. A failure of this worker is told to all, or they would wait for it."""
-        where = (str(place.folder), place.contents, place.step, place.keep)
+    def _claim(self, place: _Place) -> _Place:
+        """The same, once the job has the lock of the directory and every server can write there."""
+        directory = directory_of(place.folder)
+        run = self._claimed.get(directory)
+        if run is None:
+            where = (self._number, str(place.folder), place.contents)
+            run = self._result_of(self._submit(lambda request: ClaimFolder(request, *where), None))
+            self._claimed[directory] = run
+        return replace(place, run=run)
+
+    def _begin(self, keys: Sequence[KeyInfo], place: _Place, file: SavedFile, failure: str = "") -> CheckpointFuture:
+        where = (str(place.folder), place.contents, place.run, place.step, place.keep)
 
         def make(request: int) -> Request:
             return SaveStore(request, self._number, *where, file, tuple(keys), failure)
 
-        self._last = self._submit(make, lambda: place.folder)
-        self._last.add_done_callback(self._tell)
-        self._hold(self._last)
-        return self._last
+        future = self._last.future = CheckpointFuture(place.folder)
+        self._hold(future)
+        self._submit(make, None).add_done_callback(lambda done: self._finish(future, done, failure))
+        return future
 
     def load(self, directory: str | os.PathLike[str], step: int | None, with_states: bool) -> saved.Checkpoint:
         """See `KVStore.load_checkpoint`."""
@@ -157,12 +180,22 @@ class Saving:
 
     def wait(self) -> None:
         """Until what was begun is complete, or has failed; its own future says which."""
-        if self._last is not None:
-            with contextlib.suppress(KvdistError):
-                self._result_of(self._last)
-            self._last = None
+        if self._last.future is not None:
+            self._result_of(self._last.future.settled)
 
-    def _tell(self, future: Future[Path]) -> None:
-        error = future.exception()
-        if self._rank == 0 and error is not None:
+    def close(self, wait: bool) -> None:
+        """The store was closed; see `KVStore.close`.
+
+        Raises:
+            CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
+        """
+        if wait:
+            self._last.at_close()
+        else:
+            self._last.abandon()
+
+    def _finish(self, future: CheckpointFuture, done: Future[Any], failure: str) -> None:
+        error = done.exception()
+        if self._rank == 0 and error is not None and not failure:  # which this worker has raised itself
             LOG.error("no checkpoint was made: %s", error)
+        future.finish(error)

@@ -6,13 +6,14 @@ Every step of it is one that all workers make, so what one of them cannot do fai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from kvdist.checkpoint.files import DIGITS, FileRecord, explained, record_of
+from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.slices import ReadSlice
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import local_saving, saved
@@ -33,6 +34,10 @@ class SavingJob:
     keep: int = 0
     content: bytes = b""
     """Of this worker's own file."""
+    run: str = ""
+    """Of the job, once it has the lock of the folder."""
+    live: tuple[int, ...] = ()
+    """The ranks of the workers that save; the first one writes what all have."""
 
 
 class WorkersSaving:
@@ -44,6 +49,7 @@ class WorkersSaving:
 
     def __init__(self, store: KVStore | None) -> None:
         self._store = store
+        self._locks = Locks()
 
     @property
     def rank(self) -> int:
@@ -52,32 +58,61 @@ class WorkersSaving:
 
     def save(
         self, make: Callable[[], SavingJob], held: Callable[[], Sequence[Holding]], updater: KeepsStates | None
-    ) -> Path:
-        """Every worker writes its own file, then the first of them the rest.
+    ) -> None:
+        """`claim`, then `write`."""
+        self.write(self.claim(make), held, updater)
+
+    def claim(self, make: Callable[[], SavingJob]) -> SavingJob:
+        """Get ready: all say the same, and the first worker has the lock of the folder, and can write there.
 
         Args:
             make: what is to be saved; it may find that the arguments are wrong.
-            held: the keys; called on the first worker.
-            updater: what has their states.
         """
-        job = self.together(make, "its arguments are wrong")
+        job = self.together(make, "its arguments are wrong, or it has not looked at a checkpoint that failed")
         if self._store is not None:
             self._store.agree(f"saves {job.folder} ({', '.join(job.contents)}), keep {job.keep or 'all'}")
         live = _live(self._store)
 
-        def write_own() -> FileRecord | None:
-            return saved.write_own_file(job.folder, self.rank, job.content) if job.content else None
+        def lock() -> str:
+            return local_saving.claim(job.folder, self._locks) if self.rank == live[0] else ""
 
-        record = self.together(write_own, "its own file could not be written")
-        digits = _all_digits(self._store, record, len(live))
+        own = self.together(lock, f"worker-{live[0]} cannot save there")
+        run = _all_digits(self._store, own, len(live))[live[0]]
+        return replace(job, run=run, live=tuple(live))
+
+    def write(self, job: SavingJob, held: Callable[[], Sequence[Holding]], updater: KeepsStates | None) -> None:
+        """Every worker writes its own file, then the first of them the rest.
+
+        Args:
+            job: as `claim` gave it.
+            held: the keys; called on the first worker.
+            updater: what has their states.
+        """
+        folder, first = job.folder, job.live[0]
+
+        def write_own() -> FileRecord | None:
+            if not job.content:
+                return None
+            return saved.write_own_file(folder, self.rank, job.content, job.run, job.step)
 
         def write_rest() -> None:
-            if self.rank == live[0]:
-                files = _records(job.folder, digits)
-                local_saving.save(job.folder, job.contents, held(), updater, job.step, job.keep, files=files)
+            if self.rank == first:
+                files = _records(folder, digits)
+                what = (job.contents, held(), updater)
+                local_saving.save(folder, *what, self._locks, job.run, job.step, job.keep, files=files)
 
-        self.together(write_rest, f"worker-{live[0]} could not write the rest")
-        return job.folder
+        try:
+            record = self.together(write_own, "its own file could not be written")
+        except CheckpointError:
+            if self.rank == first:  # all have written by now what they could
+                local_saving.sweep(folder, self._locks)
+            raise
+        digits = _all_digits(self._store, "" if record is None else record.sha256[:DIGITS], len(job.live))
+        self.together(write_rest, f"worker-{first} could not write the rest")
+
+    def close(self) -> None:
+        """Nothing is saved any more: let other jobs save there."""
+        self._locks.close()
 
     def load(
         self,
@@ -137,13 +172,13 @@ def _live(store: KVStore | None) -> list[int]:
     return [int(rank) for rank in np.flatnonzero(store.average(mine))]
 
 
-def _all_digits(store: KVStore | None, record: FileRecord | None, num_live: int) -> list[str]:
-    """Rank → the digits of the name of its own file; zeros for none.
+def _all_digits(store: KVStore | None, own: str, num_live: int) -> list[str]:
+    """Rank → its hexadecimal digits, `DIGITS` of them; zeros for none.
 
     A mean over the live workers of arrays that are zero but for their own rows carries them: 32 bits at a time, which a
     float64 has room for, multiplied and divided by the number of workers.
     """
-    own = "0" * DIGITS if record is None else record.sha256[:DIGITS]
+    own = own or "0" * DIGITS
     if store is None:
         return [own]
     halves = np.zeros((store.num_workers, 2))

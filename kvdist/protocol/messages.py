@@ -21,7 +21,18 @@ from kvdist.protocol.commands import Command, Perform
 from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
 from kvdist.protocol.rows import InitRows, PullRows, PushRows, RowValues
-from kvdist.protocol.saving import DropRestored, Load, Mark, Restore, Save, Saved, TakeRestored
+from kvdist.protocol.saving import (
+    Claim,
+    Claimed,
+    DropRestored,
+    Load,
+    Mark,
+    Prepare,
+    Restore,
+    Save,
+    Saved,
+    TakeRestored,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +417,7 @@ Message = (
     | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused | JoinedPush
     | HandedBack | Alive | Ack | Waiting | Goodbye | Abort | Stop
     | InitRows | PushRows | PullRows | RowValues
-    | Mark | Save | Saved | Load | Restore | TakeRestored | DropRestored | Command | Perform
+    | Claim | Claimed | Prepare | Mark | Save | Saved | Load | Restore | TakeRestored | DropRestored | Command | Perform
 )  # fmt: skip
 
 

@@ -25,6 +25,44 @@ class SavedFile:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Worker → scheduler: the `counter`-th checkpoint of this store will be the first one that I save into the
+    directory of this folder. Answered when the job has the lock of the directory and every server can write there."""
+
+    KIND: ClassVar[int] = 43
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    store: int
+    counter: int
+    folder: str
+    contents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Scheduler → worker: save there; files say that they are of this run."""
+
+    KIND: ClassVar[int] = 48
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Scheduler → server: checkpoints of this run are going to lie in the directory of this folder; can you write
+    there?"""
+
+    KIND: ClassVar[int] = 49
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    store: int
+    folder: str
+    contents: tuple[str, ...]
+    run: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
     """Worker → server: the `counter`-th checkpoint of this store has my first `steps` pushes of each slice.
@@ -39,6 +77,9 @@ class Mark:
     counter: int
     folder: str
     contents: tuple[str, ...]
+    """Empty if this worker cannot take part: then nothing is written."""
+    run: str
+    step: int
     last: bool
     """Whether these are the last of the slices."""
     ids: U32
@@ -56,6 +97,8 @@ class Save:
     counter: int
     folder: str
     contents: tuple[str, ...]
+    run: str
+    """Empty if the worker has not claimed the folder, and does not take part."""
     step: int
     keep: int
     """How many checkpoints to keep beside each other; 0 = all."""

@@ -179,9 +179,7 @@ def _reader(header: memoryview | bytes, limits: WireLimits) -> Any:
     reader = msgpack.Unpacker(
         use_list=False,
         max_buffer_size=max(len(header), 1),
-        max_str_len=max(
-            limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max, limits.body_bytes_max
-        ),
+        max_str_len=max(limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max, limits.body_bytes_max),
         max_array_len=max(limits.settings_max, limits.dims_max),
         max_map_len=limits.entries_max,
         max_ext_len=0,
@@ -482,10 +480,13 @@ _kind(messages.Waiting, subject=_SENTENCE, ranks=fields.many(_U32, "members_max"
 _kind(messages.Goodbye, request=_U64, failure=_SENTENCE)
 _kind(messages.Abort, node=_NAME, host=_NAME, cause=_SENTENCE, step=_FROM_MINUS_1, sentence=_SENTENCE)
 _kind(messages.Stop)
-_kind(saving.Mark, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, last=fields.FLAG,
-      ids=fields.NUMBERS_OR_NONE, steps=fields.NUMBERS_OR_NONE)  # fmt: skip
-_kind(saving.Save, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, step=_U64, keep=_U32,
-      num_keys=_U32, file=_FILE, failure=_SENTENCE)  # fmt: skip
+_kind(saving.Claim, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES)
+_kind(saving.Claimed, request=_U64, run=_NAME)
+_kind(saving.Prepare, request=_U64, store=_U32, folder=_NAME, contents=_NAMES, run=_NAME)
+_kind(saving.Mark, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, run=_NAME, step=_U64,
+      last=fields.FLAG, ids=fields.NUMBERS_OR_NONE, steps=fields.NUMBERS_OR_NONE)  # fmt: skip
+_kind(saving.Save, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, run=_NAME, step=_U64,
+      keep=_U32, num_keys=_U32, file=_FILE, failure=_SENTENCE)  # fmt: skip
 _kind(saving.Saved, store=_U32, counter=_U64, file=_FILE, failure=_SENTENCE)
 _kind(saving.Load, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES,
       failure=_SENTENCE)  # fmt: skip

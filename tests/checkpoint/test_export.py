@@ -276,12 +276,16 @@ def test_a_folder_is_listed_step_by_step(tmp_path, capsys):
         checkpoint(tmp_path, step)
     (tmp_path / "step-11").mkdir()
     code, out, err = told(capsys, "checkpoints", tmp_path)
-    nbytes = sum(record.nbytes for record in read_manifest(tmp_path / "step-9").files)
-    summary = f"{nbytes} bytes, 5 key(s), weights and states, no optimizer, local, 1 worker(s), 1 server(s)"
+
+    def summary(step):
+        manifest = read_manifest(tmp_path / f"step-{step}")
+        nbytes, run = sum(record.nbytes for record in manifest.files), manifest.run
+        return f"{nbytes} bytes, 5 key(s), weights and states, no optimizer, local, 1 worker(s), 1 server(s), run {run}"
+
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        f"step-9           complete: {summary}",
-        f"step-10          complete: {summary}",
+        f"step-9           complete: {summary(9)}",
+        f"step-10          complete: {summary(10)}",
         "step-11          incomplete: being written, or an attempt that failed",
     ]
 

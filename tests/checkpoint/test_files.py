@@ -228,19 +228,19 @@ def test_a_file_that_is_missing_cut_or_changed_is_found(tmp_path):
     with pytest.raises(CheckpointError, match="is not there .*must all see the folder of checkpoints under the same"):
         require_present(tmp_path, record)
     path.mkdir()
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         require_present(tmp_path, record)
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         require_intact(tmp_path, FileRecord("pipe", 0, hashlib.sha256().hexdigest()))
 
 
 def test_a_file_that_may_not_be_read_is_a_sentence(tmp_path, monkeypatch):
     record = write_file(tmp_path, "server-0", ".bin", views(b"x"))
-    monkeypatch.setattr(files, "open", refuse(errno.EACCES), raising=False)
+    monkeypatch.setattr(files.os, "open", refuse(errno.EACCES))
     with pytest.raises(CheckpointError, match="could not be read: Permission denied"):
         require_intact(tmp_path, record)
 

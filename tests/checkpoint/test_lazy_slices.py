@@ -70,7 +70,7 @@ class Table:
 
 
 def shards(folder, *servers):
-    records = [write_slices(folder, f"server-{rank}", kept) for rank, kept in enumerate(servers)]
+    records = [write_slices(folder, f"server-{rank}", kept, "", 0) for rank, kept in enumerate(servers)]
     return Shards(folder, manifest(records))
 
 

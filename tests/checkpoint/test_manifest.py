@@ -273,7 +273,7 @@ def test_a_folder_without_one_is_no_checkpoint(tmp_path):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_not_read(tmp_path, make):
     make(tmp_path / NAME)
-    with pytest.raises(CheckpointError, match="is no manifest: no file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         read_manifest(tmp_path)
 
 

@@ -75,7 +75,7 @@ def manifest(records, wholes=()):
 
 
 def write(folder, *servers):
-    return [write_slices(folder, f"server-{rank}", kept) for rank, kept in enumerate(servers)]
+    return [write_slices(folder, f"server-{rank}", kept, "", 0) for rank, kept in enumerate(servers)]
 
 
 def shards(folder, *servers):

@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 
 from kvdist.checkpoint import workers
 from kvdist.checkpoint.files import write_file
+from kvdist.checkpoint.locks import Locks
+from kvdist.checkpoint.manifest import EVERYTHING, Manifest
 from kvdist.checkpoint.workers import read_worker
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
 
+LOCKS = Locks()
+MANIFEST = Manifest(7, EVERYTHING, "local", True, None, 1, 1, (), ())
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -26,7 +30,8 @@ PLAIN = st.recursive(
 
 def kept(folder, state, names=None):
     content = saved.own_file(state, names, 3)
-    return read_worker(folder, saved.write_own_file(folder, 3, content))
+    record = saved.write_own_file(folder, 3, content, LOCKS.take(folder), 7)
+    return read_worker(folder, record, MANIFEST)
 
 
 @given(PLAIN.filter(lambda state: state is not None), st.dictionaries(st.integers() | st.text(), st.text(), max_size=4))
@@ -118,11 +123,11 @@ def test_a_state_that_is_too_long_is_refused(monkeypatch):
 def test_a_strangers_file_is_not_believed(tmp_path, text):
     record = write_file(tmp_path, "worker-0", ".json", [memoryview(text)])
     with pytest.raises(CheckpointError, match=r"worker-0-\w+\.json is damaged: not readable"):
-        read_worker(tmp_path, record)
+        read_worker(tmp_path, record, MANIFEST)
 
 
 def test_a_strangers_file_may_not_be_endless(tmp_path, monkeypatch):
     record = write_file(tmp_path, "worker-0", ".json", [memoryview(b"x" * 101)])
     monkeypatch.setattr(workers, "STATE_BYTES_MAX", 100)
     with pytest.raises(CheckpointError, match="has 101 bytes, and 100 are allowed"):
-        read_worker(tmp_path, record)
+        read_worker(tmp_path, record, MANIFEST)

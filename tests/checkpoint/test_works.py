@@ -14,17 +14,24 @@ from kvdist.checkpoint import manifest as manifests
 from kvdist.checkpoint import works as done_works
 from kvdist.checkpoint.files import FileRecord, write_file
 from kvdist.checkpoint.folders import all_steps, complete_steps, folder_of
+from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.manifest import EVERYTHING, NAME, Manifest, SavedKey
 from kvdist.checkpoint.slices import SavedSlice, WantedSlice
-from kvdist.checkpoint.works import ReadManifest, ReadShards, Sweep, WriteManifest, WriteShard, perform
+from kvdist.checkpoint.works import ReadManifest, ReadShards, Sweep, WriteManifest, WriteShard
 from kvdist.disk import ThreadedDisk, outcome
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from tests.checkpoint.faults import Faults, Killed, failing
 
+RUN = "0123456789abcdef"
+LOCKS = Locks()
 SIZE = 5
 BEGINS = "constant(0.5)"
 KEYS = (SavedKey("w", (2 * SIZE,), "float32"), SavedKey("rows", (2000,), "float32", BEGINS))
+
+
+def perform(work, root=None):
+    return done_works.perform(work, LOCKS, root)
 
 
 def content_of(step, half):
@@ -49,7 +56,13 @@ def save(directory, step, keep=0, value=None, root=None):
     try:
         files = [
             perform(
-                WriteShard(str(folder), f"server-{rank}", (slice_of(step, rank, value), rows_of(step, rank, value))),
+                WriteShard(
+                    str(folder),
+                    f"server-{rank}",
+                    (slice_of(step, rank, value), rows_of(step, rank, value)),
+                    RUN,
+                    step,
+                ),
                 root,
             )
             for rank in (0, 1)
@@ -221,8 +234,8 @@ def test_a_link_to_a_checkpoint_elsewhere_is_read_and_never_emptied(tmp_path):
 
 
 def test_leftovers_of_earlier_steps_go_when_somebody_keeps_count_and_stay_otherwise(tmp_path):
-    perform(WriteShard(str(tmp_path / "step-1"), "server-0", (slice_of(1, 0),)))
-    perform(WriteShard(str(tmp_path / "step-9"), "server-0", (slice_of(9, 0),)))
+    perform(WriteShard(str(tmp_path / "step-1"), "server-0", (slice_of(1, 0),), RUN, 1))
+    perform(WriteShard(str(tmp_path / "step-9"), "server-0", (slice_of(9, 0),), RUN, 9))
     save(tmp_path, 2)
     assert all_steps(tmp_path) == [1, 2, 9]
     save(tmp_path, 3, keep=2)
@@ -287,7 +300,7 @@ def test_sweeping_an_empty_folder_or_none_leaves_none(tmp_path, is_there):
 
 
 def works(folder):
-    yield WriteShard(folder, "server-0", (slice_of(1, 0),))
+    yield WriteShard(folder, "server-0", (slice_of(1, 0),), RUN, 1)
     yield WriteManifest(folder, Manifest(1, EVERYTHING, "sync", True, None, 1, 1, KEYS, ()), 1)
     yield ReadManifest(folder)
     yield ReadShards(folder, (), EVERYTHING)
@@ -329,7 +342,7 @@ def test_a_path_that_leads_nowhere_is_a_sentence(tmp_path):
     (tmp_path / "about").symlink_to(tmp_path / "round")
     for name in (tmp_path / "round" / "step-1", f"{tmp_path}/a\0b", tmp_path / ("x" * 300)):
         for work in works(str(name)):
-            product, failure = outcome(work, tmp_path)
+            product, failure = outcome(work, LOCKS, tmp_path)
             assert product is None and (failure or isinstance(work, Sweep))
 
 
@@ -352,7 +365,7 @@ def test_works_are_done_in_order_on_a_thread_that_ends_when_it_is_told(tmp_path)
     def done(product, failure):
         products.append((product, failure))
 
-    disk.begin(WriteShard(folder, "server-0", (slice_of(1, 0),)), done)
+    disk.begin(WriteShard(folder, "server-0", (slice_of(1, 0),), RUN, 1), done)
     disk.begin(ReadManifest(folder), done)
     disk.begin(Sweep("/elsewhere"), done)
     disk.begin(Sweep(folder), done)
@@ -370,5 +383,5 @@ def test_a_disk_that_was_never_used_has_no_thread_to_end():
 
 
 def test_a_mistake_of_the_program_is_told_as_a_failure_too(tmp_path):
-    product, failure = outcome(WriteShard(str(tmp_path / "step-1"), "server-0", (None,)), None)
+    product, failure = outcome(WriteShard(str(tmp_path / "step-1"), "server-0", (None,), RUN, 1), LOCKS, None)
     assert product is None and failure.startswith(f"a checkpoint in {tmp_path / 'step-1'} failed: AttributeError")

@@ -17,7 +17,16 @@ import numpy.typing as npt
 from kvdist.checkpoint.files import FileRecord
 from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
-from kvdist.checkpoint.works import Product, ReadManifest, ReadShards, Sweep, Work, WriteManifest, WriteShard
+from kvdist.checkpoint.works import (
+    LockFolder,
+    Product,
+    ReadManifest,
+    ReadShards,
+    Sweep,
+    Work,
+    WriteManifest,
+    WriteShard,
+)
 from kvdist.disk import Disk, Done
 from kvdist.optimizer.states import SliceState
 from tests.core.network import Network
@@ -61,6 +70,8 @@ class Shelf:
         """Do a work."""
         folder = self.files.setdefault(work.folder, {})
         match work:
+            case LockFolder():
+                return "0123456789abcdef"
             case WriteShard():
                 self.written += 1
                 name = f"{work.stem}-{self.written:016x}.safetensors"

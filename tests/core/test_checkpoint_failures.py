@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvdist.checkpoint.manifest import WEIGHTS
-from kvdist.checkpoint.works import Sweep, WriteManifest, WriteShard
+from kvdist.checkpoint.manifest import EVERYTHING, WEIGHTS
+from kvdist.checkpoint.works import CheckFolder, LockFolder, Sweep, UnlockFolder, WriteManifest, WriteShard
 from kvdist.core.effects import Connected, Disconnected
+from kvdist.core.requests import ClaimFolder
 from kvdist.protocol.saving import Mark, SavedFile
 from tests.core.training import (
     FULL,
@@ -22,6 +23,7 @@ from tests.core.training import (
     require_nothing_left,
     save_all,
 )
+from tests.core.wired import LOCKS
 
 # Workers that do not do the same.
 
@@ -236,3 +238,58 @@ def test_what_is_lost_on_the_way_is_said_again(tmp_path: Path) -> None:
     wired.settle_works()
     assert all(request in wired.completed for request in requests)
     require_moment(tmp_path, (0, 1), 1)
+
+
+# Directories that are claimed before anything is saved there.
+
+
+def claim(wired: Any, rank: int, folder: Path) -> int:
+    return int(wired.ask(rank, lambda number: ClaimFolder(number, 0, str(folder), EVERYTHING)))
+
+
+def test_a_directory_is_claimed_once_for_all_workers(tmp_path: Path) -> None:
+    wired = a_cluster()
+    requests = [claim(wired, 0, tmp_path / "run" / "step-1"), claim(wired, 1, tmp_path / "run" / "step-1")]
+    works = wired.settle_works()
+    assert [type(work) for work in works] == [LockFolder, CheckFolder, CheckFolder]
+    runs = {wired.completed[request] for request in requests}
+    assert len(runs) == 1 and all(work.run in runs for work in works[1:] if isinstance(work, CheckFolder))
+    later = claim(wired, 1, tmp_path / "run" / "step-2")
+    assert not wired.settle_works() and wired.completed[later] in runs
+    LOCKS.close()
+
+
+@pytest.mark.parametrize("kind", [LockFolder, CheckFolder])
+def test_a_directory_that_cannot_be_had_is_refused_to_all_and_looked_at_again_for_the_next_save(
+    tmp_path: Path, kind: type
+) -> None:
+    wired, folder = a_cluster(), tmp_path / "run" / "step-1"
+    requests = [claim(wired, 0, folder)]
+    works = wired.settle_works(kind, FULL)
+    requests.append(claim(wired, 1, folder))
+    works += wired.settle_works()
+    assert all(FULL in reason for reason in failures(wired, requests))
+    assert sum(isinstance(work, LockFolder) for work in works) == 1, "of one checkpoint all hear the same"
+    assert any(isinstance(work, UnlockFolder) for work in works) is (kind is CheckFolder)
+    assert not (tmp_path / "run").exists()
+    refused = [wired.save(rank, "/nowhere", *VALUES, run="", failure=FULL) for rank in (0, 1)]
+    assert not wired.settle_works(), "nobody writes, and nobody sweeps"
+    assert all(FULL in reason for reason in failures(wired, refused))
+    again = [claim(wired, rank, folder) for rank in (0, 1)]
+    assert LockFolder in map(type, wired.settle_works())
+    assert all(request in wired.completed for request in again)
+    LOCKS.close()
+
+
+def test_a_worker_that_cannot_take_part_fails_it_for_all_and_nothing_stays(tmp_path: Path) -> None:
+    for first in (0, 1):
+        wired = a_cluster()
+        folder = tmp_path / "run" / "step-1"
+        given: list[dict[str, Any]] = [{}, {"run": "", "failure": "its arguments are wrong"}]
+        folders = [folder, "/nowhere"]
+        requests = [wired.save(rank, folders[rank], *VALUES, **given[rank]) for rank in (first, 1 - first)]
+        works = wired.settle_works()
+        assert not any(isinstance(work, WriteManifest) for work in works)
+        assert {work.folder for work in works if isinstance(work, Sweep)} == {str(folder)}
+        assert all("worker-1: its arguments are wrong" in reason for reason in failures(wired, requests))
+        require_nothing_left(wired)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.manifest import EVERYTHING
 from kvdist.checkpoint.works import Work
 from kvdist.config import ClusterConfig, Limits
@@ -70,6 +71,8 @@ from kvdist.protocol.messages import Flag, Message, Packet
 from kvdist.protocol.saving import SavedFile
 from kvdist.protocol.wire import encode
 from kvdist.version import __version__
+
+LOCKS = Locks()
 
 Array = npt.NDArray[Any]
 JOB = 4711
@@ -170,7 +173,7 @@ class Wired:
 
     def finish(self, one: OpenWork, failure: str = "") -> None:
         """Do a work that was taken out of `works`; what comes of it is not delivered yet."""
-        product, reason = (None, failure) if failure else outcome(one.work, None)
+        product, reason = (None, failure) if failure else outcome(one.work, LOCKS, None)
         self.observe(one.who, Persisted(one.token, product, reason))
 
     def settle_works(self, kind: type = object, failure: str = "") -> list[Work]:
@@ -328,8 +331,8 @@ class Wired:
     ) -> int:
         """Save some keys, which are all of the store."""
         infos = tuple(self.infos[key] for key in keys)
-        given = {"keep": 0, "file": SavedFile("", 0, ""), **options}
-        return self.ask(rank, lambda n: SaveStore(n, store, str(folder), contents, step, keys=infos, **given))
+        given = {"run": "0123456789abcdef", "keep": 0, "file": SavedFile("", 0, ""), **options}
+        return self.ask(rank, lambda n: SaveStore(n, store, str(folder), contents, step=step, keys=infos, **given))
 
     def load(self, rank: int, folder: Path | str, contents: tuple[str, ...] = EVERYTHING, store: int = 0) -> int:
         """Restore the store."""

@@ -425,7 +425,7 @@ class User:
 
     def _save(self, turn: int) -> Program:
         """Save what there is after a round; sometimes wait for it, or for an earlier one."""
-        place = (STORE, f"/checkpoints/step-{turn:03}", EVERYTHING, turn, 0, SavedFile("", 0, ""))
+        place = (STORE, f"/checkpoints/step-{turn:03}", EVERYTHING, "0123456789abcdef", turn, 0, SavedFile("", 0, ""))
         future = self._ask(lambda number: SaveStore(number, *place, tuple(self.infos.values())))
         self.saves[turn] = future
         self._landed.append(_landing(future))

@@ -420,8 +420,8 @@ def test_a_full_disk_fails_the_checkpoint_and_nothing_else(tmp_path, kind, monke
             patched.undo()
             step(store, 3)
             store.save_checkpoint(tmp_path, 4, keep=2, state=4).result(60)
-        assert "no checkpoint was made" in caplog.text
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-4"]
+        assert "No space left" in caplog.text or kind != "local", "what the call itself does not raise is logged"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["lock.json", "step-1", "step-4"]
         assert store.load_checkpoint(tmp_path, 1).state == 1 and bits(store) == wanted
 
 

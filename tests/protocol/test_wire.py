@@ -205,9 +205,14 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Abort: st.builds(m.Abort, NAMES, NAMES, NAMES, st.integers(-1, U32_MAX), NAMES),
     m.Stop: st.just(m.Stop()),
     saving.Mark: (LENGTHS | st.just(0)).flatmap(
-        lambda n: st.builds(saving.Mark, U32, U64, NAMES, CONTENTS, st.booleans(), numbers(n), numbers(n))
+        lambda n: st.builds(
+            saving.Mark, U32, U64, NAMES, CONTENTS, NAMES, U64, st.booleans(), numbers(n), numbers(n)
+        )
     ),
-    saving.Save: st.builds(saving.Save, U64, U32, U64, NAMES, CONTENTS, U64, U32, U32, FILES, NAMES),
+    saving.Claim: st.builds(saving.Claim, U64, U32, U64, NAMES, CONTENTS),
+    saving.Claimed: st.builds(saving.Claimed, U64, NAMES),
+    saving.Prepare: st.builds(saving.Prepare, U64, U32, NAMES, CONTENTS, NAMES),
+    saving.Save: st.builds(saving.Save, U64, U32, U64, NAMES, CONTENTS, NAMES, U64, U32, U32, FILES, NAMES),
     saving.Saved: st.builds(saving.Saved, U32, U64, FILES, NAMES),
     saving.Load: st.builds(saving.Load, U64, U32, U64, NAMES, CONTENTS, NAMES),
     saving.Restore: st.builds(saving.Restore, U64, U32, NAMES, CONTENTS),

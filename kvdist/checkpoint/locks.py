@@ -1,0 +1,271 @@
+"""The lock of a folder of checkpoints: one job at a time saves into it.
+
+The lock is the file ``lock.json`` in that folder, made by the process that writes manifests, and removed when its job
+ends. Rules that hold here:
+
+* Its owner has it locked with ``flock``, which the kernel releases when the process ends, however it ends. A lock of
+  this host that nobody holds is left over from a process that was killed, and is taken over.
+* What the file says is for other hosts, whose kernels may not know of it, and for people.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from kvdist.addresses import host_name
+from kvdist.checkpoint.files import make_durable, make_folder, open_regular, read_regular
+from kvdist.errors import CheckpointError
+
+LOG = logging.getLogger("kvdist")
+
+NAME = "lock.json"
+FORMAT = "kvdist lock"
+BYTES_MAX = 4096
+ATTEMPTS = 100
+PAUSE_S = 0.05
+"""Between two attempts: another process is making or removing the lock."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lock:
+    """A lock that this process holds."""
+
+    descriptor: int
+    made: list[Path]
+    """The folders that were made for it, innermost first."""
+    owners: set[Locks] = field(default_factory=set)
+
+
+class Locks:
+    """The folders into which one store, or the scheduler of a job, saves."""
+
+    def take(self, directory: Path) -> str:
+        """Lock a folder, which is made if need be, unless this process holds the lock already.
+
+        Returns:
+            The run: what tells this job from others.
+
+        Raises:
+            CheckpointError: another job holds the lock; says which, and what to do.
+            OSError: the folder cannot be written.
+        """
+        with _MUTEX:
+            place = directory.resolve()
+            lock = _HELD.get(place)
+            if lock is not None and not _is_at(lock.descriptor, place / NAME):
+                os.close(_HELD.pop(place).descriptor)  # somebody has removed it, with the folder perhaps
+                lock = None
+            if lock is None:
+                lock = _HELD[place] = _taken(place)
+            lock.owners.add(self)
+            return _run()
+
+    def release(self, directory: Path) -> None:
+        """Let other jobs save there; folders that were made for it go away if they are empty."""
+        with _MUTEX:
+            place = directory.resolve()
+            lock = _HELD.get(place)
+            if lock is not None:
+                lock.owners.discard(self)
+                if not lock.owners:
+                    _released(place, _HELD.pop(place))
+
+    def close(self) -> None:
+        """Release all."""
+        for place in [place for place, lock in list(_HELD.items()) if self in lock.owners]:
+            self.release(place)
+
+
+def require_run(directory: Path, run: str, wait_s: float = ATTEMPTS * PAUSE_S) -> None:
+    """Whether a folder is locked by this run, as seen from here.
+
+    Raises:
+        CheckpointError: it is not, within `wait_s`: file systems of networks may show a new file late.
+    """
+    by = time.monotonic() + wait_s
+    while (found := _content(directory / NAME).get("run")) != run:
+        if time.monotonic() >= by:
+            raise CheckpointError(
+                f"{directory} is not the folder that the scheduler of this job sees under this path (it has"
+                f" {'another' if found else 'no'} {NAME} here): scheduler, servers and workers need one file system"
+                " that they share, at the same path on every host"
+            )
+        time.sleep(PAUSE_S)
+
+
+_MUTEX = threading.RLock()
+_HELD: dict[Path, _Lock] = {}
+_RUN: list[str] = []
+"""Drawn when it is first needed: one for a process, and for the job that it saves for."""
+
+
+def _run() -> str:
+    if not _RUN:
+        _RUN.append(secrets.token_hex(8))
+    return _RUN[0]
+
+
+def _taken(directory: Path) -> _Lock:
+    """Make the lock, or take over one that is left over."""
+    made = [one for one in (directory, *directory.parents) if not one.exists()]
+    path = directory / NAME
+    try:
+        for _ in range(ATTEMPTS):
+            make_folder(directory)  # which another job may remove when it ends
+            descriptor = _attempt(path)
+            if descriptor is not None:
+                make_durable(directory)
+                return _Lock(descriptor, made)
+            time.sleep(PAUSE_S)
+    except BaseException:
+        _remove_empty(made)
+        raise
+    raise CheckpointError(f"{path} is no lock that kvdist has written; if no other job saves there, remove it")
+
+
+def _attempt(path: Path) -> int | None:
+    """The descriptor of the lock, which is ours; None to try again."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        is_new = True
+    except FileNotFoundError:
+        return None
+    except FileExistsError:
+        try:
+            with open_regular(path):  # no link, and nothing that would wait
+                descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        is_new = False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if is_new else fcntl.LOCK_NB))
+        if _is_at(descriptor, path) and (is_new or _is_left_over(path)):
+            _write(descriptor)
+            return descriptor
+    except BlockingIOError:
+        owner = _content(path)
+        if owner:
+            os.close(descriptor)
+            raise CheckpointError(_refusal(path, owner)) from None
+    except BaseException:
+        if is_new:
+            path.unlink()
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether a lock that no process of this host holds may be taken over. False: ask again.
+
+    Raises:
+        CheckpointError: it is of another host.
+    """
+    owner = _content(path)
+    if not owner:
+        found = path.stat()  # empty: it is being made, or who made it was killed at that
+        return not found.st_size and time.time() - found.st_mtime > ATTEMPTS * PAUSE_S / 2
+    if owner.get("boot") != _boot() and owner.get("host") != host_name():
+        raise CheckpointError(_refusal(path, owner))
+    LOG.warning("%s was left over from a job that has ended (%s); it is taken over", path, _told(owner))
+    return True
+
+
+def _refusal(path: Path, owner: dict[str, Any]) -> str:
+    return (
+        f"another job saves into {path.parent} ({_told(owner)}): save into another folder, or wait until that job has"
+        f" ended. If it does not run any more, remove {path}"
+    )
+
+
+def _told(owner: dict[str, Any]) -> str:
+    pid, host, since, run = (str(owner.get(name))[:80] for name in ("pid", "host", "since", "run"))
+    return f"process {pid} on host {host}, since {since}, run {run}"
+
+
+def _write(descriptor: int) -> None:
+    content = {
+        "format": FORMAT,
+        "host": host_name(),
+        "boot": _boot(),
+        "pid": os.getpid(),
+        "run": _run(),
+        "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    os.ftruncate(descriptor, 0)
+    text = json.dumps(content, indent=1).encode() + b"\n"
+    if os.pwrite(descriptor, text, 0) != len(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(descriptor)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """What a lock says; empty if there is none, or it is being written."""
+    try:
+        found = json.loads(read_regular(path, BYTES_MAX))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and found.get("format") == FORMAT else {}
+
+
+def _boot() -> str:
+    """What tells this kernel from those of other hosts, and from itself before it was started again."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether this open file is still the one of that name."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    return False
+
+
+def _released(directory: Path, lock: _Lock) -> None:
+    with contextlib.suppress(OSError):
+        if _is_at(lock.descriptor, directory / NAME):
+            (directory / NAME).unlink()
+    os.close(lock.descriptor)
+    _remove_empty(lock.made)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # it is not empty
+        for folder in folders:
+            folder.rmdir()
+
+
+def release_all() -> None:
+    """This process ends: let other jobs save."""
+    with _MUTEX:
+        while _HELD:
+            _released(*_HELD.popitem())
+
+
+def _forget() -> None:
+    """In a forked child: the locks are its parent's, and must end with it."""
+    global _MUTEX
+    _MUTEX = threading.RLock()
+    for lock in _HELD.values():
+        os.close(lock.descriptor)
+    _HELD.clear()
+    _RUN.clear()
+
+
+atexit.register(release_all)
+os.register_at_fork(after_in_child=_forget)

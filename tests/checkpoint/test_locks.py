@@ -1,0 +1,153 @@
+"""One job at a time has a folder: who is alive keeps it, who is gone does not, and strangers' files are no locks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvdist.checkpoint import locks as module
+from kvdist.checkpoint.locks import NAME, Locks, require_run
+from kvdist.errors import CheckpointError
+
+HOLDER = """
+import sys
+from pathlib import Path
+from kvdist.checkpoint.locks import Locks
+print(Locks().take(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of a folder until it is killed, or its input ends."""
+    words = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.run = process.stdout.readline().strip()
+        yield process
+        process.kill()
+
+
+def test_a_lock_says_who_has_it_and_goes_away_with_the_folders_made_for_it(tmp_path):
+    locks, others = Locks(), Locks()
+    folder = tmp_path / "a" / "run"
+    run = locks.take(folder)
+    said = json.loads((folder / NAME).read_text())
+    assert (said["pid"], said["run"], said["host"]) == (os.getpid(), run, os.uname().nodename)
+    assert others.take(folder) == run == locks.take(folder), "it is this process's"
+    require_run(folder, run)
+    locks.close()
+    assert (folder / NAME).exists(), "another store of this process still saves there"
+    others.release(folder)
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_lies_in_a_folder_stays_when_its_lock_goes(tmp_path):
+    locks = Locks()
+    locks.take(tmp_path / "run")
+    (tmp_path / "run" / "step-1").mkdir()
+    locks.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-1"]
+
+
+def test_a_process_that_lives_keeps_its_lock_and_one_that_was_killed_does_not(tmp_path, holder, caplog):
+    locks = Locks()
+    with pytest.raises(CheckpointError, match=rf"another job saves into .*process {holder.pid} on host .*{holder.run}"):
+        locks.take(tmp_path / "run")
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(60)
+    assert json.loads((tmp_path / "run" / NAME).read_text())["run"] == holder.run, "it is left over"
+    with caplog.at_level(logging.WARNING, "kvdist"):
+        assert locks.take(tmp_path / "run") != holder.run
+    assert f"process {holder.pid} " in caplog.text and "taken over" in caplog.text
+    locks.close()
+
+
+def test_a_lock_of_a_host_that_was_started_anew_is_left_over(tmp_path, holder):
+    holder.kill()
+    holder.wait(60)
+    path = tmp_path / "run" / NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "before"}))
+    locks = Locks()
+    locks.take(tmp_path / "run")
+    locks.close()
+
+
+def test_an_owner_on_another_host_may_live(tmp_path, holder):
+    holder.kill()
+    holder.wait(60)
+    path = tmp_path / "run" / NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "elsewhere", "host": "d2"}))
+    with pytest.raises(CheckpointError, match=f"on host d2, .* If it does not run any more, remove {path}"):
+        Locks().take(tmp_path / "run")
+
+
+def test_a_child_that_was_forked_does_not_keep_its_parents_lock(tmp_path):
+    locks = Locks()
+    run = locks.take(tmp_path / "run")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has let go
+        os._exit(0)
+    os.close(reader)
+    locks.close()
+    assert not (tmp_path / "run").exists()
+    other = Locks()
+    assert other.take(tmp_path / "run") == run
+    other.close()
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
+    locks = Locks()
+    run = locks.take(tmp_path)
+    (tmp_path / NAME).unlink()
+    assert locks.take(tmp_path) == run and json.loads((tmp_path / NAME).read_text())["run"] == run
+    locks.close()
+
+
+def test_a_process_that_was_killed_while_it_made_a_lock_is_in_nobodys_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PAUSE_S", 0.001)
+    (tmp_path / NAME).touch()
+    os.utime(tmp_path / NAME, (1, 1))
+    locks = Locks()
+    locks.take(tmp_path)
+    locks.close()
+
+
+@pytest.mark.parametrize("what", ["text", "json", "link", "pipe", "folder"])
+def test_a_file_of_others_is_no_lock(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(module, "PAUSE_S", 0.001)
+    path = tmp_path / NAME
+    match what:
+        case "text":
+            path.write_text("mine")
+        case "json":
+            path.write_text('{"format": "another"}')
+        case "link":
+            path.symlink_to(tmp_path / "elsewhere")
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+    with pytest.raises(CheckpointError, match=f"{NAME} is (no lock|not a regular file|a symbolic link)"):
+        Locks().take(tmp_path)
+    assert not (tmp_path / "elsewhere").exists() and path.is_symlink() is (what == "link")
+
+
+def test_a_folder_that_another_host_sees_elsewhere_is_told_from_the_jobs(tmp_path):
+    locks = Locks()
+    locks.take(tmp_path)
+    for folder, found in ((tmp_path, "another"), (tmp_path / "nothing", "no")):
+        with pytest.raises(CheckpointError, match=f"it has {found} {NAME} here.* one file system"):
+            require_run(folder, "0" * 16, wait_s=0.0)
+    locks.close()
