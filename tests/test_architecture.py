@@ -28,6 +28,7 @@ FLOORS = {
     "kvdist.initializer": 1,
     "kvdist.limits": 1,
     "kvdist.nodes": 1,
+    "kvdist.open_files": 1,
     "kvdist.rowsparse": 1,
     "kvdist.schema": 1,
     "kvdist.secret": 1,
@@ -137,8 +138,8 @@ SIDEWAYS = {
 """(importer, imported): pairs of entries on one floor where the first may know the second."""
 
 LAUNCHER_MAY_IMPORT = {
-    "kvdist.addresses", "kvdist.config", "kvdist.errors", "kvdist.nodes", "kvdist.secret", "kvdist.variables",
-    "kvdist.version",
+    "kvdist.addresses", "kvdist.config", "kvdist.errors", "kvdist.nodes", "kvdist.open_files", "kvdist.secret",
+    "kvdist.variables", "kvdist.version",
 }  # fmt: skip
 
 ONLY_IMPORTER = {

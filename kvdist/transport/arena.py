@@ -24,7 +24,7 @@ import numpy as np
 from kvdist.errors import ForkError, StoreClosed
 from kvdist.transport.free_space import FreeSpace
 from kvdist.transport.mapping import PAGE_BYTES, Bytes, address_of
-from kvdist.transport.segments import HEADER_BYTES, Segment, SegmentTable, create_segment
+from kvdist.transport.segments import SegmentTable, create_file
 
 SEGMENT_BYTES = 4 << 20
 SEGMENT_BYTES_MAX = 64 << 20
@@ -32,6 +32,8 @@ SEGMENT_BYTES_MAX = 64 << 20
 PAGES_FROM_BYTES = 64 << 10
 """From here on what is allocated begins at a page and fills whole pages; smaller ones are aligned to `LINE_BYTES`."""
 LINE_BYTES = 64
+GAP_BYTES = PAGE_BYTES
+"""The beginning of each segment is left free, so that nothing is allocated across two that happen to be neighbours."""
 
 
 class _Block(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -54,8 +56,8 @@ class Arena:
         segment_bytes: how large the first segment is.
 
     Attributes:
-        beacon: a segment of one page, by which a peer finds out whether it can read the memory of this process.
-        table: the segments that hold allocations.
+        file: what peers map.
+        table: its segments, as they are mapped here.
 
     Raises:
         OSError: this system has no such memory.
@@ -64,7 +66,7 @@ class Arena:
     def __init__(self, bytes_max: int, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.bytes_max = bytes_max
         self.table = SegmentTable()
-        self.beacon: Segment = create_segment(HEADER_BYTES)
+        self.file = create_file()
         self._segment_bytes = segment_bytes
         self._pid = os.getpid()
         self._free = FreeSpace()
@@ -100,9 +102,10 @@ class Arena:
             finally:
                 self._is_busy = False
 
-    def locate(self, buffer: Any) -> tuple[Segment, int] | None:
-        """The segment and offset of a contiguous, non-empty buffer; None when it does not lie in this arena."""
-        return self.table.find(address_of(buffer), memoryview(buffer).nbytes)
+    def locate(self, buffer: Any) -> int | None:
+        """Where in `file` a contiguous, non-empty buffer begins; None when it does not lie in this arena."""
+        found = self.table.find(address_of(buffer), memoryview(buffer).nbytes)
+        return None if found is None else found[0].offset + found[1]
 
     @property
     def bytes_reserved(self) -> int:
@@ -120,9 +123,9 @@ class Arena:
         """Let no new peer open this memory. Arrays, and peers that have it mapped, keep it. Idempotent."""
         with self._lock:
             self._is_closed = True
-            for segment in [self.beacon, *self.table.segments()]:
+            for segment in self.table.segments():
                 self.table.discard(segment)
-                segment.close()
+            self.file.close()
 
     def _allocate(self, nbytes: int) -> Bytes:
         self._sweep()
@@ -165,7 +168,7 @@ class Arena:
             self._kept.setdefault(place.nbytes, []).append(place.address)
 
     def _grow(self, size: int) -> None:
-        least = HEADER_BYTES + -(-size // PAGE_BYTES) * PAGE_BYTES
+        least = GAP_BYTES + -(-size // PAGE_BYTES) * PAGE_BYTES
         allowed = (self.bytes_max - self.bytes_reserved) // PAGE_BYTES * PAGE_BYTES
         if least > allowed:
             raise MemoryError(
@@ -175,8 +178,8 @@ class Arena:
             )
         try:
             usual = min(max(self._segment_bytes, self.bytes_reserved), SEGMENT_BYTES_MAX)
-            segment = create_segment(max(least, min(usual, allowed)))
+            segment = self.file.grow(max(least, min(usual, allowed)))
         except OSError as error:
             raise MemoryError(f"the system has no {least} bytes of shared memory: {error.strerror}") from error
         self.table.add(segment)
-        self._free.give(segment.address + HEADER_BYTES, segment.nbytes - HEADER_BYTES)
+        self._free.give(segment.address + GAP_BYTES, segment.nbytes - GAP_BYTES)

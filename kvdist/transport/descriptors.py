@@ -2,14 +2,15 @@
 
 Bytes, little-endian:
 
-* A *greeting* is a message of one frame: the magic, the pid and descriptor number of the sender's beacon (u32 each),
-  its token, and the token of the receiver's beacon if the sender has read it, else zeros.
+* A *greeting* is a message of one frame: the magic, the pid and descriptor number of the sender's file (u32 each),
+  its token, and the token of the receiver's file if the sender has read it, else zeros.
+* A *fallback* is a message of one frame: the magic, and in UTF-8 why its sender cannot read the receiver's file any
+  more. The receiver sends every frame whole from then on.
 * A *pack* is a message of one frame that holds several messages of small frames, because each message that leaves
   wakes the thread that writes: the magic, then for each message the number of its frames, their lengths (u32 each) and
   the frames themselves.
-* A *table* is the last frame of a message: the magic, then for each frame that was left out its index, the pid and
-  descriptor number of its segment (u32 each), its offset and length (u64 each), the segment's token. In its place in
-  the message stands an empty frame.
+* A *table* is the last frame of a message: the magic, then for each frame that was left out its index (u64), its offset
+  in the sender's file and its length (u64 each). In its place in the message stands an empty frame.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvdist.errors import ProtocolError
-from kvdist.transport.segments import TOKEN_BYTES, Segment
+from kvdist.transport.segments import TOKEN_BYTES, SharedFile
 
 GREETING_MAGIC = b"\xffkvdist:greeting"
-TABLE_MAGIC = b"\xffkvdist:table\1\0\0"
+FALLBACK_MAGIC = b"\xffkvdist:fallback"
+TABLE_MAGIC = b"\xffkvdist:table\2\0\0"
 PACK_MAGIC = b"\xffkvdist:pack\1\0\0\0"
 FRAMES_MAX = 64
 """In a message of a pack."""
 MAGIC_BYTES = 16
 GREETING = struct.Struct("<16sII16s16s")
-ENTRY = struct.Struct("<IIIQQ16s")
+ENTRY = struct.Struct("<QQQ")
 NOBODY = bytes(TOKEN_BYTES)
+REASON_BYTES_MAX = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The sender's beacon, and which beacon it could read."""
+    """The sender's file, and which file it could read."""
 
     owner: int
     number: int
@@ -47,15 +50,12 @@ class Entry:
     """Where the bytes of one frame lie."""
 
     frame: int
-    owner: int
-    number: int
     offset: int
     length: int
-    token: bytes
 
 
-def greeting(beacon: Segment, has_read: bytes = NOBODY) -> bytes:
-    return GREETING.pack(GREETING_MAGIC, beacon.owner, beacon.number, beacon.token, has_read)
+def greeting(file: SharedFile, has_read: bytes = NOBODY) -> bytes:
+    return GREETING.pack(GREETING_MAGIC, file.owner, file.number, file.token, has_read)
 
 
 def read_greeting(frames: Sequence[memoryview]) -> Greeting | None:
@@ -66,8 +66,19 @@ def read_greeting(frames: Sequence[memoryview]) -> Greeting | None:
     return Greeting(owner, number, token, has_read)
 
 
-def entry(frame: int, segment: Segment, offset: int, length: int) -> bytes:
-    return ENTRY.pack(frame, segment.owner, segment.number, offset, length, segment.token)
+def fallback(reason: str) -> bytes:
+    return FALLBACK_MAGIC + reason.encode()[:REASON_BYTES_MAX]
+
+
+def read_fallback(frames: Sequence[memoryview]) -> str | None:
+    """The reason, or None when this is an ordinary message."""
+    if len(frames) != 1 or frames[0][:MAGIC_BYTES] != FALLBACK_MAGIC:
+        return None
+    return bytes(frames[0][MAGIC_BYTES : MAGIC_BYTES + REASON_BYTES_MAX]).decode(errors="replace")
+
+
+def entry(frame: int, offset: int, length: int) -> bytes:
+    return ENTRY.pack(frame, offset, length)
 
 
 def table(entries: Sequence[bytes]) -> bytes:

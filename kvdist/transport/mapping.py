@@ -29,15 +29,40 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def map_file(descriptor: int, nbytes: int, *, writable: bool = False) -> Bytes:
-    """The first `nbytes` of a file, shared with all who map it. Its pages are entered into the page table at once.
+def map_file(descriptor: int, offset: int, nbytes: int) -> Bytes:
+    """A stretch of a file for reading. Its pages are entered into the page table at once.
+
+    Args:
+        descriptor: the file, which may be closed afterwards.
+        offset: where the stretch begins, in whole pages.
+        nbytes: its length, which must lie in the file.
 
     Raises:
         OSError: the system refused.
     """
-    protection = PROT_READ | PROT_WRITE if writable else PROT_READ
-    address = _mmap(None, nbytes, protection, MAP_SHARED | MAP_POPULATE, descriptor, 0)
-    return _shown(address, nbytes, writable)
+    address = _mmap(None, nbytes, PROT_READ, MAP_SHARED | MAP_POPULATE, descriptor, offset)
+    return _shown(address, nbytes, False)
+
+
+def lengthen_file(descriptor: int, offset: int, nbytes: int) -> Bytes:
+    """Lengthen a file, every page of it backed by memory, and map what is new for reading and writing.
+
+    Args:
+        descriptor: the file.
+        offset: where it ends now.
+        nbytes: how much is added.
+
+    Raises:
+        OSError: the system refused; the file has its old length.
+    """
+    # Addresses first: a file that is longer than what is mapped of it could not be cut again.
+    address = _mmap(None, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+    memory = _shown(address, nbytes, True)
+    # Writing to a page for the first time takes some ten times as long as writing to it again. fallocate says when
+    # there is no memory; entering the pages at the mapping then costs what it would cost without.
+    os.posix_fallocate(descriptor, offset, nbytes)
+    _mmap(address, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, descriptor, offset)
+    return memory
 
 
 def map_side_by_side(stretches: Sequence[tuple[int, int, int]]) -> Bytes:
@@ -71,7 +96,7 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descrip
     got: int = _libc.mmap(address, nbytes, protection, flags, descriptor, offset)
     if got == FAILED:
         number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {nbytes} bytes of shared memory: {os.strerror(number)}")
+        raise OSError(number, f"cannot map {nbytes} bytes: {os.strerror(number)}")
     return got
 
 

@@ -14,6 +14,7 @@ from kvdist.addresses import tcp_endpoint
 from kvdist.config import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
+from kvdist.open_files import open_files_warning, raise_open_files_limit
 from kvdist.secret import read_secret
 from kvdist.transport.arena import Arena
 from kvdist.transport.base import Transport
@@ -30,7 +31,13 @@ LOG = logging.getLogger("kvdist")
 
 
 def open_transport(config: ClusterConfig) -> tuple[Transport, Memory]:
-    """ZeroMQ, and shared memory between processes of one host where the system has it and the configuration allows."""
+    """ZeroMQ, and shared memory between processes of one host where the system has it and the configuration allows.
+
+    Raises this process's limit of open files, and warns where it is too low for the cluster.
+    """
+    warning = open_files_warning(raise_open_files_limit(), config.num_workers, config.num_servers)
+    if warning:
+        LOG.warning(warning)
     sockets = open_sockets(config)
     if config.transport == "tcp":
         return sockets, OrdinaryMemory()

@@ -1,50 +1,118 @@
-"""Pieces of memory that other processes of this user can map: made by their owner, opened and checked by a peer.
+"""Files of memory that other processes of this user can map: made by their owner, opened and checked by a peer.
 
-A segment is a file that has no name (memfd), so nothing is left behind when a process is killed. A peer that knows
-the owner's pid and descriptor number opens it through ``/proc``. Both numbers are given out again by the system, and
-what a peer says may be wrong, so nothing is believed:
+A file has no name (memfd), so nothing is left behind when a process is killed. A process has one for all that its
+peers may read, which only grows, so that it costs one descriptor here and one in each peer, however large it becomes.
+Each time it has grown, what is new is mapped as another segment.
+
+A peer that knows the owner's pid and descriptor number opens the file through ``/proc``. Both numbers are given out
+again by the system, and what a peer says may be wrong, so nothing is believed:
 
 * The file must be one of ours and sealed against shrinking: reading a mapping whose file was cut kills the process.
-* Its first page must hold the token that the descriptor names, 16 random bytes.
+* Its first page must hold the token that was named, 16 random bytes.
 * What is read must lie behind that page and within the size that the system tells.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import resource
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvdist.errors import ProtocolError
-from kvdist.transport.mapping import PAGE_BYTES, Bytes, address_of, map_file
+from kvdist.transport.mapping import PAGE_BYTES, Bytes, address_of, lengthen_file, map_file
 
 NAME = "kvdist-arena"
-MAGIC = b"kvdist's arena 1"
+MAGIC = b"kvdist's arena 2"
 TOKEN_BYTES = 16
 HEADER_BYTES = PAGE_BYTES
 """The first page: the magic, the token, zeros."""
 
 
-@dataclass(eq=False)
-class Segment:
-    """One mapped segment, one's own or a peer's.
+class Exhausted(ProtocolError):
+    """This process can open or map no more; nothing is wrong with the peer."""
+
+
+class SharedFile:
+    """A file of shared memory, one's own or a peer's.
 
     Attributes:
         owner: the pid of the process that made it.
         number: its descriptor in that process.
         token: what its first page says.
-        memory: all of it, the first page included. Outlives `close` as long as somebody shows it.
-        file: its descriptor in this process; None after `close`.
+        descriptor: its descriptor in this process; None after `close`.
+        bytes_mapped: up to this offset it is mapped here, but for its first page.
+    """
+
+    def __init__(self, owner: int, number: int, token: bytes, descriptor: int) -> None:
+        self.owner = owner
+        self.number = number
+        self.token = token
+        self.descriptor: int | None = descriptor
+        self.bytes_mapped = HEADER_BYTES
+
+    def grow(self, nbytes: int) -> Segment:
+        """Add `nbytes`, whole pages, to a file of this process.
+
+        Raises:
+            OSError: the system refused.
+        """
+        memory = lengthen_file(self._open(), self.bytes_mapped, nbytes)
+        return self._mapped(memory)
+
+    def map_rest(self, end: int) -> Segment:
+        """Map what a peer has added since the last time.
+
+        Args:
+            end: so far at least it must reach.
+
+        Raises:
+            ProtocolError: it ends before.
+            Exhausted: this process may map no more.
+        """
+        descriptor = self._open()
+        nbytes = os.fstat(descriptor).st_size
+        if end > nbytes:
+            raise ProtocolError(f"byte {end} is not in the shared memory of process {self.owner}, which has {nbytes}")
+        try:
+            memory = map_file(descriptor, self.bytes_mapped, nbytes - self.bytes_mapped)
+        except OSError as error:
+            raise _error("map", self.owner, error) from error
+        return self._mapped(memory)
+
+    def close(self) -> None:
+        """Give up the descriptor. What is mapped stays so."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def _open(self) -> int:
+        assert self.descriptor is not None, "closed files are not mapped"
+        return self.descriptor
+
+    def _mapped(self, memory: Bytes) -> Segment:
+        segment = Segment(self, self.bytes_mapped, memory)
+        self.bytes_mapped += memory.nbytes
+        return segment
+
+
+@dataclass(eq=False)
+class Segment:
+    """A mapped stretch of a file.
+
+    Attributes:
+        file: the file.
+        offset: where in the file it begins.
+        memory: all of it. Outlives the file as long as somebody shows it.
         pin: keeps its pages in place for a GPU; None where there is none, or where that cannot be.
     """
 
-    owner: int
-    number: int
-    token: bytes
+    file: SharedFile
+    offset: int
     memory: Bytes
-    file: int | None
     pin: object = None
 
     def __post_init__(self) -> None:
@@ -52,40 +120,31 @@ class Segment:
         self.address = address_of(self.memory)
         self.view = self.memory.data
 
-    def close(self) -> None:
-        """Give up the descriptor. Who has mapped the segment keeps it."""
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
 
-
-def create_segment(nbytes: int) -> Segment:
-    """A new segment of this process, of whole pages, every page of it backed by memory.
+def create_file() -> SharedFile:
+    """A new file of this process, with nothing but its first page.
 
     Raises:
         OSError: the system refused.
     """
-    file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        # Writing to a page for the first time takes some ten times as long as writing to it again. fallocate says when
-        # there is no memory; entering the pages at the mapping then costs what it would cost without.
-        os.posix_fallocate(file, 0, nbytes)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        memory = map_file(file, nbytes, writable=True)
-    except BaseException:
-        os.close(file)
-        raise
+    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     token = os.urandom(TOKEN_BYTES)
-    segment = Segment(os.getpid(), file, token, memory, file)
-    segment.view[: len(MAGIC) + TOKEN_BYTES] = MAGIC + token
-    return segment
+    try:
+        os.posix_fallocate(descriptor, 0, HEADER_BYTES)
+        os.pwrite(descriptor, MAGIC + token, 0)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return SharedFile(os.getpid(), descriptor, token, descriptor)
 
 
-def open_segment(owner: int, number: int, token: bytes) -> Segment:
-    """A peer's segment, mapped to be read.
+def open_file(owner: int, number: int, token: bytes) -> SharedFile:
+    """A peer's file.
 
     Raises:
         ProtocolError: it is gone, or not what it should be.
+        Exhausted: this process may open no more files.
     """
     path = f"/proc/{owner}/fd/{number}"
     try:
@@ -93,29 +152,38 @@ def open_segment(owner: int, number: int, token: bytes) -> Segment:
         target = os.readlink(path)
         if not target.startswith(f"/memfd:{NAME}"):
             raise ProtocolError(f"descriptor {number} of process {owner} is {target}, no shared memory of kvdist")
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ProtocolError(f"cannot open the shared memory of process {owner}: {error.strerror}") from error
+        raise _error("open", owner, error) from error
     try:
-        return Segment(owner, number, token, _checked(file, owner, token), file)
-    except OSError as error:
-        os.close(file)
-        raise ProtocolError(f"cannot map the shared memory of process {owner}: {error.strerror}") from error
-    except ProtocolError:
-        os.close(file)
+        _check(descriptor, owner, token)
+    except BaseException:
+        os.close(descriptor)
         raise
+    return SharedFile(owner, number, token, descriptor)
 
 
-def _checked(file: int, owner: int, token: bytes) -> Bytes:
-    if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+def _check(descriptor: int, owner: int, token: bytes) -> None:
+    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ProtocolError(f"the shared memory of process {owner} is not sealed against shrinking")
-    nbytes = os.fstat(file).st_size
+    nbytes = os.fstat(descriptor).st_size
     if nbytes < HEADER_BYTES:
         raise ProtocolError(f"the shared memory of process {owner} has {nbytes} bytes, less than its first page")
-    memory = map_file(file, nbytes)
-    if memory[: len(MAGIC) + TOKEN_BYTES].tobytes() != MAGIC + token:
+    if os.pread(descriptor, len(MAGIC) + TOKEN_BYTES, 0) != MAGIC + token:
         raise ProtocolError(f"the shared memory of process {owner} is another one than was named")
-    return memory
+
+
+def _error(verb: str, owner: int, error: OSError) -> ProtocolError:
+    """What a refused system call means."""
+    what = f"cannot {verb} the shared memory of process {owner}"
+    if error.errno == errno.EMFILE:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return Exhausted(f"{what}: this process has open all of the {soft} files that it may (raise it: ulimit -n)")
+    if error.errno == errno.ENFILE:
+        return Exhausted(f"{what}: this machine has open all files that it may (raise it: sysctl fs.file-max)")
+    if error.errno == errno.ENOMEM:
+        return Exhausted(f"{what}: this process may map no more memory (see ulimit -v, sysctl vm.max_map_count)")
+    return ProtocolError(f"{what}: {error.strerror}")
 
 
 Pin = Callable[[Bytes], object]

@@ -1,7 +1,7 @@
 """Between processes of one host, large frames stay where they are: a message names the place, the receiver maps it.
 
 Wraps another transport, which carries everything else and all of it to other hosts. What lies in this process's
-`Arena` and is large travels as a descriptor (see `descriptors`); the receiver opens the segment once through
+`Arena` and is large travels as a descriptor (see `descriptors`); the receiver opens the sender's file once through
 ``/proc/<pid>/fd/<number>`` and keeps it mapped (see `segments`).
 
 Descriptors are not handed over by a unix socket (SCM_RIGHTS), because that would need a socket file in a run-time
@@ -12,18 +12,22 @@ How two sides come to it, without a word to strangers:
 
 * `bind` marks the endpoint with this host. Who dials an endpoint marked with its own host greets when the connection is
   up. A transport without shared memory never marks and is never greeted.
-* A greeting names a beacon, a page of the sender's memory. Who can read it answers with a greeting that says so.
+* A greeting names the sender's file. Who can read its first page answers with a greeting that says so.
   Only who has been told so sends descriptors; until then, and whenever that fails, frames travel whole.
 * A connection that comes back is greeted anew. Descriptors that were on their way to a predecessor and arrive at
   somebody who has not been greeted are dropped, as messages may be when a connection breaks.
-* A descriptor that cannot be read ends its route: `Disconnected` is reported with the reason, and the rest is dropped.
+* A descriptor that cannot be read, because this process has no memory or no file descriptors left or because it is
+  wrong, is dropped and logged, and its sender is told to fall back: it reports the route as broken and mended, so that
+  what was under way is sent again, whole, as is everything after it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,10 +40,12 @@ from kvdist.transport.descriptors import (
     Entry,
     Greeting,
     entry,
+    fallback,
     greeting,
     is_pack,
     is_table,
     pack,
+    read_fallback,
     read_greeting,
     read_pack,
     read_table,
@@ -47,7 +53,9 @@ from kvdist.transport.descriptors import (
 )
 from kvdist.transport.endpoints import split_host, with_host
 from kvdist.transport.mapping import Bytes
-from kvdist.transport.segments import HEADER_BYTES, Segment, SegmentTable, create_segment, open_segment
+from kvdist.transport.segments import HEADER_BYTES, Exhausted, Segment, SegmentTable, SharedFile, create_file, open_file
+
+LOG = logging.getLogger("kvdist")
 
 PACKED_BYTES_MAX = 4 << 10
 """Messages up to that size, with what is described left out, leave together when they are handed over together."""
@@ -66,8 +74,8 @@ class SharedMemoryTransport(Transport):
         table: the segments of peers that are mapped here.
         bytes_described: how many bytes of frames were sent as descriptors.
         bytes_whole: how many were sent through `inner`.
-        routes_failed: how many routes were ended by a descriptor that could not be read.
-        messages_dropped: descriptors that came before a greeting.
+        routes_fallen_back: how many routes carry frames whole because a descriptor could not be read here.
+        messages_dropped: messages whose descriptors came before a greeting or could not be read.
     """
 
     def __init__(self, inner: Transport, arena: Arena) -> None:
@@ -76,7 +84,7 @@ class SharedMemoryTransport(Transport):
         self.table = SegmentTable()
         self.bytes_described = 0
         self.bytes_whole = 0
-        self.routes_failed = 0
+        self.routes_fallen_back = 0
         self.messages_dropped = 0
         self._host = this_host()
         self._greeted: set[Route] = set()
@@ -91,9 +99,9 @@ class SharedMemoryTransport(Transport):
             return f"shared memory between processes needs Linux, and this is {sys.platform}"
         try:
             this_host()
-            mine = create_segment(HEADER_BYTES)
+            mine = create_file()
             try:
-                open_segment(mine.owner, mine.number, mine.token).close()
+                open_file(mine.owner, mine.number, mine.token).close()
             finally:
                 mine.close()
         except (OSError, AttributeError, ProtocolError) as error:
@@ -129,8 +137,6 @@ class SharedMemoryTransport(Transport):
 
     def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
         partner = self._partners.get(to)
-        if partner is not None and partner.has_failed:
-            return
         knows_descriptors = partner is not None and partner.has_greeted
         small: list[Sequence[Buffer]] = []
         for frames in messages:
@@ -163,12 +169,12 @@ class SharedMemoryTransport(Transport):
             if type(event) is Arrived:
                 self._arrived(event, events)
             elif type(event) is Disconnected:
-                if self._part(event.route):
-                    events.append(event)
+                self._part(event.route)
+                events.append(event)
             else:
                 if type(event) is Connected and event.route in self._greeted:
                     self._partners[event.route] = _Partner(self.table)
-                    self.inner.send(event.route, [greeting(self.arena.beacon)])
+                    self.inner.send(event.route, [greeting(self.arena.file)])
                 events.append(event)
         return events
 
@@ -190,10 +196,10 @@ class SharedMemoryTransport(Transport):
                 return frames  # and the inner transport says so
             if view.nbytes < DESCRIBE_FROM_BYTES or not reads_us:
                 continue
-            place = self.arena.locate(view)
-            if place is not None:
+            offset = self.arena.locate(view)
+            if offset is not None:
                 sent[index] = b""
-                entries.append(entry(index, *place, view.nbytes))
+                entries.append(entry(index, offset, view.nbytes))
                 self.bytes_described += view.nbytes
         # A frame of the user's that happens to look like a table gets a table of its own behind it.
         if entries or is_table(frames[-1]):
@@ -202,11 +208,12 @@ class SharedMemoryTransport(Transport):
 
     def _arrived(self, message: Arrived, events: list[Event]) -> None:
         partner = self._partners.get(message.route)
-        if partner is not None and partner.has_failed:
-            return
         heard = read_greeting(message.frames)
+        reason = read_fallback(message.frames)
         if heard is not None:
             self._meet(message.route, heard)
+        elif reason is not None and partner is not None:
+            self._send_whole(message.route, partner, reason, events)
         elif partner is not None and partner.has_greeted and is_pack(message.frames):
             self._unpack(message, partner, events)
         else:
@@ -215,10 +222,9 @@ class SharedMemoryTransport(Transport):
     def _unpack(self, message: Arrived, partner: _Partner, events: list[Event]) -> None:
         try:
             for frames in read_pack(message.frames[0]):
-                if not partner.has_failed:
-                    self._read(Arrived(message.route, frames, message.sender), partner, events)
+                self._read(Arrived(message.route, frames, message.sender), partner, events)
         except ProtocolError as error:
-            self._fail(message.route, partner, error, events)
+            self._fall_back(message.route, partner, error)
 
     def _read(self, message: Arrived, partner: _Partner | None, events: list[Event]) -> None:
         if not is_table(message.frames[-1]):
@@ -229,83 +235,114 @@ class SharedMemoryTransport(Transport):
             try:
                 events.append(Arrived(message.route, partner.restored(message.frames), message.sender))
             except ProtocolError as error:
-                self._fail(message.route, partner, error, events)
+                self._fall_back(message.route, partner, error)
 
-    def _fail(self, route: Route, partner: _Partner, error: ProtocolError, events: list[Event]) -> None:
-        self.routes_failed += 1
-        partner.part()
-        partner.has_failed = True
-        events.append(Disconnected(route, f"a message of this peer cannot be read: {error}"))
+    def _fall_back(self, route: Route, partner: _Partner, error: ProtocolError) -> None:
+        """Drop a message that cannot be read, and have its sender say it again without descriptors."""
+        self.messages_dropped += 1
+        if partner.has_fallen_back:
+            return  # this one left before its sender was told
+        partner.has_fallen_back = True
+        partner.close()
+        self.routes_fallen_back += 1
+        LOG.warning("%s; its values come through the socket from now on, which takes longer", error)
+        self.inner.send(route, [fallback(str(error))])
+
+    def _send_whole(self, route: Route, partner: _Partner, reason: str, events: list[Event]) -> None:
+        """The partner could not read what was sent: describe no more, and have what was under way sent again."""
+        if partner.reads_us:
+            partner.reads_us = False
+            why = f"the process at its other end cannot read this one's shared memory: {reason}"
+            events += [Disconnected(route, why), Connected(route)]
 
     def _meet(self, route: Route, heard: Greeting) -> None:
         partner = self._partners.setdefault(route, _Partner(self.table))
-        partner.has_greeted = True
-        partner.reads_us = partner.reads_us or heard.has_read == self.arena.beacon.token
+        partner.greeting = heard
+        partner.reads_us = partner.reads_us or heard.has_read == self.arena.file.token
         if partner.was_answered:
             return
         try:
-            open_segment(heard.owner, heard.number, heard.token).close()
-        except ProtocolError:
-            return  # then it will not be told that it can be read, and sends everything whole
+            open_file(heard.owner, heard.number, heard.token).close()
+        except ProtocolError as error:
+            # It will not be told that it can be read, and sends everything whole.
+            if isinstance(error, Exhausted):
+                LOG.warning("%s; its values come through the socket, which takes longer", error)
+            return
         partner.was_answered = True
-        self.inner.send(route, [greeting(self.arena.beacon, heard.token)])
+        self.inner.send(route, [greeting(self.arena.file, heard.token)])
 
-    def _part(self, route: Route) -> bool:
-        """Forget a route that is down; whether that is news."""
+    def _part(self, route: Route) -> None:
+        """Forget a route that is down."""
         partner = self._partners.pop(route, None)
-        if partner is None:
-            return True
-        partner.part()
-        return not partner.has_failed
+        if partner is not None:
+            partner.reads_us = False
+            partner.close()
 
 
 class _Partner:
     """The process at the other end of a route.
 
     Attributes:
-        has_greeted: it has said that it knows descriptors.
+        greeting: what it has said of its memory; None until it has.
         was_answered: it was told that its memory can be read here.
         reads_us: it has said that it can read the memory of this process.
-        has_failed: it has sent a descriptor that cannot be read.
+        has_fallen_back: it was told that its memory cannot be read here any more.
     """
 
     def __init__(self, mapped: SegmentTable) -> None:
-        self.has_greeted = False
+        self.greeting: Greeting | None = None
         self.was_answered = False
         self.reads_us = False
-        self.has_failed = False
+        self.has_fallen_back = False
         self._mapped = mapped
-        self._segments: dict[tuple[int, int, bytes], Segment] = {}
+        self._file: SharedFile | None = None
+        self._segments: list[Segment] = []
+        """Of its file, in order and without gaps."""
+        self._offsets: list[int] = []
+
+    @property
+    def has_greeted(self) -> bool:
+        """Whether it knows descriptors."""
+        return self.greeting is not None
 
     def restored(self, frames: Sequence[memoryview]) -> list[memoryview]:
         """The message as it was handed to `send`.
 
         Raises:
-            ProtocolError: a descriptor cannot be read.
+            ProtocolError: a descriptor is wrong, or this process can open or map no more.
         """
+        if self.has_fallen_back:
+            raise ProtocolError("a message with descriptors after it was told to send none")
         whole = list(frames[:-1])
         for one in read_table(frames):
             whole[one.frame] = self._read(one)
         return whole
 
     def _read(self, one: Entry) -> memoryview:
-        key = (one.owner, one.number, one.token)
-        segment = self._segments.get(key)
-        if segment is None:
-            segment = self._segments[key] = open_segment(*key)
-            self._mapped.add(segment)
+        if self._file is None:
+            assert self.greeting is not None
+            self._file = open_file(self.greeting.owner, self.greeting.number, self.greeting.token)
         end = one.offset + one.length
-        if one.offset < HEADER_BYTES or end > segment.nbytes:
-            raise ProtocolError(f"bytes {one.offset} to {end} are not in its shared memory of {segment.nbytes} bytes")
-        return segment.view[one.offset : end]
+        if end > self._file.bytes_mapped:
+            segment = self._file.map_rest(end)
+            self._segments.append(segment)
+            self._offsets.append(segment.offset)
+            self._mapped.add(segment)
+        index = bisect_right(self._offsets, one.offset) - 1
+        if one.offset < HEADER_BYTES or index < 0 or end > self._offsets[index] + self._segments[index].nbytes:
+            raise ProtocolError(f"bytes {one.offset} to {end} are not in one piece of its shared memory")
+        start = one.offset - self._offsets[index]
+        return self._segments[index].view[start : start + one.length]
 
-    def part(self) -> None:
+    def close(self) -> None:
         """Let go of its memory. It is unmapped when nobody shows it any more."""
-        self.reads_us = False
-        for segment in self._segments.values():
+        for segment in self._segments:
             self._mapped.discard(segment)
-            segment.close()
         self._segments.clear()
+        self._offsets.clear()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _nbytes(frames: Sequence[Buffer]) -> int:

@@ -9,11 +9,14 @@ would kill the process. Nobody else sees what is written, and the page shows the
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvdist.transport.mapping import PAGE_BYTES, Bytes, address_of, map_side_by_side
 from kvdist.transport.segments import Segment, SegmentTable
+
+LOG = logging.getLogger("kvdist")
 
 WINDOWS_MAX = 256
 
@@ -30,6 +33,7 @@ class WindowCache:
         self.tables = tuple(tables)
         self._windows_max = windows_max
         self._windows: OrderedDict[tuple[tuple[Segment, int, int], ...], Bytes] = OrderedDict()
+        self._has_failed = False
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -42,14 +46,20 @@ class WindowCache:
         """The bytes of the frames in a row, without a copy, valid as long as somebody shows the array.
 
         None when that cannot be: a frame does not lie in a segment that is open, does not begin at a page, or does
-        not fill whole pages and is not the last.
+        not fill whole pages and is not the last; or this process may map no more, which is reported once.
         """
         key = self._stretches(frames)
         if key is None:
             return None
         window = self._windows.get(key)
         if window is None:
-            window = self._open(key)
+            try:
+                window = self._open(key)
+            except OSError as error:
+                if not self._has_failed:
+                    self._has_failed = True
+                    LOG.warning("values are copied instead of shown where they lie: %s", error)
+                return None
         self._windows.move_to_end(key)
         return window
 
@@ -74,10 +84,15 @@ class WindowCache:
 
     def _open(self, key: tuple[tuple[Segment, int, int], ...]) -> Bytes:
         # What shows the memory of a peer that has gone will not be asked for again.
-        for old in [old for old in self._windows if any(segment.file is None for segment, _, _ in old)]:
+        for old in [old for old in self._windows if any(segment.file.descriptor is None for segment, _, _ in old)]:
             del self._windows[old]
-        stretches = [(segment.file, offset, nbytes) for segment, offset, nbytes in key if segment.file is not None]
-        window = self._windows[key] = map_side_by_side(stretches)
+        stretches = [
+            (segment.file.descriptor, segment.offset + offset, nbytes)
+            for segment, offset, nbytes in key
+            if segment.file.descriptor is not None
+        ]
+        window = map_side_by_side(stretches)
+        self._windows[key] = window
         if len(self._windows) > self._windows_max:
             self._windows.popitem(last=False)
         return window

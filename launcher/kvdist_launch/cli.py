@@ -14,6 +14,7 @@ from pathlib import Path
 from kvdist.addresses import host_name
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
+from kvdist.open_files import open_files_warning, raise_open_files_limit
 from kvdist.variables import with_twins
 from kvdist_launch.chronicle import Chronicle, remove_summary, write_summary
 from kvdist_launch.command import CommandError
@@ -196,6 +197,10 @@ def _run_here(
             supervisor.say(note)
         for line in worker_lines(processes, hosts) if is_verbose else ():
             supervisor.say(line)
+        # For this process, which reads what all of them print, and for them.
+        warning = open_files_warning(raise_open_files_limit(), job.num_workers, job.num_servers)
+        if warning:
+            supervisor.say(warning)
         crew = LocalCrew(supervisor.selector, supervisor)
         return supervisor.run([(crew, processes)], listening, job.security.secret_of_run())
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvdist.errors import ConfigError
+from kvdist.open_files import open_files_warning
 from kvdist_launch.crew import Crew, LocalCrew
 from kvdist_launch.fleet import Fleet, Station
 from kvdist_launch.guarded import Guard
@@ -111,6 +112,10 @@ class _Course:
             if self._job.security.encrypts
             else "nothing that this job sends is encrypted (KVDIST_SECURITY=none)"
         )
+        for station in self._stations:
+            warning = open_files_warning(int(station.facts["open_files"]), self._job.num_workers, self._job.num_servers)
+            if warning:
+                self._supervisor.say(f"{station.host.name}: {warning}")
         if self._listening is not None:
             turn_away(self._listening)
         assignments = self._assignments(processes)

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvdist.addresses import address_of_interface
 from kvdist.errors import ConfigError
+from kvdist.open_files import raise_open_files_limit
 from kvdist.version import __version__
 
 DIAL_S = 3.0
@@ -33,12 +34,13 @@ def usable_cores() -> int:
 
 
 def facts_of_this_host() -> dict[str, Any]:
-    """What is true whatever the job is."""
+    """What is true whatever the job is. Raises the limit of open files, for what is started here later."""
     return {
         "version": __version__,
         "python": sys.executable,
         "python_version": ".".join(map(str, sys.version_info[:3])),
         "cores": usable_cores(),
+        "open_files": raise_open_files_limit(),
         "gpus": len(glob.glob("/dev/nvidia[0-9]*")),
         "name": socket.gethostname(),
         "home": os.path.expanduser("~"),

@@ -184,7 +184,7 @@ def test_children_that_are_forked_meanwhile_disturb_nothing(job):
 def test_after_close_nothing_of_the_stores_memory_stays_mapped(job):
     launcher = job.launch(2, 2, "shared.py", "closed")
     job.succeed()
-    assert len(launcher.lines_with("mapped by peers 0, views 0, own 1")) == 2, job.transcript()
+    assert len(launcher.lines_with("mapped by peers 0, views 0, own 0")) == 2, job.transcript()
     assert len(launcher.lines_with("open 0")) == 2, job.transcript()
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +46,32 @@ def test_a_request_larger_than_a_segment_gets_one_of_its_own(arena: Arena) -> No
     array = arena.allocate(3 * SEGMENT + 1)
     assert arena.bytes_reserved == 3 * SEGMENT + PAGE_BYTES + HEADER_BYTES
     array[-1] = 1
+
+
+def test_an_arena_of_any_size_has_one_file_open(arena: Arena) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    arrays = [arena.allocate(SEGMENT // 2) for _ in range(10)]
+    assert len(arena.table) > 2 and len(os.listdir("/proc/self/fd")) == before
+    for number, array in enumerate(arrays):
+        array[:] = number
+    offsets = [arena.locate(array) or pytest.fail("not found") for array in arrays]
+    read = [os.pread(arena.file.number, SEGMENT // 2, offset) for offset in offsets]
+    assert read == [bytes([number]) * (SEGMENT // 2) for number in range(10)]
+
+
+def test_memory_that_the_system_refuses_leaves_the_arena_as_it_was(arena: Arena) -> None:
+    kept = arena.allocate(1000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * PAGE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + SEGMENT, hard))
+    try:
+        with pytest.raises(MemoryError, match="the system has no"):
+            arena.allocate(4 * SEGMENT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    array = arena.allocate(4 * SEGMENT)
+    array[:] = 5
+    assert os.pread(arena.file.number, 100, arena.locate(array) or 0) == bytes([5]) * 100 and kept.size
 
 
 def test_beyond_its_limit_the_arena_says_so_and_goes_on_when_something_is_dropped() -> None:
@@ -171,12 +199,12 @@ def test_a_call_in_the_middle_of_another_one_gets_ordinary_memory(
 
 def test_only_buffers_of_the_arena_are_located(arena: Arena) -> None:
     array = arena.allocate(70_000)
-    segment, offset = arena.locate(array) or pytest.fail("not found")
+    offset = arena.locate(array) or pytest.fail("not found")
     assert offset % PAGE_BYTES == 0 and offset >= HEADER_BYTES
     array[:] = np.arange(70_000) % 251
-    assert bytes(segment.view[offset : offset + 70_000]) == array.tobytes()
-    assert arena.locate(memoryview(array)[1234:]) == (segment, offset + 1234)
-    assert arena.locate(array.view(np.int16)[5:]) == (segment, offset + 10)
+    assert os.pread(arena.file.number, 70_000, offset) == array.tobytes()
+    assert arena.locate(memoryview(array)[1234:]) == offset + 1234
+    assert arena.locate(array.view(np.int16)[5:]) == offset + 10
     assert arena.locate(bytes(100)) is None and arena.locate(np.zeros(1 << 20)) is None
 
 
@@ -213,7 +241,7 @@ def test_memory_is_unmapped_when_the_arena_and_its_last_array_are_gone() -> None
     before = segments_mapped()
     arena = Arena(SEGMENT, SEGMENT)
     array = arena.allocate(1000)
-    assert segments_mapped() == before + 2
+    assert segments_mapped() == before + 1
     arena.close()
     del arena
     assert segments_mapped() == before + 1

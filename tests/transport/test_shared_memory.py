@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,11 +19,11 @@ import pytest
 
 from kvdist.transport import descriptors
 from kvdist.transport.arena import Arena
-from kvdist.transport.base import Arrived, Disconnected, Route, Transport
+from kvdist.transport.base import Arrived, Connected, Disconnected, Route, Transport
 from kvdist.transport.endpoints import split_host, with_host
 from kvdist.transport.mapping import address_of
 from kvdist.transport.memory import SharedMemory
-from kvdist.transport.segments import HEADER_BYTES, MAGIC, NAME
+from kvdist.transport.segments import HEADER_BYTES, MAGIC, NAME, Exhausted
 from kvdist.transport.shared_memory import DESCRIBE_FROM_BYTES, SharedMemoryTransport
 from kvdist.transport.window import WindowCache
 from kvdist.transport.zeromq import ZeroMQTransport
@@ -403,23 +402,26 @@ class Liar:
         self.arena = arena
         self.route = transport.connect(endpoint)
 
-    def greet(self, token: bytes | None = None) -> None:
-        beacon = self.arena.beacon
-        packed = descriptors.GREETING.pack(
-            descriptors.GREETING_MAGIC, beacon.owner, beacon.number, token or beacon.token, descriptors.NOBODY
-        )
+    def greet(self, **changed: Any) -> None:
+        file = self.arena.file
+        fields = {"owner": file.owner, "number": file.number, "token": file.token} | changed
+        packed = descriptors.GREETING.pack(descriptors.GREETING_MAGIC, *fields.values(), descriptors.NOBODY)
         self.transport.send(self.route, [packed])
 
     def table(self, *entries: bytes) -> None:
         self.transport.send(self.route, [b"head", b"", descriptors.table(entries)])
 
     def says(self, array: np.ndarray, **changed: Any) -> bytes:
-        segment, offset = self.arena.locate(array) or pytest.fail("not in the arena")
-        fields: dict[str, Any] = {
-            "frame": 1, "owner": segment.owner, "number": segment.number, "offset": offset, "length": array.size,
-            "token": segment.token,
-        }  # fmt: skip
-        return descriptors.ENTRY.pack(*(fields | changed).values())
+        fields = {"frame": 1, "offset": self.arena.locate(array), "length": array.size} | changed
+        return descriptors.ENTRY.pack(*fields.values())
+
+    def told(self) -> str:
+        """Why it was told to send everything whole."""
+        answers = receive(self.transport, lambda events: any(map(self._reason, events)))
+        return next(filter(None, map(self._reason, answers)))
+
+    def _reason(self, event: Any) -> str | None:
+        return descriptors.read_fallback(event.frames) if isinstance(event, Arrived) else None
 
 
 @pytest.fixture
@@ -437,52 +439,41 @@ def gone_pid() -> int:
 
 
 SIZE = 40_000
-LIES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "token of another": (lambda: {"token": bytes(16)}, "another one than was named"),
-    "beyond the end": (lambda: {"offset": (1 << 20) - SIZE + 1}, "not in its shared memory of 1048576 bytes"),
-    "far beyond": (lambda: {"offset": (1 << 64) - 1, "length": (1 << 64) - 1}, "not in its shared memory"),
-    "longer than all": (lambda: {"length": 1 << 63}, "not in its shared memory"),
-    "in the header": (lambda: {"offset": HEADER_BYTES - 1}, "not in its shared memory"),
-    "closed number": (lambda: {"number": 999_999}, "cannot open the shared memory of process"),
-    "standard input": (lambda: {"number": 0}, "no shared memory of kvdist|cannot open"),
-    "process gone": (lambda: {"owner": gone_pid()}, "cannot open the shared memory of process"),
-    "no such frame": (lambda: {"frame": 2}, "names a frame twice, or one that is there"),
-    "a frame that is there": (lambda: {"frame": 0}, "names a frame twice, or one that is there"),
+LIES: dict[str, tuple[dict[str, int], str]] = {
+    "beyond the end": ({"offset": (1 << 20) + HEADER_BYTES - SIZE + 1}, "is not in the shared memory of process"),
+    "far beyond": ({"offset": (1 << 64) - 1, "length": (1 << 64) - 1}, "is not in the shared memory"),
+    "longer than all": ({"length": 1 << 63}, "is not in the shared memory"),
+    "in the header": ({"offset": HEADER_BYTES - 1}, "are not in one piece of its shared memory"),
+    "no such frame": ({"frame": 2}, "names a frame twice, or one that is there"),
+    "a frame that is there": ({"frame": 0}, "names a frame twice, or one that is there"),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_descriptor_that_is_not_true_ends_the_route_with_the_reason(
-    liar_and_server: tuple[Liar, SharedMemoryTransport], lie: str
+def test_a_descriptor_that_is_not_true_is_dropped_and_its_sender_told_to_send_everything_whole(
+    liar_and_server: tuple[Liar, SharedMemoryTransport], caplog: pytest.LogCaptureFixture, lie: str
 ) -> None:
     liar, server = liar_and_server
-    make, reason = LIES[lie]
+    changed, reason = LIES[lie]
     array = liar.arena.allocate(SIZE)
     array[:] = 1
     liar.greet()
     liar.table(liar.says(array))
     message = arrival(server)
     assert contents(message) == [b"head", array.tobytes()]
-    liar.table(liar.says(array, **make()))
-    liar.transport.send(liar.route, [b"later"])
-    lost = loss(server)
-    assert lost.route == message.route and server.routes_failed == 1 and len(server.table) == 0
-    liar.greet()
-    liar.transport.send(liar.route, [b"even later"])
-    assert re.search(reason, lost.reason)
+    liar.table(liar.says(array, **changed))
+    liar.table(liar.says(array))  # as true as it is: it was under way when its sender was told
+    liar.transport.send(liar.route, [b"head", array.tobytes()])
+    assert contents(arrival(server)) == [b"head", array.tobytes()]
+    assert reason in liar.told()
+    assert sum(reason in record.message for record in caplog.records) == 1
+    assert server.routes_fallen_back == 1 and server.messages_dropped == 2 and len(server.table) == 0
     assert bytes(message.frames[1]) == array.tobytes()
     with shared() as honest:
-        to_server, to_honest = greeted(server, honest, liar.endpoint)
+        to_server, _ = greeted(server, honest, liar.endpoint)
         honest.send(to_server, [filled(honest, LARGE, 1)])
-        events = receive(server, lambda events: any(event.route == to_honest for event in events))
-        assert [contents(event) for event in events if isinstance(event, Arrived)] == [[pattern(LARGE, 1).tobytes()]]
-        before = server.bytes_whole
-        server.send(message.route, [b"to nobody"])
-        assert server.bytes_whole == before
-        liar.transport.close(linger_s=1.0)  # the liar is not reported a second time
-        honest.close()
-        events = receive(server, lambda events: Disconnected in map(type, events))
-        assert [event.route for event in events] == [to_honest]
+        assert contents(arrival(server)) == [pattern(LARGE, 1).tobytes()]
+        assert server.routes_fallen_back == 1
 
 
 @contextlib.contextmanager
@@ -513,27 +504,56 @@ def pipe() -> Iterator[int]:
         os.close(end)
 
 
+@contextlib.contextmanager
+def another_memory() -> Iterator[int]:
+    """A file that is in order, and not the one that was named."""
+    with contextlib.closing(Arena(1 << 20, 1 << 20)) as arena:
+        yield arena.file.number
+
+
+@contextlib.contextmanager
+def no_number() -> Iterator[int]:
+    yield 999_999
+
+
 @pytest.mark.parametrize(
     ("other", "reason"),
-    [(unsealed, "not sealed against shrinking"), (stub, "less than its first page"), (pipe, "no shared memory of kvd")],
+    [
+        (unsealed, "not sealed against shrinking"),
+        (stub, "less than its first page"),
+        (pipe, "no shared memory of kvdist"),
+        (another_memory, "another one than was named"),
+        (no_number, "cannot open the shared memory of process"),
+    ],
 )
-def test_a_file_that_is_no_segment_is_not_mapped(
+def test_a_file_that_is_not_what_it_should_be_is_not_mapped(
     liar_and_server: tuple[Liar, SharedMemoryTransport],
     other: Callable[[], contextlib.AbstractContextManager[int]],
     reason: str,
 ) -> None:
     liar, server = liar_and_server
-    liar.greet()
     with other() as file:
-        liar.table(liar.says(liar.arena.allocate(SIZE), number=file, token=bytes(range(16))))
-        assert reason in loss(server).reason
+        liar.greet(number=file, token=bytes(range(16)))
+        liar.table(liar.says(liar.arena.allocate(SIZE)))
+        liar.transport.send(liar.route, [b"ordinary"])
+        assert contents(arrival(server)) == [b"ordinary"]
+        assert reason in liar.told() and server.routes_shared == len(server.table) == 0
 
 
-def test_a_malformed_table_ends_the_route(liar_and_server: tuple[Liar, SharedMemoryTransport]) -> None:
+def test_memory_of_a_process_that_has_ended_is_not_mapped(liar_and_server: tuple[Liar, SharedMemoryTransport]) -> None:
+    liar, server = liar_and_server
+    liar.greet(owner=gone_pid())
+    liar.table(liar.says(liar.arena.allocate(SIZE)))
+    receive(server, lambda _: server.routes_fallen_back == 1)
+    assert "cannot open the shared memory of process" in liar.told()
+
+
+def test_a_malformed_table_is_dropped(liar_and_server: tuple[Liar, SharedMemoryTransport]) -> None:
     liar, server = liar_and_server
     liar.greet()
     liar.table(b"half an entry")
-    assert "a table of 13 bytes" in loss(server).reason
+    receive(server, lambda _: server.routes_fallen_back == 1)
+    assert "a table of 13 bytes" in liar.told()
 
 
 def test_a_frame_cannot_be_described_twice(liar_and_server: tuple[Liar, SharedMemoryTransport]) -> None:
@@ -541,10 +561,11 @@ def test_a_frame_cannot_be_described_twice(liar_and_server: tuple[Liar, SharedMe
     array = liar.arena.allocate(SIZE)
     liar.greet()
     liar.table(liar.says(array), liar.says(array))
-    assert "names a frame twice" in loss(server).reason
+    receive(server, lambda _: server.routes_fallen_back == 1)
+    assert "names a frame twice" in liar.told()
 
 
-def test_who_names_a_beacon_that_cannot_be_read_is_not_answered_and_is_served_whole(
+def test_who_names_a_file_that_cannot_be_read_is_not_answered_and_is_served_whole(
     liar_and_server: tuple[Liar, SharedMemoryTransport],
 ) -> None:
     liar, server = liar_and_server
@@ -565,7 +586,34 @@ def test_descriptors_from_somebody_who_has_not_greeted_are_dropped(
     liar.table(liar.says(liar.arena.allocate(SIZE)))
     liar.transport.send(liar.route, [b"ordinary"])
     assert contents(arrival(server)) == [b"ordinary"]
-    assert server.messages_dropped == 1 and server.routes_failed == 0
+    assert server.messages_dropped == 1 and server.routes_fallen_back == 0
+
+
+# A peer that can open or map no more.
+
+
+def test_what_a_peer_cannot_map_any_more_is_reported_as_lost_and_then_sent_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shared() as server, shared() as worker:
+        to_server, to_worker = greeted(server, worker, server.bind("tcp://127.0.0.1:0"))
+
+        def exhausted(owner: int, number: int, token: bytes) -> object:
+            raise Exhausted(f"cannot open the shared memory of process {owner}: no more files")
+
+        monkeypatch.setattr("kvdist.transport.shared_memory.open_file", exhausted)
+        array = filled(worker, LARGE, 1)
+        worker.send(to_server, [b"first", array])
+        worker.send(to_server, [b"second"])
+        assert contents(arrival(server)) == [b"second"]
+        broken, mended = receive(worker, lambda events: len(events) >= 2)
+        assert isinstance(broken, Disconnected) and broken.route == to_server and "no more files" in broken.reason
+        assert mended == Connected(to_server)
+        assert not worker.shares(to_server) and server.shares(to_worker), "the other way is as it was"
+        worker.send(to_server, [b"first", array])
+        assert contents(arrival(server)) == [b"first", array.tobytes()]
+        (record,) = caplog.records
+        assert "no more files; its values come through the socket from now on" in record.message
 
 
 def test_a_message_that_looks_like_a_table_arrives_as_it_was_sent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from itertools import permutations
 
@@ -78,6 +79,20 @@ def test_what_cannot_be_mapped_side_by_side_is_none(arena: Arena) -> None:
     assert cache.view([left, right[:0]]) is None
     assert cache.view([]) is None
     assert len(cache) == 0
+
+
+def test_a_window_that_the_system_refuses_is_none_and_reported_once(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(stretches: object) -> np.ndarray:
+        raise OSError(errno.ENOMEM, "cannot map 65536 bytes: Cannot allocate memory")
+
+    monkeypatch.setattr("kvdist.transport.window.map_side_by_side", refused)
+    cache = WindowCache([arena.table])
+    frames = [memoryview(array) for array in pieces(arena, PIECE, PIECE)]
+    assert cache.view(frames) is None and cache.view(frames) is None and len(cache) == 0
+    (record,) = caplog.records
+    assert "values are copied" in record.message and "Cannot allocate memory" in record.message
 
 
 def test_the_window_asked_for_the_longest_ago_goes_first_and_lives_while_it_is_shown(arena: Arena) -> None:

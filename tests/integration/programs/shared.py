@@ -465,7 +465,7 @@ def read(arrays):
 
 
 def closed():
-    """After `close` and the last array only this process's beacon, a page, is mapped here, and nothing is open."""
+    """After `close` and the last array nothing is mapped here, and nothing is open."""
     store = joined()
     value = store.empty(BIG)
     value.fill(1)
