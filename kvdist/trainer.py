@@ -20,7 +20,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvdist.checkpoint.slices import updates_in
 from kvdist.data import Batches, HandedOut, count_as_used
@@ -147,6 +147,14 @@ class Trainer:
         """For which trained parameters the last `allreduce_grads` found a gradient anywhere, until they are updated."""
         self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **multipliers(self._parameters, "lr_mult")})
         self._optimizer.set_wd_mult({**self._optimizer.wd_mult, **multipliers(self._parameters, "wd_mult")})
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises a `TypeError`: a trainer cannot be pickled or copied."""
+        raise TypeError(
+            "a Trainer cannot be pickled, copied or sent to another process: its store belongs to the process that"
+            " created it. Keep trainers out of data sets, models and what else is copied; save_states and"
+            " save_checkpoint keep the state of a trainer"
+        )
 
     def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Make one step of training: sum the gradients over devices and workers, update, and get the new weights.

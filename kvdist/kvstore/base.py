@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from kvdist.errors import KvdistError
 from kvdist.kvstore.contract import KVStoreBase
@@ -486,6 +486,14 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
         """
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises a `TypeError`: a store cannot be pickled or copied."""
+        raise TypeError(
+            f"a {self.type!r} store cannot be pickled, copied or sent to another process: it belongs to the process"
+            " that created it. Hand over plain values, such as store.rank and store.num_workers, and keep stores out of"
+            " data sets, models and what else is copied; save_checkpoint keeps the values of a store"
+        )
 
     def __enter__(self) -> KVStore:
         return self
