@@ -48,9 +48,8 @@ class LocalUpdate:
         """The first device's states are new: give the others copies of them."""
         for key in range(len(self._parameters)) if len(self._updaters) > 1 else ():
             state = self.updater.state_of(key)
-            if state is not None:
-                for other in self._updaters[1:]:
-                    other.restore(key, state.copy())
+            for other in self._updaters[1:]:
+                other.restore(key, None if state is None else state.copy())
 
     def apply(self, parameters: Iterable[tuple[int, Parameter]]) -> None:
         """Update every replica that has a gradient, in place.

@@ -164,7 +164,9 @@ def decide_update_on_kvstore(
     )
 
 
-def statement(parameters: Sequence[Parameter], updates_here: Optimizer | None, clip_norm: float | None = None) -> str:
+def statement(
+    parameters: Sequence[Parameter], updates_here: Optimizer | None, clip_norm: float | None = None, loaded: str = ""
+) -> str:
     """What all workers must have in common, in words. Shapes and dtypes are compared key by key.
 
     Args:
@@ -172,9 +174,11 @@ def statement(parameters: Sequence[Parameter], updates_here: Optimizer | None, c
         updates_here: the optimizer, where each worker updates. A store that updates compares them itself, and their
             numbers in each round.
         clip_norm: where they clip; None for no clipping.
+        loaded: tells states of the optimizer that were loaded from others; empty for none.
     """
     trained = ranges([key for key, parameter in enumerate(parameters) if parameter.trained])
     said = f"{len(parameters)} parameters, trained are {trained}"
+    said += f", goes on from the optimizer state {loaded}" if loaded else ""
     clipped = "" if clip_norm is None else f", gradients clipped to norm {clip_norm:g}"
     return said if updates_here is None else f"{said}, on each worker by {updates_here.describe()}{clipped}"
 

@@ -41,6 +41,7 @@ from kvdist.opening import (
     statement,
 )
 from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.states import SliceState, digest
 from kvdist.overlap import Overlap, weakly
 from kvdist.parameters import Parameter, collect, multipliers, require_shapes
 from kvdist.refusals import refuse_sent, refuse_size, refuse_updated_there
@@ -138,6 +139,8 @@ class Trainer:
         self._nonfinite_steps = 0
         self._updates = 0
         self._handed_out: HandedOut = {}
+        self._loaded_states: Sequence[SliceState | None] = [None] * sum(one.trained for one in self._parameters)
+        """Of the trained parameters, until the first step has a place for them."""
         self._torch_optimizer: TorchOptimizer | None = None
         self._local = LocalUpdate(self._optimizer, self._parameters)
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
@@ -227,14 +230,20 @@ class Trainer:
         """This trainer as a ``torch.optim.Optimizer``: for torch's schedulers, `torch.amp.GradScaler`, Lightning.
 
         Its groups are the trainer's, with ``lr`` and ``weight_decay``; what is written there counts from the next step
-        on, on servers too. Its ``step()`` is `step` without a size. Each call returns the same object.
+        on, on servers too. Its ``step()`` is `step` without a size. Its ``state_dict()`` has what the optimizer
+        remembers, also where servers keep that. Each call returns the same object.
 
         Raises:
             ValueError: the optimizer has a schedule of its own.
         """
         if self._torch_optimizer is None:
             self._torch_optimizer = TorchOptimizer(
-                self._parameters, self._optimizer, self._step_of_torch, self._overlaps
+                self._parameters,
+                self._optimizer,
+                self._step_of_torch,
+                self._optimizer_states,
+                self._load_optimizer_states,
+                self._overlaps,
             )
         return self._torch_optimizer
 
@@ -412,11 +421,16 @@ class Trainer:
             self._begin_with(store)
         self._kvstore = store
         self._started = True
+        if digest(self._loaded_states):
+            self._replace_states("load_state_dict", self._loaded_states)
+            self._loaded_states = ()
 
     def _begin_with(self, store: KVStoreBase) -> None:
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
         used = fit(store, self._parameters, needs_more, self._compression_params, here)
-        used.agree(statement(self._parameters, self._optimizer if here else None, self._clip_norm))
+        used.agree(
+            statement(self._parameters, self._optimizer if here else None, self._clip_norm, digest(self._loaded_states))
+        )
         # With overlap the numbers of a step are fixed before it is made, so the store has its own copy of them.
         sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
         if self._update_on_kvstore:
@@ -438,6 +452,24 @@ class Trainer:
         self._require_nothing_sent(method, "step()")
         self._start()
         return TrainingState(self._parameters, self._local, self._kvstore, self._update_on_kvstore)
+
+    def _optimizer_states(self) -> Sequence[SliceState | None]:
+        """What the optimizer remembers of each trained parameter. No other worker need call it."""
+        if not self._started:
+            return self._loaded_states
+        return self._state("state_dict").states([key for key, _ in self._trained])
+
+    def _load_optimizer_states(self, states: Sequence[SliceState | None]) -> None:
+        """Go on from these: from the first step on, or, where that was made, as soon as every worker has called it."""
+        if not self._started:
+            self._loaded_states = states
+            return
+        if isinstance(self._kvstore, KVStore):
+            self._kvstore.agree(f"loads the optimizer state {digest(states) or 'of a beginning'}")
+        self._replace_states("load_state_dict", states)
+
+    def _replace_states(self, method: str, states: Sequence[SliceState | None]) -> None:
+        self._state(method).replace_states([key for key, _ in self._trained], states)
 
     def _divisor(self, batch_size: float | None) -> float:
         divisor = self._num_devices if batch_size is None else batch_size

@@ -19,6 +19,7 @@ from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
 from kvdist.local_update import LocalUpdate
+from kvdist.optimizer.states import SliceState
 from kvdist.parameters import Parameter
 
 LOG = logging.getLogger("kvdist")
@@ -57,6 +58,24 @@ class TrainingState:
             self._store.load_optimizer_states(fname)
         else:
             self._load_here(lambda: saved.Checkpoint(saved.absolute(fname), 0), (STATES,))
+
+    def states(self, keys: Sequence[int]) -> list[SliceState | None]:
+        """What the optimizer remembers of each key; on servers without the help of another worker."""
+        if self._is_updated_there and self._store is not None:
+            return self._store.optimizer_states(keys)
+        states = [self._local.updater.state_of(key) for key in keys]
+        return [None if state is None else state.copy() for state in states]
+
+    def replace_states(self, keys: Sequence[int], states: Sequence[SliceState | None]) -> None:
+        """Go on from these; every worker calls it, and has agreed that they are the same everywhere."""
+        if self._is_updated_there and self._store is not None:
+            self._store.replace_optimizer_states(keys, states)
+        else:
+            for key, state in zip(keys, states, strict=True):
+                self._local.updater.restore(key, None if state is None else state.copy())
+            self._local.spread()
+        if self._store is not None:
+            self._store.barrier()  # nobody pushes before they are there
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, state: Any, keep: int | None

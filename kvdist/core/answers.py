@@ -14,10 +14,11 @@ import numpy as np
 
 from kvdist.core.effects import Effect, Send
 from kvdist.core.group import Group
-from kvdist.core.shard import Buffer, Shard
+from kvdist.core.shard import Bits, Buffer, Shard
 from kvdist.core.traffic import Traffic
+from kvdist.dtypes import DType
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import U8, U32, Arrays, Payload
+from kvdist.protocol.arrays import U8, U32, Arrays, Payload, padded
 from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, Values
 
 JOIN_BYTES_MAX = 64 << 10
@@ -48,7 +49,8 @@ class Answers:
     """(run, shard)"""
     _held: list[tuple[int, Shard]] = field(default_factory=list)
     """(run, shard)"""
-    _groups: list[Effect] = field(default_factory=list)
+    _made: list[Effect] = field(default_factory=list)
+    """Messages that are made already: of groups, and of states."""
     _refused: dict[tuple[ErrorCode, str], list[tuple[int, int]]] = field(default_factory=dict)
     """(code, reason) → [(run, slice)]"""
 
@@ -70,12 +72,20 @@ class Answers:
         runs, outcomes = np.full(n, run, np.uint32), np.full(n, Outcome.COUNTED, np.uint8)
         versions = group.versions.copy()  # what waits to be sent again must not change
         if not with_values:
-            self._groups.append(Send(member, Counted(runs, group.ids, versions, outcomes)))
+            self._made.append(Send(member, Counted(runs, group.ids, versions, outcomes)))
             return
         buffer = group.outgoing
         buffer.leases += 1
         arrays = Arrays(group.outgoing_dtypes, group.counts, buffer.payload)
-        self._groups.append(Send(member, Values(runs, group.ids, versions, outcomes, arrays), (buffer,)))
+        self._made.append(Send(member, Values(runs, group.ids, versions, outcomes, arrays), (buffer,)))
+
+    def state(self, member: Member, run: int, shard: Shard, dtype: DType, part: Bits) -> None:
+        """This part of what the optimizer remembers of the shard is wanted. It must not change any more."""
+        memory = np.zeros(padded(part.nbytes), np.uint8)
+        memory[: part.nbytes] = part.view(np.uint8)
+        arrays = Arrays(_u8([dtype]), _u32([part.size]), memory.data)
+        columns = (_u32([run]), _u32([shard.number]), _u32([shard.version]), _u8([Outcome.COUNTED]))
+        self._made.append(Send(member, Values(*columns, arrays)))
 
     def refuse(self, run: int, number: int, code: ErrorCode, reason: str) -> None:
         """The slice of this number was refused."""
@@ -83,7 +93,7 @@ class Answers:
 
     def messages(self, member: Member, payload_bytes_max: int, traffic: Traffic) -> list[Effect]:
         """All that as few messages."""
-        effects = [*self._groups, *self._value_messages(member, payload_bytes_max, traffic)]
+        effects = [*self._made, *self._value_messages(member, payload_bytes_max, traffic)]
         if self._counted:
             runs, ids, versions, outcomes = zip(*self._counted, strict=True)
             effects.append(Send(member, Counted(_u32(runs), _u32(ids), _u32(versions), _u8(outcomes))))

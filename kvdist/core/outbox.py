@@ -30,7 +30,16 @@ from kvdist.protocol.arrays import U8, U32, Arrays, Payload
 from kvdist.protocol.coded import coded_sizes
 from kvdist.protocol.compressed import Coded, CompressedPush
 from kvdist.protocol.layout import offsets
-from kvdist.protocol.messages import Flag, InitValues, JoinedPush, Pull, Push, ReplaceValues
+from kvdist.protocol.messages import (
+    Flag,
+    InitValues,
+    JoinedPush,
+    Pull,
+    PullState,
+    Push,
+    ReplaceState,
+    ReplaceValues,
+)
 from kvdist.protocol.rows import MORE, InitRows, PullRows, PushRows
 
 Column = TypeVar("Column", U8, U32)
@@ -38,6 +47,7 @@ Column = TypeVar("Column", U8, U32)
 
 DataMessage = (
     Push | CompressedPush | JoinedPush | Pull | InitValues | ReplaceValues | InitRows | PushRows | PullRows
+    | PullState | ReplaceState
 )
 
 PARTS_PER_MESSAGE_MAX = 4096
@@ -135,6 +145,12 @@ class Part:
         """(n,) indices into the run's own settings."""
         own = self.run.data.setting_of
         return self._of(np.zeros(len(self.run.data.plan.ids), np.uint8) if own is None else own)
+
+    @property
+    def parts(self) -> U8:
+        """(n,) which parts of an optimizer's state."""
+        assert self.run.data.parts is not None
+        return self._of(self.run.data.parts)
 
     @property
     def entries(self) -> U32:
@@ -381,6 +397,8 @@ def _message(parts: Sequence[AnyPart]) -> DataMessage:
     kind = parts[0].run.kind
     if kind is Kind.PULL:
         return Pull(numbers, _joined(ids), steps, versions)
+    if kind is Kind.PULL_STATE:
+        return PullState(numbers, _joined(ids), steps, _state_parts(parts))
     counts, payload = _joined([part.counts for part in parts]), _payload(parts)
     if kind.pushes:
         settings, setting_of = _settings(parts)
@@ -400,9 +418,15 @@ def _message(parts: Sequence[AnyPart]) -> DataMessage:
         return InitValues(numbers, _joined(ids), arrays)
     if kind is Kind.REPLACE:
         return ReplaceValues(numbers, _joined(ids), arrays)
+    if kind is Kind.REPLACE_STATE:
+        return ReplaceState(numbers, _joined(ids), _state_parts(parts), arrays)
     if kind is Kind.PULL_ROWS:
         return PullRows(numbers, _joined(ids), steps, versions, arrays)
     return InitRows(numbers, _joined(ids), _joined([part.flags for part in parts]), arrays)
+
+
+def _state_parts(parts: Sequence[AnyPart]) -> U8:
+    return _joined([part.parts for part in parts if isinstance(part, Part)])
 
 
 def _per_slice(numbers: Sequence[int], ids: Sequence[U32]) -> U32:

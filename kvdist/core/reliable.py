@@ -31,7 +31,18 @@ from kvdist.core.effects import (
 )
 from kvdist.nodes import UNRANKED, Member, Role
 from kvdist.protocol.compressed import CompressedPush
-from kvdist.protocol.messages import Ack, InitValues, JoinedPush, Message, Packet, Push, ReplaceValues, Stamp, Values
+from kvdist.protocol.messages import (
+    Ack,
+    InitValues,
+    JoinedPush,
+    Message,
+    Packet,
+    Push,
+    ReplaceState,
+    ReplaceValues,
+    Stamp,
+    Values,
+)
 from kvdist.protocol.registration import Rejected
 
 ACK_DELAY_S = 0.02
@@ -296,7 +307,7 @@ class Reliable:
         return Stamp(self.job, TERM, machine.epoch, machine.me, destination, seq, received, machine.step)
 
 
-_WITH_PAYLOAD = (Push, CompressedPush, JoinedPush, Values, InitValues, ReplaceValues)
+_WITH_PAYLOAD = (Push, CompressedPush, JoinedPush, Values, InitValues, ReplaceValues, ReplaceState)
 
 
 def _payload_bytes(message: Message) -> int:

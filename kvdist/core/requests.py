@@ -158,6 +158,8 @@ class Kind(enum.Enum):
     INITIALISE_ROWS = "init of rows"
     PUSH_ROWS = "push of rows"
     PULL_ROWS = "pull of rows"
+    PULL_STATE = "pull of state"
+    REPLACE_STATE = "replace state"
 
     @property
     def pushes(self) -> bool:
@@ -167,7 +169,7 @@ class Kind(enum.Enum):
     @property
     def pulls(self) -> bool:
         """Whether values come back, of whole slices."""
-        return self in (Kind.PULL, Kind.PUSHPULL)
+        return self in (Kind.PULL, Kind.PUSHPULL, Kind.PULL_STATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,8 @@ class RunData:
     """Elements of a row."""
     encoded: Encoded | None = None
     """How the payload is encoded; None for the elements themselves."""
+    parts: U8 | None = None
+    """Of `PULL_STATE` and `REPLACE_STATE`, per slice: which part of the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

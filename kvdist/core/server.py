@@ -38,7 +38,9 @@ from kvdist.protocol.messages import (
     JoinedPush,
     Message,
     Pull,
+    PullState,
     Push,
+    ReplaceState,
     ReplaceValues,
     SetOptimizer,
     Waiting,
@@ -125,6 +127,10 @@ class Server(Machine):
                 self.table.push_joined(sender, message, self._neighbours_of(sender), now)
             case Pull():
                 self.table.pull(sender, message, now)
+            case PullState():
+                self.table.pull_state(sender, message, now)
+            case ReplaceState():
+                self.table.replace_state(sender, message, now)
             case Mark():
                 self.table.mark(sender, message, now)
             case InitValues() | ReplaceValues():

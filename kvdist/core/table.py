@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config import Limits
-from kvdist.core import slice_saving
+from kvdist.core import slice_saving, state_parts
 from kvdist.core.answers import Answers
 from kvdist.core.cuts import Cuts
 from kvdist.core.effects import Effect, Persisted, Send
@@ -33,7 +33,7 @@ from kvdist.nodes import Member, server
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.interface import Arithmetic, SliceUpdater
 from kvdist.protocol.arrays import U8, U32, Arrays
-from kvdist.protocol.layout import PayloadView, stretches
+from kvdist.protocol.layout import PayloadView, stretches, views
 from kvdist.protocol.messages import (
     Assign,
     ErrorCode,
@@ -41,7 +41,9 @@ from kvdist.protocol.messages import (
     JoinedPush,
     Outcome,
     Pull,
+    PullState,
     Push,
+    ReplaceState,
     ReplaceValues,
     Waiting,
 )
@@ -207,6 +209,38 @@ class Table:
                 self.cuts.look(shard, self.workers)
             self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
             self._close_if_ready(shard, now)
+
+    def pull_state(self, sender: Member, message: PullState, now: float) -> None:
+        """Send parts of what the optimizer remembers. The sender waits for none of its pushes."""
+        self._take_apart(message.ids, now)
+        for i in self._checked(sender, message.runs, message.ids):
+            shard, part, run = self.shards[int(message.ids[i])], int(message.parts[i]), int(message.runs[i])
+            updater = self._updaters.get(self._store_of[shard.number])
+            try:
+                if shard.counted.get(sender.node.rank, 0) < message.steps[i]:
+                    raise PushRefused(f"a push of {sender} to key {shard.key!r} is still under way: pull before")
+                with self.kernels.active():
+                    found = state_parts.read(shard, updater, part, self.kernels)
+            except PushRefused as error:
+                self._to(sender).refuse(run, shard.number, ErrorCode.REFUSED, str(error))
+            else:
+                dtype = DType.FLOAT64 if part == state_parts.NUMBERS else state_parts.wide(shard.dtype)
+                self._to(sender).state(sender, run, shard, dtype, found)
+
+    def replace_state(self, sender: Member, message: ReplaceState, now: float) -> None:
+        """Take parts of what the optimizer remembers in place of the present ones."""
+        arrays = views(message.arrays)
+        self._take_apart(message.ids, now)
+        for i in self._checked(sender, message.runs, message.ids):
+            shard, part = self.shards[int(message.ids[i])], int(message.parts[i])
+            updater = self._updaters.get(self._store_of[shard.number])
+            try:
+                with self.kernels.active():
+                    state_parts.replace(shard, updater, part, arrays[i], self.kernels)
+            except PushRefused as error:
+                self._to(sender).refuse(int(message.runs[i]), shard.number, ErrorCode.REFUSED, str(error))
+            else:
+                self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
 
     def push(self, sender: Member, message: Push, now: float) -> None:
         payload = PayloadView(message.arrays)

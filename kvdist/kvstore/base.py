@@ -33,6 +33,7 @@ from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.saved import Checkpoint, Names
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.states import SliceState
 
 Keys: TypeAlias = Key | Sequence[Key]
 Value: TypeAlias = Any
@@ -444,6 +445,37 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: it could not be written.
         """
+
+    def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        """What the optimizer remembers of keys, in memory of the caller's own; None for a key that was never updated.
+
+        One worker may call it alone, while none of its pushes is under way. In a synchronous store what it gets is of
+        one moment; in an asynchronous one the others' pushes go on meanwhile.
+
+        Args:
+            keys: keys of arrays.
+
+        Raises:
+            NotImplementedError: this store cannot.
+            PushRefused: pushes of this worker are under way, or there is no optimizer.
+        """
+        raise NotImplementedError(f"the store {self.type!r} does not give out its optimizer's states")
+
+    def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        """Give the optimizer these states in place of its own. The values stay.
+
+        Every worker calls it with the same states, while no push of any of them is under way. Servers have them from
+        rank 0, before any later push of its; the other workers return at once.
+
+        Args:
+            keys: keys of arrays.
+            states: for each what `optimizer_states` returned; None for what was never updated.
+
+        Raises:
+            NotImplementedError: this store cannot.
+            PushRefused: they do not fit, or there is no optimizer.
+        """
+        raise NotImplementedError(f"the store {self.type!r} does not take states for its optimizer")
 
     @abc.abstractmethod
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:

@@ -44,6 +44,7 @@ from kvdist.kvstore.values import Key
 from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
+from kvdist.optimizer.states import SliceState
 
 LOG = logging.getLogger("kvdist")
 
@@ -341,6 +342,18 @@ class CollectiveStore(KVStore):
         if self._copies.optimizer is None and description is not None:
             self.set_optimizer(chosen_optimizer(description))
         self._load(lambda: Checkpoint(folder, 0), (STATES,))
+
+    def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        """What this worker's optimizer remembers. See `KVStore.optimizer_states`."""
+        self._settle()
+        with self._copies.lock:
+            return self._local.optimizer_states(keys)
+
+    def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        """Give it these. See `KVStore.replace_optimizer_states`."""
+        self._settle()
+        with self._copies.lock:
+            self._local.replace_optimizer_states(keys, states)
 
     def _load(self, find: Callable[[], Checkpoint], contents: tuple[str, ...]) -> Checkpoint:
         with self._copies.lock:

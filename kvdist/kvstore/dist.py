@@ -25,11 +25,12 @@ from kvdist.core.policy import SYNC, Policy
 from kvdist.core.requests import (
     DeclareKeys,
     EnterBarrier,
+    KeyInfo,
     Kind,
     SetStoreOptimizer,
 )
 from kvdist.dtypes import DType
-from kvdist.errors import DeviceError, OptimizerMismatch, PeerLostError, StoreClosed
+from kvdist.errors import DeviceError, OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
 from kvdist.kernels.gpu import HOST
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
@@ -48,11 +49,13 @@ from kvdist.kvstore.row_moves import RowMoves
 from kvdist.kvstore.saved import Checkpoint, Names
 from kvdist.kvstore.saving import Saving
 from kvdist.kvstore.staging import Lending
+from kvdist.kvstore.state_moves import pull_states, replace_states
 from kvdist.kvstore.tables import as_table, require_no_tables
 from kvdist.kvstore.together import Together
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
+from kvdist.optimizer.states import SliceState
 from kvdist.rowsparse import RowSparse
 
 LOG = logging.getLogger("kvdist")
@@ -384,6 +387,29 @@ class DistStore(KVStore):
         """Give it back to them. See `KVStore.load_optimizer_states`."""
         self._require_usable()
         self._saving.load_states(fname, self._moves.optimizer, self.set_optimizer)
+
+    def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        """What the servers' optimizer remembers. See `KVStore.optimizer_states`."""
+        self._require_usable()
+        infos, optimizer = self._with_states(keys)
+        return pull_states(self._moves.ask, infos, optimizer)
+
+    def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        """Give it these from rank 0. See `KVStore.replace_optimizer_states`."""
+        self._require_usable()
+        infos, optimizer = self._with_states(keys)
+        if self.rank == 0:
+            replace_states(self._moves.ask, infos, states, optimizer)
+
+    def _with_states(self, keys: Sequence[Key]) -> tuple[list[KeyInfo], Optimizer]:
+        optimizer = self._moves.optimizer
+        if optimizer is None:
+            raise PushRefused("this store has no optimizer, so there are no states: call set_optimizer before")
+        infos = [self._keys[key] for key in keys]
+        tables = [info.key for info in infos if info.form]
+        if tables:
+            raise PushRefused(f"key {tables[0]!r} is a table of rows, whose states only a checkpoint has")
+        return infos, optimizer
 
     def is_capable(self, capability: str) -> bool:
         """True for ``optimizer``. See `KVStore.is_capable`."""

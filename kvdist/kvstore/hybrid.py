@@ -27,6 +27,7 @@ from kvdist.kvstore.tables import as_table
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
+from kvdist.optimizer.states import SliceState
 from kvdist.rowsparse import LazyRows, RowSparse
 
 Half = tuple[list[Key], list[int]]
@@ -309,6 +310,18 @@ class HybridStore(KVStore):
         """Give it back. See `KVStore.load_optimizer_states`."""
         for store, folder in self._folders(fname, ""):
             store.load_optimizer_states(folder)
+
+    def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        """What the optimizer remembers, on both sides. See `KVStore.optimizer_states`."""
+        found: dict[Key, SliceState | None] = {}
+        for store, (half, _) in self._sides(list(keys)):
+            found.update(zip(half, store.optimizer_states(half), strict=True))
+        return [found[key] for key in keys]
+
+    def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        """Give it these. See `KVStore.replace_optimizer_states`."""
+        for store, (half, positions) in self._sides(list(keys)):
+            store.replace_optimizer_states(half, [states[position] for position in positions])
 
     def _folders(self, given: str | os.PathLike[str], inside: str) -> list[tuple[DistStore | CollectiveStore, Path]]:
         """Where each side that has keys keeps its files: the first one in the folder that was given."""

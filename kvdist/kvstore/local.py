@@ -20,7 +20,7 @@ import numpy as np
 from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
 from kvdist.dtypes import DType
-from kvdist.errors import InitMismatch, OptimizerMismatch, StoreClosed
+from kvdist.errors import InitMismatch, OptimizerMismatch, PushRefused, StoreClosed
 from kvdist.kernels.gpu import HOST
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
@@ -38,9 +38,11 @@ from kvdist.kvstore.names import COMPRESSING_NAMES
 from kvdist.kvstore.staging import Lending
 from kvdist.kvstore.tables import as_table, require_no_tables
 from kvdist.kvstore.together import as_averaged, as_given, like
+from kvdist.kvstore.updaters import Updaters
 from kvdist.kvstore.values import Bits, Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
+from kvdist.optimizer.states import SliceState
 from kvdist.rowsparse import LazyRows, RowSparse
 
 LOG = logging.getLogger("kvdist")
@@ -321,6 +323,24 @@ class LocalStore(KVStore):
         if self._arrays.updaters is None and description is not None:
             self.set_optimizer(chosen_optimizer(description))
         local_saving.load(folder, (STATES,), self._held(), self._arrays.updaters)
+
+    def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        """What the optimizer remembers; see `KVStore.optimizer_states`."""
+        updaters = self._with_states()
+        states = [updaters.state_of(key) for key in keys]
+        return [None if state is None else state.copy() for state in states]
+
+    def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        """Give it these; see `KVStore.replace_optimizer_states`."""
+        updaters = self._with_states()
+        for key, state in zip(keys, states, strict=True):
+            updaters.restore(key, None if state is None else state.copy())
+
+    def _with_states(self) -> Updaters:
+        self._require_open()
+        if self._arrays.updaters is None:
+            raise PushRefused("this store has no optimizer, so there are no states: call set_optimizer before")
+        return self._arrays.updaters
 
     def _held(self) -> list[local_saving.Holding]:
         return [*self._arrays.held(), *self._rows.held]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Kernels
@@ -55,6 +58,17 @@ class SliceState:
         stretch = slice(start, start + count)
         master = None if self.master is None else self.master[stretch]
         return SliceState(self.count, tuple(array[stretch] for array in self.arrays), self.scalars, master)
+
+
+def digest(states: Sequence[SliceState | None]) -> str:
+    """A short text that is the same for the same states; empty if none of them was ever updated."""
+    found = hashlib.blake2b(digest_size=8)
+    for position, state in enumerate(states):
+        if state is not None:
+            found.update(repr((position, state.count, state.scalars)).encode())
+            for array in (*state.arrays, *(() if state.master is None else (state.master,))):
+                found.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return "" if all(state is None for state in states) else found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

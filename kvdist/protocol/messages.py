@@ -311,6 +311,34 @@ class ReplaceValues:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PullState:
+    """Worker → server: send what the optimizer remembers of slices, of which my first `steps` pushes are counted.
+
+    Each is answered by `Values` with its part, of the dtype in which states are kept.
+    """
+
+    KIND: ClassVar[int] = 70
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    steps: U32
+    parts: U8
+    """(n,) which part of the state: see WIRE.md."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplaceState:
+    """Worker → server: parts of the optimizer's state in place of the present ones, while no push is under way."""
+
+    KIND: ClassVar[int] = 71
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    parts: U8
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class JoinedPush:
     """Worker → server: contributions of several workers of the sender's host, summed there. One answer per slice.
 
@@ -415,7 +443,7 @@ class Stop:
 Message = (
     Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused | JoinedPush
-    | HandedBack | Alive | Ack | Waiting | Goodbye | Abort | Stop
+    | HandedBack | PullState | ReplaceState | Alive | Ack | Waiting | Goodbye | Abort | Stop
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | Mark | Save | Saved | Load | Restore | TakeRestored | DropRestored | Command | Perform
 )  # fmt: skip

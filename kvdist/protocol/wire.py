@@ -388,6 +388,16 @@ def _check_values(message: messages.Values, limits: WireLimits) -> None:
     _check_payload(arrays, limits)
 
 
+def _check_pull_state(message: messages.PullState, limits: WireLimits) -> None:
+    _check_slices(_same_length((message.runs, message.ids, message.steps, message.parts)), limits)
+
+
+def _check_replace_state(message: messages.ReplaceState, limits: WireLimits) -> None:
+    m, arrays = message, message.arrays
+    _check_slices(_same_length((m.runs, m.ids, m.parts, arrays.dtypes, arrays.counts)), limits)
+    _check_payload(arrays, limits)
+
+
 def _check_counted(message: messages.Counted, limits: WireLimits) -> None:
     _check_slices(_same_length((message.runs, message.ids, message.versions, message.outcomes)), limits)
     _check_outcomes(message.outcomes)
@@ -455,6 +465,8 @@ _kind(messages.Failed, request=_U64, code=fields.ERROR, reason=_SENTENCE)
 _kind(messages.Barrier, request=_U64, store=_U32, counter=_U64, statement=_SENTENCE)
 _kind(messages.InitValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.ReplaceValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
+_kind(messages.PullState, _check_pull_state, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, parts=_OCTETS)
+_kind(messages.ReplaceState, _check_replace_state, runs=_NUMBERS, ids=_NUMBERS, parts=_OCTETS, arrays=_ARRAYS)
 _kind(messages.Push, _check_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
       samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
 _kind(compressed.CompressedPush, _check_compressed_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS,

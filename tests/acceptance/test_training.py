@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import Job
+from tests.integration.processes import Job, Process
 
 EPOCHS, EXAMPLES, BATCH = 3, 128, 8
 
@@ -67,9 +67,9 @@ def run_of(folder: Path, run: str, ranks: int) -> tuple[set[int], Counter[tuple[
     return {step for step, _ in found}, used
 
 
-def forget_sockets_of_loaders(job: Job) -> None:
-    """The processes of torch's loaders leave these folders behind, in every job."""
-    for left in job.folder.glob("pymp-*"):
+def forget_what_torch_leaves(job: Job) -> None:
+    """Sockets of its loaders' processes, and a cache that `torch.optim` makes."""
+    for left in (*job.folder.glob("pymp-*"), *job.folder.glob("torchinductor_*")):
         shutil.rmtree(left)
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_uses_each_example_of_each_epoch_once(
         words = [run, str(last), str(num_workers), str(passes)]
         job.launch(ranks, 2, path, *words)
         job.succeed()
-    forget_sockets_of_loaders(job)
+    forget_what_torch_leaves(job)
     steps, used = run_of(tmp_path, "first", 2)
     later_steps, later = run_of(tmp_path, "second", ranks_later)
     assert steps == {stop}
@@ -127,7 +127,7 @@ def test_the_position_of_a_plain_loader_is_refused_where_its_processes_read_ahea
     launcher = job.launch(1, 1, path, "0")
     job.succeed()
     assert launcher.lines_with(f"saved {BATCH}"), job.transcript()
-    forget_sockets_of_loaders(job)
+    forget_what_torch_leaves(job)
 
 
 CLIP = """
@@ -170,7 +170,84 @@ CLIP = """
 """
 
 
-def test_clip_norm_clips_the_gradient_that_ddp_clips(job, script, tmp_path):
-    launcher = job.launch(2, 2, script(CLIP), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))  # torch.optim makes that folder
+def test_clip_norm_clips_the_gradient_that_ddp_clips(job, script):
+    launcher = job.launch(2, 2, script(CLIP))
     job.succeed()
+    forget_what_torch_leaves(job)
     assert len(launcher.lines_with("clipped like torch on")) == 4, job.transcript()
+
+
+STATES = """
+    import hashlib, sys
+
+    import torch
+    from kvdist import InitMismatch, Trainer, kv
+
+    RUNS = [("adam", {}, None), ("sgd", {"momentum": 0.9}, None), ("adamw", {}, False), ("nadam", {}, None)]
+    STOP, STEPS = 3, 6
+    what = sys.argv[1]
+    stores = [kv.create("dist") for _ in RUNS]
+    for store, (rule, numbers, update_on_kvstore) in zip(stores, RUNS):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Linear(300, 1))
+        trainer = Trainer(net.parameters(), rule, {"learning_rate": 0.01, **numbers}, store, None, update_on_kvstore)
+        optimizer = trainer.as_torch_optimizer()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        file, begin = f"{rule}.pt", 0
+        if what == "later" or (what == "differ" and store.rank == 0):
+            saved = torch.load(file)
+            net.load_state_dict(saved["net"])
+            optimizer.load_state_dict(saved["optimizer"])
+            schedule.load_state_dict(saved["schedule"])
+            begin = STOP
+        try:
+            for step in range(begin, STEPS):
+                optimizer.zero_grad()
+                inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + store.rank))
+                net(inputs).square().mean().backward()
+                optimizer.step()
+                schedule.step()
+                if what == "whole" and step + 1 == STOP and store.rank == 0:  # as most programs save
+                    saved = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save({**saved, "schedule": schedule.state_dict()}, file)
+        except InitMismatch as error:
+            print("refused:", error)
+            break
+        digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in net.parameters())).hexdigest()
+        state = optimizer.state_dict()["state"]
+        print("came to", rule, digest, sorted(state), sorted(state[0]), float(state[0]["step"]))
+    for store in stores:
+        store.close()
+"""
+
+
+def test_the_state_of_the_torch_optimizer_goes_on_with_the_same_bits(job, script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, pieces = script(STATES), {"KVDIST_SLICE_BYTES": "1024", "MXNET_KVSTORE_BIGARRAY_BOUND": "500"}
+    launcher = job.launch(2, 2, path, "whole", **pieces)
+    job.succeed()
+    expected = came_to(launcher)
+    assert len(expected) == 4, job.transcript()
+    assert "['exp_avg', 'exp_avg_sq', 'step'] 6.0" in launcher.text
+    assert "['momentum_buffer', 'step'] 6.0" in launcher.text
+    launcher = job.launch(2, 3, path, "later", **pieces)
+    job.succeed()
+    forget_what_torch_leaves(job)
+    assert came_to(launcher) == expected, job.transcript()
+
+
+def test_a_state_that_one_worker_alone_has_loaded_is_refused_on_all(job, script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = script(STATES)
+    job.launch(2, 1, path, "whole")
+    job.succeed()
+    launcher = job.launch(2, 1, path, "differ")
+    job.succeed()
+    forget_what_torch_leaves(job)
+    assert len(launcher.lines_with("refused:")) == 2, job.transcript()
+    assert launcher.lines_with("goes on from the optimizer state"), job.transcript()
+
+
+def came_to(launcher: Process) -> list[str]:
+    """What all workers of a job say in the same words, each once."""
+    return sorted({line.partition("│ ")[2] for line in launcher.lines_with("came to")})

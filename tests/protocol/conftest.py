@@ -70,6 +70,8 @@ def _messages() -> list[m.Message]:
                        Coded(u32(17, 0, 5), u32(17, 0, 5), 1, 0.5, bytes(range(16)))),
         m.HandedBack(u32(1, 2), u32(3, 4)),
         m.ReplaceValues(u32(2), u32(7), arrays([2], [3])),
+        m.PullState(u32(1, 2), u32(3, 4), u32(5, 6), u8(0, 255)),
+        m.ReplaceState(u32(2, 2), u32(7, 7), u8(0, 1), arrays([2, 1], [3, 5])),
         rows.InitRows(u32(3, 3), u32(8, 9), u8(rows.MORE, 0), arrays([7, 1, 7, 3], [2, 6, 0, 0])),
         rows.PushRows(u32(4, 4, 5), u32(0, 11, 12), u32(2, 2, 0), u32(2, 2, 1), u32(32, 0, 1), u8(4, 1, 132),
                       ((0.5, NAN, 0.25), (NAN, 0.0, 1.0)), u8(0, 1, 1), arrays([7, 1, 7, 1, 7, 8], [3, 9, 0, 0, 1, 5])),

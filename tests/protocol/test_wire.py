@@ -194,6 +194,8 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     CompressedPush: LENGTHS.flatmap(compressed_pushes),
     m.HandedBack: parallel(m.HandedBack, 2),
     m.ReplaceValues: parallel(m.ReplaceValues, 2, arrays),
+    m.PullState: parallel(m.PullState, 3, lambda n: octets(n, 255)),
+    m.ReplaceState: parallel(m.ReplaceState, 2, lambda n: octets(n, 255), arrays),
     rows.InitRows: parallel(rows.InitRows, 2, lambda n: octets(n, 1).map(lambda more: more * rows.MORE), row_arrays),
     rows.PushRows: LENGTHS.flatmap(row_pushes),
     rows.PullRows: parallel(rows.PullRows, 4, row_ids),
