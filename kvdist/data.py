@@ -193,7 +193,7 @@ class SplitSampler:
 
     def _reset(self) -> None:
         """Nothing of the next iteration has been visited, and what the latest one has visited does not matter."""
-        self._begun, self._used, self._unknown = None, None, ""
+        self._begun, self._used, self._unknown, self._left_early = None, None, "", False
         self._iterations += 1
 
     # What `Batches` calls.

@@ -191,6 +191,7 @@ class Trainer:
             refuse_size(batch_size)
         self._start()
         self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+        count_as_used(self._handed_out)
 
     def batches(self, loader: Iterable[Any]) -> Batches:
         """The batches of a loader, unchanged; its `SplitSampler` counts those that have reached a step.
@@ -421,8 +422,8 @@ class Trainer:
             self._begin_with(store)
         self._kvstore = store
         self._started = True
-        if digest(self._loaded_states):
-            self._replace_states("load_state_dict", self._loaded_states)
+        if any(state is not None for state in self._loaded_states):
+            self._replace_states(self._loaded_states)
             self._loaded_states = ()
 
     def _begin_with(self, store: KVStoreBase) -> None:
@@ -464,12 +465,13 @@ class Trainer:
         if not self._started:
             self._loaded_states = states
             return
+        self._require_nothing_sent("load_state_dict", "step()")
         if isinstance(self._kvstore, KVStore):
             self._kvstore.agree(f"loads the optimizer state {digest(states) or 'of a beginning'}")
-        self._replace_states("load_state_dict", states)
+        self._replace_states(states)
 
-    def _replace_states(self, method: str, states: Sequence[SliceState | None]) -> None:
-        self._state(method).replace_states([key for key, _ in self._trained], states)
+    def _replace_states(self, states: Sequence[SliceState | None]) -> None:
+        self._state("load_state_dict").replace_states([key for key, _ in self._trained], states)
 
     def _divisor(self, batch_size: float | None) -> float:
         divisor = self._num_devices if batch_size is None else batch_size
@@ -487,15 +489,11 @@ class Trainer:
         refuse_untrained(self._untrained)
         if self._overlap is not None:
             self._finish_overlap(self._overlap, divisor, on_stale)
-            count_as_used(self._handed_out)
             return
         self._require_weights_unchanged()
         grads = self._watch.grads(on_stale)
         self._require_finite(grads)
-        self._make_step(grads, batch_size is None, divisor)
-        count_as_used(self._handed_out)
-
-    def _make_step(self, grads: Grads, average: bool, divisor: float) -> None:
+        average = batch_size is None
         if self._exchange is None:
             self._update_here(divisor, [grad is not None for grad in grads])
         elif self._update_on_kvstore:
@@ -522,6 +520,7 @@ class Trainer:
             return
         self._start()
         self._step(None, Stale.USE)
+        count_as_used(self._handed_out)
 
     def _finish_overlap(self, overlap: Overlap, divisor: float, on_stale: Stale) -> None:
         stale = self._watch.left_out(Stale.USE if on_stale is Stale.USE else Stale.LEAVE_OUT)

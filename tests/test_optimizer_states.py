@@ -259,3 +259,9 @@ def test_a_store_gives_and_takes_states_of_its_keys():
         store.replace_optimizer_states(["a"], [a])
         store.push("a", np.zeros(3, np.float32))
         assert store.pull("a").tolist() == [1.5, 1.5, 1.5]
+        a.arrays = (np.zeros(2, np.float32),)
+        with pytest.raises(PushRefused, match="has 2 elements of float32, where sgd keeps 3 of float32"):
+            store.replace_optimizer_states(["a"], [a])
+        a.arrays = (np.zeros(3, np.float32), np.zeros(3, np.float32))
+        with pytest.raises(PushRefused, match="state of key 'a' has no part 2"):
+            store.replace_optimizer_states(["a"], [a])
