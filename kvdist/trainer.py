@@ -142,6 +142,7 @@ class Trainer:
         self._loaded_states: Sequence[SliceState | None] = [None] * sum(one.trained for one in self._parameters)
         """Of the trained parameters, until the first step has a place for them."""
         self._torch_optimizer: TorchOptimizer | None = None
+        self._training_state: TrainingState | None = None
         self._local = LocalUpdate(self._optimizer, self._parameters)
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
         self._untrained = [one for one in self._parameters if not one.trained]
@@ -452,7 +453,10 @@ class Trainer:
     def _state(self, method: str) -> TrainingState:
         self._require_nothing_sent(method, "step()")
         self._start()
-        return TrainingState(self._parameters, self._local, self._kvstore, self._update_on_kvstore)
+        if self._training_state is None:
+            where = (self._kvstore, self._update_on_kvstore)
+            self._training_state = TrainingState(self._parameters, self._local, *where)
+        return self._training_state
 
     def _optimizer_states(self) -> Sequence[SliceState | None]:
         """What the optimizer remembers of each trained parameter. No other worker need call it."""

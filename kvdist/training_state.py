@@ -6,7 +6,6 @@ states: the first of them writes these, each adds its own `state`, and nobody re
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,8 +20,6 @@ from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
 from kvdist.local_update import LocalUpdate
 from kvdist.optimizer.states import SliceState
 from kvdist.parameters import Parameter
-
-LOG = logging.getLogger("kvdist")
 
 
 class TrainingState:
