@@ -14,6 +14,7 @@ environment or on the command line, 1 for anything else.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import random
@@ -60,6 +61,9 @@ LOG = logging.getLogger("kvdist")
 
 EXIT_PEER_LOST = 75
 EXIT_CONFIG = 2
+OBJECTS_PER_COLLECTION = 100_000
+"""Many keys are many objects, all of which stay: looking for garbage among them after each 700 new ones, as Python does
+by default, would take as long as making them."""
 
 LAUNCHER_COMMANDS = {
     "doctor": "look at hosts as before a job, and measure latency and bandwidth between them",
@@ -96,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if options.server_device is not None:
             config = replace(config, server_devices=device_names("--server-device", options.server_device))
+        gc.set_threshold(OBJECTS_PER_COLLECTION)
         node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
         node.run()
         _tell_of_strangers(node)

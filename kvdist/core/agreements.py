@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvdist.core.chosen import Description, Optimizer, choose, obstacle_to
 from kvdist.core.effects import Effect, Send
 from kvdist.core.keybook import Entry, KeyBook
 from kvdist.core.policy import POLICIES
+from kvdist.core.requests import KEYS_PER_MESSAGE
 from kvdist.core.seats import Seats
 from kvdist.core.servers_asked import ServersAsked, Then
 from kvdist.core.sharding import Keep, Placer
@@ -62,8 +63,9 @@ class Agreements:
             book.declare(sender, message, now)
         except InitMismatch as error:
             effects.append(Send(sender, Failed(message.request, ErrorCode.INIT_MISMATCH, str(error))))
-            return effects + self._conflicts(book, ErrorCode.INIT_MISMATCH, but=(sender, message.request))
-        return self._advance(book)
+            effects += self._conflicts(book, ErrorCode.INIT_MISMATCH, but=(sender, message.request))
+            return effects + self._advance(book, message.keys)
+        return self._advance(book, message.keys)
 
     @staticmethod
     def _conflicts(book: KeyBook, code: ErrorCode, but: tuple[Member, int] | None = None) -> list[Effect]:
@@ -75,12 +77,12 @@ class Agreements:
         """Fewer workers are awaited: place what is agreed now."""
         return [effect for book in self.books.values() for effect in self._advance(book)]
 
-    def _advance(self, book: KeyBook) -> list[Effect]:
-        """Place what is agreed, answer what is placed."""
-        entries = book.take_agreed(self._seats.workers.keys())
+    def _advance(self, book: KeyBook, keys: Iterable[int | str] | None = None) -> list[Effect]:
+        """Place what is agreed of these keys, or of all, and answer what is placed."""
+        entries = book.take_agreed(self._seats.workers.keys(), keys)
         effects: list[Effect] = []
-        if entries:
-            effects += self._place(book, entries)
+        for start in range(0, len(entries), KEYS_PER_MESSAGE):
+            effects += self._place(book, entries[start : start + KEYS_PER_MESSAGE])
         for request in book.take_answerable():
             givers = tuple(book.entries[key].giver for key in request.keys)
             effects.append(Send(request.member, Placed(request.request, book.placement(request.keys), givers)))
@@ -94,10 +96,9 @@ class Agreements:
         keep = Keep.NOTHING if optimizer is None else optimizer.keep
         itemsizes = [dtype.itemsize for dtype in dtypes]
         placement = self.placer.place(keys, shapes, itemsizes, keep, forms, book.slice_bytes)
+        giver = min(self._seats.workers, default=0)  # rank 0, or who comes after it if that has left
         for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
-            entry.first_slice, entry.home = first, home
-            # Rank 0, or who comes after it if that has left.
-            entry.giver = min(self._seats.workers, default=0)
+            entry.first_slice, entry.home, entry.giver = first, home, giver
 
         pulled_as = tuple(entry.pulled_as for entry in entries)
         columns = (tuple(keys), tuple(shapes), tuple(int(dtype) for dtype in dtypes), pulled_as, tuple(forms))
@@ -107,8 +108,9 @@ class Agreements:
             refused = [entry for entry in entries if failure and entry.form == ROWS]
             for entry in refused:
                 entry.conflict = failure
-            book.mark_placed([entry for entry in entries if entry not in refused])
-            return self._conflicts(book, ErrorCode.CONFIG) + self._advance(book)
+            book.mark_placed([entry for entry in entries if entry not in refused] if refused else entries)
+            conflicts = self._conflicts(book, ErrorCode.CONFIG) if refused else []
+            return [*conflicts, *self._advance(book, ())]
 
         return self._ask(
             lambda request: Assign(request, book.store, book.mode, *columns, placement),

@@ -7,7 +7,7 @@ A key goes through three states: *declared* by some workers, *agreed* when every
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from kvdist.core.sharding import Keep, cut, row_length
@@ -43,8 +43,8 @@ class Entry:
     """The dtype in which its values come back."""
     form: str = ""
     """What its rows begin as, if it is a table of rows."""
-    declared: set[int] = field(default_factory=set)
-    """The ranks that have declared it."""
+    declared: frozenset[int] = frozenset()
+    """The ranks that have declared it: one of few sets that all keys share."""
     home: int = -1
     giver: int = 0
     """The rank of the worker whose value is the first one."""
@@ -52,7 +52,7 @@ class Entry:
     placed: bool = False
     conflict: str = ""
     """The error that everybody gets once two workers disagreed."""
-    waiters: list[KeyRequest] = field(default_factory=list)
+    waiters: tuple[KeyRequest, ...] = ()
 
     def is_torn(self, keep: Keep, num_servers: int, slice_bytes: int) -> bool:
         """Whether it has been placed otherwise than an optimizer needs that must have so much together."""
@@ -79,6 +79,8 @@ class KeyBook:
     requests: list[KeyRequest] = field(default_factory=list)
     _homeless: dict[int | str, Entry] = field(default_factory=dict)
     """The entries for which no place was sought yet."""
+    _declarers: dict[tuple[frozenset[int], int], frozenset[int]] = field(default_factory=dict)
+    """Ranks and one more → all of them."""
 
     def declare(self, sender: Member, message: Declare, now: float) -> KeyRequest:
         """Note that `sender` is about to initialise these keys.
@@ -97,7 +99,7 @@ class KeyBook:
                 self.entries.setdefault(key, Entry(key, shape, dtype, sender, pulled_as, form)).conflict = reason
             raise InitMismatch(reason)
         request = KeyRequest(sender, message.request, message.keys, 0, now)
-        conflict = ""
+        conflict, rank = "", sender.node.rank
         for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
             entry = self.entries.get(key)
             if entry is None:
@@ -114,14 +116,21 @@ class KeyBook:
                     f" {DType(pulled_as).label} to {sender}; every worker must set the same compression"
                 )
             conflict = conflict or entry.conflict
-            entry.declared.add(sender.node.rank)
+            if rank not in entry.declared:
+                entry.declared = self._with(entry.declared, rank)
             if not entry.placed:
-                entry.waiters.append(request)
+                entry.waiters += (request,)
                 request.missing += 1
         if conflict:
             raise InitMismatch(conflict)
         self.requests.append(request)
         return request
+
+    def _with(self, ranks: frozenset[int], rank: int) -> frozenset[int]:
+        found = self._declarers.get((ranks, rank))
+        if found is None:
+            found = self._declarers[ranks, rank] = ranks | {rank}
+        return found
 
     def take_conflicts(self) -> list[tuple[KeyRequest, str]]:
         """The requests that wait for a key about which workers disagree, each once; they are removed."""
@@ -130,13 +139,21 @@ class KeyBook:
             if entry.conflict:
                 for request in entry.waiters:
                     failed.setdefault(id(request), (request, entry.conflict))
-                entry.waiters.clear()
+                entry.waiters = ()
         self.requests = [request for request in self.requests if id(request) not in failed]
         return list(failed.values())
 
-    def take_agreed(self, members: Set[int]) -> list[Entry]:
-        """The keys that every live worker has declared and that have no place yet, in order of declaration."""
-        agreed = [entry for entry in self._homeless.values() if not entry.conflict and members <= entry.declared]
+    def take_agreed(self, members: Set[int], keys: Iterable[int | str] | None = None) -> list[Entry]:
+        """The keys that every live worker has declared and that have no place yet, in their order.
+
+        Args:
+            members: the ranks of the live workers.
+            keys: which of them to look at; None for all, in order of declaration.
+        """
+        homeless = self._homeless
+        entries = homeless.values() if keys is None else [homeless[key] for key in keys if key in homeless]
+        complete = {ranks for ranks in {entry.declared for entry in entries} if members <= ranks}
+        agreed = [entry for entry in entries if entry.declared in complete and not entry.conflict]
         for entry in agreed:
             del self._homeless[entry.key]
         return agreed
@@ -147,7 +164,7 @@ class KeyBook:
             entry.placed = True
             for request in entry.waiters:
                 request.missing -= 1
-            entry.waiters.clear()
+            entry.waiters = ()
 
     def take_answerable(self) -> list[KeyRequest]:
         """The requests all of whose keys are placed; they are removed."""

@@ -23,6 +23,8 @@ from kvdist.protocol.saving import SavedFile
 
 Bits = npt.NDArray[np.generic]
 
+KEYS_PER_MESSAGE = 4096
+"""Of new keys: few enough that one process reads a message while another writes the next, and that it is short."""
 SLICES_PER_RUN_MAX = 256
 """Enough to make messages rare, few enough that a server sums one run while the next is on its way."""
 ALONE_BYTES_MIN = 64 << 10

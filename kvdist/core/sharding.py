@@ -94,6 +94,8 @@ def cut(
         slice_bytes: the most bytes a slice may have, but for one row.
         row: elements of a row, where it is cut between those.
     """
+    if home < num_servers and size * itemsize <= slice_bytes:
+        return [Slice(first_slice, home, 0, size)]  # the usual case of a small key
     if home == Placement.CUT_AT_ROWS:
         rows = cut(size // row, itemsize * row, Placement.CUT, num_servers, first_slice, slice_bytes)
         return [Slice(one.number, one.server, one.start * row, one.stop * row) for one in rows]

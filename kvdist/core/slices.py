@@ -35,9 +35,9 @@ class SliceTable:
         self._lines: dict[int, deque[Run]] = {}
 
     def grow(self, size: int) -> None:
-        """Have rows for slices 0 to `size - 1`."""
-        more = size - len(self.pushed)
-        if more > 0:
+        """Have rows for slices 0 to `size - 1`. The table at least doubles when it grows."""
+        if size > len(self.pushed):
+            more = max(size - len(self.pushed), len(self.pushed))
             self.pushed = np.concatenate([self.pushed, np.zeros(more, np.uint32)])
             self.versions = np.concatenate([self.versions, np.zeros(more, np.uint32)])
             self._busy = np.concatenate([self._busy, np.zeros(more, np.bool_)])

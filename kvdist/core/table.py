@@ -93,8 +93,8 @@ class Table:
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         places = (placement.first_slices, placement.homes)
         for key, shape, code, pulled_as, form, first, home in zip(*columns, *places, strict=True):
-            if form:
-                continue  # a table of rows
+            if form or (home != rank and home < num_servers):
+                continue  # a table of rows, or all of it is kept by another server
             dtype = DType(code)
             mine = []
             where = (home, num_servers, first, placement.slice_bytes, row_length(shape))

@@ -393,20 +393,21 @@ class Worker(Machine):
         if declared is None:
             return []
         placement = message.placement
-        infos = []
+        infos, detours, last = [], [], -1
+        has_rounds, num_servers = POLICIES[declared.mode].has_rounds, len(self.servers)
         pulled = declared.pulled_as or declared.dtypes
         columns = (declared.keys, declared.shapes, declared.dtypes, pulled, declared.message.forms)
         homes = (placement.first_slices, placement.homes, message.givers)
         for key, shape, dtype, pulled_as, form, first, home, giver in zip(*columns, *homes, strict=True):
-            where = (home, len(self.servers), first, placement.slice_bytes)
-            slices = slices_of(shape, dtype.itemsize, form, *where)
-            self.transfers.slices.grow(slices[-1].number + 1)
-            if POLICIES[declared.mode].has_rounds and not form:  # what is applied one by one is not summed on the way
+            slices = slices_of(shape, dtype.itemsize, form, home, num_servers, first, placement.slice_bytes)
+            last = max(last, slices[-1].number)
+            if has_rounds and not form:  # what is applied one by one is not summed on the way
                 sums = self.neighbours.sums
-                detours = [piece.number for piece in slices if sums(piece.server, piece.count * dtype.itemsize)]
-                self.transfers.slices.detour[detours] = True
+                detours += [piece.number for piece in slices if sums(piece.server, piece.count * dtype.itemsize)]
             other = None if pulled_as is dtype else pulled_as
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
+        self.transfers.slices.grow(last + 1)
+        self.transfers.slices.detour[detours] = True
         return [self._close(self._pending[message.request], tuple(infos))]
 
     def _done(self, request: int) -> list[Effect]:

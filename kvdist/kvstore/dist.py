@@ -18,11 +18,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvdist.core.policy import SYNC, Policy
 from kvdist.core.requests import (
+    KEYS_PER_MESSAGE,
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
@@ -43,7 +45,7 @@ from kvdist.kvstore.compressing import Compressing, require_no_keys, require_unc
 from kvdist.kvstore.contribution import Terms
 from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.gathering import PLAIN
-from kvdist.kvstore.key_table import KeyTable, described
+from kvdist.kvstore.key_table import Fresh, KeyTable
 from kvdist.kvstore.moves import Moves
 from kvdist.kvstore.row_moves import RowMoves
 from kvdist.kvstore.saved import Checkpoint, Names
@@ -140,22 +142,29 @@ class DistStore(KVStore):
         fresh = self._keys.undeclared(given)
         if not fresh:
             return
-        names = tuple(one for one, _ in fresh)
-        shapes, dtypes, forms = zip(*(described(one, [array]) for one, array in fresh), strict=True)
-        said = (self._policy.name, names, shapes, dtypes, self._pulled_as(names, dtypes, forms), forms)
-        infos = self._moves.ask(lambda number: DeclareKeys(number, self._number, *said))
+        infos = self._declare(fresh)
         compressing = self._moves.compressing
         if compressing is not None:
-            infos = tuple(replace(one, is_compressed=not one.form and compressing.covers(one.key)) for one in infos)
-        for info, (_, array) in zip(infos, fresh, strict=True):
+            infos = [replace(one, is_compressed=not one.form and compressing.covers(one.key)) for one in infos]
+        for info, (_, array, *_) in zip(infos, fresh, strict=True):
             self._keys.add(info, array)
-        mine = [(info, array) for info, (_, array) in zip(infos, fresh, strict=True) if info.giver == self.rank]
+        mine = [(info, array) for info, (_, array, *_) in zip(infos, fresh, strict=True) if info.giver == self.rank]
         arrays = [(info.key, array) for info, array in mine if not info.form]
         if arrays:
             self._moves.give(Kind.INITIALISE, arrays)
         for info, array in mine:
             if isinstance(array, RowSparse):
                 self._rows.give(info, array.canonical())
+
+    def _declare(self, fresh: Sequence[Fresh]) -> list[KeyInfo]:
+        """Agree on new keys with all workers; on many by several messages, so that all processes work at a time."""
+        futures = []
+        for start in range(0, len(fresh), KEYS_PER_MESSAGE):
+            names, _, shapes, dtypes, forms = zip(*fresh[start : start + KEYS_PER_MESSAGE], strict=True)
+            said = (self._policy.name, names, shapes, dtypes, self._pulled_as(names, dtypes, forms), forms)
+            make = partial(_declaration, self._number, said)
+            futures.append(self._moves.submit(make, None))
+        return [info for future in futures for info in self._cluster.wait(future)]
 
     def _pulled_as(
         self, names: Sequence[Key], dtypes: Sequence[DType], forms: Sequence[str]
@@ -459,6 +468,10 @@ class DistStore(KVStore):
             # Other stores of the process are open, so the answer still came; nobody is going to call this one again.
             LOG.error("a push to a store that has been closed meanwhile failed: %s", error)
         self._errors.append(error)
+
+
+def _declaration(store: int, said: tuple[Any, ...], number: int) -> DeclareKeys:
+    return DeclareKeys(number, store, *said)
 
 
 def _terms(average: bool, samples: int) -> Terms:

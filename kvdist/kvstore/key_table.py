@@ -22,6 +22,8 @@ from kvdist.rowsparse import LazyRows, RowSparse
 
 Given = Sequence[tuple[Key, list[Any]]]
 """Keys and per key the arrays of its devices."""
+Fresh = tuple[Key, Any, tuple[int, ...], DType, str]
+"""A new key with its first array, its shape, dtype and form."""
 Matched = Sequence[tuple[KeyInfo, list[Any]]]
 """The same with what is known of each key, and the arrays found to fit it."""
 
@@ -88,8 +90,8 @@ class KeyTable:
             return RowSparse([], empty, info.shape)
         return RowSparse.zeros(info.shape, info.dtype.label)
 
-    def undeclared(self, given: Given) -> list[tuple[Key, Any]]:
-        """The keys of an init that are new, each with its first array.
+    def undeclared(self, given: Given) -> list[Fresh]:
+        """The keys of an init that are new.
 
         Raises:
             InitMismatch: a key that is not new has another shape or dtype now.
@@ -101,14 +103,14 @@ class KeyTable:
             info = self.infos.get(key)
             if info is None:
                 _require_sendable(key, shape)
-                fresh.append((key, arrays[0]))
+                fresh.append((key, arrays[0], shape, dtype, form))
             elif (shape, dtype, form) != (info.shape, info.dtype, info.form):
                 kinds = [f", as a table of rows ({one})" if one else "" for one in (info.form, form)]
                 raise InitMismatch(
                     f"key {key!r} was initialised with shape {info.shape} and dtype {info.dtype.label}{kinds[0]},"
                     f" and now with shape {shape} and dtype {dtype.label}{kinds[1]}"
                 )
-        values.require_same_type(tuple(key for key, _ in fresh), self.infos)
+        values.require_same_type(tuple(one[0] for one in fresh), self.infos)
         return fresh
 
     def matched(self, given: Given, *, writable: bool = False) -> Matched:

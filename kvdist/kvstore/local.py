@@ -102,7 +102,8 @@ class LocalStore(KVStore):
         """Store copies of the values; see `KVStore.init`."""
         fresh: list[Entry] = []
         given = [(one, [as_table(one, array) for array in arrays]) for one, arrays in self._given(key, value)]
-        tables = self._rows.keys.undeclared([pair for pair in given if self._is_table(*pair)])
+        undeclared = self._rows.keys.undeclared([pair for pair in given if self._is_table(*pair)])
+        tables = [(one, table) for one, table, *_ in undeclared]
         for one, arrays in given:
             if self._is_table(one, arrays):
                 continue

@@ -3,13 +3,14 @@
 A `Field` is a pair of functions, chosen once per kind in the table of `wire`. `read` takes the next item from a
 `Source`; it raises `ProtocolError` when the item is anything but what the field says. Exact types hold: a bool is no
 number, an integer no float. Lists whose length the peer chooses are read item by item, because a general decoder
-would allocate the length that each of many nested lists claims to have.
+would allocate the length that each of many nested lists claims to have. What is about keys, of which one message may
+have very many, travels as runs of bytes instead, which are checked and taken apart in a few calls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ ROLE_CODES = {role: code for code, role in enumerate(ROLES)}
 
 _U8 = np.dtype("<u1")
 _U32 = np.dtype("<u4")
+_U64 = np.dtype("<u8")
 
 
 class Reader(Protocol):
@@ -119,38 +121,129 @@ def sentence(bytes_max: int) -> Field:
     return Field(pack, text("sentence_bytes_max").read)
 
 
-def _read_key(source: Source) -> int | str:
-    value = source.reader.unpack()
-    if type(value) is int and -(1 << 63) <= value < 1 << 63:
-        return value
+NUMBER = 0xFFFFFFFF
+"""In place of the length of a key that is a number."""
+
+
+def _pack_keys(values: Sequence[int | str]) -> list[bytes]:
+    """Lengths, and one after the other the texts, or eight bytes of a number."""
+    parts = list(map(_key_bytes, values))
+    lengths = [len(part) if type(value) is str else NUMBER for part, value in zip(parts, values, strict=True)]
+    return [np.array(lengths, _U32).tobytes(), b"".join(parts)]
+
+
+def _key_bytes(value: object) -> bytes:
     if type(value) is str:
-        return _text(value, source.limits.key_bytes_max)
+        return value.encode()
+    if type(value) is int and -(1 << 63) <= value < 1 << 63:
+        return value.to_bytes(8, "little", signed=True)
     raise ProtocolError(f"expected a key (text, or an integer of 64 bits), found {_found(value)}")
 
 
-def _read_shape(source: Source) -> tuple[int, ...]:
-    value = source.reader.unpack()
-    if type(value) is not tuple or len(value) > source.limits.dims_max:
+def _read_keys(source: Source) -> tuple[int | str, ...]:
+    lengths, content = _read_lengths(source)
+    is_number = lengths == NUMBER
+    parts = _parts(np.where(is_number, 8, lengths), content, source.limits.key_bytes_max)
+    if not is_number.any():
+        return tuple(map(bytes.decode, parts))
+    return tuple(
+        [
+            int.from_bytes(part, "little", signed=True) if number else part.decode()
+            for part, number in zip(parts, is_number.tolist(), strict=True)
+        ]
+    )
+
+
+def _pack_texts(values: Sequence[str]) -> list[bytes]:
+    """Lengths, and the texts one after the other."""
+    parts = [value.encode() for value in values]
+    return [np.array(list(map(len, parts)), _U32).tobytes(), b"".join(parts)]
+
+
+def _read_texts(source: Source) -> tuple[str, ...]:
+    lengths, content = _read_lengths(source)
+    return tuple(map(bytes.decode, _parts(lengths, content, source.limits.name_bytes_max)))
+
+
+def _read_lengths(source: Source) -> tuple[Any, bytes]:
+    """How long each key or text is, and all of them together."""
+    expect(read_count(source), 2)
+    lengths = np.frombuffer(_read_bytes(source, 4), _U32).astype(np.int64)
+    if len(lengths) > source.limits.keys_max:
+        raise ProtocolError(f"a list of {len(lengths)} items, where {source.limits.keys_max} are allowed")
+    return lengths, _read_bytes(source, 1)
+
+
+def _parts(lengths: Any, content: bytes, bytes_max: int) -> list[bytes]:
+    """The content, cut."""
+    if len(lengths) and int(lengths.max()) > bytes_max:
+        raise ProtocolError(f"a text is longer than {bytes_max} bytes")
+    ends = lengths.cumsum()
+    if len(content) != (int(ends[-1]) if len(ends) else 0):
+        raise ProtocolError(f"{len(content)} bytes of texts, where their lengths make another number")
+    if not content:
+        return [b""] * len(lengths)
+    stops = ends.tolist()
+    return [content[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+def _read_bytes(source: Source, width: int) -> bytes:
+    """A run of bytes that holds numbers of this width."""
+    data = source.reader.unpack()
+    if type(data) is not bytes or len(data) % width:
+        raise ProtocolError(f"expected a run of bytes that holds items of {width} bytes, found {_found(data)}")
+    return data
+
+
+def _pack_shapes(values: Sequence[Sequence[int]]) -> list[bytes]:
+    """How many dimensions each has, and all dimensions one after the other."""
+    lengths = [length for shape in values for length in shape]
+    if min(lengths, default=0) < 0:
+        raise ProtocolError(f"expected a dimension of at least 0, found {min(lengths)}")
+    return [bytes(map(len, values)), np.array(lengths, _U64).tobytes()]
+
+
+def _read_shapes(source: Source) -> tuple[tuple[int, ...], ...]:
+    expect(read_count(source), 2)
+    dims = np.frombuffer(_read_bytes(source, 1), _U8)
+    if len(dims) > source.limits.keys_max:
+        raise ProtocolError(f"a list of {len(dims)} items, where {source.limits.keys_max} are allowed")
+    lengths = np.frombuffer(_read_bytes(source, 8), _U64)
+    if len(dims) and int(dims.max()) > source.limits.dims_max:
         raise ProtocolError(f"expected a shape of at most {source.limits.dims_max} dimensions")
-    elements = 1
-    for dim in value:
-        if type(dim) is not int or dim < 0:
-            raise ProtocolError(f"expected a dimension of at least 0, found {_found(dim)}")
+    stops = dims.astype(np.int64).cumsum().tolist()
+    if len(lengths) != (stops[-1] if stops else 0):
+        raise ProtocolError(f"{len(lengths)} dimensions, where shapes say {stops[-1] if stops else 0}")
+    flat = lengths.tolist()
+    shapes = tuple([tuple(flat[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)])
+    for shape in set(shapes):
         # Zeros do not count, so that no other dimension hides behind one.
-        elements *= dim or 1
-        if elements > source.limits.elements_max:
+        if math.prod([length or 1 for length in shape]) > source.limits.elements_max:
             raise ProtocolError(f"a shape has more than {source.limits.elements_max} elements")
-    return value
+    return shapes
 
 
-def _read_dtype(source: Source) -> int:
-    value = source.reader.unpack()
-    if type(value) is not int or value not in _DTYPE_CODES:
-        raise ProtocolError(f"expected the code of a dtype, found {_found(value)}")
-    return value
+def _read_dtypes(source: Source) -> tuple[int, ...]:
+    data = _read_bytes(source, 1)
+    if len(data) > source.limits.keys_max:
+        raise ProtocolError(f"a list of {len(data)} items, where {source.limits.keys_max} are allowed")
+    if wrong := set(data) - _DTYPE_CODES:
+        raise ProtocolError(f"expected the code of a dtype, found {min(wrong)}")
+    return tuple(data)
 
 
 _DTYPE_CODES = frozenset(int(dtype) for dtype in DType)
+
+
+def _pack_counts(values: Sequence[int]) -> bytes:
+    return np.array(values, _U32).tobytes()
+
+
+def _read_counts(source: Source) -> tuple[int, ...]:
+    data = _read_bytes(source, 4)
+    if len(data) > 4 * source.limits.keys_max:
+        raise ProtocolError(f"a list of {len(data) // 4} items, where {source.limits.keys_max} are allowed")
+    return tuple(np.frombuffer(data, _U32).tolist())
 
 
 def _read_error(source: Source) -> int:
@@ -332,9 +425,12 @@ def _read_coded(source: Source) -> Coded:
 
 FLAG = Field(_same, _read_flag)
 SECONDS = Field(float, _read_seconds)
-KEY = Field(_same, _read_key)
-SHAPE = Field(_same, _read_shape)
-DTYPE = Field(_same, _read_dtype)
+KEYS = Field(_pack_keys, _read_keys)
+SHAPES = Field(_pack_shapes, _read_shapes)
+DTYPES = Field(bytes, _read_dtypes)
+TEXTS = Field(_pack_texts, _read_texts)
+COUNTS = Field(_pack_counts, _read_counts)
+"""Numbers of 32 bits, one per key."""
 ERROR = Field(int, _read_error)
 MEMBER = Field(lambda member: [ROLE_CODES[member.node.role], member.node.rank, member.incarnation], _read_member)
 DESCRIPTION = Field(_same, _read_description)

@@ -259,7 +259,7 @@ def _check_declare(message: messages.Declare, limits: WireLimits) -> None:  # no
 
 
 def _check_pulled_as(message: messages.Declare | messages.Assign) -> None:
-    for dtype, pulled_as in zip(message.dtypes, message.pulled_as, strict=True):
+    for dtype, pulled_as in set(zip(message.dtypes, message.pulled_as, strict=True)):
         if pulled_as != dtype and not (dtype == DType.FLOAT32 and pulled_as in (DType.FLOAT16, DType.BFLOAT16)):
             raise ProtocolError(f"values of dtype {dtype} do not come back as {pulled_as}")
 
@@ -420,16 +420,13 @@ _FROM_MINUS_1 = fields.integer(-1, (1 << 32) - 1)
 _NAME = fields.text("name_bytes_max")
 _SENTENCE = fields.sentence(DEFAULT.sentence_bytes_max)
 _BODY = fields.text("body_bytes_max")
-_KEYS = fields.many(fields.KEY, "keys_max")
-_DTYPES = fields.many(fields.DTYPE, "keys_max")
-_SHAPES = fields.many(fields.SHAPE, "keys_max")
-_FORMS = fields.many(_NAME, "keys_max")
+_KEYS, _SHAPES, _DTYPES, _FORMS = fields.KEYS, fields.SHAPES, fields.DTYPES, fields.TEXTS
 _NUMBERS, _OCTETS, _ARRAYS = fields.NUMBERS, fields.OCTETS, fields.ARRAYS
 
 _PLACEMENT = fields.record(
     messages.Placement,
-    first_slices=fields.many(_U32, "keys_max"),
-    homes=fields.many(_U32, "keys_max"),
+    first_slices=fields.COUNTS,
+    homes=fields.COUNTS,
     slice_bytes=fields.integer(SLICE_BYTES_MIN, (1 << 32) - 1),
 )
 _PEER = fields.record(registration.Peer, member=fields.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
@@ -455,7 +452,7 @@ _kind(registration.Rejected, reason=_SENTENCE)
 _kind(registration.Roster, peers=fields.many(_PEER, "members_max"))
 _kind(messages.Declare, _check_declare, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
       shapes=_SHAPES, dtypes=_DTYPES, pulled_as=_DTYPES, forms=_FORMS)  # fmt: skip
-_kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=fields.many(_U32, "keys_max"))
+_kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=fields.COUNTS)
 _kind(messages.Assign, _check_assign, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
       shapes=_SHAPES, dtypes=_DTYPES, pulled_as=_DTYPES, forms=_FORMS, placement=_PLACEMENT)  # fmt: skip
 _kind(messages.Configure, request=_U64, store=_U32, description=fields.DESCRIPTION)

@@ -35,7 +35,7 @@ def test_rows_are_added_and_never_lost(table: SliceTable) -> None:
     table.enter(run(1, 3))
     table.grow(6)
     table.grow(2)
-    assert table.pushed.tolist() == [0, 0, 0, 1, 0, 0]
+    assert table.pushed.tolist()[:6] == [0, 0, 0, 1, 0, 0] and not table.pushed[6:].any()
 
 
 def test_steps_count_the_pushes_of_each_slice(table: SliceTable) -> None:

@@ -60,7 +60,9 @@ def test_values_come_back_as_the_kind_that_was_given(keys: KeyTable) -> None:
 
 def test_an_init_names_what_is_new_once_per_key_with_its_first_array(keys: KeyTable) -> None:
     first, second = np.zeros(2), np.ones(2)
-    assert keys.undeclared([("w", [np.ones(3, np.float32)]), ("new", [first, second])]) == [("new", first)]
+    assert keys.undeclared([("w", [np.ones(3, np.float32)]), ("new", [first, second])]) == [
+        ("new", first, (2,), DType.FLOAT64, "")
+    ]
 
 
 @pytest.mark.parametrize("again", [np.zeros(4, np.float32), np.zeros(3), np.zeros((3, 1), np.float32)])

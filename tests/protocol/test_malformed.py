@@ -199,20 +199,52 @@ def test_settings_may_be_nan_and_never_infinite(infinity, examples):
     assert "finite float or NaN" in attempt(with_header(examples["Push"], header))
 
 
+def u32s(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def u64s(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+KEY, SHAPE, FORM = [u32s(1), b"w"], [b"\1", u64s(1)], [u32s(0), b""]
+
+
+def declare(keys=KEY, shapes=SHAPE, dtypes=b"\1", pulled_as=b"\1", forms=FORM, request=1):
+    """The header of a Declare of one key, which is right but for what is given."""
+    return [request, 0, "sync", keys, shapes, dtypes, pulled_as, forms]
+
+
 @pytest.mark.parametrize(
     ("name", "header"),
     [
-        ("Declare", [1, 0, "sync", [1], [[1 << 32, 1 << 32]], [1], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[-1, 2]], [1], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[True]], [1], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[2.0]], [1], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[1] * 33], [1], [1]]),
-        ("Declare", [1, 0, "sync", [1], ["22"], [1], [1]]),
-        ("Declare", [1, 0, "sync", [b"a"], [[1]], [1], [1]]),
-        ("Declare", [1, 0, "sync", [1], [[1]], [0], [0]]),
-        ("Declare", [1, 0, "sync", [1], [[1]], [1, 1], [1, 1]]),
-        ("Declare", [True, 0, "sync", [1], [[1]], [1], [1]]),
-        ("Declare", [1, 0, "sync", {}, [[1]], [1], [1]]),
+        ("Declare", declare(shapes=[b"\2", u64s(1 << 32, 1 << 32)])),
+        ("Declare", declare(shapes=[b"\2", u64s((1 << 64) - 1, 2)])),
+        ("Declare", declare(shapes=[b"\1", u64s(1) + b"\0"])),
+        ("Declare", declare(shapes=[b"\2", u64s(1)])),
+        ("Declare", declare(shapes=[b"\0", u64s(1)])),
+        ("Declare", declare(shapes=[b"\x21", u64s(*[1] * 33)])),
+        ("Declare", declare(shapes=[b"\1\1", u64s(1, 1)])),
+        ("Declare", declare(shapes=["\1", u64s(1)])),
+        ("Declare", declare(shapes=[[1], u64s(1)])),
+        ("Declare", declare(shapes=[b"\1"])),
+        ("Declare", declare(shapes=[[1]])),
+        ("Declare", declare(keys=[u32s(1), b""])),
+        ("Declare", declare(keys=[u32s(1), b"ab"])),
+        ("Declare", declare(keys=[u32s(2), b"a\xff"])),
+        ("Declare", declare(keys=[u32s(1025), b"a" * 1025])),
+        ("Declare", declare(keys=[u32s(0xFFFFFFFF), b"\0" * 7])),
+        ("Declare", declare(keys=[u32s(0xFFFFFFFE), b"a"])),
+        ("Declare", declare(keys=[u32s(1)[:3], b"a"])),
+        ("Declare", declare(keys=[u32s(1), "a"])),
+        ("Declare", declare(keys=[u32s(1, 0), b"a"])),
+        ("Declare", declare(keys={})),
+        ("Declare", declare(dtypes=b"\0", pulled_as=b"\0")),
+        ("Declare", declare(dtypes=b"\1\1", pulled_as=b"\1\1")),
+        ("Declare", declare(dtypes=[1])),
+        ("Declare", declare(forms=[u32s(1), b""])),
+        ("Declare", declare(forms=[b"", b""])),
+        ("Declare", declare(request=True)),
         ("Placed", [1, [[0], [0]], [0]]),
         ("Placed", [1, [[0], [0], 0], [0]]),
         ("Roster", [[[[0, 1, 5], "h", 1, "e"]]]),
@@ -322,9 +354,17 @@ def test_an_empty_compressed_contribution_has_no_elements(examples):
 
 @pytest.mark.parametrize("pulled_as", [0, 2, 5, 99])
 def test_values_come_back_as_their_own_type_or_as_halves_of_float32(pulled_as, examples):
-    assert attempt(with_header(examples["Declare"], [1, 0, "sync", [1], [[1]], [1], [pulled_as], [""]]))
-    assert attempt(with_header(examples["Declare"], [1, 0, "sync", [1], [[1]], [2], [3], [""]]))
-    assert attempt(with_header(examples["Declare"], [1, 0, "sync", [1], [[1]], [1], [3], [""]])) == ""
+    assert attempt(with_header(examples["Declare"], declare(pulled_as=bytes([pulled_as]))))
+    assert attempt(with_header(examples["Declare"], declare(dtypes=b"\2", pulled_as=b"\3")))
+    assert attempt(with_header(examples["Declare"], declare(pulled_as=b"\3"))) == ""
+
+
+def test_keys_are_read_as_the_document_says(examples):
+    keys = [u32s(3, 0xFFFFFFFF, 0), "ü1".encode() + struct.pack("<q", -5)]
+    header = declare(keys, [b"\2\0\1", u64s(3, 0, 7)], b"\1\2\1", b"\1\2\1", [u32s(0, 4, 0), b"rows"])
+    message = wire.decode(with_header(examples["Declare"], header)).message
+    assert (message.keys, message.shapes, message.forms) == (("ü1", -5, ""), ((3, 0), (), (7,)), ("", "rows", ""))
+    assert message.dtypes == (1, 2, 1)
 
 
 def test_counts_whose_bytes_overflow_64_bits_or_32_are_refused(examples):
@@ -335,8 +375,9 @@ def test_counts_whose_bytes_overflow_64_bits_or_32_are_refused(examples):
 
 BOMBS = {
     "an array that claims 2**32-1 items": b"\xdd\xff\xff\xff\xff",
-    "a list of keys that claims 2**20 items": b"\x97\x01\x00\xa4sync\xdd\x00\x10\x00\x00",
-    "a list of keys that claims 2**32-1 items": b"\x97\x01\x00\xa4sync\xdd\xff\xff\xff\xff",
+    "keys that claim 2**20 items": b"\x98\x01\x00\xa4sync\xdd\x00\x10\x00\x00",
+    "keys whose lengths claim 2**32-1 bytes": b"\x98\x01\x00\xa4sync\x92\xc6\xff\xff\xff\xff",
+    "a key that claims 2**30 bytes": b"\x98\x01\x00\xa4sync\x92\xc4\x04\x00\x00\x00\x40\xc4\x00",
     "a name that claims 2**32-1 bytes": b"\x97\x01\x00\xdb\xff\xff\xff\xff",
     "arrays in arrays, each of which claims 2**20 items": b"\x97\x01\x00" + b"\xdd\x00\x10\x00\x00" * 100_000,
     "arrays in arrays, each of which claims 256 items": b"\x97\x01\x00" + b"\xdc\x01\x00" * 100_000,
