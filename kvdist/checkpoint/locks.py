@@ -85,8 +85,9 @@ class Locks:
 
     def close(self) -> None:
         """Release all."""
-        for place in [place for place, lock in list(_HELD.items()) if self in lock.owners]:
-            self.release(place)
+        with _MUTEX:
+            for place in [place for place, lock in _HELD.items() if self in lock.owners]:
+                self.release(place)
 
 
 def require_run(directory: Path, run: str, wait_s: float = ATTEMPTS * PAUSE_S) -> None:

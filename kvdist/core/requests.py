@@ -31,7 +31,7 @@ ALONE_BYTES_MIN = 64 << 10
 """A slice of at least this size is a run of its own, and is never copied together with others."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as of `Slice`
 class KeyInfo:
     """One initialised key: what it is and where it lives."""
 
@@ -54,7 +54,7 @@ class KeyInfo:
         return self.slices[-1].stop
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as of `Slice`
 class Piece:
     """One slice inside a run: elements `start` to `stop` of the `index`-th key of the plan, at byte `offset`."""
 

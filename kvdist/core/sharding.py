@@ -35,7 +35,7 @@ HASH_MULTIPLIER = 9973
 """The mirrored system places key k on server (k · 9973) mod S."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: there are as many as slices, and that takes five times as long
 class Slice:
     """Elements `start` to `stop` of one key, in row-major order, kept by server `server`."""
 

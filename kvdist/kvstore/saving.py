@@ -44,6 +44,8 @@ class _Place:
     contents: tuple[str, ...]
     step: int = 0
     keep: int = 0
+    content: bytes = b""
+    """Of this worker's own file."""
     run: str = ""
     """As the claim of its directory gave it."""
 
@@ -89,21 +91,19 @@ class Saving:
         names: saved.Names | None,
     ) -> Future[Path]:
         """See `KVStore.save_checkpoint`."""
-        content = b""
 
         def make() -> _Place:
-            nonlocal content
-            place = _Place(saved.place(directory, step), EVERYTHING, saved.checked_step(step), saved.checked_keep(keep))
+            folder, number = saved.place(directory, step), saved.checked_keep(keep)
             content = saved.own_file(state, names, self._rank)
-            return place
+            return _Place(folder, EVERYTHING, saved.checked_step(step), number, content)
 
-        return self._save(keys, make, lambda: content)
+        return self._save(keys, make)
 
     def save_states(self, keys: Sequence[KeyInfo], fname: str | os.PathLike[str]) -> Future[Path]:
         """See `KVStore.save_optimizer_states`."""
-        return self._save(keys, lambda: _Place(saved.absolute(fname), (STATES,)), lambda: b"")
+        return self._save(keys, lambda: _Place(saved.absolute(fname), (STATES,)))
 
-    def _save(self, keys: Sequence[KeyInfo], make: Callable[[], _Place], own: Callable[[], bytes]) -> Future[Path]:
+    def _save(self, keys: Sequence[KeyInfo], make: Callable[[], _Place]) -> Future[Path]:
         """Take part in a checkpoint. A failure of this worker is told to all, or they would wait for it."""
         if not keys:
             raise ValueError("the store has no keys to save: init them before")
@@ -112,9 +112,8 @@ class Saving:
         try:
             self._last.before_next()
             place = self._claim(make())
-            content = own()
-            if content:
-                record = saved.write_own_file(place.folder, self._rank, content, place.run, place.step)
+            if place.content:
+                record = saved.write_own_file(place.folder, self._rank, place.content, place.run, place.step)
                 file = SavedFile(record.name, record.nbytes, record.sha256)
         except (CheckpointError, TypeError, ValueError) as error:
             self._begin(keys, place, NO_FILE, str(error))
@@ -138,9 +137,10 @@ class Saving:
         def make(request: int) -> Request:
             return SaveStore(request, self._number, *where, file, tuple(keys), failure)
 
+        submitted = self._submit(make, None)
         future = self._last.future = CheckpointFuture(place.folder)
         self._hold(future)
-        self._submit(make, None).add_done_callback(lambda done: self._finish(future, done, failure))
+        submitted.add_done_callback(lambda done: self._finish(future, done, failure))
         return future
 
     def load(self, directory: str | os.PathLike[str], step: int | None, with_states: bool) -> saved.Checkpoint:

@@ -30,8 +30,8 @@ ROW_BYTES_MAX = 8 << 20
 
 def is_sparse(value: Any) -> bool:
     """Whether a value is rows instead of an array."""
-    if isinstance(value, RowSparse):
-        return True
+    if isinstance(value, np.ndarray | RowSparse):
+        return isinstance(value, RowSparse)
     return values.is_tensor(value) and value.layout is not sys.modules["torch"].strided
 
 
