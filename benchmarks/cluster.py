@@ -29,6 +29,10 @@ HELPER_GRACE_S = 10.0
 """What a server or scheduler of another system has to end by itself."""
 
 
+PLAIN_TCP = {"KVDIST_TRANSPORT": "tcp", "KVDIST_SECURITY": "none"}
+"""Every byte goes through a TCP socket, unencrypted, as those of the systems that kvdist is compared with."""
+
+
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment without a cluster in it, and with the checkout on the path."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "KVDIST_"))}

@@ -318,6 +318,9 @@ class ModelledTransport(Transport):
         self.arrived_bytes += times * size
         self.on_event()
 
+    def hang_up(self, route: Route) -> None:
+        """Nobody is a stranger here."""
+
     def recv(self, timeout_s: float) -> list[Event]:
         events = list(self.inbox)
         self.inbox.clear()

@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
         default="plain",
         help="resident: store.empty; shared: that, and results are shown, not copied",
     )
-    parser.add_argument("--transport", choices=["auto", "tcp"], default="auto", help="sets KVDIST_TRANSPORT")
+    parser.add_argument("--transport", choices=["auto", "tcp"], default="auto", help="tcp: plain TCP, no shared memory")
     parser.add_argument("--optimizer", choices=["none", "sgd", "adam"], default="none", help="on the servers")
     parser.add_argument("--steps", type=int, default=20, help="timed steps in each turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps before those")

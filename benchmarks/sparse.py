@@ -20,7 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import ROOT, Start, cluster_of, environment, launch_command, machine, run_together, running, worker_command
+from cluster import (
+    PLAIN_TCP,
+    ROOT,
+    Start,
+    cluster_of,
+    environment,
+    launch_command,
+    machine,
+    run_together,
+    running,
+    worker_command,
+)
 from kernels import copy_bytes_per_s
 from memory import memory_of
 from peers.mxnet import mxnet_starts
@@ -97,7 +108,7 @@ def random_rows(found: dict[str, Any], turns: int) -> list[str]:
         f"kvdist, {_millions(MXNET_ROWS)} rows, given": kvdist(same, "--whole"),
         f"MXNet 1.9.1, {_millions(MXNET_ROWS)} rows, given": mxnet(same),
         f"kvdist, {_millions(LARGE_ROWS)} rows, declared": kvdist(large),
-        f"kvdist, {_millions(LARGE_ROWS)} rows, declared, TCP": kvdist(large, KVDIST_TRANSPORT="tcp"),
+        f"kvdist, {_millions(LARGE_ROWS)} rows, declared, TCP": kvdist(large, **PLAIN_TCP),
     }
     copy = copy_bytes_per_s(5)
     measured = take_turns(systems, lambda name, folder: systems[name](folder), turns)

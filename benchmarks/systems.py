@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import Start, environment, launch_command, run_together, worker_command
+from cluster import PLAIN_TCP, Start, environment, launch_command, run_together, worker_command
 from peers.environments import Absent
 from peers.horovod import horovod_starts
 from peers.mxnet import mxnet_starts
@@ -136,7 +136,7 @@ SYSTEMS: dict[str, System] = {
     "kvdist": kvdist_system("kvdist"),
     "kvdist-resident": kvdist_system("kvdist, resident", "resident"),
     "kvdist-shared": kvdist_system("kvdist, resident and shown", "shared"),
-    "kvdist-tcp": kvdist_system("kvdist, TCP", KVDIST_TRANSPORT="tcp"),
+    "kvdist-tcp": kvdist_system("kvdist, TCP", **PLAIN_TCP),
     "collective": _without_servers("kvdist, collective"),
     "mxnet": System(
         "MXNet 1.9.1", lambda work, words: mxnet_starts(work.workers, work.servers, words), _mxnet_refuses

@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import Start, environment, launch_command, run_together, worker_command
+from cluster import PLAIN_TCP, Start, environment, launch_command, run_together, worker_command
 from costs import measure_costs
 from modelled import Card, Costs
 from simulated import ROLES, Machines, Prediction, Shape, predict
@@ -112,7 +112,7 @@ def run(work: Work) -> Real:
     """One real cluster."""
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         command = worker_command("scale_worker.py", *work.arguments("kvdist-tcp", folder))
-        variables = environment(KVDIST_TRANSPORT="tcp", OMP_NUM_THREADS="1")
+        variables = environment(**PLAIN_TCP, OMP_NUM_THREADS="1")
         run_together([Start(launch_command(work.workers, work.servers, command), variables)])
         return read(Path(folder), work.workers)
 

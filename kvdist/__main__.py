@@ -27,7 +27,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from kvdist.addresses import local_address_towards, own_addresses_of, tcp_endpoint
+from kvdist.addresses import local_address_towards, own_addresses_of, split_endpoint, tcp_endpoint
 from kvdist.checkpoint.commands import add_commands
 from kvdist.config import (
     ClusterConfig,
@@ -52,7 +52,7 @@ from kvdist.nodes import NodeId, Role
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import registered
 from kvdist.profiling import PROFILER_HEAD, Profiler
-from kvdist.transport.inherited import address_of_listener
+from kvdist.transport.inherited import endpoint_of_listener
 from kvdist.transport.opening import bind_port, open_sockets, open_transport
 from kvdist.variables import device_names
 from kvdist.version import __version__
@@ -194,14 +194,19 @@ def _scheduler(config: ClusterConfig) -> Node:
     config.require_private(config.root_host)
     transport = open_sockets(config)
     if config.listen_fd is not None:
-        host, port = address_of_listener(config.listen_fd)
-        config.require_private(host)
-        if port != config.root_port:
+        endpoint = endpoint_of_listener(config.listen_fd)
+        is_tcp = endpoint.startswith("tcp://")
+        if is_tcp:
+            config.require_private(split_endpoint(endpoint)[0])
+        is_ours = is_tcp and split_endpoint(endpoint)[1] == config.root_port
+        if not (endpoint == config.scheduler_endpoint if config.is_local else is_ours):
             raise ConfigError(
-                f"KVDIST_LISTEN_FD is {config.listen_fd}, a socket that listens at port {port}, but everybody dials"
-                f" {config.root_port} (DMLC_PS_ROOT_PORT): give both the same port"
+                f"KVDIST_LISTEN_FD is {config.listen_fd}, a socket that listens at {endpoint}, but everybody dials"
+                f" {config.scheduler_endpoint} (DMLC_PS_ROOT_PORT): give both the same"
             )
         transport.bind_listening(config.listen_fd)
+    elif config.is_local:
+        transport.bind(config.scheduler_endpoint)
     else:
         hosts = own_addresses_of(config.root_host, config.node_host)
         for host in hosts:

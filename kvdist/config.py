@@ -17,6 +17,7 @@ from kvdist.collective_settings import CollectiveSettings, settings_of
 from kvdist.errors import ConfigError
 from kvdist.limits import Limits as Limits
 from kvdist.limits import changed_limits, checked_limits
+from kvdist.local_sockets import local_endpoint
 from kvdist.nodes import Role
 from kvdist.variables import CLUSTER_VARIABLES as CLUSTER_VARIABLES
 from kvdist.variables import FOREIGN_LAUNCHERS as FOREIGN_LAUNCHERS
@@ -67,7 +68,7 @@ class ClusterConfig:
     placement: str = "bytes"
     """``bytes`` balances bytes over the servers; ``hash`` places as the mirrored system does."""
     transport: str = "auto"
-    """``auto`` leaves large values in shared memory between processes of one host; ``tcp`` sends every byte."""
+    """``auto`` leaves large values in shared memory between processes of one host; ``tcp`` sends every byte by TCP."""
     local_reduce: str = "auto"
     """What the workers of a host sum before it crosses the network, in shared memory: ``auto`` large slices that go to
     servers of other hosts, ``on`` whatever is pushed, ``off`` nothing."""
@@ -111,6 +112,12 @@ class ClusterConfig:
         one_of("KVDIST_PLACEMENT", self.placement, ("bytes", "hash"))
         one_of("KVDIST_TRANSPORT", self.transport, ("auto", "tcp"))
         one_of("KVDIST_LOCAL_REDUCE", self.local_reduce, ("auto", "on", "off"))
+        if self.is_local and self.transport == "tcp":
+            raise ConfigError(
+                "KVDIST_TRANSPORT is 'tcp', and every user of this machine can reach unencrypted TCP sockets: set"
+                " KVDIST_SECRET_FILE (kvdist-launch draws a secret by itself), or KVDIST_SECURITY=none if you trust all"
+                " users"
+            )
         if self.local_reduce == "on" and self.transport == "tcp":
             raise ConfigError(
                 "KVDIST_LOCAL_REDUCE is 'on', but the workers of a host sum in shared memory, and KVDIST_TRANSPORT is"
@@ -122,7 +129,12 @@ class ClusterConfig:
     @property
     def scheduler_endpoint(self) -> str:
         """Where the scheduler binds and everybody else dials."""
-        return tcp_endpoint(self.root_host, self.root_port)
+        return local_endpoint(self.root_port) if self.is_local else tcp_endpoint(self.root_host, self.root_port)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the sockets of this cluster are files of this machine that only its user can reach."""
+        return self.secret_file is None and self.security is None and is_loopback(self.root_host)
 
     @property
     def encrypts(self) -> bool:

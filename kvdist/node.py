@@ -45,9 +45,9 @@ from kvdist.core.worker import Worker
 from kvdist.disk import Disk, ThreadedDisk
 from kvdist.errors import AuthenticationError, ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
 from kvdist.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
-from kvdist.nodes import UNRANKED, Member, NodeId
+from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol.messages import Packet
-from kvdist.protocol.registration import Hello
+from kvdist.protocol.registration import Hello, Rejected
 from kvdist.protocol.wire import VersionMismatch, decode, encode
 from kvdist.trace import now_ns
 from kvdist.tracing import NodeTrace
@@ -114,8 +114,12 @@ class Node:
         self._outgoing: dict[Route, list[list[Buffer]]] = {}
         """What one turn has to say, so that it leaves together."""
         self._closed = False
+        self._dialled: dict[Route, Member] = {}
+        """Routes that this process has dialled, and who is expected there."""
+        self._introduced: dict[Route, Member] = {}
+        """Who has introduced itself last by a route that others have dialled, and has no seat yet."""
         self._refused_routes: set[Route] = set()
-        """Peers of another version or with another's name, told so once."""
+        """Routes of strangers, of other versions or of others' names: told so once, and not listened to any more."""
         self._answers: dict[int, tuple[Answer | AnswerByKey, Finish | None]] = {}
         self._numbers = count(1)
         _living.add(self)
@@ -216,6 +220,7 @@ class Node:
                     self._came_back(self._members.get(route))
                 case RouteDown(route, reason):
                     self._went_away(route, reason)
+                    self._forget_stranger(route)
                 case RouteRefused(_, reason):
                     self._stop(AuthenticationError(reason))
         asked = self._take_mail()
@@ -256,6 +261,9 @@ class Node:
         return self.failure or StoreClosed("the store is closed: this process has left the cluster")
 
     def _arrived(self, route: Route, frames: Sequence[memoryview], sender: NodeId | None) -> None:
+        if route in self._refused_routes:
+            self.reliable.strangers_refused += 1
+            return
         try:
             packet = decode(frames)
         except VersionMismatch as error:
@@ -268,30 +276,67 @@ class Node:
         if sender is not None and source.node != sender and not _introduces(packet, sender):
             self._forged(route, packet, sender)
             return
-        known = self._routes.get(source)
-        if known != route:
-            if known is not None:
-                # The peer dialled anew. What was said under the old connection may be lost, noticed or not.
-                self._went_away(known, "a new connection took its place")
-                self._members.pop(known, None)
-            self._routes[source] = route
-            self._members[route] = source
-            if known is not None:
-                self._came_back(source)
+        if self._routes.get(source) != route and not self._adopt(route, packet):
+            return
         trace = self.trace
         since_ns = 0 if trace is None else now_ns()
         self._carry_out(self.reliable.receive(packet, self._clock()))
         if trace is not None:
             trace.handled(packet, since_ns)
 
+    def _adopt(self, route: Route, packet: Packet) -> bool:
+        """Take a route for that of whoever speaks there, if it is one who may; whether the message is to be read."""
+        source = packet.stamp.source
+        refusal = self.reliable.refusal(packet) if self._may_speak(route, packet) else ""
+        if refusal is not None:
+            self.reliable.strangers_refused += 1
+            if refusal:
+                self._refuse(route, self.reliable.rejection(refusal, packet.stamp))
+            else:
+                self.transport.hang_up(route)
+            return False
+        if isinstance(packet.message, Rejected):
+            return True
+        known = self._routes.get(source)
+        if known is not None:
+            # The peer dialled anew. What was said under the old connection may be lost, noticed or not.
+            self._went_away(known, "a new connection took its place")
+            self._members.pop(known, None)
+        if source.node.rank == UNRANKED:
+            self._routes.pop(self._introduced.get(route, source), None)
+            self._introduced[route] = source
+        self._routes[source] = route
+        self._members[route] = source
+        if known is not None:
+            self._came_back(source)
+        return True
+
+    def _may_speak(self, route: Route, packet: Packet) -> bool:
+        """Whether the sender of a message can be at the other end of its route.
+
+        Only the scheduler and servers are dialled, by everybody and by workers; workers dial each other too. So nobody
+        who dials this process can be believed to be another one.
+        """
+        dialled, source = self._dialled.get(route), packet.stamp.source
+        if dialled is not None:
+            return source == dialled or isinstance(packet.message, Rejected)
+        is_scheduler = self.machine.me.node.role is Role.SCHEDULER
+        return source.node.role is Role.WORKER or (is_scheduler and source.node.role is Role.SERVER)
+
+    def _refuse(self, route: Route, packet: Packet) -> None:
+        """Say why a route is not listened to any more, once: whoever does not read would leave the rest in memory."""
+        if route not in self._refused_routes:
+            self._refused_routes.add(route)
+            self.transport.send(route, encode(packet))
+            self.transport.hang_up(route)
+
     def _other_version(self, route: Route, error: VersionMismatch) -> None:
         """Whoever joins learns from the scheduler's first answer that it cannot; the scheduler answers once."""
         if self._members.get(route) == SCHEDULER_MEMBER:
             self._stop(ConfigError(f"{error}: install the same version of kvdist on every machine"))
-        elif route not in self._refused_routes:
-            self._refused_routes.add(route)
+        else:
             self._garbage(route, error)
-            self.transport.send(route, encode(self.reliable.rejection(str(error))))
+            self._refuse(route, self.reliable.rejection(str(error)))
 
     def _forged(self, route: Route, packet: Packet, sender: NodeId) -> None:
         """Somebody with a key of this job speaks in another's name. Whoever does so by mistake is told."""
@@ -303,16 +348,15 @@ class Node:
         reason = f"the key of this connection is that of {sender}, but what it says is signed {claimed}"
         if self.forgeries <= GARBAGE_REPORTS_MAX:
             LOG.warning("%s dropped a forged message: %s", self.machine.me, reason)
-        if route not in self._refused_routes:
-            self._refused_routes.add(route)
-            to = stamp.source.incarnation if stamp.source.node.rank == UNRANKED else 0
-            advice = "role and KVDIST_RANK must be those for which its key was made"
-            self.transport.send(route, encode(self.reliable.rejection(f"{reason}; {advice}", to)))
+        advice = "role and KVDIST_RANK must be those for which its key was made"
+        self._refuse(route, self.reliable.rejection(f"{reason}; {advice}", stamp))
 
     def _garbage(self, route: Route, error: ProtocolError) -> None:
         self.garbage_dropped += 1
+        sender: Member | str = self._members.get(route, "a stranger")
+        if sender == "a stranger":
+            self.transport.hang_up(route)
         if self.garbage_dropped <= GARBAGE_REPORTS_MAX:
-            sender = self._members.get(route, "a stranger")
             LOG.warning("%s dropped an invalid message from %s: %s", self.machine.me, sender, error)
 
     def _came_back(self, member: Member | None) -> None:
@@ -324,6 +368,14 @@ class Node:
         # A member that is heard under another route by now has come back already.
         if member is not None and self._routes.get(member) == route:
             self._carry_out(self.reliable.observe(Disconnected(member, reason), self._clock()))
+
+    def _forget_stranger(self, route: Route) -> None:
+        """The connection of a route is over: nothing of a stranger's is kept."""
+        self._refused_routes.discard(route)
+        stranger = self._introduced.pop(route, None)
+        if stranger is not None and self._routes.get(stranger) == route:
+            del self._routes[stranger]
+            self._members.pop(route, None)
 
     def _take_mail(self) -> bool:
         requests: list[Request] = []
@@ -371,9 +423,10 @@ class Node:
                 case Connect(to, endpoint):
                     route = self.transport.connect(endpoint, to.node)
                     self._routes[to] = route
-                    self._members[route] = to
+                    self._members[route] = self._dialled[route] = to
                 case Adopt(stranger, member):
                     route = self._routes.pop(stranger)
+                    self._introduced.pop(route, None)
                     self._routes[member] = route
                     self._members[route] = member
                 case Report(text):
@@ -392,6 +445,9 @@ class Node:
         route = self._routes.get(to)
         # Without a route the peer is away: what matters is repeated when it is back.
         if route is None:
+            return
+        if isinstance(packet.message, Rejected):
+            self._refuse(route, packet)
             return
         try:
             frames = encode(packet)

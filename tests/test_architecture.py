@@ -27,6 +27,7 @@ FLOORS = {
     "kvdist.dtypes": 1,
     "kvdist.initializer": 1,
     "kvdist.limits": 1,
+    "kvdist.local_sockets": 1,
     "kvdist.nodes": 1,
     "kvdist.open_files": 1,
     "kvdist.rowsparse": 1,
@@ -89,6 +90,7 @@ SIDEWAYS = {
     ("kvdist.config", "kvdist.addresses"),
     ("kvdist.config", "kvdist.collective_settings"),
     ("kvdist.config", "kvdist.limits"),
+    ("kvdist.config", "kvdist.local_sockets"),
     ("kvdist.config", "kvdist.nodes"),
     ("kvdist.config", "kvdist.variables"),
     ("kvdist.config", "kvdist.world"),
@@ -138,8 +140,8 @@ SIDEWAYS = {
 """(importer, imported): pairs of entries on one floor where the first may know the second."""
 
 LAUNCHER_MAY_IMPORT = {
-    "kvdist.addresses", "kvdist.config", "kvdist.errors", "kvdist.nodes", "kvdist.open_files", "kvdist.secret",
-    "kvdist.variables", "kvdist.version",
+    "kvdist.addresses", "kvdist.config", "kvdist.errors", "kvdist.local_sockets", "kvdist.nodes", "kvdist.open_files",
+    "kvdist.secret", "kvdist.variables", "kvdist.version",
 }  # fmt: skip
 
 ONLY_IMPORTER = {

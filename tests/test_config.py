@@ -21,6 +21,7 @@ from kvdist.config import (
     without_effect,
 )
 from kvdist.errors import ConfigError
+from kvdist.local_sockets import local_endpoint, port_of_local
 from kvdist.nodes import Role
 
 MXNET = {
@@ -268,7 +269,7 @@ def test_an_inherited_descriptor_is_not_passed_on():
 
 def test_an_ipv6_address_is_written_in_brackets():
     assert tcp_endpoint("::1", 5) == "tcp://[::1]:5"
-    assert read(DMLC_PS_ROOT_URI="::1").scheduler_endpoint == "tcp://[::1]:9091"
+    assert read(DMLC_PS_ROOT_URI="::1", KVDIST_SECURITY="none").scheduler_endpoint == "tcp://[::1]:9091"
     assert tcp_endpoint("node-7", 5) == "tcp://node-7:5"
 
 
@@ -427,3 +428,18 @@ def test_what_is_no_device_is_named(text):
     message = refused(KVDIST_SERVER_DEVICE=text)
     assert message.startswith(f"KVDIST_SERVER_DEVICE is {text!r}, and ")
     assert "write cpu, cuda:0 for the first GPU of a server's host, or a list such as cuda:0,cuda:1" in message
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+def test_a_cluster_on_loopback_addresses_meets_at_a_file_of_its_user_unless_it_asks_for_tcp(address):
+    config = read(DMLC_PS_ROOT_URI=address)
+    assert config.is_local and config.scheduler_endpoint == local_endpoint(9091)
+    assert port_of_local(config.scheduler_endpoint) == 9091
+    for tcp in ({"KVDIST_SECURITY": "none"}, {"KVDIST_SECRET_FILE": "/s"}, {"DMLC_PS_ROOT_URI": "10.0.0.1"}):
+        assert read(**{"DMLC_PS_ROOT_URI": address, **tcp}).scheduler_endpoint.startswith("tcp://")
+
+
+def test_tcp_without_a_word_about_security_is_refused():
+    here = {"DMLC_PS_ROOT_URI": "127.0.0.1", "KVDIST_TRANSPORT": "tcp"}
+    assert "set KVDIST_SECRET_FILE" in refused(**here)
+    assert read(**here, KVDIST_SECURITY="none").transport == "tcp"

@@ -53,6 +53,9 @@ class Scripted(Transport):
     def shares(self, route: Route) -> bool:
         return False
 
+    def hang_up(self, route: Route) -> None:
+        """Nobody is a stranger here."""
+
     def recv(self, timeout_s: float) -> list[Event]:
         events, self.events = self.events, []
         return events
@@ -135,10 +138,15 @@ def test_a_process_with_the_token_of_another_does_not_get_its_route(node):
     assert node._routes[Member(worker(0), 100)] == "zero"
 
 
-def test_somebody_who_goes_on_forging_is_told_once_logged_a_few_times_and_counted(node, caplog):
+def test_somebody_who_goes_on_forging_is_told_once_and_not_listened_to_any_more(node):
+    assert len(heard(node, *[hello(Role.WORKER, 0, worker(1)) for _ in range(9)])) == 1
+    assert (node.forgeries, node.reliable.strangers_refused) == (1, 8)
+
+
+def test_forgeries_of_many_connections_are_logged_a_few_times_and_counted(node, caplog):
     caplog.set_level(logging.WARNING)
-    forged = [hello(Role.WORKER, 0, worker(1)) for _ in range(GARBAGE_REPORTS_MAX + 4)]
-    assert len(heard(node, *forged)) == 1
+    forged = [hello(Role.WORKER, 0, worker(1), route=number) for number in range(GARBAGE_REPORTS_MAX + 4)]
+    assert len(heard(node, *forged)) == GARBAGE_REPORTS_MAX + 4
     assert node.forgeries == GARBAGE_REPORTS_MAX + 4
     assert caplog.text.count("dropped a forged message") == GARBAGE_REPORTS_MAX
 

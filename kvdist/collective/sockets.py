@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvdist.addresses import tcp_endpoint
+from kvdist.addresses import is_loopback, tcp_endpoint
 from kvdist.collective_settings import CollectiveSettings
 from kvdist.errors import ConfigError
 from kvdist.limits import Limits
+from kvdist.local_sockets import further_endpoint, require_private_folder
 from kvdist.protocol.collective import MESSAGE_BYTES_MAX
 from kvdist.transport.endpoints import AddressInUse
 
@@ -40,9 +41,14 @@ def open_transport(settings: CollectiveSettings) -> ZeroMQTransport:
 def listen(transport: ZeroMQTransport, address: str, settings: CollectiveSettings) -> str:
     """Listen at a free port of an address, one of the range if there is one, and return the endpoint.
 
+    Where all ranks are on one machine that is a file, unless ``KVDIST_SECURITY`` is ``none``.
+
     Raises:
         ConfigError: there is no such address here, or every port of the range is taken.
     """
+    if is_loopback(address) and settings.security is None:
+        require_private_folder()
+        return transport.bind(further_endpoint(0))
     if settings.port_range is None:
         return transport.bind(tcp_endpoint(address, 0))
     first, last = settings.port_range

@@ -29,7 +29,7 @@ from kvdist.core.effects import (
     Send,
     Transmit,
 )
-from kvdist.nodes import UNRANKED, Member, Role
+from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import (
     Ack,
@@ -113,15 +113,12 @@ class Reliable:
     def receive(self, packet: Packet, now: float) -> list[Effect]:
         """React to a packet from the transport."""
         stamp = packet.stamp
-        refusal = self._refusal(packet)
-        if refusal is not None and not self._ends_joining(packet):
+        refusal = self.refusal(packet)
+        if refusal is not None:
             self.strangers_refused += bool(refusal)
-            # A refusal is never refused in turn, or two processes of different jobs would keep each other busy.
-            return (
-                []
-                if not refusal or isinstance(packet.message, Rejected)
-                else [self._unsequenced(stamp.source, Rejected(refusal))]
-            )
+            return [Transmit(stamp.source, self.rejection(refusal, stamp))] if refusal else []
+        if isinstance(packet.message, Rejected):
+            return self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
         if stamp.source.node.rank == UNRANKED:
             return self._introduced(self.machine.handle(stamp.source, packet.message, now), now)
         link = self._link(stamp.source)
@@ -165,10 +162,17 @@ class Reliable:
         """Run any other method of the machine and stamp what it sends."""
         return self._stamped(action(), now)
 
-    def rejection(self, reason: str, to: int = 0) -> Packet:
-        """A refusal for somebody whose messages are not read, or cannot be; `to` is its incarnation, if that is known.
+    def rejection(self, reason: str, asked: Stamp | None = None) -> Packet:
+        """A refusal, which says nothing of this job or process that a stranger could use.
+
+        Args:
+            reason: what to tell the other side.
+            asked: of the message that is refused; None if it cannot be read.
         """
-        return Packet(Stamp(self.job, TERM, self.machine.epoch, self.machine.me, to, 0, 0, 0), Rejected(reason))
+        role = self.machine.me.node.role
+        me = Member(NodeId(role, 0 if role is Role.SCHEDULER else UNRANKED), 0)
+        job, to = (0, 0) if asked is None else (asked.job, asked.source.incarnation)
+        return Packet(Stamp(job, TERM, 0, me, to, 0, 0, 0), Rejected(reason))
 
     def validate(self) -> None:
         """Check every invariant of the links and of the machine."""
@@ -181,21 +185,18 @@ class Reliable:
             assert self._dues.first <= link.due, "no link waits longer than it should"
         self.machine.validate()
 
-    def _ends_joining(self, packet: Packet) -> bool:
-        """Whether this refuses us who have no seat yet: at another job's port the answer carries that job's tag."""
-        me = self.machine.me
-        to_us = packet.stamp.destination == me.incarnation
-        return isinstance(packet.message, Rejected) and me.node.rank == UNRANKED and to_us
-
-    def _refusal(self, packet: Packet) -> str | None:
-        """None to accept, a sentence to refuse with, or '' to drop without a word."""
-        stamp = packet.stamp
+    def refusal(self, packet: Packet) -> str | None:
+        """None to accept a packet, a sentence to refuse it with, or '' to drop it without a word."""
+        stamp, me = packet.stamp, self.machine.me
+        if isinstance(packet.message, Rejected):
+            # It says nothing of its sender. Only whoever we have spoken to knows our incarnation.
+            return None if stamp.destination == me.incarnation and me.node.role is not Role.SCHEDULER else ""
         if stamp.job != self.job:
             return (
                 f"this port belongs to another job than {stamp.source}'s: check the address of the scheduler"
                 " and that both were started by the same launcher (KVDIST_JOB)"
             )
-        if stamp.destination and stamp.destination != self.machine.me.incarnation:
+        if stamp.destination and stamp.destination != me.incarnation:
             # Meant for a former life of this seat. After a hello the first answers still carry the token.
             return ""
         return self.machine.refuses(stamp.source, packet.message)
@@ -273,6 +274,9 @@ class Reliable:
         return self._stamped(self.machine.acknowledged(member, tokens, now), now) if tokens else []
 
     def _transmit(self, send: Send, now: float) -> Transmit:
+        if isinstance(send.message, Rejected):
+            asked = Stamp(self.job, TERM, 0, send.to, 0, 0, 0, 0)
+            return Transmit(send.to, self.rejection(send.message.reason, asked))
         if not send.message.SEQUENCED or send.to.node.rank == UNRANKED:
             return self._unsequenced(send.to, send.message)
         link = self._link(send.to)

@@ -106,6 +106,13 @@ class Transport(abc.ABC):
         """Whether frames in this transport's shared memory are read there by the peer, instead of being carried."""
 
     @abc.abstractmethod
+    def hang_up(self, route: Route) -> None:
+        """End the connection of a stranger who has dialled in, once what was sent to it had time to leave.
+
+        Nothing happens to a route that this side has dialled.
+        """
+
+    @abc.abstractmethod
     def recv(self, timeout_s: float) -> list[Event]:
         """What has happened, in order: at once when there is something, else after `timeout_s` seconds or a `wake`."""
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
-import socket
-import stat
 
 from kvdist.errors import ConfigError
 from kvdist.nodes import HOST_MARK
-from kvdist.transport.owners import owner_of_port
+from kvdist.transport.owners import owner_of_file, owner_of_port
 
 
 def with_host(endpoint: str, host: str) -> str:
@@ -38,28 +34,20 @@ def check_form(endpoint: str) -> str:
     return endpoint
 
 
-def check_path_is_free(endpoint: str) -> None:
-    """libzmq removes whatever lies at the path before it binds: a stranger's file, or a living server's socket."""
-    path = endpoint.removeprefix("ipc://")
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        return  # nothing there; libzmq says it when the folder is missing
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"cannot bind {endpoint}: a file that is no socket lies there; choose another path")
-    with socket.socket(socket.AF_UNIX) as probe:
-        if probe.connect_ex(path) == 0:
-            raise bind_error(endpoint, errno.EADDRINUSE, "")
-
-
 class AddressInUse(ConfigError):
     """Somebody else listens there, so another port may do."""
 
     def __str__(self) -> str:
         # Whose it is takes a look at every descriptor of the machine, so only a sentence that is shown has it.
         endpoint = str(self.args[0])
-        port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp://") else ""
-        owner = (owner_of_port(int(port)) if port.isdigit() else "") or "another process"
+        scheme, _, address = endpoint.partition("://")
+        port = address.rpartition(":")[2]
+        owner = ""
+        if scheme == "ipc":
+            owner = owner_of_file(address)
+        elif port.isdigit():
+            owner = owner_of_port(int(port))
+        owner = owner or "another process"
         return (
             f"cannot bind {endpoint}: it is in use by {owner}; end that one or choose another port or path"
             f" (errno {errno.EADDRINUSE}, EADDRINUSE)"
@@ -78,10 +66,3 @@ def bind_error(endpoint: str, number: int, text: str) -> ConfigError:
     name = errno.errorcode.get(number, "")
     code = f" (errno {number}, {name})" if name else f" (errno {number})"
     return ConfigError(f"cannot bind {endpoint}: {advice.get(number, text)}{code}")
-
-
-def unlink_if_ours(path: str, inode: int) -> None:
-    """Remove the socket file, unless somebody else has bound the path since."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.stat(path).st_ino == inode:
-            os.unlink(path)

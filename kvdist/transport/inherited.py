@@ -6,11 +6,13 @@ import os
 import socket
 import stat
 
+from kvdist.addresses import tcp_endpoint
 from kvdist.errors import ConfigError
+from kvdist.local_sockets import SCHEME
 
 
-def address_of_listener(descriptor: int) -> tuple[str, int]:
-    """Host and port of an inherited descriptor at which connections can be accepted.
+def endpoint_of_listener(descriptor: int) -> str:
+    """The endpoint of an inherited descriptor at which connections can be accepted.
 
     Raises:
         ConfigError: it is none.
@@ -19,7 +21,7 @@ def address_of_listener(descriptor: int) -> tuple[str, int]:
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             raise ConfigError(
-                f"{name}, which is no socket; it must be a listening TCP socket that this process inherits"
+                f"{name}, which is no socket; it must be a listening socket that this process inherits"
             )
         duplicate = os.dup(descriptor)
     except (OSError, OverflowError) as error:
@@ -28,10 +30,11 @@ def address_of_listener(descriptor: int) -> tuple[str, int]:
             " inherit the descriptor"
         ) from error
     with socket.socket(fileno=duplicate) as one:
-        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-        if not is_tcp or not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        is_known = one.family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX) and one.type == socket.SOCK_STREAM
+        if not is_known or not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             raise ConfigError(
-                f"{name}, a socket that does not listen for TCP connections; bind it and call listen on it"
+                f"{name}, a socket that does not listen for connections; bind it (TCP or a file) and call listen on it"
             )
-        host, port = one.getsockname()[:2]
-    return str(host), int(port)
+        if one.family == socket.AF_UNIX:
+            return f"{SCHEME}{one.getsockname()}"
+        return tcp_endpoint(*one.getsockname()[:2])

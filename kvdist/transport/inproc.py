@@ -126,6 +126,9 @@ class InprocTransport(Transport):
     def shares(self, route: Route) -> bool:
         return False
 
+    def hang_up(self, route: Route) -> None:
+        """Nobody is a stranger here."""
+
     def recv(self, timeout_s: float) -> list[Event]:
         with self._changed:
             self._check_open()

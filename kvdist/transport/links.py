@@ -11,9 +11,11 @@ from typing import cast
 
 import zmq
 
+from kvdist.addresses import split_endpoint, stays_on_host, tcp_endpoint
+from kvdist.local_sockets import is_bound, local_endpoint, port_of_local
 from kvdist.nodes import NodeId
 from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Refused
-from kvdist.transport.callers import Callers
+from kvdist.transport.callers import NOWHERE, Bounds, Callers, shut_down
 from kvdist.transport.connections import Connections
 from kvdist.transport.greeting import Suspicion, mechanism_at
 
@@ -39,7 +41,7 @@ MONITOR_EVENT = struct.Struct("=HI")
 class Peer:
     """A route: the socket, and on the bound side whom to name first."""
 
-    __slots__ = ("gone", "link", "name", "prefix", "send")
+    __slots__ = ("address", "descriptor", "gone", "link", "name", "prefix", "send")
 
     def __init__(self, link: Link, prefix: bytes | None, name: NodeId | None = None) -> None:
         self.link = link
@@ -47,6 +49,10 @@ class Peer:
         self.name = name
         self.send = link.socket.send
         self.gone = False
+        self.descriptor = -1
+        """Of the connection, on the bound side."""
+        self.address = NOWHERE
+        """From where that came."""
 
     def __repr__(self) -> str:
         return f"<route {'to' if self.prefix is None else self.prefix.hex() + ' at'} {self.link.endpoint}>"
@@ -164,6 +170,7 @@ class Dialled(Link):
         self.complained = False
         self._me = me
         self._suspicion = Suspicion()
+        self._absence = Suspicion()
 
     def observe(self, event: int, value: int, events: list[Event]) -> None:
         if event == UP:
@@ -183,6 +190,8 @@ class Dialled(Link):
             events.append(Disconnected(self.route, reason))
         elif event == NOBODY_THERE:
             self._suspicion.clear()
+            if self._absence.grows() and (why := self._why_other_sockets()):
+                self.refuse(why, events)
         elif event == NOT_LET_IN:
             self.refuse(self._why_not_let_in(), events)
         elif event == MISUNDERSTOOD and value == OTHER_MECHANISM:
@@ -218,6 +227,23 @@ class Dialled(Link):
             f"{self.endpoint} has the same secret, but no {self._me} in its cluster: KVDIST_RANK, DMLC_NUM_WORKER and"
             " DMLC_NUM_SERVER must be those of the job"
         )
+
+    def _why_other_sockets(self) -> str:
+        """Whether the scheduler of this machine listens at another kind of socket than is dialled here; '' if not."""
+        here = "this process has no secret" if self._me is None else "this process has a secret"
+        advice = "give all processes of a job the same KVDIST_SECRET_FILE and KVDIST_SECURITY"
+        port = port_of_local(self.endpoint)
+        if port is not None:
+            other = tcp_endpoint("127.0.0.1", port)
+            mechanism = mechanism_at(other)
+            what = "encrypts" if mechanism == "CURVE" else "is plain TCP (KVDIST_SECURITY=none)"
+            return f"{other} {what}, and {here}: {advice}" if mechanism else ""
+        if self.endpoint.startswith("tcp://") and stays_on_host(self.endpoint):
+            other = local_endpoint(split_endpoint(self.endpoint)[1])
+            if is_bound(other):
+                kind = "dials TCP (KVDIST_SECURITY=none)" if self._me is None else "has a secret"
+                return f"{other} does not encrypt, and this process {kind}: {advice}"
+        return ""
 
     def _why_other_mechanism(self) -> str:
         if self._me is None:
@@ -267,18 +293,40 @@ class Bound(Link):
         socket: the ROUTER.
         endpoint: where it listens.
         names: who may be at the other end, by the text that is told of each message; None if it is not encrypted.
+        bounds: what connections may take that have not said anything yet.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, names: Mapping[str, NodeId] | None = None) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: str,
+        names: Mapping[str, NodeId] | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
         super().__init__(socket, endpoint)
         self.peers: dict[bytes, Peer] = {}
         self.connections = Connections()
         self._names = names
-        self._callers = Callers()
+        self._callers = Callers(bounds)
 
     @property
     def has_peers(self) -> bool:
         return self.connections.have_spoken
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether connections have said nothing yet, so that `look` must be called soon again."""
+        return self._callers.are_watched
+
+    def look(self) -> None:
+        """End connections that take too much; to be called when every message has been read."""
+        self._callers.look()
+
+    def hang_up(self, peer: Peer) -> None:
+        """End the connection of a route."""
+        self.read_monitor([])
+        if not peer.gone:
+            shut_down(peer.descriptor, peer.address)
 
     def observe(self, event: int, value: int, events: list[Event]) -> None:
         if event == ACCEPTED:
@@ -330,8 +378,8 @@ class Bound(Link):
     def meet(self, name: bytes, descriptor: int, sender: NodeId | None, events: list[Event]) -> Peer:
         """The route of a connection heard for the first time."""
         self.read_monitor(events)
-        self._callers.known(descriptor)
         peer = self.peers[name] = Peer(self, name, sender)
+        peer.descriptor, peer.address = descriptor, self._callers.known(descriptor)
         self.lose_named(self.connections.meet(name, descriptor))
         return peer
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvdist.addresses import tcp_endpoint
 from kvdist.config import ClusterConfig
 from kvdist.errors import ConfigError
+from kvdist.local_sockets import further_endpoint, require_private_folder
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.open_files import open_files_warning, raise_open_files_limit
 from kvdist.secret import read_secret
@@ -51,10 +52,24 @@ def open_transport(config: ClusterConfig) -> tuple[Transport, Memory]:
 
 
 def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
-    """ZeroMQ alone, encrypted if the configuration has a secret."""
+    """ZeroMQ alone, encrypted if the configuration has a secret.
+
+    Raises:
+        ConfigError: the secret cannot be used, or there is no place for sockets of one machine.
+    """
     from kvdist.transport.zeromq import ZeroMQTransport
 
-    return ZeroMQTransport(config.limits, credentials_of(config), config.io_threads)
+    if config.is_local:
+        require_private_folder()
+    if config.security == "none" and config.role is Role.SCHEDULER and not config.supervised:
+        LOG.warning(
+            "KVDIST_SECURITY is none: the sockets of this job are plain TCP, and whoever reaches %s can read and change"
+            " the model",
+            config.scheduler_endpoint,
+        )
+    return ZeroMQTransport(
+        config.limits, credentials_of(config), config.io_threads, config.num_workers + config.num_servers
+    )
 
 
 def credentials_of(config: ClusterConfig) -> Credentials | None:
@@ -80,11 +95,13 @@ def credentials_of(config: ClusterConfig) -> Credentials | None:
 
 
 def bind_port(transport: Transport, config: ClusterConfig, host: str) -> str:
-    """Listen at a free port of `host` and return the endpoint: one of the range, if there is one.
+    """Listen at a free port of `host`, one of the range if there is one, or at a file; return the endpoint.
 
     Raises:
         ConfigError: there is no such address here, or every port of the range is taken.
     """
+    if config.is_local:
+        return transport.bind(further_endpoint(config.root_port))
     if config.port_range is None:
         return transport.bind(tcp_endpoint(host, 0))
     for port in _ports(config, *config.port_range):

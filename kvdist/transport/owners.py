@@ -1,10 +1,10 @@
-"""Which process holds a port of this machine, as far as the system tells."""
+"""Which process holds a port or a socket's file of this machine, as far as the system tells."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LISTENING = "0A"
@@ -13,7 +13,19 @@ LISTENING = "0A"
 
 def owner_of_port(port: int) -> str:
     """``process 4242 (python)`` that listens at a port; '' if that cannot be seen, as with other users' processes."""
-    wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    return _owner_of(_listening_inodes(port))
+
+
+def owner_of_file(path: str) -> str:
+    """The same of the socket that is bound to a path."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/net/unix").read_text("utf-8", "surrogateescape").splitlines()[1:]
+        return _owner_of(line.split()[6] for line in lines if line.endswith(f" {path}"))
+    return ""
+
+
+def _owner_of(inodes: Iterable[str]) -> str:
+    wanted = {f"socket:[{inode}]" for inode in inodes}
     if not wanted:
         return ""
     for folder in Path("/proc").glob("[0-9]*/fd"):

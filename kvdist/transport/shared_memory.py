@@ -121,6 +121,9 @@ class SharedMemoryTransport(Transport):
     def strangers_refused(self) -> int:
         return self.inner.strangers_refused
 
+    def hang_up(self, route: Route) -> None:
+        self.inner.hang_up(route)
+
     def bind(self, endpoint: str) -> str:
         plain, _ = split_host(endpoint)
         return with_host(self.inner.bind(plain), f"{self._host}.{os.getpid()}")

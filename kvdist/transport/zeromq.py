@@ -23,21 +23,23 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 from collections.abc import Sequence
 
 import zmq
 
-from kvdist.addresses import tcp_endpoint
 from kvdist.config import Limits
 from kvdist.errors import ConfigError, StoreClosed
+from kvdist.local_sockets import SCHEME, listen_at, remove
 from kvdist.nodes import NodeId
 from kvdist.transport.alarm import Alarm
 from kvdist.transport.base import Buffer, Event, Route, Transport
+from kvdist.transport.callers import Bounds
 from kvdist.transport.curve import Credentials, Doorkeeper
-from kvdist.transport.endpoints import bind_error, check_form, check_path_is_free, unlink_if_ours
+from kvdist.transport.endpoints import bind_error, check_form
 from kvdist.transport.heap import keep_freed_memory
-from kvdist.transport.inherited import address_of_listener
+from kvdist.transport.inherited import endpoint_of_listener
 from kvdist.transport.links import ZERO_COPY_FROM_BYTES, Bound, Dialled, Link, Peer, transmit
 from kvdist.transport.releaser import releaser_use
 
@@ -47,6 +49,11 @@ HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 6_000
 that it is the listener who hangs up, and knows that it was for the time alone."""
 RETRANSMIT_MS_MAX = 10_000
 """How long the kernel may go on retransmitting to a peer that is gone before the connection breaks."""
+
+LOOK_MS = 100
+"""How often connections are looked at that have said nothing yet."""
+SILENT_SHARE = 4
+"""Of the descriptors that this process may have open, the part that these may take."""
 
 LAST_WORDS_S = 0.02
 """Time for the I/O thread to write what `send` has just been given."""
@@ -59,10 +66,15 @@ class ZeroMQTransport(Transport):
         limits: gives the largest frame and the heartbeat.
         credentials: who we are and whom we let in; None for connections without encryption.
         io_threads: how many threads of libzmq move bytes, each for some of the connections, and encrypt them.
+        peers_max: how many processes may dial this one.
     """
 
-    def __init__(self, limits: Limits, credentials: Credentials | None = None, io_threads: int = 1) -> None:
+    def __init__(
+        self, limits: Limits, credentials: Credentials | None = None, io_threads: int = 1, peers_max: int = 0
+    ) -> None:
         self.limits = limits
+        of_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SILENT_SHARE
+        self._bounds = Bounds(max(of_descriptors, peers_max), 2 * limits.frame_bytes_max, 8 * limits.frame_bytes_max)
         self._credentials = credentials
         self._pid = os.getpid()
         keep_freed_memory()
@@ -73,6 +85,9 @@ class ZeroMQTransport(Transport):
         self._doorkeeper: Doorkeeper | None = None
         self._suspects: set[Link] = set()
         self._files: list[tuple[str, int]] = []
+        self._hanging_up: dict[Peer, float] = {}
+        """Routes whose connections are to end, and when."""
+        self._look_at = 0.0
         self._alarm = Alarm()
         self._poller.register(self._alarm.fileno, zmq.POLLIN)
         self._closed = False
@@ -80,33 +95,40 @@ class ZeroMQTransport(Transport):
 
     @property
     def strangers_refused(self) -> int:
-        return sum(link.connections.strangers for link in self._links if isinstance(link, Bound))
+        return sum(link.connections.strangers for link in self._bound)
+
+    @property
+    def _bound(self) -> list[Bound]:
+        return [link for link in self._links if isinstance(link, Bound)]
 
     def bind(self, endpoint: str) -> str:
         self._check_open()
         endpoint = check_form(endpoint)
-        if endpoint.startswith("ipc://"):
-            check_path_is_free(endpoint)
+        if endpoint.startswith(SCHEME):
+            # libzmq would remove whatever lies at the path: a stranger's file, or a living server's socket.
+            try:
+                return self.bind_listening(listen_at(endpoint.removeprefix(SCHEME)).detach())
+            except OSError as error:
+                raise bind_error(endpoint, error.errno or 0, error.strerror or str(error)) from error
         link = self._listen(endpoint)
-        if endpoint.startswith("ipc://"):
-            path = endpoint.removeprefix("ipc://")
-            self._files.append((path, os.stat(path).st_ino))
-        else:
-            # libzmq tells 127.0.0.1 as [::ffff:127.0.0.1]; only its port is news.
-            port = link.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-            link.endpoint = f"{endpoint.rpartition(':')[0]}:{port}"
+        # libzmq tells 127.0.0.1 as [::ffff:127.0.0.1]; only its port is news.
+        port = link.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        link.endpoint = f"{endpoint.rpartition(':')[0]}:{port}"
         return link.endpoint
 
     def bind_listening(self, descriptor: int) -> str:
-        """Accept connections at a listening TCP socket that this process has inherited, and own it from now on.
+        """Accept connections at an inherited socket that listens; it, and its file, are ours from now on.
 
         Raises:
             ConfigError: it is none.
         """
         self._check_open()
-        endpoint = tcp_endpoint(*address_of_listener(descriptor))
+        endpoint = endpoint_of_listener(descriptor)
         os.set_inheritable(descriptor, False)
         os.set_blocking(descriptor, False)
+        if endpoint.startswith(SCHEME):
+            path = endpoint.removeprefix(SCHEME)
+            self._files.append((path, os.stat(path).st_ino))
         return self._listen(endpoint, descriptor).endpoint
 
     def _listen(self, endpoint: str, descriptor: int = -1) -> Bound:
@@ -117,7 +139,7 @@ class ZeroMQTransport(Transport):
             self._credentials.guard(made)
         if descriptor >= 0:
             made.set(zmq.USE_FD, descriptor)
-        link = Bound(made, endpoint, names)
+        link = Bound(made, endpoint, names, self._bounds)
         try:
             made.bind(endpoint)
         except zmq.ZMQError as error:
@@ -181,12 +203,18 @@ class ZeroMQTransport(Transport):
     def shares(self, route: Route) -> bool:
         return False
 
+    def hang_up(self, route: Route) -> None:
+        if type(route) is Peer and isinstance(route.link, Bound):
+            self._hanging_up.setdefault(route, time.monotonic() + LAST_WORDS_S)
+
     def recv(self, timeout_s: float) -> list[Event]:
         self._check_open()
         deadline = time.monotonic() + timeout_s
         events: list[Event] = []
         wait_ms = math.ceil(timeout_s * 1000.0)
         while True:
+            if self._hanging_up or any(link.is_watched for link in self._bound):
+                wait_ms = min(wait_ms, LOOK_MS)
             ready = {self._link_of.get(item) for item, _ in self._poller.poll(max(0, wait_ms))}
             woken = None in ready and self._alarm.rest()  # the alarm is no link
             if self._doorkeeper in ready:
@@ -195,6 +223,7 @@ class ZeroMQTransport(Transport):
                 if link in ready or link in self._suspects:
                     link.collect(events)
             self._suspects.clear()
+            self._look_at_strangers()
             if events or woken:
                 return events
             # What happened was of no interest above, such as a stranger: go on waiting.
@@ -221,12 +250,24 @@ class ZeroMQTransport(Transport):
             self._doorkeeper.close()
         self._context.term()
         for path, inode in self._files:
-            unlink_if_ours(path, inode)
+            remove(path, inode)
         releaser_use.leave()
 
     def _answer_door(self) -> None:
         if self._doorkeeper is not None:
             self._doorkeeper.answer()
+
+    def _look_at_strangers(self) -> None:
+        """End connections that were refused, or take too much. What is complete has been read before."""
+        now = time.monotonic()
+        for peer in [peer for peer, due in self._hanging_up.items() if due <= now]:
+            del self._hanging_up[peer]
+            if isinstance(peer.link, Bound):
+                peer.link.hang_up(peer)
+        if now >= self._look_at:
+            self._look_at = now + LOOK_MS / 1000.0
+            for link in self._bound:
+                link.look()
 
     def _see_off(self, linger_s: float) -> None:
         """Stay until every peer that dialled in has gone, so that last words arrive.

@@ -23,17 +23,18 @@ from kvdist_launch.crew import LocalCrew
 from kvdist_launch.ending import SIGNAL_BASE
 from kvdist_launch.environment import forwarded
 from kvdist_launch.hosts import Host
-from kvdist_launch.listening import listen, port_of, ports_of
+from kvdist_launch.listening import LOOPBACK, listen, listening_here, port_of, ports_of
 from kvdist_launch.logs import Logs, RankFolders
 from kvdist_launch.options import asked, is_elsewhere, parse_options, split_command
 from kvdist_launch.output import PROGRAM, Sink
 from kvdist_launch.plan import HostFacts, Job, Process, plan, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.request import ROLE_COMMAND, Request, hosts_of, job_of, patience_of
+from kvdist_launch.secret import NONE
 from kvdist_launch.supervisor import Interrupted, Supervisor
 from kvdist_launch.transcript import Filter, Transcript
 
-LOOPBACK = "127.0.0.1"
+PLAIN_HERE = "every user of this machine can reach the sockets of this job, which are plain TCP (KVDIST_SECURITY=none)"
 RESTARTS = "KVDIST_RESTARTS"
 """Tells the processes how often the job was started before, where it was."""
 USAGE_ERROR = 2
@@ -190,7 +191,8 @@ def _run_here(
     """Run a job all of whose hosts are this machine."""
     facts = [_assumed_facts(host, launcher) for host in hosts]
     variables = {**launcher.environ, **job.env}
-    with listen(LOOPBACK, ports_of(variables)) as listening:
+    is_local = job.num_servers > 0 and not job.security.word
+    with listening_here(ports_of(variables), is_local) as listening:
         processes = plan(replace(job, port=port_of(listening)), hosts, facts, launcher)
         note = thread_note(processes, hosts, facts)
         if note is not None:
@@ -201,6 +203,8 @@ def _run_here(
         warning = open_files_warning(raise_open_files_limit(), job.num_workers, job.num_servers)
         if warning:
             supervisor.say(warning)
+        if job.security.word == NONE:
+            supervisor.say(PLAIN_HERE)
         crew = LocalCrew(supervisor.selector, supervisor)
         return supervisor.run([(crew, processes)], listening, job.security.secret_of_run())
 

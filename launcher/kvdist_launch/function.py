@@ -30,7 +30,7 @@ from kvdist_launch.crew import LocalCrew
 from kvdist_launch.ending import Ending, signal_name
 from kvdist_launch.environment import parse_assignments
 from kvdist_launch.hosts import Host
-from kvdist_launch.listening import listen, port_of, ports_of
+from kvdist_launch.listening import LOOPBACK, listening_here, port_of, ports_of
 from kvdist_launch.output import TextSink
 from kvdist_launch.plan import PYTHON, HostFacts, Job, Process, plan, worker_lines
 from kvdist_launch.probe import usable_cores
@@ -39,7 +39,6 @@ from kvdist_launch.signals import Mailbox, Signals
 from kvdist_launch.supervisor import Supervisor
 from kvdist_launch.transcript import Transcript
 
-LOOPBACK = "127.0.0.1"
 HERE = (Host("localhost"),)
 
 GRACE_S = 2.0
@@ -125,6 +124,7 @@ def run(
             raise ConfigError(f"{name} is {count}; a job needs at least {least}")
     own = parse_assignments(f"{name}={value}" for name, value in (env or {}).items())
     security = security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
+    is_local = servers > 0 and not security.word
     variables = {**os.environ, **own}
     calls = _Calls(pack_call(func, args, kwargs or {}), np)
     is_main = threading.current_thread() is threading.main_thread()
@@ -133,7 +133,7 @@ def run(
     supervisor = Supervisor(Transcript(out, err), err, Patience(grace_s=GRACE_S), signals=signals, is_quiet=not verbose)
     deadline, patience = _Alarm(timeout_s, signals), _Alarm(GRACE_S, signals)
     began = time.monotonic()
-    with calls, deadline, patience, listen(LOOPBACK, ports_of(variables)) as listening:
+    with calls, deadline, patience, listening_here(ports_of(variables), is_local) as listening:
         processes = calls.over(_plan(np, servers, own, security, port_of(listening)))
         for line in worker_lines(processes, HERE) if verbose else ():
             supervisor.say(line)

@@ -6,18 +6,25 @@ the root inherits the descriptor (``KVDIST_LISTEN_FD``), and every process can b
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvdist.errors import ConfigError
+from kvdist.local_sockets import SCHEME, listen_at, local_endpoint, port_of_local, remove, require_private_folder
 from kvdist.variables import port_range
 
 VARIABLE = "KVDIST_LISTEN_FD"
 
 BACKLOG = 4096
 """All processes of a job dial at once."""
+LOOPBACK = "127.0.0.1"
+LOCAL_PORTS = range(1024, 65536)
+"""What to choose from where a port only is a part of the name of a file."""
+LOCAL_TRIES = 100
 
 
 def ports_of(environ: Mapping[str, str]) -> tuple[int, ...]:
@@ -57,8 +64,46 @@ def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
     )
 
 
+@contextlib.contextmanager
+def listening_here(ports: Sequence[int], is_local: bool) -> Iterator[socket.socket]:
+    """The socket of the root of a job of this machine, and its end.
+
+    Args:
+        ports: those to choose from; none leaves the choice to us.
+        is_local: whether it is a file that only this user can reach, and no TCP port.
+
+    Raises:
+        ConfigError: there is no place for it.
+    """
+    if not is_local:
+        with listen(LOOPBACK, ports) as made:
+            yield made
+        return
+    with _listen_at_file(ports) as made:
+        path = made.getsockname()
+        inode = os.stat(path).st_ino
+        try:
+            yield made
+        finally:
+            remove(path, inode)  # the root does so itself, unless it was killed
+
+
+def _listen_at_file(ports: Sequence[int]) -> socket.socket:
+    require_private_folder()
+    choice = ports or LOCAL_PORTS
+    for port in random.sample(choice, min(LOCAL_TRIES, len(choice))):
+        try:
+            return listen_at(local_endpoint(port).removeprefix(SCHEME))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"this job cannot listen at {local_endpoint(port)}: {error.strerror}") from error
+    raise ConfigError("too many ports of this machine have jobs of yours already: end some, or widen --port-range")
+
+
 def port_of(listening: socket.socket) -> int:
     """The port at which it listens."""
+    if listening.family == socket.AF_UNIX:
+        return port_of_local(f"{SCHEME}{listening.getsockname()}") or 0
     return int(listening.getsockname()[1])
 
 

@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zmq
 
+from tests.acceptance.hostile import (
+    ABORT,
+    ACK,
+    ENVELOPE,
+    HERE,
+    MORE,
+    REJECTED,
+    SCHEDULER,
+    SERVER,
+    WORKER,
+    dialled,
+    frame,
+    listening_ports,
+    message,
+    read_message,
+    resident_bytes,
+)
 from tests.integration.processes import EXIT_CONFIG, Job, environment_of
 
-HERE = "127.0.0.1"
+FOLDER = Path(f"/tmp/kvdist-{os.geteuid()}")
 SOON_MS = 30_000
 
 TRAIN = """
@@ -71,6 +91,12 @@ def running(job: Job, script: Callable[..., str], tmp_path: Path) -> Callable[..
 
 def scheduler_port(job: Job) -> int:
     return int(environment_of(job.pid_of("scheduler"))["DMLC_PS_ROOT_PORT"])
+
+
+def sockets_of(job: Job) -> list[Path]:
+    """The files at which the processes of a launched job listen."""
+    port = scheduler_port(job)
+    return [path for path in FOLDER.iterdir() if port in (int(word) for word in path.name.split("-")[1:2])]
 
 
 def handshake(port: int) -> int:
@@ -142,3 +168,158 @@ def test_a_secret_that_could_not_take_effect_is_refused(job, secret, servers, op
     job.launch(2, servers, "true", options=options, KVDIST_SECRET_FILE=secret)
     assert job.finish() == {"launcher": EXIT_CONFIG}
     assert job.processes["launcher"].lines_with("error: KVDIST_SECRET_FILE "), job.transcript()
+
+
+# On one machine.
+
+
+def test_a_job_of_one_machine_has_no_tcp_port_and_its_sockets_lie_where_only_its_user_gets(job, running):
+    go_on = running(2)
+    found = sockets_of(job)
+    assert len(found) >= 3, "scheduler and servers listen"
+    for pid in job.children().values():
+        assert not listening_ports(pid), job.transcript()
+    assert FOLDER.stat().st_mode & 0o777 == 0o700 and FOLDER.stat().st_uid == os.geteuid()
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in found)
+    go_on()
+    assert not [path for path in found if path.exists()]
+
+
+def test_another_user_of_the_machine_reaches_nothing(job, running):
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED: to be another user this test must run as root")
+    go_on = running(1)
+    path = max(sockets_of(job), key=lambda path: len(path.name))
+    trial = f"import socket; socket.socket(socket.AF_UNIX).connect({str(path)!r})"
+    done = subprocess.run(["/usr/bin/env", "python3", "-c", trial], user=65534, capture_output=True, text=True)
+    assert "PermissionError" in done.stderr, done
+    go_on()
+
+
+def test_a_server_that_is_killed_leaves_no_socket_behind(job, running):
+    running(1)
+    found = sockets_of(job)
+    job.kill("server-1")
+    assert job.finish()["launcher"] != 0
+    assert len(found) >= 3 and not [path for path in found if path.exists()]
+
+
+def test_processes_that_are_started_by_hand_meet_and_a_second_job_at_their_port_is_told(job, script, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    job.cluster(1, 1, sys.executable, script(TRAIN), str(fifo))
+    job.line("worker-0", "ready")
+    job.start("second", [sys.executable, "-m", "kvdist"], **job.environment("scheduler", 1, 1))
+    job.wait(lambda: job.processes["second"].code is not None, "the second scheduler ends")
+    assert job.processes["second"].code == EXIT_CONFIG
+    assert job.processes["second"].lines_with(f"in use by process {job.pid_of('scheduler')} "), job.transcript()
+    fifo.open("wb").close()
+    codes = job.finish()
+    assert [code for name, code in codes.items() if name != "second"] == [0, 0, 0], job.transcript()
+    assert "refused" not in job.processes["scheduler"].text, job.transcript()
+    assert job.processes["worker-0"].lines_with("sum 1000.0"), job.transcript()
+
+
+def test_plain_tcp_is_said_in_a_line(job, running):
+    go_on = running(1, "--security", "none")
+    assert listening_ports(job.pid_of("scheduler"))
+    said = "every user of this machine can reach the sockets of this job, which are plain TCP"
+    assert len(job.processes["launcher"].lines_with(said)) == 1
+    go_on()
+
+
+# Strangers at plain TCP ports.
+
+
+@pytest.fixture
+def plain(job, running):
+    """A job without protection: what lets it go on, and the ports of scheduler and of server-0."""
+    go_on = running(2, "--security", "none")
+    ports = [listening_ports(job.pid_of(name)) for name in ("scheduler", "server-0")]
+    assert [len(found) for found in ports] == [1, 1]
+    return go_on, *(found.pop() for found in ports)
+
+
+def test_strangers_learn_nothing(job, plain):
+    go_on, *ports = plain
+    tag = zlib.crc32(environment_of(job.pid_of("scheduler"))["KVDIST_JOB"].encode())
+    answers = 0
+    for port in ports:
+        for role in (WORKER, SERVER):
+            for asked_job in (7, tag):
+                with dialled(port) as connection:
+                    connection.sendall(message(ACK, [False], asked_job, role, 0, 99))
+                    frames = read_message(connection)
+                    while frames and frames[0][:5] != b"KVDI\1":
+                        frames = read_message(connection)
+                    if frames:
+                        answers += 1
+                        _, _, kind, _, told_job, _, epoch, _, incarnation, *_ = ENVELOPE.unpack(frames[0])
+                        assert (kind, told_job, epoch, incarnation) == (REJECTED, asked_job, 0, 0)
+    assert answers >= 2, "the other side says at least to other jobs that they are wrong"
+    go_on()
+
+
+def test_a_forged_abort_changes_nothing_and_is_counted(job, plain):
+    go_on, *ports = plain
+    tag = zlib.crc32(environment_of(job.pid_of("scheduler"))["KVDIST_JOB"].encode())
+    forged = ["worker-0", "host", "made up", -1, "made up"]
+    for port in ports:
+        with dialled(port) as connection:
+            connection.sendall(message(ABORT, forged, tag, SCHEDULER, 0, 1))
+            read_message(connection)
+    go_on()
+    assert job.processes["launcher"].lines_with("server-0 refused 1 stranger(s)"), job.transcript()
+
+
+def test_messages_of_made_up_processes_take_no_memory(job, plain):
+    go_on, *ports = plain
+    tag = zlib.crc32(environment_of(job.pid_of("scheduler"))["KVDIST_JOB"].encode())
+    for name, port in zip(("scheduler", "server-0"), ports, strict=True):
+        before = resident_bytes(job.pid_of(name))
+        for first in range(0, 100_000, 1000):
+            burst = b"".join(message(ACK, [False], tag, WORKER, 0, first + number) for number in range(1000))
+            with contextlib.suppress(ConnectionError), dialled(port) as connection:
+                connection.sendall(burst)
+                read_message(connection)
+        assert resident_bytes(job.pid_of(name)) - before < 24 << 20
+    go_on()
+
+
+def test_a_message_without_an_end_takes_bounded_memory(job, plain):
+    go_on, *ports = plain
+    piece = frame(bytes(1 << 20), MORE)
+    for name, port in zip(("scheduler", "server-0"), ports, strict=True):
+        before, most, sent, begun = resident_bytes(job.pid_of(name)), 0, 0, 0
+        while sent < 3 << 30 and begun < 20:
+            begun += 1
+            with contextlib.suppress(ConnectionError), dialled(port) as connection:
+                while sent < 3 << 30:
+                    connection.sendall(piece)
+                    sent += len(piece)
+                    most = max(most, resident_bytes(job.pid_of(name)))
+        assert begun > 1, "the connection was ended"
+        assert most - before < 1 << 30, f"{(most - before) >> 20} MiB"
+    go_on()
+
+
+def test_connections_that_say_nothing_cannot_use_up_the_descriptors(job, script, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    variables = {"KVDIST_SECURITY": "none", "DMLC_NUM_WORKER": "1"}
+    limited = ["prlimit", "--nofile=256:256", sys.executable, "-m", "kvdist"]
+    if shutil.which("prlimit") is None:
+        pytest.skip("NOT TESTED: a limit on descriptors needs prlimit (util-linux)")
+    job.start("scheduler", limited, **{**job.environment("scheduler", 1, 1), **variables})
+    job.node("server-0", 1, 1, **variables)
+    pid = job.pid_of("scheduler")
+    job.wait(lambda: job.port in listening_ports(pid), "the scheduler listens")
+    with contextlib.ExitStack() as stack:
+        for _ in range(600):
+            with contextlib.suppress(ConnectionError):
+                stack.enter_context(dialled(job.port))
+        job.node("worker-0", 1, 1, sys.executable, script(TRAIN), str(fifo), **variables)
+        job.line("worker-0", "ready")
+        assert len(os.listdir(f"/proc/{pid}/fd")) < 200
+    fifo.open("wb").close()
+    job.succeed()

@@ -267,6 +267,9 @@ class SimulatedTransport(Transport):
         else:
             to.life.carry(views, upwards=True)
 
+    def hang_up(self, route: Route) -> None:
+        """Nobody is a stranger here."""
+
     def recv(self, timeout_s: float) -> list[Event]:
         """One event at a time, so that a machine is checked after each."""
         if not self._inbox:

@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from kvdist.limits import Limits
+from kvdist.local_sockets import local_endpoint
 from tests.integration.processes import EXIT_CONFIG, HOST, program
 
 BRIEF = {"KVDIST_CONNECT_TIMEOUT_S": "1"}
@@ -136,14 +137,14 @@ def test_a_worker_that_cannot_reach_the_scheduler_gives_up_in_time(job):
     begun = time.monotonic()
     process = alone(job, "mistakes.py", "create", **job.environment("worker", 1, 1), **BRIEF)
     assert process.ended_at - begun < Limits().connect_timeout_s
-    text = f"DeadlineExceeded: the scheduler at tcp://{HOST}:{job.port} did not answer within 1 s: is it running"
+    text = f"DeadlineExceeded: the scheduler at {local_endpoint(job.port)} did not answer within 1 s: is it running"
     assert text in process.text
 
 
 def test_a_server_that_cannot_reach_the_scheduler_gives_up_in_time(job):
     process = alone(job, sys.executable, "-m", "kvdist", **job.environment("server", 1, 1), **BRIEF)
     assert process.code == 1
-    assert f"kvdist: the scheduler at tcp://{HOST}:{job.port} did not answer within 1 s" in process.text
+    assert f"kvdist: the scheduler at {local_endpoint(job.port)} did not answer within 1 s" in process.text
 
 
 def test_a_scheduler_host_that_does_not_exist_is_named(job):
@@ -170,7 +171,8 @@ def test_a_port_that_is_taken_is_named(job):
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind((HOST, job.port))
         other.listen()
-        process = alone(job, sys.executable, "-m", "kvdist", **job.environment("scheduler", 1, 1))
+        variables = {**job.environment("scheduler", 1, 1), "KVDIST_SECURITY": "none"}
+        process = alone(job, sys.executable, "-m", "kvdist", **variables)
     assert process.code == EXIT_CONFIG, process.text
     assert f"{HOST}:{job.port}: it is in use by process {os.getpid()} (" in process.text
     assert "Traceback" not in process.text
@@ -284,7 +286,7 @@ def test_python_m_kvdist_without_a_role_of_its_own_says_what_it_runs(job, variab
 def test_garbage_and_http_at_the_ports_are_counted_and_hurt_nobody(job, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    job.cluster(2, 1, "mistakes.py", "rounds", str(fifo))
+    job.cluster(2, 1, "mistakes.py", "rounds", str(fifo), KVDIST_SECURITY="none")
     job.line("worker-0", "round")
     ports = [job.port, listening_port(job.pid_of("server-0"))]
     for port in ports:
@@ -328,7 +330,7 @@ def send_frames(port, frames):
 def test_a_connection_that_is_reset_hurts_nobody(job, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    job.cluster(1, 1, "mistakes.py", "rounds", str(fifo))
+    job.cluster(1, 1, "mistakes.py", "rounds", str(fifo), KVDIST_SECURITY="none")
     job.line("worker-0", "round")
     for port in (job.port, listening_port(job.pid_of("server-0"))):
         for _ in range(20):

@@ -95,7 +95,7 @@ def test_workers_that_save_at_different_steps_are_all_told_and_go_on(job, tmp_pa
 def test_a_server_whose_disk_is_full_costs_a_checkpoint_and_nothing_else(job, tmp_path):
     if shutil.which("prlimit") is None:
         pytest.skip("NOT TESTED: a full disk needs prlimit (util-linux)")
-    variables = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path), "KVDIST_TRANSPORT": "tcp"}
+    variables = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path), "KVDIST_TRANSPORT": "tcp", "KVDIST_SECURITY": "none"}
     job.node("scheduler", 2, 2, **variables)
     job.node("server-0", 2, 2, **variables)
     server = {**job.environment("server", 2, 2), "KVDIST_RANK": "1", **variables}

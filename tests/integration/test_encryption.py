@@ -145,13 +145,15 @@ def test_a_process_of_a_larger_cluster_has_no_key_here(job, running, secret):
     running()
 
 
-def test_an_encrypted_process_at_a_plain_port_is_refused_in_a_sentence(job, secret):
-    job.node("scheduler", 1, 1)
+@pytest.mark.parametrize("plain", [{}, {"KVDIST_SECURITY": "none"}], ids=["file", "tcp"])
+def test_an_encrypted_process_at_a_plain_port_is_refused_in_a_sentence(job, secret, plain):
+    job.node("scheduler", 1, 1, **plain)
     text = refused(job, "worker-0", "nothing.py", KVDIST_SECRET_FILE=secret)
-    assert "AuthenticationError: " in text and "does not encrypt, and this process does" in text
-    job.line("scheduler", "refused a connection")
-    job.node("server-0", 1, 1)
-    job.node("worker-0", 1, 1, "nothing.py")
+    assert "AuthenticationError: " in text and "does not encrypt, and this process " in text
+    if plain:
+        job.line("scheduler", "refused a connection")
+    job.node("server-0", 1, 1, **plain)
+    job.node("worker-0", 1, 1, "nothing.py", **plain)
     codes = job.finish()
     assert (codes["scheduler"], codes["server-0"], codes["worker-0"]) == (0, 0, 0), job.transcript()
 
@@ -180,7 +182,7 @@ def test_every_process_that_chooses_a_port_takes_one_of_the_range(job, tmp_path)
     os.mkfifo(fifo)
     first = job.port + 1
     ports = range(first, first + 41)
-    variables = {"KVDIST_PORT_RANGE": f"{ports[0]}-{ports[-1]}", "KVDIST_LOCAL_REDUCE": "on"}
+    variables = {"KVDIST_PORT_RANGE": f"{ports[0]}-{ports[-1]}", "KVDIST_LOCAL_REDUCE": "on", "KVDIST_SECURITY": "none"}
     job.cluster(2, 2, "mistakes.py", "rounds", str(fifo), **variables)
     job.line("worker-1", "round")
     listening = [listening_port(job.pid_of(name)) for name in ("server-0", "server-1", "worker-0", "worker-1")]
@@ -192,6 +194,7 @@ def test_every_process_that_chooses_a_port_takes_one_of_the_range(job, tmp_path)
     job.succeed()
 
 
+PLAIN = {"KVDIST_SECURITY": "none"}
 INHERITS = """
 import os, socket, sys
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
@@ -205,7 +208,7 @@ os.execv(sys.executable, [sys.executable, "-m", "kvdist"])
 @pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
 @pytest.mark.parametrize("host", [HOST, "::1"])
 def test_a_scheduler_listens_where_its_launcher_has_begun_to(job, secret, host, encrypted):
-    shared = {"DMLC_PS_ROOT_URI": host, **({"KVDIST_SECRET_FILE": secret} if encrypted else {})}
+    shared = {"DMLC_PS_ROOT_URI": host, **({"KVDIST_SECRET_FILE": secret} if encrypted else PLAIN)}
     variables = {**job.environment("scheduler", 1, 1), **shared}
     job.start("scheduler", [sys.executable, "-c", INHERITS, host, str(job.port)], **variables)
     for name in ("server-0", "worker-0"):
@@ -217,15 +220,16 @@ def test_a_descriptor_at_another_port_than_everybody_dials_is_refused_with_both(
     with socket.create_server((HOST, 0)) as listening:
         other = listening.getsockname()[1]
     process = job.start("scheduler", [sys.executable, "-c", INHERITS, HOST, str(other)],
-                        **job.environment("scheduler", 1, 1))  # fmt: skip
+                        **job.environment("scheduler", 1, 1), **PLAIN)  # fmt: skip
     job.finish()
     assert process.code == EXIT_CONFIG
-    assert f"that listens at port {other}, but everybody dials {job.port} (DMLC_PS_ROOT_PORT)" in process.text
+    told = f"that listens at tcp://{HOST}:{other}, but everybody dials tcp://{HOST}:{job.port} (DMLC_PS_ROOT_PORT)"
+    assert told in process.text
 
 
 @pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
 def test_a_cluster_lives_on_ipv6(job, secret, encrypted):
-    variables = {"DMLC_PS_ROOT_URI": "::1", **({"KVDIST_SECRET_FILE": secret} if encrypted else {})}
+    variables = {"DMLC_PS_ROOT_URI": "::1", **({"KVDIST_SECRET_FILE": secret} if encrypted else PLAIN)}
     job.cluster(1, 1, "nothing.py", **variables)
     job.succeed()
 
@@ -244,7 +248,7 @@ def test_a_cluster_meets_at_a_name_with_an_address_of_each_kind(job, secret, tmp
     )  # fmt: skip
     if HOST not in seen.stdout or "::1" not in seen.stdout:
         pytest.skip(f"another /etc/hosts needs root and a mount namespace: {seen.stdout}{seen.stderr}")
-    shared = {"DMLC_PS_ROOT_URI": "localhost", **({"KVDIST_SECRET_FILE": secret} if encrypted else {})}
+    shared = {"DMLC_PS_ROOT_URI": "localhost", **({"KVDIST_SECRET_FILE": secret} if encrypted else PLAIN)}
     for name in ("scheduler", "server-0", "worker-0"):
         role, _, rank = name.partition("-")
         argv = program("nothing.py") if role == "worker" else [sys.executable, "-m", "kvdist"]
@@ -255,7 +259,7 @@ def test_a_cluster_meets_at_a_name_with_an_address_of_each_kind(job, secret, tmp
 
 def test_a_scheduler_at_a_port_that_is_taken_names_the_process_that_has_it(job):
     with socket.create_server((HOST, job.port)):
-        process = job.node("scheduler", 1, 1)
+        process = job.node("scheduler", 1, 1, **PLAIN)
         job.finish()
     assert process.code == EXIT_CONFIG
     assert f"cannot bind tcp://{HOST}:{job.port}: it is in use by process {os.getpid()} (" in process.text

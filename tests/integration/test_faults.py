@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from tests.integration.processes import EXIT_PEER_LOST, HOST, NOTICED_S, prefix_of
+from kvdist.local_sockets import local_endpoint
+from tests.integration.processes import EXIT_PEER_LOST, NOTICED_S, prefix_of
 
 VICTIMS = ["worker-1", "server-1", "scheduler"]
 CALLS = ["pushpull", "barrier", "init"]
@@ -60,7 +61,7 @@ def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
         if name.startswith("worker"):
             assert codes[name] == 1 and "PeerLostError: " in process.text
             assert "1 is known to be lost" in process.text
-            host = f"tcp://{HOST}:{job.port}" if victim == "scheduler" else socket.gethostname()
+            host = local_endpoint(job.port) if victim == "scheduler" else socket.gethostname()
             assert process.lines_with(f"lost {victim!r} on {host!r}: "), job.transcript()
             assert process.lines_with("lost again: "), "the next call fails alike"
         else:

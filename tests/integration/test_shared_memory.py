@@ -19,7 +19,7 @@ FULL = "no more shared memory, so values are sent between processes of this host
 SETTINGS = {
     "shared memory": {},
     "tcp": {"KVDIST_TRANSPORT": "tcp"},
-    "one worker by tcp": {"TCP_RANK": "1"},
+    "one worker by tcp": {"TCP_RANK": "1", "KVDIST_SECURITY": "none"},
     "no room": {"KVDIST_SHARED_BYTES_MAX": "8192"},
     "little room": {"KVDIST_SHARED_BYTES_MAX": "12000000"},
 }

@@ -81,7 +81,7 @@ def test_a_connection_that_ends_by_itself_is_nobodys_business(descriptor, said):
 
 
 def test_of_several_that_are_refused_together_each_is_told_and_no_peer_that_goes_between(monkeypatch, said):
-    monkeypatch.setattr("kvdist.transport.callers._address_of", lambda descriptor: f"192.0.2.{descriptor}")
+    monkeypatch.setattr("kvdist.transport.callers._address_of", lambda descriptor: (f"192.0.2.{descriptor}", 9))
     callers = Callers()
     for number in (1, 2, 3):
         callers.accepted(number)
@@ -94,7 +94,7 @@ def test_of_several_that_are_refused_together_each_is_told_and_no_peer_that_goes
 
 
 def test_only_so_many_addresses_are_told(monkeypatch, said):
-    addresses = iter(f"192.0.2.{number}" for number in range(TOLD_MAX + 5))
+    addresses = iter((f"192.0.2.{number}", 9) for number in range(TOLD_MAX + 5))
     monkeypatch.setattr("kvdist.transport.callers._address_of", lambda _: next(addresses))
     callers = Callers()
     for number in range(TOLD_MAX + 5):

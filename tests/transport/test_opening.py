@@ -18,7 +18,7 @@ from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.opening import bind_port, credentials_of, open_sockets
 from kvdist.transport.owners import owner_of_port
 
-CONFIG = ClusterConfig(Role.SERVER, "127.0.0.1", 9, 2, 3, rank=1)
+CONFIG = ClusterConfig(Role.SERVER, "127.0.0.1", 9, 2, 3, rank=1, security="none")
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def encrypted(tmp_path: Path) -> ClusterConfig:
     path = tmp_path / "secret"
     path.write_bytes(bytes(40))
     path.chmod(0o600)
-    return replace(CONFIG, secret_file=str(path))
+    return replace(CONFIG, security=None, secret_file=str(path))
 
 
 def test_a_job_without_a_secret_has_no_keys():

@@ -1,0 +1,106 @@
+"""The files at which processes of one machine listen, and the folder in which they lie."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from kvdist import local_sockets
+from kvdist.errors import ConfigError
+from kvdist.local_sockets import (
+    SCHEME,
+    further_endpoint,
+    is_bound,
+    listen_at,
+    local_endpoint,
+    port_of_local,
+    private_folder,
+    remove,
+    require_private_folder,
+)
+
+LISTEN = """
+import sys, time
+from kvdist import local_sockets
+local_sockets.private_folder = lambda: sys.argv[1]
+listening = local_sockets.listen_at(sys.argv[2])
+print("listens", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    path = str(tmp_path / "sockets")
+    monkeypatch.setattr(local_sockets, "private_folder", lambda: path)
+    return path
+
+
+def path_of(endpoint):
+    return endpoint.removeprefix(SCHEME)
+
+
+def test_the_folder_is_one_per_user_and_private(folder):
+    assert private_folder() == f"/tmp/kvdist-{os.geteuid()}"
+    for _ in range(2):
+        require_private_folder()
+        assert os.stat(folder).st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_could_reach_is_refused(folder, tmp_path):
+    require_private_folder()
+    os.chmod(folder, 0o750)
+    with pytest.raises(ConfigError, match=r"can be entered by others \(mode 0750, expected 0700\): remove"):
+        require_private_folder()
+    os.rmdir(folder)
+    os.symlink(tmp_path, folder)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        require_private_folder()
+    os.unlink(folder)
+    if os.geteuid() == 0:
+        os.mkdir(folder, 0o700)
+        os.chown(folder, 12345, 12345)
+        with pytest.raises(ConfigError, match="belongs to user 12345, and this process runs as user 0"):
+            require_private_folder()
+
+
+def test_names_are_short_enough_and_tell_the_port(folder):
+    require_private_folder()
+    assert port_of_local(local_endpoint(9191)) == 9191
+    for other in (further_endpoint(9191), "tcp://127.0.0.1:9191", "ipc:///tmp/job-9191"):
+        assert port_of_local(other) is None
+    assert len(f"/tmp/kvdist-{2**32 - 2}/{2**32 - 1}-65535-01234567") <= 107
+
+
+def test_what_listens_is_not_disturbed_and_what_was_killed_is_replaced(folder):
+    require_private_folder()
+    first, second = (path_of(further_endpoint(1)) for _ in range(2))
+    child = subprocess.Popen([sys.executable, "-c", LISTEN, folder, first], stdout=subprocess.PIPE)
+    with child:
+        assert child.stdout.readline() == b"listens\n"
+        with pytest.raises(OSError) as caught:
+            listen_at(first)
+        assert caught.value.errno == errno.EADDRINUSE and is_bound(SCHEME + first)
+        child.send_signal(signal.SIGKILL)
+    assert os.path.exists(first) and not is_bound(SCHEME + first)
+    with contextlib.closing(listen_at(second)):
+        assert os.listdir(folder) == [os.path.basename(second)], "the next removes what is left of the killed one"
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(second)
+        remove(second, os.stat(second).st_ino)
+    assert os.listdir(folder) == []
+
+
+def test_a_file_that_somebody_else_has_bound_since_stays(folder):
+    require_private_folder()
+    path = path_of(local_endpoint(1))
+    with contextlib.closing(listen_at(path)):
+        remove(path, os.stat(path).st_ino + 1)
+        assert os.path.exists(path)
