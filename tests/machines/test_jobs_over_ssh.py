@@ -177,15 +177,15 @@ def test_no_secret_stands_in_any_command_line_or_in_the_output(machines, launch)
 
 
 def secret_of(job):
-    """What encrypts a job, from the file that one of its workers was given."""
+    """What encrypts a job, in hexadecimal digits, from the file that one of its workers was given."""
     line = job.line_with("worker 1 pid ")
     process = Path("/proc") / line.split(" pid ")[1].split()[0]
     variables = dict(one.split(b"=", 1) for one in (process / "environ").read_bytes().split(b"\0") if one)
     path = variables[b"KVDIST_SECRET_FILE"].decode()
     # Seen as the worker sees it, which has folders of its own machine.
-    secret = (process / f"root{path}").read_text().strip()
-    assert len(secret) == 64
-    return secret
+    secret = (process / f"root{path}").read_bytes()
+    assert len(secret) == 32
+    return secret.hex()
 
 
 def test_a_full_disk_at_the_destination_is_told_before_or_while_copying(machines, launch, project):
