@@ -58,7 +58,7 @@ def require_private_folder() -> None:
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        found = os.lstat(folder)
+        found, parent = os.lstat(folder), os.stat(os.path.dirname(folder)).st_mode
     except OSError as error:
         raise ConfigError(
             f"the folder {folder} for the sockets of this machine cannot be made ({error.strerror}): make it possible,"
@@ -70,6 +70,8 @@ def require_private_folder() -> None:
         problem = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
     elif stat.S_IMODE(found.st_mode) & 0o077:
         problem = f"can be entered by others (mode {stat.S_IMODE(found.st_mode):04o}, expected 0700)"
+    elif parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
+        problem = "can be renamed by others, as the folder around it has no sticky bit (chmod +t)"
     else:
         return
     raise ConfigError(f"{folder}, where the sockets of this machine lie, {problem}: remove it, {advice}")

@@ -64,6 +64,11 @@ def test_a_folder_that_others_could_reach_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="is not a folder"):
         require_private_folder()
     os.unlink(folder)
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="can be renamed by others"):
+        require_private_folder()
+    tmp_path.chmod(0o700)
+    os.rmdir(folder)
     if os.geteuid() == 0:
         os.mkdir(folder, 0o700)
         os.chown(folder, 12345, 12345)

@@ -16,10 +16,10 @@ from kvdist.core.worker import Worker
 from kvdist.errors import AuthenticationError, ConfigError, FencedError
 from kvdist.node import GARBAGE_REPORTS_MAX, Node
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role, server, worker
-from kvdist.protocol.messages import Packet, Stamp
+from kvdist.protocol.messages import Ack, Packet, Stamp
 from kvdist.protocol.registration import Hello, Peer, Rejected, Roster, Welcome
 from kvdist.protocol.wire import decode, encode
-from kvdist.transport.base import Arrived, Buffer, Event, Refused, Route, Transport
+from kvdist.transport.base import Arrived, Buffer, Disconnected, Event, Refused, Route, Transport
 from kvdist.version import __version__
 
 JOB = 7
@@ -208,3 +208,35 @@ def test_what_came_while_a_message_took_long_is_heard_before_anybody_counts_as_l
     heard(node, hello(Role.WORKER, 1, None, "route-1", TOKEN + 1), hello(Role.SERVER, 0, None, "route-2", TOKEN + 2))
     assert node.machine.complete and node.failure is None and not node.stopped
     node.finish()
+
+
+def test_a_member_that_was_dialled_is_believed_only_where_it_was_dialled(joining):
+    welcome = message(SCHEDULER_MEMBER, Welcome(0, 5), to=TOKEN)
+    heard(joining, Arrived("another route", welcome))
+    assert joining.machine.me.node.rank == UNRANKED and joining.reliable.strangers_refused == 1
+    heard(joining, Arrived("tcp://127.0.0.1:9", welcome))
+    assert joining.machine.me == Member(worker(0), 5)
+
+
+def test_a_route_is_taken_for_that_of_a_member_only_with_its_incarnation_and_job(node):
+    heard(node, hello(Role.WORKER, 0, None, route="member"))
+    for job, incarnation in ((JOB + 1, 100), (JOB, 9)):
+        stamp = Stamp(job, 1, 0, Member(worker(0), incarnation), 0, 0, 0, 0)
+        frames = [memoryview(bytes(frame)) for frame in encode(Packet(stamp, Ack(wanted=False)))]
+        ((route, answer),) = heard(node, Arrived(stamp.job, frames))
+        assert route == stamp.job and isinstance(answer.message, Rejected)
+        told = answer.stamp
+        assert (told.job, told.epoch, told.source.incarnation, told.destination) == (
+            stamp.job, 0, 0, stamp.source.incarnation,
+        )  # fmt: skip
+    assert node._routes == {Member(worker(0), 100): "member"}
+
+
+def test_of_a_route_that_names_one_process_after_the_other_one_name_is_kept_until_it_ends(node):
+    heard(node, *[hello(Role.WORKER, rank, None, route=rank, token=1 + rank) for rank in (0, 1)])
+    for token in range(50, 99):
+        heard(node, hello(Role.WORKER, -1, None, token=token))
+    assert len(node._routes) == 3
+    heard(node, Disconnected("route", "gone"))
+    assert set(node._routes) == {Member(worker(rank), 100 + rank) for rank in (0, 1)}
+    assert "route" not in node._members and "route" not in node._refused_routes

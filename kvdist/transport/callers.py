@@ -2,7 +2,7 @@
 
 libzmq bounds the bytes of a frame, but not the frames of a message that is not complete, nor the connections. So there
 may only be so many of these, and each, and all together, may only bring so many bytes, which the kernel counts; beyond
-that they are shut down. Whoever belongs here dials again.
+that they are shut down; a member dials again.
 
 A refusal is said once for each address, and again when the reason is certain.
 

@@ -51,7 +51,7 @@ RETRANSMIT_MS_MAX = 10_000
 """How long the kernel may go on retransmitting to a peer that is gone before the connection breaks."""
 
 LOOK_MS = 100
-"""How often connections are looked at that have said nothing yet."""
+"""How often connections are looked at that have said nothing yet, and how long a refused one stays to hear why."""
 SILENT_SHARE = 4
 """Of the descriptors that this process may have open, the part that these may take."""
 
@@ -205,7 +205,7 @@ class ZeroMQTransport(Transport):
 
     def hang_up(self, route: Route) -> None:
         if type(route) is Peer and isinstance(route.link, Bound):
-            self._hanging_up.setdefault(route, time.monotonic() + LAST_WORDS_S)
+            self._hanging_up.setdefault(route, time.monotonic() + LOOK_MS / 1000.0)
 
     def recv(self, timeout_s: float) -> list[Event]:
         self._check_open()

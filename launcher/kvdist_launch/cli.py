@@ -30,11 +30,10 @@ from kvdist_launch.output import PROGRAM, Sink
 from kvdist_launch.plan import HostFacts, Job, Process, plan, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.request import ROLE_COMMAND, Request, hosts_of, job_of, patience_of
-from kvdist_launch.secret import NONE
+from kvdist_launch.secret import NONE, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor
 from kvdist_launch.transcript import Filter, Transcript
 
-PLAIN_HERE = "every user of this machine can reach the sockets of this job, which are plain TCP (KVDIST_SECURITY=none)"
 RESTARTS = "KVDIST_RESTARTS"
 """Tells the processes how often the job was started before, where it was."""
 USAGE_ERROR = 2

@@ -34,7 +34,7 @@ from kvdist_launch.listening import LOOPBACK, listening_here, port_of, ports_of
 from kvdist_launch.output import TextSink
 from kvdist_launch.plan import PYTHON, HostFacts, Job, Process, plan, worker_lines
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.secret import Security, security_of
+from kvdist_launch.secret import NONE, PLAIN_HERE, Security, security_of
 from kvdist_launch.signals import Mailbox, Signals
 from kvdist_launch.supervisor import Supervisor
 from kvdist_launch.transcript import Transcript
@@ -135,6 +135,8 @@ def run(
     began = time.monotonic()
     with calls, deadline, patience, listening_here(ports_of(variables), is_local) as listening:
         processes = calls.over(_plan(np, servers, own, security, port_of(listening)))
+        if security.word == NONE:
+            supervisor.say(PLAIN_HERE)
         for line in worker_lines(processes, HERE) if verbose else ():
             supervisor.say(line)
         crew = _Crew(supervisor, calls, partial(deadline.begin, began), patience, None if is_main else signals)

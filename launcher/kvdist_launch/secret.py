@@ -23,6 +23,7 @@ VARIABLE = "KVDIST_SECRET_FILE"
 SECURITY = "KVDIST_SECURITY"
 TRANSPORT = "KVDIST_TRANSPORT"
 CURVE, NONE = "curve", "none"
+PLAIN_HERE = "every user of this machine can reach the sockets of this job, which are plain TCP (KVDIST_SECURITY=none)"
 
 
 @dataclass(frozen=True)

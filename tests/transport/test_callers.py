@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from kvdist.transport.callers import TOLD_MAX, Callers
+from kvdist.transport.callers import NOWHERE, TOLD_MAX, Bounds, Callers, shut_down
 
 HERE = "tcp://127.0.0.1:9"
 LOCKS = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'ab'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -100,3 +101,56 @@ def test_only_so_many_addresses_are_told(monkeypatch, said):
     for number in range(TOLD_MAX + 5):
         come(callers, number, "another secret")
     assert len(said()) == TOLD_MAX
+
+
+@pytest.fixture
+def pairs():
+    """Makes connections of this machine: (their end, the accepted one)."""
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def make():
+            theirs = stack.enter_context(socket.create_connection(listening.getsockname(), 10))
+            return theirs, stack.enter_context(listening.accept()[0])
+
+        yield make
+
+
+def is_open(theirs):
+    theirs.setblocking(False)
+    try:
+        return theirs.recv(1) != b""
+    except BlockingIOError:
+        return True
+
+
+def test_what_brings_too_much_without_a_complete_message_is_shut_down_the_largest_first(pairs):
+    callers = Callers(Bounds(connections=9, bytes_each=1000, bytes_all=1500))
+    ends = []
+    for nbytes in (400, 1001, 700, 600, 0):
+        theirs, accepted = pairs()
+        callers.accepted(accepted.fileno())
+        theirs.sendall(bytes(nbytes))
+        assert len(accepted.recv(2000, socket.MSG_PEEK)) == nbytes if nbytes else True
+        ends.append(theirs)
+    assert callers.are_watched
+    callers.look()
+    assert [is_open(theirs) for theirs in ends] == [True, False, False, True, True]
+    assert callers.shut_down == 2
+
+
+def test_of_more_connections_than_there_may_be_the_oldest_is_shut_down_and_one_that_has_spoken_is_not_counted(pairs):
+    callers = Callers(Bounds(connections=2, bytes_each=1000, bytes_all=1500))
+    ends = [pairs() for _ in range(4)]
+    for number, (_, accepted) in enumerate(ends):
+        callers.accepted(accepted.fileno())
+        if number == 0:
+            assert callers.known(accepted.fileno())[0] == "127.0.0.1"
+    assert [is_open(theirs) for theirs, _ in ends] == [True, False, True, True]
+
+
+def test_only_the_connection_that_is_meant_is_shut_down(pairs):
+    (theirs, accepted), (other, _) = pairs(), pairs()
+    assert not shut_down(accepted.fileno(), NOWHERE)
+    assert not shut_down(accepted.fileno(), other.getsockname()) and is_open(theirs)
+    assert shut_down(accepted.fileno(), theirs.getsockname()) and not is_open(theirs)
