@@ -33,6 +33,7 @@ from kvdist.config import Limits
 from kvdist.errors import ConfigError, StoreClosed
 from kvdist.local_sockets import SCHEME, listen_at, remove
 from kvdist.nodes import NodeId
+from kvdist.open_files import RAISED_MAX
 from kvdist.transport.alarm import Alarm
 from kvdist.transport.base import Buffer, Event, Route, Transport
 from kvdist.transport.callers import Bounds
@@ -73,8 +74,9 @@ class ZeroMQTransport(Transport):
         self, limits: Limits, credentials: Credentials | None = None, io_threads: int = 1, peers_max: int = 0
     ) -> None:
         self.limits = limits
-        of_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SILENT_SHARE
-        self._bounds = Bounds(max(of_descriptors, peers_max), 2 * limits.frame_bytes_max, 8 * limits.frame_bytes_max)
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        share = (RAISED_MAX if soft == resource.RLIM_INFINITY else soft) // SILENT_SHARE
+        self._bounds = Bounds(max(share, peers_max), 2 * limits.frame_bytes_max, 8 * limits.frame_bytes_max)
         self._credentials = credentials
         self._pid = os.getpid()
         keep_freed_memory()
