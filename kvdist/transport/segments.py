@@ -157,6 +157,9 @@ def open_file(owner: int, number: int, token: bytes) -> SharedFile:
         raise _error("open", owner, error) from error
     try:
         _check(descriptor, owner, token)
+    except OSError as error:  # what is there is another kind of file, which was put there meanwhile
+        os.close(descriptor)
+        raise _error("read", owner, error) from error
     except BaseException:
         os.close(descriptor)
         raise

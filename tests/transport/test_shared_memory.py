@@ -540,6 +540,18 @@ def test_a_file_that_is_not_what_it_should_be_is_not_mapped(
         assert reason in liar.told() and server.routes_shared == len(server.table) == 0
 
 
+def test_a_file_of_another_kind_that_was_put_there_meanwhile_is_not_mapped(
+    liar_and_server: tuple[Liar, SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar, server = liar_and_server
+    monkeypatch.setattr("os.readlink", lambda path: f"/memfd:{NAME}")
+    with pipe() as file:
+        liar.greet(number=file)
+        liar.table(liar.says(liar.arena.allocate(SIZE)))
+        receive(server, lambda _: server.routes_fallen_back == 1)
+        assert "cannot read the shared memory of process" in liar.told()
+
+
 def test_memory_of_a_process_that_has_ended_is_not_mapped(liar_and_server: tuple[Liar, SharedMemoryTransport]) -> None:
     liar, server = liar_and_server
     liar.greet(owner=gone_pid())
