@@ -377,6 +377,15 @@ class DistStore(KVStore):
         self._require_usable()
         return self._saving.save(self._keys.all, directory, step, state, keep, names)
 
+    def claim_folder(self, directory: str | os.PathLike[str], step: int) -> None:
+        """Make sure that checkpoints can be saved into this directory, as the first `save_checkpoint` does.
+
+        Raises:
+            CheckpointError: as of `KVStore.save_checkpoint`.
+        """
+        self._require_usable()
+        self._saving.claim(directory, step)
+
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
     ) -> Checkpoint:

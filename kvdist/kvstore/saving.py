@@ -99,6 +99,10 @@ class Saving:
 
         return self._save(keys, make)
 
+    def claim(self, directory: str | os.PathLike[str], step: int) -> None:
+        """See `DistStore.claim_folder`."""
+        self._claim(_Place(saved.place(directory, step), EVERYTHING))
+
     def save_states(self, keys: Sequence[KeyInfo], fname: str | os.PathLike[str]) -> Future[Path]:
         """See `KVStore.save_optimizer_states`."""
         return self._save(keys, lambda: _Place(saved.absolute(fname), (STATES,)))

@@ -178,6 +178,26 @@ def test_a_version_that_is_no_count_is_damage(tmp_path, version):
         read_changed(tmp_path, lambda body: body.update(version=version))
 
 
+def test_a_manifest_of_a_version_that_knew_no_runs_is_read(tmp_path):
+    found = read_changed(tmp_path, lambda body: body.pop("run"))
+    assert found.run == "" and found.step == 5
+    found.require_part(tmp_path / "server-0", None, None)  # whose files say nothing of it
+
+
+@pytest.mark.parametrize("run", [7, None, "x", "0" * 15, ["0"], "G" * 16])
+def test_a_run_that_is_none_is_damage(tmp_path, run):
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_changed(tmp_path, lambda body: body.update(run=run))
+
+
+@pytest.mark.parametrize("other", [("f" * 16, 5), ("0" * 16, 6), (None, None), (5, "0" * 16)])
+def test_a_file_of_another_run_or_step_is_no_part(tmp_path, other):
+    ours = manifest(run="0" * 16)
+    ours.require_part(tmp_path / "server-0", "0" * 16, "5")
+    with pytest.raises(CheckpointError, match="server-0 is not a part of this checkpoint"):
+        ours.require_part(tmp_path / "server-0", *other)
+
+
 def file_named(name):
     return lambda body: body["files"][0].update(name=name)
 
