@@ -28,7 +28,7 @@ from kvdist.kernels.interface import Array
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.states import SliceState
+from kvdist.optimizer.states import SliceState, is_count
 from kvdist.optimizer.step import Extent
 from kvdist.parameters import Parameter, require_shapes
 
@@ -248,7 +248,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 )
             own.copy_(given)  # `fresh` has the memory of the arrays
         count = float(expected[STEP])
-        if not (count >= 0 and count == int(count)):
+        if not is_count(count):
             raise ValueError(f"the state {STEP} of {parameter.name} is {count}; it counts updates")
         scalars = tuple(float(expected[name]) for name in self._names()[1])
         return SliceState(int(count), fresh.arrays, scalars, fresh.master) if count else None

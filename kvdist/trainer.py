@@ -471,7 +471,7 @@ class Trainer:
             return
         self._require_nothing_sent("load_state_dict", "step()")
         if isinstance(self._kvstore, KVStore):
-            self._kvstore.agree(f"loads the optimizer state {digest(states) or 'of a beginning'}")
+            self._kvstore.agree(f"loads the optimizer state {digest(states) or 'of no updates'}")
         self._replace_states(states)
 
     def _replace_states(self, states: Sequence[SliceState | None]) -> None:

@@ -217,6 +217,7 @@ def lost(state):
         (changed("momentum_buffer", torch.zeros(40, 5)), "adam keeps step, exp_avg, exp_avg_sq: it is of another"),
         (lost, "has step, exp_avg_sq, and adam keeps step, exp_avg"),
         (changed("step", torch.tensor(1.5)), "step of parameter 0 is 1.5; it counts updates"),
+        (changed("step", torch.tensor(float("inf"))), "step of parameter 0 is inf"),
         (lambda state: state["param_groups"].append({}), "different number of parameter groups"),
     ],
 )
@@ -265,3 +266,7 @@ def test_a_store_gives_and_takes_states_of_its_keys():
         a.arrays = (np.zeros(3, np.float32), np.zeros(3, np.float32))
         with pytest.raises(PushRefused, match="state of key 'a' has no part 2"):
             store.replace_optimizer_states(["a"], [a])
+        for count in (float("inf"), float("nan"), -1, 0.5):
+            a.count = count
+            with pytest.raises(PushRefused, match="cannot have had"):
+                store.replace_optimizer_states(["a"], [a])

@@ -13,7 +13,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.optimizer.interface import SliceUpdater
-from kvdist.optimizer.states import SliceState
+from kvdist.optimizer.states import SliceState, is_count
 
 NUMBERS, MASTER = 0, 255
 
@@ -46,7 +46,7 @@ def replace(shard: Shard, updater: SliceUpdater | None, part: int, values: Bits,
         )
     if part == NUMBERS:
         count, *scalars = values.tolist()
-        if not (count >= 0 and count == int(count)):
+        if not is_count(count):
             raise PushRefused(f"the optimizer's state of key {shard.key!r} cannot have had {count} updates")
         state.count, state.scalars = int(count), tuple(scalars)
         updater.restore(shard.number, state if count else None)

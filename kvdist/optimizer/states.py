@@ -60,6 +60,11 @@ class SliceState:
         return SliceState(self.count, tuple(array[stretch] for array in self.arrays), self.scalars, master)
 
 
+def is_count(number: float) -> bool:
+    """Whether a number from outside can be how many updates a state has had; a float is exact up to there."""
+    return 0 <= number <= 1 << 53 and number == int(number)
+
+
 def digest(states: Sequence[SliceState | None]) -> str:
     """A short text that is the same for the same states; empty if none of them was ever updated."""
     found = hashlib.blake2b(digest_size=8)
