@@ -43,6 +43,7 @@ from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.disk import ThreadedDisk
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
+from kvdist.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
 from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import begin_profiling, introduction
 from kvdist.kvstore.commands import HANDLERS
@@ -59,8 +60,6 @@ from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")
 
-EXIT_PEER_LOST = 75
-EXIT_CONFIG = 2
 OBJECTS_PER_COLLECTION = 100_000
 """Many keys are many objects, all of which stay: looking for garbage among them after each 700 new ones, as Python does
 by default, would take as long as making them."""

@@ -43,7 +43,16 @@ from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.requests import Request
 from kvdist.core.worker import Worker
 from kvdist.disk import Disk, ThreadedDisk
-from kvdist.errors import AuthenticationError, ConfigError, ForkError, KvdistError, ProtocolError, StoreClosed
+from kvdist.errors import (
+    AuthenticationError,
+    ConfigError,
+    ForkError,
+    KvdistError,
+    PeerLostError,
+    ProtocolError,
+    StoreClosed,
+)
+from kvdist.exit_codes import exit_with_peer_lost
 from kvdist.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol.messages import Packet
@@ -254,6 +263,8 @@ class Node:
 
     def _stop(self, failure: Exception | None) -> None:
         if not self.stopped:
+            if isinstance(failure, PeerLostError):
+                exit_with_peer_lost()
             self.failure = failure
             self.stopped = True
 

@@ -25,6 +25,7 @@ FLOORS = {
     "kvdist.collective_settings": 1,
     "kvdist.config": 1,
     "kvdist.dtypes": 1,
+    "kvdist.exit_codes": 1,
     "kvdist.initializer": 1,
     "kvdist.limits": 1,
     "kvdist.local_sockets": 1,
@@ -140,8 +141,8 @@ SIDEWAYS = {
 """(importer, imported): pairs of entries on one floor where the first may know the second."""
 
 LAUNCHER_MAY_IMPORT = {
-    "kvdist.addresses", "kvdist.config", "kvdist.errors", "kvdist.local_sockets", "kvdist.nodes", "kvdist.open_files",
-    "kvdist.secret", "kvdist.variables", "kvdist.version",
+    "kvdist.addresses", "kvdist.config", "kvdist.errors", "kvdist.exit_codes", "kvdist.local_sockets", "kvdist.nodes",
+    "kvdist.open_files", "kvdist.secret", "kvdist.variables", "kvdist.version",
 }  # fmt: skip
 
 ONLY_IMPORTER = {

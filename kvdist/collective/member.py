@@ -21,6 +21,7 @@ from kvdist.collective.habits import Habits
 from kvdist.collective.referee import Referee
 from kvdist.collective.signature import ALWAYS_AGREED, Signature
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
+from kvdist.exit_codes import exit_with_peer_lost
 from kvdist.protocol.collective import (
     ENTRY_BYTES,
     WHOLE_JOB,
@@ -371,6 +372,7 @@ class Member(Referee):
 
 def _error_of(own: int, rank: int, host: str, cause: str) -> Callable[[str], BaseException]:
     """Makes the error of a rank that is gone, for what this one waits for."""
+    exit_with_peer_lost()
 
     def error_of(awaited: str) -> BaseException:
         waits = f"; rank {own} waited for {awaited}" if awaited else ""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from kvdist.errors import PeerLostError
+from kvdist.exit_codes import EXIT_PEER_LOST
 from kvdist_launch.cargo import CargoError, pack_result, unpack_call
 
 
@@ -53,7 +55,7 @@ class _Reporter:
             error.__suppress_context__ = True
             theirs = None
         text = "".join(traceback.format_exception(kind, error, theirs))
-        _send(self._descriptor, _raised(_name(kind), text, 1))
+        _send(self._descriptor, _raised(_name(kind), text, EXIT_PEER_LOST if isinstance(error, PeerLostError) else 1))
         sys.__excepthook__(kind, error.with_traceback(theirs), theirs)
 
 

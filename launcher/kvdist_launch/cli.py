@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvdist.addresses import host_name
 from kvdist.errors import ConfigError
+from kvdist.exit_codes import EXIT_CONFIG
 from kvdist.nodes import Role
 from kvdist.open_files import open_files_warning, raise_open_files_limit
 from kvdist.variables import with_twins
@@ -122,7 +123,7 @@ def _attempt(request: Request, screen: Screen) -> tuple[int, str]:
 
 
 def _run(request: Request, screen: Screen) -> int:
-    """Run the job, and again when a worker fails, as often as the user wants."""
+    """Run the job, and again when it fails, as often as the user wants."""
     options = request.options
     hosts = hosts_of(request)
     launcher = _launcher_facts(hosts)
@@ -158,9 +159,11 @@ def _run_once(
 
 
 def _wants_another(supervisor: Supervisor) -> bool:
-    """Whether a worker failed, and the user has not said since that it is enough."""
+    """Whether the job failed in a way that may not happen again, and nobody has interrupted it since."""
     cause = supervisor.cause
-    return cause is not None and cause.node.role is Role.WORKER and not supervisor.is_interrupted
+    if cause is None or supervisor.is_interrupted:
+        return False
+    return cause.node.role is Role.WORKER or cause.status != EXIT_CONFIG
 
 
 def _run_elsewhere(options: argparse.Namespace, job: Job, hosts: Sequence[Host], launcher: HostFacts) -> int:

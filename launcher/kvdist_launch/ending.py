@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 
 from kvdist.errors import PeerLostError, RankLostError
+from kvdist.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import NodeId, Role
 
-PEER_LOST = 75
-"""sysexits.h's EX_TEMPFAIL: a scheduler or server ended because some *other* process was lost."""
-
-PEER_LOST_TRACEBACKS = tuple(f"{one.__module__}.{one.__qualname__}:".encode() for one in (PeerLostError, RankLostError))
-"""How the last line of a traceback begins when a worker did not catch the error that says the same."""
+PEER_LOST_TRACEBACK = re.compile(
+    rb"(?:\[rank[0-9]+\]: )?(?:%s):"
+    % b"|".join(f"{one.__module__}.{one.__qualname__}".encode() for one in (PeerLostError, RankLostError))
+)
+"""How the last line of a traceback begins when a worker did not catch the error; torch.distributed puts the rank before
+it. Most such workers end with EXIT_PEER_LOST, but a program may have a hook of its own for uncaught exceptions."""
 
 HOST_LOST = 255
 """What ssh ends with when the connection is gone, and so does a job that loses a host."""
@@ -51,10 +54,8 @@ class Ending:
     @property
     def is_consequence(self) -> bool:
         """Whether it says of itself that it failed because another process was lost."""
-        if self.node.role is Role.WORKER:
-            # A script chooses its exit codes freely; what ends Python's traceback is as good as a code of its own.
-            return self.status == 1 and self.last_error_line.startswith(PEER_LOST_TRACEBACKS)
-        return self.status == PEER_LOST
+        says_so = self.node.role is Role.WORKER and PEER_LOST_TRACEBACK.match(self.last_error_line) is not None
+        return self.status == EXIT_PEER_LOST or (self.status == 1 and says_so)
 
     @property
     def doubt(self) -> int:
@@ -66,6 +67,8 @@ class Ending:
     @property
     def exit_code(self) -> int:
         """The code with which the launcher passes this ending on."""
+        if self.is_consequence:
+            return EXIT_PEER_LOST
         return SIGNAL_BASE - self.status if self.status < 0 else self.status
 
     @property

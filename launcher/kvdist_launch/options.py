@@ -287,8 +287,9 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--dry-run",), flag("only show what would run where; values that look secret are hidden")),
     )),
     ("failure", (
-        (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "what follows when a worker fails: the job"
-         " ends, or is started anew as a whole, at most N times (default: abort)", default=0)),
+        (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "what follows when a process fails or is"
+         " lost, also a server or the scheduler: the job ends, or is started anew as a whole, at most N times"
+         " (default: abort)", default=0)),
         (("--start-timeout",), valued(to_seconds, "SECONDS", "how long the cluster may take to be complete")),
         (("--grace",), valued(to_seconds, "SECONDS", "how long the others may take to end after a failure, an"
          " interruption or the last worker's end (default: 5; without servers 2)")),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import NOTICED_S, TIMEOUT_S
+from tests.integration.processes import EXIT_PEER_LOST, NOTICED_S, TIMEOUT_S
 from tests.ports import free_port
 
 HEAD = """
@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_the_others_soon_with_its_name_and_what_they_waited_f
     job.wait_for("ready")
     killed_at = time.monotonic()
     job.signal(victim, signal.SIGKILL)
-    assert job.ends() == [-9 if rank == victim else 1 for rank in range(3)]
+    assert job.ends() == [-9 if rank == victim else EXIT_PEER_LOST for rank in range(3)]
     for rank in set(range(3)) - {victim}:
         said = job.said(rank)
         assert f"RankLostError: rank {victim} on host {socket.gethostname()} is gone" in said
@@ -130,7 +130,7 @@ hvd.init()
     job = Job(nursery, tmp_path, program, head="")
     first, second, third = job.ends()
     # The thread that is left waiting in gloo may come back while Python ends, which C++ then ends by an abort.
-    assert second == 7 and {first, third} <= {1, -signal.SIGABRT}
+    assert second == 7 and {first, third} <= {EXIT_PEER_LOST, -signal.SIGABRT}
     for rank in (0, 2):
         assert "RankLostError: rank 1 on host" in job.said(rank)
         assert f"rank {rank} waited for the connections to the other ranks" in job.said(rank)
@@ -149,7 +149,7 @@ hvd.barrier()
     job.wait_for("ready")
     job.signal(1, signal.SIGKILL)
     (tmp_path / "go").touch()
-    assert job.ends() == [1, -9, 1]
+    assert job.ends() == [EXIT_PEER_LOST, -9, EXIT_PEER_LOST]
     assert "RankLostError: rank 1 on host" in job.said(0) and "RankLostError: rank 1 on host" in job.said(2)
 
 
@@ -166,7 +166,7 @@ hvd.synchronize(handle)
     job = Job(nursery, tmp_path, body, GO=str(tmp_path / "go"))
     job.wait_for("called", (0, 2))
     (tmp_path / "go").touch()
-    assert job.ends() == [1, 1, 1]
+    assert job.ends() == [EXIT_PEER_LOST, 1, EXIT_PEER_LOST]
     for rank in (0, 2):
         assert "is gone: ended by FileNotFoundError: no such file: train.csv" in job.said(rank)
         assert f"rank {rank} waited for allreduce 'second' of float32[1000]" in job.said(rank)
@@ -194,7 +194,7 @@ except KvdistError:
     raise
 """
     job = Job(nursery, tmp_path, body)
-    assert job.ends() == [1, code, 1]
+    assert job.ends() == [EXIT_PEER_LOST, code, EXIT_PEER_LOST]
     ends_at = float(job.said(1).partition("ends at ")[2].split()[0])
     for rank in (0, 2):
         assert "RankLostError: rank 1 on host" in job.said(rank)

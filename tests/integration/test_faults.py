@@ -58,14 +58,13 @@ def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
         assert process.ended_at - killed_at < NOTICED_S, f"{name} took too long\n{job.transcript()}"
         assert named(victim) in process.text, job.transcript()
         assert "was lost" in process.text and "the call returned" not in process.text
+        assert codes[name] == EXIT_PEER_LOST, job.transcript()
         if name.startswith("worker"):
-            assert codes[name] == 1 and "PeerLostError: " in process.text
+            assert "PeerLostError: " in process.text
             assert "1 is known to be lost" in process.text
             host = local_endpoint(job.port) if victim == "scheduler" else socket.gethostname()
             assert process.lines_with(f"lost {victim!r} on {host!r}: "), job.transcript()
             assert process.lines_with("lost again: "), "the next call fails alike"
-        else:
-            assert codes[name] == EXIT_PEER_LOST, job.transcript()
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -162,7 +161,7 @@ def test_an_exception_in_one_script_ends_the_others_with_a_sentence_that_names_i
     sentence = "ended by an unhandled RuntimeError: the script of worker 1 is wrong"
     for name in ("worker-0", "worker-2", "server-0", "server-1", "scheduler"):
         assert sentence in job.processes[name].text and "worker-1 (host " in job.processes[name].text, job.transcript()
-        assert codes[name] == (1 if name.startswith("worker") else EXIT_PEER_LOST)
+        assert codes[name] == EXIT_PEER_LOST
 
 
 def test_an_exception_in_one_script_is_the_launchers_first_cause(job):
@@ -176,7 +175,7 @@ def test_an_exception_in_one_script_is_the_launchers_first_cause(job):
 def test_a_worker_that_exits_without_a_word_is_lost(job):
     job.cluster(2, 1, "faults.py", "exits", "0")
     codes = job.finish()
-    assert codes["worker-1"] == 0 and codes["worker-0"] == 1
+    assert codes["worker-1"] == 0 and codes["worker-0"] == EXIT_PEER_LOST
     assert named("worker-1") in job.processes["worker-0"].text
 
 
@@ -186,8 +185,8 @@ def test_a_worker_that_exits_without_a_word_is_lost_under_the_launcher(job, code
     job.finish()
     raised = launcher.lines_with("PeerLostError: ")
     assert raised and raised[0].startswith("w0 │") and "worker-1 (" in raised[0], job.transcript()
-    # Nobody failed by itself but who lost worker-1, and the first of those gives the code.
-    assert launcher.code in ([code] if code else [1, EXIT_PEER_LOST]), job.transcript()
+    # Where nobody failed by itself, the first cause is that a peer was lost.
+    assert launcher.code == (code or EXIT_PEER_LOST), job.transcript()
     assert launcher.lines_with(f"sched │ kvdist: {named('worker-1')}"), job.transcript()
 
 

@@ -7,10 +7,11 @@ import os
 
 import pytest
 
+from kvdist.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import SCHEDULER, server, worker
 from kvdist.version import __version__
 from kvdist_launch.chronicle import Chronicle, remove_summary, write_summary
-from kvdist_launch.ending import PEER_LOST, Ending
+from kvdist_launch.ending import Ending
 
 HOSTS = {SCHEDULER: "", server(0): "d1", server(1): "d2", worker(0): "d1", worker(1): "d2", worker(2): "d1"}
 
@@ -31,7 +32,7 @@ def failed():
     """worker-1 fails, who lost a peer ends by itself, and the rest is told to end."""
     chronicle = begun()
     cause = end(chronicle, 104.5, (worker(1), 3))
-    end(chronicle, 104.6, (SCHEDULER, PEER_LOST), (server(0), PEER_LOST), (server(1), PEER_LOST))
+    end(chronicle, 104.6, (SCHEDULER, EXIT_PEER_LOST), (server(0), EXIT_PEER_LOST), (server(1), EXIT_PEER_LOST))
     chronicle.told_to_end(worker(0))
     chronicle.told_to_end(worker(2))
     end(chronicle, 109.5, (worker(0), -15), (worker(2), -9))

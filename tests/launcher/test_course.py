@@ -6,9 +6,10 @@ import signal
 
 import pytest
 
+from kvdist.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import SCHEDULER, NodeId, server, worker
 from kvdist_launch.course import Course, Patience, Say, SendSignal
-from kvdist_launch.ending import PEER_LOST, Ending
+from kvdist_launch.ending import Ending
 
 NODES = [SCHEDULER, server(0), server(1), worker(0), worker(1)]
 PATIENCE = Patience(grace_s=5.0, farewell_s=4.0, terminate_s=2.0)
@@ -57,7 +58,7 @@ def test_the_first_failure_is_named_and_later_ones_are_not():
     course = new_course()
     said = end(course, 112.3, (worker(1), -9))
     assert said == [Say("worker-1 (pid 1004) was killed by signal 9 (SIGKILL); the others get 5 s to end")]
-    end(course, 112.5, (worker(0), 1), (server(0), PEER_LOST), (server(1), PEER_LOST), (SCHEDULER, PEER_LOST))
+    end(course, 112.5, (worker(0), 1), *((node, EXIT_PEER_LOST) for node in (server(0), server(1), SCHEDULER)))
     assert course.is_over
     assert course.exit_code() == 137
     assert course.summary(113.0) == (
@@ -80,9 +81,9 @@ def test_those_that_do_not_notice_a_failure_are_terminated_then_killed():
     ("ends", "named", "exit_code"),
     [
         ([(worker(0), 1), (worker(1), -11)], worker(1), 139),
-        ([(SCHEDULER, PEER_LOST), (worker(1), 1)], worker(1), 1),
+        ([(SCHEDULER, EXIT_PEER_LOST), (worker(1), 1)], worker(1), 1),
         ([(server(0), 0), (worker(1), 2)], worker(1), 2),
-        ([(SCHEDULER, PEER_LOST), (server(1), 9)], server(1), 9),
+        ([(SCHEDULER, EXIT_PEER_LOST), (server(1), 9)], server(1), 9),
     ],
 )
 def test_of_endings_seen_at_once_the_likeliest_cause_is_named(ends, named, exit_code):
@@ -94,7 +95,7 @@ def test_of_endings_seen_at_once_the_likeliest_cause_is_named(ends, named, exit_
 
 def test_a_lost_peer_is_a_consequence_even_if_it_was_seen_first():
     course = new_course()
-    end(course, 101.0, (server(0), PEER_LOST))
+    end(course, 101.0, (server(0), EXIT_PEER_LOST))
     end(course, 101.2, (worker(0), 4))
     assert course.cause is not None
     assert course.cause.node == worker(0)
@@ -102,10 +103,10 @@ def test_a_lost_peer_is_a_consequence_even_if_it_was_seen_first():
 
 def test_a_lost_peer_is_named_when_nothing_else_failed():
     course = new_course()
-    end(course, 101.0, (server(0), PEER_LOST))
+    end(course, 101.0, (server(0), EXIT_PEER_LOST))
     course.tick(106.0)
     end(course, 106.1, *((node, -15) for node in NODES if node != server(0)))
-    assert course.exit_code() == PEER_LOST
+    assert course.exit_code() == EXIT_PEER_LOST
     assert course.summary(107.0).startswith("server-0 (pid 1001) lost a peer and ended with exit code 75 after 1.0 s")
 
 
@@ -124,14 +125,24 @@ def test_a_last_worker_that_lost_a_peer_still_fails_the_job():
     course = new_course()
     end(course, 101.0, (worker(1), 0))
     course.ended([Ending(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: server-0 was lost\n")], 102.0)
-    assert course.exit_code() == 1
+    assert course.exit_code() == EXIT_PEER_LOST
 
 
-def test_a_worker_may_end_with_75_without_meaning_a_lost_peer():
+@pytest.mark.parametrize(
+    ("code", "last_line"),
+    [
+        (75, b"whatever the program prints"),
+        (75, b"kvdist.errors.PeerLostError: worker-1 was lost\n"),
+        (1, b"kvdist.errors.RankLostError: rank 1 on host d2 is gone\n"),
+        (1, b"[rank0]: kvdist.errors.PeerLostError: worker-1 was lost\n"),  # as torch.distributed prints it
+    ],
+)
+def test_a_worker_says_that_it_lost_a_peer_by_its_code_or_by_its_traceback(code, last_line):
     course = new_course()
-    end(course, 101.0, (worker(0), PEER_LOST))
-    end(course, 101.2, (worker(1), 1))
-    assert course.exit_code() == PEER_LOST
+    course.ended([Ending(worker(0), 1003, code, last_line)], 101.0)
+    assert course.exit_code() == EXIT_PEER_LOST
+    end(course, 101.2, (worker(1), 3))
+    assert course.exit_code() == 3, "that one failed by itself"
 
 
 def test_a_worker_that_fails_by_itself_is_named_though_a_server_left_before_it():
@@ -187,8 +198,8 @@ def test_a_server_that_fails_after_the_last_worker_fails_the_job():
 
 def test_a_scheduler_that_lost_a_peer_after_all_workers_succeeded_fails_nothing():
     course = new_course()
-    end(course, 101.0, (worker(0), 0), (worker(1), 0), (server(0), PEER_LOST))
-    end(course, 101.5, (server(1), PEER_LOST), (SCHEDULER, PEER_LOST))
+    end(course, 101.0, (worker(0), 0), (worker(1), 0), (server(0), EXIT_PEER_LOST))
+    end(course, 101.5, (server(1), EXIT_PEER_LOST), (SCHEDULER, EXIT_PEER_LOST))
     assert (course.is_over, course.exit_code()) == (True, 0)
 
 
