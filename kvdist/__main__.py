@@ -49,9 +49,10 @@ from kvdist.kvstore.cluster import begin_profiling, introduction
 from kvdist.kvstore.commands import HANDLERS
 from kvdist.kvstore.server_device import open_server_device
 from kvdist.node import Node
-from kvdist.nodes import NodeId, Role
+from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import registered
+from kvdist.process_name import name_process
 from kvdist.profiling import PROFILER_HEAD, Profiler
 from kvdist.transport.inherited import endpoint_of_listener
 from kvdist.transport.opening import bind_port, open_sockets, open_transport
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.server_device is not None:
             config = replace(config, server_devices=device_names("--server-device", options.server_device))
         gc.set_threshold(OBJECTS_PER_COLLECTION)
+        name_process(str(NodeId(config.role, UNRANKED if config.rank is None else config.rank)))
         node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
         node.run()
         _tell_of_strangers(node)

@@ -3,8 +3,10 @@
 Schedulers of learning rates, `torch.amp.GradScaler`, and frameworks around a training loop work with it. Rules that
 hold here:
 
-* A group's ``lr`` and ``weight_decay`` are those of the next step, whoever has changed them. The other numbers of an
-  optimizer cannot change, because servers would never learn of it, so they are not in the groups.
+* A group's ``lr`` and ``weight_decay`` are those of the next step, whoever has changed them.
+* So is its ``momentum``, or ``betas``, which OneCycleLR and CyclicLR change, where the weights are updated in this
+  process; servers would never learn of it, so there a change is an error. All groups have the same.
+* The other numbers of an optimizer cannot change, so they are not in the groups.
 * What changed last counts: a group's number, or the trainer's. Both are looked at when a step begins.
 * A step that `GradScaler` skips on one worker is not skipped: the worker takes part without gradients, so the others
   do not wait for it.
@@ -100,11 +102,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._keys = list(by_group.values())
         self._declared = [parameters[keys[0]].group for keys in self._keys]
         self._is_complete = False
+        momentum = self._momentum()
         groups = [
             {"params": [replica for key in keys for replica in parameters[key].replicas], **self._numbers(keys)}
+            | momentum
             for keys in self._keys
         ]
-        super().__init__(groups, {"lr": live.learning_rate, "weight_decay": live.wd})
+        super().__init__(groups, {"lr": live.learning_rate, "weight_decay": live.wd, **momentum})
         self._is_complete = True
         self._seen = {number: self._of_groups(number) for number in NUMBERS}
 
@@ -253,8 +257,16 @@ class TorchOptimizer(torch.optim.Optimizer):
         scalars = tuple(float(expected[name]) for name in self._names()[1])
         return SliceState(int(count), fresh.arrays, scalars, fresh.master) if count else None
 
-    def tell(self) -> None:
-        """Give the optimizer the groups' numbers, or the groups the optimizer's: those that have changed."""
+    def tell(self, updates_here: bool) -> None:
+        """Give the optimizer the groups' numbers, or the groups the optimizer's: those that have changed.
+
+        Args:
+            updates_here: whether the weights are updated in this process.
+
+        Raises:
+            ValueError: the groups differ in momentum, or it has changed and the weights are updated on the store.
+        """
+        self._tell_momentum(updates_here)
         for number, (name, table) in NUMBERS.items():
             of_groups = self._of_groups(number)
             if of_groups != self._seen[number]:
@@ -275,6 +287,39 @@ class TorchOptimizer(torch.optim.Optimizer):
             multipliers.update({key: factor * share for key, share in own.items()})
         setattr(self._live, name, base)
         setattr(self._live, table, {key: factor for key, factor in multipliers.items() if factor != 1.0})
+
+    def _momentum(self) -> dict[str, Any]:
+        """What of a group the optimizer's momentum is, by torch's word; empty where it has none."""
+        live = vars(self._live)
+        if "momentum" in live:
+            return {"momentum": live["momentum"]}
+        return {"betas": (live["beta1"], live["beta2"])} if "beta1" in live and "beta2" in live else {}
+
+    def _tell_momentum(self, updates_here: bool) -> None:
+        for word, present in self._momentum().items():
+            # A state from elsewhere may lack it, or have a list for it.
+            of_groups: list[Any] = [group.get(word, present) for group in self.param_groups]
+            if word == "betas":
+                of_groups = [tuple(betas) for betas in of_groups]
+            wanted, *others = of_groups
+            if any(other != wanted for other in others):
+                raise ValueError(f"{word} is {[wanted, *others]} in the groups; a trainer needs the same in all")
+            if wanted == present:
+                continue
+            if not updates_here:
+                raise ValueError(
+                    f"{word} has changed from {present} to {wanted}, but the weights are updated on the store, which"
+                    " keeps what the trainer was made with: make the scheduler with cycle_momentum=False, or the"
+                    " trainer with update_on_kvstore=False"
+                )
+            if not present:
+                raise ValueError(
+                    f"{word} has changed from 0 to {wanted}, but the trainer was made without momentum: give its"
+                    " optimizer one, as in {'momentum': 0.9}, or make the scheduler with cycle_momentum=False"
+                )
+            fields = zip(("beta1", "beta2"), wanted, strict=True) if word == "betas" else [("momentum", wanted)]
+            for field, number in fields:
+                self._live.change_here(field, number)
 
     def _numbers(self, keys: Sequence[int]) -> dict[str, float]:
         return {"lr": self._live.pushed_lr(keys[0]), "weight_decay": self._live.wd_for(keys[0])}

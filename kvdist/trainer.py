@@ -232,8 +232,9 @@ class Trainer:
         """This trainer as a ``torch.optim.Optimizer``: for torch's schedulers, `torch.amp.GradScaler`, Lightning.
 
         Its groups are the trainer's, with ``lr`` and ``weight_decay``; what is written there counts from the next step
-        on, on servers too. Its ``step()`` is `step` without a size. Its ``state_dict()`` has what the optimizer
-        remembers, also where servers keep that. Each call returns the same object.
+        on, on servers too. Where this process updates, so does ``momentum`` or ``betas``, as OneCycleLR writes it; on
+        servers those cannot change. Its ``step()`` is `step` without a size. Its ``state_dict()`` has what the
+        optimizer remembers, also where servers keep that. Each call returns the same object.
 
         Raises:
             ValueError: the optimizer has a schedule of its own.
@@ -575,7 +576,7 @@ class Trainer:
     def _take_numbers(self) -> None:
         """Learning rate and weight decay are what torch's schedulers have made of them."""
         if self._torch_optimizer is not None:
-            self._torch_optimizer.tell()
+            self._torch_optimizer.tell(updates_here=not (self._started and self._update_on_kvstore))
 
     def _note_weights(self) -> None:
         if self._update_on_kvstore:

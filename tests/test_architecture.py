@@ -31,6 +31,7 @@ FLOORS = {
     "kvdist.local_sockets": 1,
     "kvdist.nodes": 1,
     "kvdist.open_files": 1,
+    "kvdist.process_name": 1,
     "kvdist.rowsparse": 1,
     "kvdist.schema": 1,
     "kvdist.secret": 1,

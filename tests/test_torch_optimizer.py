@@ -105,6 +105,49 @@ def test_schedulers_of_torch_make_the_same_training(schedule, options):
     assert trainer.learning_rate == pytest.approx(runs[1][1].param_groups[0]["lr"])
 
 
+@pytest.mark.parametrize("options", [{"update_on_kvstore": False}, {"kvstore": None}])
+def test_one_cycle_with_its_defaults_makes_the_same_training_where_the_worker_updates(options):
+    _, *both = pair("adam", torch.optim.Adam, 0.01, **options)
+    runs = [(net, each, torch.optim.lr_scheduler.OneCycleLR(each, 0.03, total_steps=9)) for net, each in both]
+    seen = []
+    for _ in range(8):
+        x = torch.randn(6, 5)
+        for net, optimizer, scheduler in runs:
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+        seen.append(runs[0][1].param_groups[0]["betas"])
+    assert_same(runs[0][0], runs[1][0])
+    assert len(set(seen)) > 4, "the momentum is cycled"
+
+
+@pytest.mark.parametrize("schedule", [torch.optim.lr_scheduler.OneCycleLR, torch.optim.lr_scheduler.CyclicLR])
+def test_a_momentum_that_servers_would_not_learn_of_is_refused(schedule):
+    _, (net, optimizer), _ = pair(kvstore=Cluster())
+    words = {"total_steps": 9} if schedule is torch.optim.lr_scheduler.OneCycleLR else {"base_lr": 0.1}
+    schedule(optimizer, max_lr=0.3, **words)
+    net(torch.randn(6, 5)).square().mean().backward()
+    with pytest.raises(ValueError, match="momentum has changed from 0.0 to 0.9.* with cycle_momentum=False"):
+        optimizer.step()
+
+
+def test_one_cycle_needs_a_momentum_to_cycle():
+    _, (net, optimizer), _ = pair(kvstore=None)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=9)
+    net(torch.randn(6, 5)).square().mean().backward()
+    with pytest.raises(ValueError, match="made without momentum: give its optimizer one"):
+        optimizer.step()
+
+
+def test_groups_of_a_trainer_have_one_momentum():
+    _, (net, optimizer), _ = pair("adam", torch.optim.Adam, kvstore=None)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "betas": (0.5, 0.9)})
+    net(torch.randn(6, 5)).square().mean().backward()
+    with pytest.raises(ValueError, match="a trainer needs the same in all"):
+        optimizer.step()
+
+
 def test_a_learning_rate_in_a_group_is_seen_by_the_store_at_the_next_push():
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": weights[0], "lr_mult": 0.5}, {"params": weights[1]}]
@@ -153,7 +196,7 @@ def test_factors_of_single_keys_last_when_a_group_changes():
     trainer.optimizer.set_lr_mult({0: 0.1})
     optimizer = trainer.as_torch_optimizer()
     optimizer.param_groups[0]["lr"] *= 0.5
-    optimizer.tell()
+    optimizer.tell(updates_here=True)
     assert [round(trainer.optimizer.pushed_lr(key), 9) for key in (0, 1)] == [0.05, 0.5]
 
 
@@ -282,12 +325,6 @@ def test_as_with_torch_a_gradient_is_used_as_often_as_there_are_steps():
     assert weight.grad is None
     optimizer.step()
     np.testing.assert_array_equal(weight.detach(), -2)
-
-
-def test_a_momentum_that_a_schedule_would_change_is_refused_by_torch():
-    _, (_, optimizer), _ = pair()
-    with pytest.raises(ValueError, match="momentum"):
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=9)
 
 
 def test_nothing_of_torch_warns():

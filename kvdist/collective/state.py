@@ -17,6 +17,7 @@ from kvdist.collective.process_sets import ProcessSet, add_process_set
 from kvdist.collective.rendezvous import forget_port, leave_port, meet, meet_again
 from kvdist.config import collective_settings_from_env, world_from_env
 from kvdist.errors import CollectiveError
+from kvdist.process_name import name_process
 from kvdist.world import World
 
 
@@ -62,6 +63,8 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
     finally:
         forget_port(found)
     of_process.append(engine)
+    if found.size > 1:
+        name_process(f"worker-{found.rank}")
     try:
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
             add_process_set(process_set)

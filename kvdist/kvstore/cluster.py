@@ -46,6 +46,7 @@ from kvdist.mailbox import Finish
 from kvdist.node import Node, run_together
 from kvdist.nodes import Role
 from kvdist.optimizer.offload import arithmetic_on
+from kvdist.process_name import name_process
 from kvdist.profiling import PROFILER_HEAD, Profiler
 from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
@@ -101,6 +102,8 @@ class Cluster:
         except BaseException:
             self.leave("it was interrupted while joining")
             raise
+        if not self.is_embedded:
+            name_process(f"{Role.WORKER}-{self.rank}")
 
     def open_store(self) -> int:
         """A number for a new store: all workers must open theirs in the same order."""

@@ -211,6 +211,14 @@ class Optimizer(ABC):
             )
         return schedules.given(value) if is_schedule else schemas[attribute].check(attribute, value)
 
+    def change_here(self, field: str, value: float) -> None:
+        """Change a number of the rule, which servers never learn of: for weights that are updated in this process.
+
+        Raises:
+            ValueError: the number is out of its range.
+        """
+        object.__setattr__(self, field, numbers_of(type(self))[field].check(field, value))
+
     def set_lr_mult(self, multipliers: Mapping[Any, float]) -> None:
         """Replace the table of factors {key: number} on the learning rate; keys not in it have 1."""
         self.lr_mult = dict(multipliers)

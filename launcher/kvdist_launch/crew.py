@@ -148,7 +148,7 @@ class Child:
             cwd=process.cwd,
             pass_fds=inherited,
             bufsize=0,
-            stdin=subprocess.PIPE if process.is_told_of_endings else subprocess.DEVNULL,
+            stdin=_stdin(process),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -198,6 +198,12 @@ class Child:
         for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+def _stdin(process: Process) -> int | None:
+    if process.has_stdin:
+        return None  # the launcher's own
+    return subprocess.PIPE if process.is_told_of_endings else subprocess.DEVNULL
 
 
 class LocalCrew(Crew):

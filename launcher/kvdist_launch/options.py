@@ -171,6 +171,13 @@ def _restarts(text: str) -> int:
     return int(match.group(1) or 0)
 
 
+def _worker(text: str) -> int:
+    match = re.fullmatch(r"w(?:orker-)?([0-9]{1,6})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: write the name of a worker, as in w0")
+    return int(match.group(1))
+
+
 def _devices(text: str) -> str:
     try:
         return ",".join(device_names("--server-device", text))
@@ -284,6 +291,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
          " w0,s*,worker-[0-3]")),
         (("--timestamps",), flag("begin each line with the time")),
         (("--json-summary",), valued(to_line, "FILE", "write how the job ended to FILE")),
+        (("--stdin",), valued(_worker, "WORKER", "give this terminal's input to a worker, as in w0, for a debugger; its"
+         " output is shown as it comes, without prefixes")),
         (("--dry-run",), flag("only show what would run where; values that look secret are hidden")),
     )),
     ("failure", (

@@ -103,6 +103,7 @@ class Sink:
         self._waiting = bytearray()
         self._selector: selectors.BaseSelector | None = None
         self._is_expected = False
+        self._is_mid_line = False
 
     def prefix(self, node: NodeId, host: str = "") -> bytes:
         """What stands before each line of the process in seat `node`.
@@ -121,7 +122,15 @@ class Sink:
         """Write `lines`, each after `prefix`, in one piece."""
         if lines and self._clock is not None:
             prefix = f"{time_of_day(self._clock())} ".encode() + prefix
+        if lines and self._is_mid_line:
+            self._is_mid_line = False
+            self._write(b"\n")
         self._write(b"".join(self._shown(prefix + line) for line in lines))
+
+    def write_raw(self, data: bytes) -> None:
+        """Write what may end within a line, such as a prompt; lines that follow begin on a new one."""
+        self._is_mid_line = not data.endswith(b"\n")
+        self._write(data)
 
     def say(self, text: str) -> None:
         """Write a message of the launcher's own."""

@@ -77,6 +77,7 @@ class Process:
         is_root: whether the others dial it, so that it gets the socket that listens for them: the scheduler, or in a
             job without servers worker 0.
         descriptors: those of the launcher that it inherits besides; only on the launching machine.
+        has_stdin: whether its standard input is the launcher's; only on the launching machine.
     """
 
     node: NodeId
@@ -87,6 +88,7 @@ class Process:
     is_told_of_endings: bool = False
     is_root: bool = False
     descriptors: tuple[int, ...] = ()
+    has_stdin: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Job:
         port: the TCP port of the scheduler, or of rank 0.
         name: a token unlike that of any other job.
         scheduler_host: an index into the hosts; None is the launching machine.
+        stdin: the rank of the worker whose standard input is the launcher's; None is no worker.
         is_filled: whether workers take all slots of a host before those of the next.
         cwd: the folder in which processes on hosts start; None is that of whoever starts them.
         env, env_server, env_worker: variables for every process, for servers, for workers.
@@ -113,6 +116,7 @@ class Job:
     port: int
     name: str
     scheduler_host: int | None = None
+    stdin: int | None = None
     is_filled: bool = False
     cwd: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
@@ -129,7 +133,8 @@ def plan(job: Job, hosts: Sequence[Host], facts: Sequence[HostFacts], launcher: 
         launcher: what is known of the launching machine; its address is where the hosts reach it.
 
     Raises:
-        ConfigError: some processes have no place, or a variable has an impossible value; the message names it.
+        ConfigError: some processes have no place, a variable has an impossible value, or the worker of ``--stdin`` is
+            on another machine; the message names it.
     """
     seats = _seats(job, hosts)
     around = neighbours(seats)
@@ -148,6 +153,7 @@ def plan(job: Job, hosts: Sequence[Host], facts: Sequence[HostFacts], launcher: 
                 None if host is None else job.cwd,
                 is_told_of_endings=role is Role.SCHEDULER,
                 is_root=seat is seats[0],
+                has_stdin=_has_stdin(job, seat.node, host),
             )
         )
     return processes
@@ -164,6 +170,17 @@ def root_host(job: Job, hosts: Sequence[Host]) -> int | None:
 
 def _seats(job: Job, hosts: Sequence[Host]) -> list[Seat]:
     return place(hosts, job.num_workers, job.num_servers, job.scheduler_host, job.is_filled)
+
+
+def _has_stdin(job: Job, node: NodeId, host: Host | None) -> bool:
+    if node.role is not Role.WORKER or node.rank != job.stdin:
+        return False
+    if host is not None and not host.is_local:
+        raise ConfigError(
+            f"--stdin {node}: it runs on {host}, and this terminal's input reaches only workers of the launching"
+            " machine; run the job there, or use a debugger that listens on a port, such as debugpy"
+        )
+    return True
 
 
 def threads_per_worker(cores: int, num_workers: int) -> int:

@@ -117,6 +117,10 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     env, env_worker = _variables(options, environ), parse_assignments(options.env_worker or ())
     env_server = parse_assignments(options.env_server or ())
     others = any(not host.is_local for host in hosts)
+    if options.stdin is not None and options.stdin >= num_workers:
+        raise ConfigError(
+            f"--stdin names worker {options.stdin}, and -n {num_workers} has workers 0 to {num_workers - 1}"
+        )
     if not num_servers:
         _require_fit_without_servers(options, num_workers)
     for option, variables in (("--env-server", env_server), ("--env-worker", env_worker)):
@@ -133,6 +137,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         port=UNBOUND,
         name=os.urandom(8).hex(),
         scheduler_host=_scheduler_host(options.scheduler_on, hosts),
+        stdin=options.stdin,
         is_filled=request.is_filled,
         cwd=(options.sync_dst_dir or os.getcwd()) if others else None,
         env=env,

@@ -20,7 +20,7 @@ from kvdist_launch.chronicle import INDENT, Chronicle
 from kvdist_launch.course import Action, Course, Patience, Say, SendSignal
 from kvdist_launch.crew import Crew
 from kvdist_launch.ending import Ending, signal_name
-from kvdist_launch.output import Sink
+from kvdist_launch.output import Sink, short_name
 from kvdist_launch.plan import Process
 from kvdist_launch.signals import INTERRUPTIONS, Mailbox, Signals
 from kvdist_launch.transcript import Transcript
@@ -30,6 +30,8 @@ DRAIN_S = 0.5
 
 FAR_DRAIN_S = 3.0
 """The same where agents of other hosts drain first."""
+
+DEBUGGER_PROMPT = b"(Pdb) "
 
 BEAT_S = 1.0
 """How often agents are shown that the launcher lives."""
@@ -80,6 +82,8 @@ class Supervisor:
         self._crews: list[Crew] = []
         self._crew_of: dict[NodeId, Crew] = {}
         self._alive: set[NodeId] = set()
+        self._with_stdin: NodeId | None = None
+        self._has_explained_stdin = False
         self._is_running = False
         self._beat_at = math.inf
         self._depth = 0
@@ -105,9 +109,11 @@ class Supervisor:
         self._crews = [crew for crew, _ in assignments]
         self._crew_of = {process.node: crew for crew, processes in assignments for process in processes}
         self._alive = set(nodes)
+        self._with_stdin = next((one.node for _, processes in assignments for one in processes if one.has_stdin), None)
         self._course = Course(nodes, time.monotonic(), self._patience)
         self._chronicle.begin()
-        for warning in self._transcript.open((node, crew.host) for node, crew in self._crew_of.items()):
+        hosts = ((node, crew.host) for node, crew in self._crew_of.items())
+        for warning in self._transcript.open(hosts, self._with_stdin):
             self.say(warning)
         self._is_running = True
         self._beat_at = time.monotonic() if any(crew.host for crew in self._crews) else math.inf
@@ -185,6 +191,12 @@ class Supervisor:
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
         self._transcript.feed(node, stream, data)
+        if DEBUGGER_PROMPT in data and node != self._with_stdin and not self._has_explained_stdin:
+            self._has_explained_stdin = True
+            self.say(
+                f"{node} has stopped in a debugger, but has no standard input: to type there, start the job on this"
+                f" machine with kvdist-launch --stdin {short_name(node)}"
+            )
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         self._transcript.finish(node, stream)

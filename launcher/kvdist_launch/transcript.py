@@ -56,6 +56,7 @@ class _Stream:
     sink: Sink
     prefix: bytes
     shown: bool
+    is_raw: bool
     splitter: LineSplitter = field(default_factory=LineSplitter)
     last_line: bytes = b""
 
@@ -80,11 +81,12 @@ class Transcript:
         self._streams: dict[tuple[NodeId, int], _Stream] = {}
         self._last: dict[NodeId, deque[bytes]] = {}
 
-    def open(self, processes: Iterable[tuple[NodeId, str]]) -> list[str]:
+    def open(self, processes: Iterable[tuple[NodeId, str]], with_stdin: NodeId | None = None) -> list[str]:
         """Expect output of these. Returns what the user should be told.
 
         Args:
             processes: who, and on which host; the host is empty where there is only one machine.
+            with_stdin: whose input is the user's, so that its output is shown at once, and without prefixes.
 
         Raises:
             ConfigError: log files cannot be made.
@@ -93,7 +95,8 @@ class Transcript:
         for node, host in known:
             self._last[node] = deque(maxlen=LAST_LINES)
             for number, sink in enumerate(self.sinks):
-                stream = _Stream(sink, sink.prefix(node, host), self._shows.shows(node, host))
+                is_raw = node == with_stdin
+                stream = _Stream(sink, sink.prefix(node, host), is_raw or self._shows.shows(node, host), is_raw)
                 self._streams[node, number] = stream
         if self._logs is not None:
             self._logs.open(node for node, _ in known)
@@ -102,7 +105,10 @@ class Transcript:
 
     def feed(self, node: NodeId, stream: int, data: bytes) -> None:
         """A process has printed."""
-        self._take(node, stream, self._streams[node, stream].splitter.feed(data))
+        found = self._streams[node, stream]
+        if found.is_raw:
+            found.sink.write_raw(data)
+        self._take(node, stream, found.splitter.feed(data))
 
     def finish(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output; an unfinished line is one, too."""
@@ -130,7 +136,7 @@ class Transcript:
         if not lines:
             return
         stream = self._streams[node, number]
-        if stream.shown:
+        if stream.shown and not stream.is_raw:
             stream.sink.write_lines(stream.prefix, lines)
         stream.last_line = next((line for line in reversed(lines) if line.strip()), stream.last_line)
         self._last[node].extend(line for line in lines if line.strip())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +65,8 @@ def test_the_whole_job_starts_again_when_a_server_or_the_scheduler_is_killed(job
 
 
 RESTART_ONCE = ("--on-worker-exit", "restart:1", "--grace", "1")
+PATIENT_END = ("--grace", "60")
+"""Where a process that is slow to end shall still tell its own exit code."""
 
 
 def test_a_server_that_is_configured_wrongly_is_not_started_again(job):
@@ -115,9 +120,9 @@ def test_a_supervisor_can_tell_a_lost_peer_from_a_bug(job, script, how, code):
 
 
 def test_the_launcher_says_75_where_the_first_cause_is_a_lost_peer(job, script):
-    launcher = job.launch(2, 1, sys.executable, script(LEAVES), "gone", options=("--grace", "1"))
+    launcher = job.launch(2, 1, sys.executable, script(LEAVES), "gone", options=PATIENT_END)
     assert job.finish() == {"launcher": LOST_A_PEER}, job.transcript()
-    assert launcher.lines_with("worker-0 (pid ") and launcher.lines_with("lost a peer and ended with exit code 75")
+    assert launcher.lines_with("lost a peer and ended with exit code 75"), job.transcript()
 
 
 def test_a_rank_without_servers_that_loses_another_ends_with_75(job, script):
@@ -141,3 +146,125 @@ def test_a_rank_without_servers_that_loses_another_ends_with_75(job, script):
     job.kill("rank-1")
     assert job.finish() == {"rank-0": LOST_A_PEER, "rank-1": -9}, job.transcript()
     assert job.processes["rank-0"].lines_with("kvdist.errors.RankLostError: rank 1 on host ")
+
+
+# Debuggers.
+
+STOPS = """
+    import numpy as np
+    from kvdist import kv
+
+    store = kv.create("dist")
+    store.init("w", np.zeros(4, np.float32))
+    if store.rank == 0:
+        found = 40 + 2
+        breakpoint()
+    store.barrier()
+    print(f"worker {store.rank} is through", flush=True)
+    store.close()
+"""
+
+
+def test_a_debugger_gets_the_terminal_with_stdin(script):
+    command = [sys.executable, "-m", "kvdist_launch", "-n", "2", "-s", "1", "--stdin", "w0"]
+    terminal, side = os.openpty()
+    process = subprocess.Popen(
+        [*command, sys.executable, script(STOPS)], stdin=side, stdout=side, stderr=side, start_new_session=True
+    )
+    os.close(side)
+    try:
+        shown = read_until(terminal, "(Pdb) ")
+        os.write(terminal, b"p found\n")
+        assert "42" in read_until(terminal, "(Pdb) ")
+        os.write(terminal, b"c\n")
+        shown += read_until(terminal, "finished in")
+        assert process.wait(100) == 0, shown
+        assert "worker 0 is through" in shown and "worker 1 is through" in shown
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def read_until(descriptor: int, text: str) -> str:
+    """What a terminal shows up to the first time of a text, and what came with that."""
+    shown = ""
+    while text not in shown:
+        assert select.select([descriptor], [], [], 100)[0], f"{text!r} is not shown: {shown}"
+        shown += os.read(descriptor, 1 << 16).decode()
+    return shown
+
+
+def test_a_debugger_without_input_is_told_how_to_get_some(job, script):
+    launcher = job.launch(2, 1, sys.executable, script(STOPS), options=PATIENT_END)
+    assert job.finish() == {"launcher": 1}, job.transcript()
+    (sentence,) = launcher.lines_with("has no standard input")
+    assert sentence.startswith("kvdist-launch: worker-0 ") and "--stdin w0" in sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("-n", "2", "--stdin", "w2"), "--stdin names worker 2, and -n 2 has workers 0 to 1"),
+        (("-n", "2", "--stdin", "s0"), "write the name of a worker, as in w0"),
+        (("-n", "2", "-H", "d1:2", "--dry-run", "--stdin", "w1"), "--stdin worker-1: it runs on d1"),
+    ],
+)
+def test_input_for_a_process_that_cannot_have_it_is_refused(job, words, sentence):
+    launcher = job.start("launcher", [sys.executable, "-m", "kvdist_launch", *words, "true"])
+    assert job.finish() == {"launcher": 2}
+    assert launcher.lines_with(sentence), job.transcript()
+
+
+# Names of processes.
+
+
+def test_processes_are_named_after_role_and_rank(job, script, tmp_path):
+    job.launch(2, 2, sys.executable, script(ENDLESS_AT_FIRST), str(tmp_path / "attempts"), options=("--grace", "1"))
+    job.line("launcher", "trains", count=2)
+    names = {node: Path(f"/proc/{pid}/comm").read_text().strip() for node, pid in job.children().items()}
+    nodes = ("scheduler", "server-0", "server-1", "worker-0", "worker-1")
+    assert names == {node: f"kv-{node}" for node in nodes}
+    assert "train.py" in Path(f"/proc/{job.pid_of('worker-1')}/cmdline").read_text(), "the command is still there"
+    job.kill("worker-1")
+    assert job.finish() == {"launcher": BY_SIGNAL_9}, job.transcript()
+
+
+# A scheduler of torch that also changes the momentum.
+
+ONE_CYCLE = """
+    import sys, torch, kvdist
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    options = {"update_on_kvstore": False} if sys.argv[1] == "here" else {}
+    trainer = kvdist.Trainer(net.parameters(), "adam", {"learning_rate": 0.01}, kvstore="dist", **options)
+    optimizer = trainer.as_torch_optimizer()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=20)
+    x, betas, losses = torch.randn(32, 4), set(), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step() if len(losses) < 19 else None
+        betas.add(optimizer.param_groups[0]["betas"][0])
+        losses.append(loss.item())
+    print(f"learned {losses[-1] < 0.5 * losses[0]} with momenta from {min(betas):.2f} to {max(betas):.2f}", flush=True)
+    trainer.close()
+"""
+
+
+def test_one_cycle_trains_with_its_defaults_where_workers_update(job, script, tmp_path):
+    # torch.optim makes a folder for a cache.
+    launcher = job.launch(2, 1, sys.executable, script(ONE_CYCLE), "here", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    job.succeed()
+    assert len(launcher.lines_with("learned True with momenta from 0.85 to 0.95")) == 2, job.transcript()
+
+
+def test_one_cycle_says_what_to_do_where_servers_update(job, script, tmp_path):
+    command = (sys.executable, script(ONE_CYCLE), "on servers")
+    launcher = job.launch(1, 1, *command, options=PATIENT_END, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert job.finish() == {"launcher": 1}
+    (sentence,) = launcher.lines_with("w0 │ ValueError: betas has changed from (0.9, 0.999) to (0.95, 0.999)")
+    assert "cycle_momentum=False" in sentence and "update_on_kvstore=False" in sentence

@@ -152,3 +152,16 @@ def test_the_last_lines_of_both_outputs_are_remembered_without_blank_ones(screen
     assert last == [*(b"%d" % number for number in range(12, 20)), b"wrong", b"end"]
     assert len(last) == LAST_LINES
     assert transcript.last_error_line(worker(0)) == b"wrong\n"
+
+
+def test_a_prompt_is_shown_at_once_without_a_prefix_and_lines_of_others_begin_after_it(screen, tmp_path):
+    transcript = Transcript(screen.sink, screen.sink, Filter(["w1"]), Logs(tmp_path, print))
+    transcript.open([(worker(0), ""), (worker(1), "")], with_stdin=worker(0))
+    transcript.feed(worker(0), OUT, b"-> breakpoint()\n(Pdb) ")
+    assert screen.text() == "-> breakpoint()\n(Pdb) "
+    transcript.feed(worker(1), OUT, b"a line\nanother\n")
+    transcript.feed(worker(0), OUT, b"42\n")
+    assert screen.text() == "\nw1 │ a line\nw1 │ another\n42\n"
+    transcript.close()
+    assert screen.text() == ""
+    assert (tmp_path / "worker-0.log").read_text() == "-> breakpoint()\n(Pdb) 42\n"
