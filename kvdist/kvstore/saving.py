@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.checkpoint.folders import directory_of
+from kvdist.checkpoint.locks import require_run
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
 from kvdist.core.requests import ClaimFolder, KeyInfo, LoadStore, Request, SaveStore
 from kvdist.errors import CheckpointError
@@ -80,6 +81,8 @@ class Saving:
         self._last = LastSave()
         self._claimed: dict[Path, str] = {}
         """Directory → the run that its checkpoints are of, if this store has saved there."""
+        self._seen: set[Path] = set()
+        """Directories of those that are the same folder here as on the scheduler."""
 
     def save(
         self,
@@ -133,6 +136,9 @@ class Saving:
             where = (self._number, str(place.folder), place.contents)
             run = self._result_of(self._submit(lambda request: ClaimFolder(request, *where), None))
             self._claimed[directory] = run
+        if place.content and directory not in self._seen:
+            require_run(directory, run)
+            self._seen.add(directory)
         return replace(place, run=run)
 
     def _begin(self, keys: Sequence[KeyInfo], place: _Place, file: SavedFile, failure: str = "") -> CheckpointFuture:

@@ -447,3 +447,15 @@ def test_a_checkpoint_that_was_copied_elsewhere_is_as_good(tmp_path, kind):
         step(store, 1)
         assert store.load_checkpoint(tmp_path / "copy").state == 5 and bits(store) == wanted
         assert read_manifest(tmp_path / "copy" / "step-8").step == 1
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_folder_that_is_cleared_meanwhile_is_made_and_locked_again(tmp_path, kind):
+    folder = tmp_path / "run"
+    with started(kind) as store:
+        store.save_checkpoint(folder, 1, state=1).result(60)
+        shutil.rmtree(folder)
+        store.save_checkpoint(folder, 2, state=2).result(60)
+        assert sorted(path.name for path in folder.iterdir()) == ["lock.json", "step-2"]
+        assert store.load_checkpoint(folder).state == 2
+    assert [path.name for path in folder.iterdir()] == ["step-2"]
