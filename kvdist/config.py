@@ -444,6 +444,8 @@ def _limits(env: Mapping[str, str]) -> Limits:
             value = int(text) if kind == "int" else float(text)
         except ValueError:
             raise ConfigError(f"KVDIST_{name.upper()} is {text!r}; it must be a number") from None
+        if value == 0 and getattr(Limits, name) == 0:
+            continue
         if not 0 < value < float("inf"):
             raise ConfigError(f"KVDIST_{name.upper()} is {text}; it must be positive and finite")
         changes[name] = value

@@ -74,6 +74,10 @@ class BarrierTimeout(DeadlineExceeded):
         self.missing = missing
 
 
+class DeadlockError(KvdistError, RuntimeError):
+    """Workers wait for each other in calls that only the others of them could end; the message names each call."""
+
+
 class PeerLostError(KvdistError, ConnectionError):
     """A process of the cluster is gone. The message is one sentence with its name, host, cause and step.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvdist.errors import ConfigError
 
@@ -22,6 +22,9 @@ class Limits:
     priority_window_bytes: int = 4 * MIB
     """Bytes that such a store's worker may have on the way to all servers of other hosts together: what is urgent waits
     behind no more than these."""
+    under_way_bytes: int = 1024 * MIB
+    """Bytes that a worker has pushed and that are not counted yet, beyond which a push waits. There is always room for
+    two contributions to all keys."""
     shared_bytes_max: int = 1 << 40
     """The most shared memory that a process makes; what does not fit is sent."""
     frame_bytes_max: int = 64 * MIB
@@ -38,6 +41,8 @@ class Limits:
     """A connection without any sign of life for this long is broken."""
     explain_after_s: float = 10.0
     """A wait longer than this prints who is awaited, for what, since when; again at each multiple."""
+    stall_shutdown_s: float = 0.0
+    """A call of a worker that has waited for this long raises and ends the job; 0 for never."""
     farewell_s: float = 5.0
     """How long a process that ends waits for its last messages to leave."""
 
@@ -55,6 +60,9 @@ def checked_limits(limits: Limits) -> Limits:
                 f"{name} is {nbytes}; a slice has at least 8 bytes (one element of the widest type)"
                 f" and at most as many as a frame (KVDIST_FRAME_BYTES_MAX, {limits.frame_bytes_max})"
             )
+    if 0 < limits.stall_shutdown_s < 2 * limits.explain_after_s:
+        # Who is awaited has to be known by then.
+        return replace(limits, explain_after_s=limits.stall_shutdown_s / 2)
     return limits
 
 

@@ -64,6 +64,7 @@ from kvdist.transport.base import Arrived, Buffer, Route, Transport
 from kvdist.transport.base import Connected as RouteUp
 from kvdist.transport.base import Disconnected as RouteDown
 from kvdist.transport.base import Refused as RouteRefused
+from kvdist.user_threads import AwaitedFuture
 
 LOG = logging.getLogger("kvdist")
 
@@ -138,7 +139,7 @@ class Node:
     def submit(self, make: Callable[[int], Request], finish: Finish | None = None) -> Future[Any]:
         """Hand the machine a request; `make` gets its number. Every error comes through the future."""
         self.check_fork()
-        future: Future[Any] = Future()
+        future: Future[Any] = AwaitedFuture()
         # It cannot be cancelled: what was asked has left, and the answer may be under way into the user's arrays.
         future.set_running_or_notify_cancel()
         self.submit_for(future, make, finish)

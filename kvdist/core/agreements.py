@@ -117,6 +117,12 @@ class Agreements:
             placed,
         )
 
+    def key_of(self, number: int) -> int | str:
+        """The key that a slice belongs to, by the number of the slice."""
+        entries = [entry for book in self.books.values() for entry in book.entries.values()]
+        before = [entry for entry in entries if 0 <= entry.first_slice <= number]
+        return max(before, key=lambda entry: entry.first_slice).key
+
     def configure(self, sender: Member, message: Configure) -> list[Effect]:
         """A worker chooses an optimizer."""
         present = self.optimizers.get(message.store)

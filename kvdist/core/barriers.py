@@ -56,6 +56,12 @@ class Barriers:
             hint = _hint(counter, barrier, live, now)
             yield from (Send(member, hint) for member, _, _ in barrier.arrived.values())
 
+    def waits(self, live: Set[int]) -> Iterator[tuple[int, int, Set[int]]]:
+        """(rank, request, who has to arrive) of all who wait."""
+        for barrier in self._open.values():
+            missing = live - barrier.arrived.keys()
+            yield from ((rank, request, missing) for rank, (_, request, _) in barrier.arrived.items())
+
     def oldest_wait(self, live: Set[int]) -> tuple[int, float, tuple[int, ...]] | None:
         """The count of the barrier that waits longest, since when, and for whom."""
         if not self._open:

@@ -336,6 +336,11 @@ class Checkpoints:
             hint = Waiting(subject, missing, now - one.since)
             yield from (Send(member, hint) for rank, (member, _) in one.arrived.items() if rank in live)
 
+    def waits(self, live: Set[int]) -> Iterator[tuple[int, int, Set[int]]]:
+        """(rank, request, which workers have to call as well) of all who wait."""
+        for _, one, missing in self._waits(live):
+            yield from ((rank, said.request, set(missing)) for rank, (_, said) in one.arrived.items())
+
     def oldest_wait(self, live: Set[int]) -> tuple[str, float, tuple[int, ...]] | None:
         """What has been waited for longest, since when, and who is missing."""
         waits = [(one.since, subject, missing) for subject, one, missing in self._waits(live)]

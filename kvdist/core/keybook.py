@@ -7,7 +7,7 @@ A key goes through three states: *declared* by some workers, *agreed* when every
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from kvdist.core.sharding import Keep, cut, row_length
@@ -187,6 +187,13 @@ class KeyBook:
     def torn(self, keep: Keep, num_servers: int) -> list[int | str]:
         """The keys that have been placed otherwise than an optimizer needs that must have so much together."""
         return [key for key, one in self.entries.items() if one.is_torn(keep, num_servers, self.slice_bytes)]
+
+    def waits(self, members: Set[int]) -> Iterator[tuple[int, int, Set[int]]]:
+        """(rank, request, who has to declare one of its keys) of all who wait."""
+        for request in self.requests:
+            entries = [self.entries[key] for key in request.keys]
+            declared = {entry.declared for entry in entries if not entry.placed}
+            yield request.member.node.rank, request.request, {rank for some in declared for rank in members - some}
 
     def oldest_wait(self, members: Set[int]) -> tuple[KeyRequest, int | str, tuple[int, ...]] | None:
         """The request that has waited longest, one key it waits for, and who has not declared that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvdist.core.effects import NEVER, Complete, Effect, Fail
@@ -41,6 +42,14 @@ class PendingRequests:
     def get(self, request: int) -> Pending | None:
         """The request of this number, if it waits."""
         return self._all.get(request)
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(self._all.values())
+
+    @property
+    def newest(self) -> Pending:
+        """The last call of those that wait; there must be one."""
+        return next(reversed(self._all.values()))
 
     @property
     def oldest(self) -> Pending | None:

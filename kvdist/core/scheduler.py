@@ -7,12 +7,14 @@ never from counts of messages, so a repeated request changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from kvdist.config import ClusterConfig
 from kvdist.core.agreements import Agreements
 from kvdist.core.barriers import Barriers
 from kvdist.core.checkpoints import Checkpoints
 from kvdist.core.commands import pass_on
+from kvdist.core.deadlocks import Deadlocks
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -33,15 +35,17 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.seats import Seats
 from kvdist.core.servers_asked import ServersAsked
 from kvdist.core.sharding import Placer
-from kvdist.errors import ConfigError, PeerLostError
+from kvdist.errors import ConfigError, DeadlockError, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, Member, Role
 from kvdist.protocol.commands import Command
 from kvdist.protocol.messages import (
     Abort,
     Barrier,
+    Blocked,
     Configure,
     Declare,
     Done,
+    ErrorCode,
     Failed,
     Goodbye,
     Message,
@@ -88,6 +92,7 @@ class Scheduler(Machine):
         )
         self.agreements = Agreements(self.seats, placer, self.asked)
         self.checkpoints = Checkpoints(self.seats, self.agreements, self.asked)
+        self.deadlocks = Deadlocks()
         self._suspects: dict[Member, tuple[float, str]] = {}
         """Member → when it counts as lost, and why."""
         self._servers_gone: set[int] = set()
@@ -108,7 +113,7 @@ class Scheduler(Machine):
         """When `tick` should run next."""
         suspects = min((due for due, _ in self._suspects.values()), default=NEVER)
         form_by = NEVER if self.complete else self._form_by
-        return min(suspects, form_by, self._next_look, self._announce_at, self._stop_by)
+        return min(suspects, form_by, self._next_look, self._announce_at, self._stop_by, self.deadlocks.due)
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to those who have a seat, and to the hello of those who want one."""
@@ -130,6 +135,9 @@ class Scheduler(Machine):
                 return self.agreements.configure(sender, message)
             case Barrier() if is_worker:
                 return self.barriers.enter(sender, message, self.seats.workers.keys(), now)
+            case Blocked() if is_worker:
+                self.deadlocks.report(sender, message, now)
+                return []
             case Claim() if is_worker:
                 return self.checkpoints.claim(sender, message)
             case Save() if is_worker:
@@ -188,6 +196,8 @@ class Scheduler(Machine):
             )
         if now >= self._announce_at:
             return self._announce_late(now)
+        if now >= self.deadlocks.due:
+            return self._look_for_deadlocks(now)
         if now >= self._next_look:
             self._next_look = now + self.limits.explain_after_s / 2
             return self._hints(now)
@@ -344,12 +354,26 @@ class Scheduler(Machine):
     def _abort(self, node: str, host: str, cause: str, step: int | None, sentence: str) -> list[Effect]:
         if self._stopped:
             return []
-        verdict = Abort(node, host, cause, -1 if step is None else step, sentence)
-        others = [peer.member for peer in self.seats.present if str(peer.member) != node]
-        effects: list[Effect] = [Send(member, verdict) for member in others]
-        return effects + self._stop(PeerLostError(sentence, node, host, cause, step))
+        verdict = Abort(ErrorCode.PEER_LOST, node, host, cause, -1 if step is None else step, sentence)
+        return self._tell_all(verdict, PeerLostError(sentence, node, host, cause, step))
 
-    def _stop(self, error: PeerLostError | None) -> list[Effect]:
+    def _look_for_deadlocks(self, now: float) -> list[Effect]:
+        live = self.seats.workers.keys()
+        books = [book.waits(live) for book in self.agreements.books.values()]
+        known = chain(self.barriers.waits(live), self.checkpoints.waits(live), *books)
+        waits = {(rank, request): missing for rank, request, missing in known}
+        effects, sentence = self.deadlocks.look(live, waits, self.agreements.key_of, now)
+        if not sentence or self._stopped:
+            return effects
+        return self._tell_all(Abort(ErrorCode.DEADLOCK, "", "", "deadlock", -1, sentence), DeadlockError(sentence))
+
+    def _tell_all(self, verdict: Abort, error: KvdistError) -> list[Effect]:
+        """The job ends, for all but the process that the verdict is about."""
+        others = [peer.member for peer in self.seats.present if str(peer.member) != verdict.node]
+        effects: list[Effect] = [Send(member, verdict) for member in others]
+        return effects + self._stop(error)
+
+    def _stop(self, error: KvdistError | None) -> list[Effect]:
         if self._stopped:
             return []
         self._stopped = True

@@ -18,7 +18,7 @@ from kvdist.core.restoring import Restoring
 from kvdist.core.row_tables import RowBuffer, RowTables
 from kvdist.core.shard import Allocate, Buffer, ordinary_memory
 from kvdist.core.table import Table
-from kvdist.core.verdict import lost, scheduler_lost
+from kvdist.core.verdict import scheduler_lost, verdict
 from kvdist.errors import DeviceError, KvdistError
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
@@ -227,7 +227,7 @@ class Server(Machine):
             case Perform():
                 return [Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
             case Abort():
-                return [Stop(lost(message))]
+                return [Stop(verdict(message))]
             case Waiting():
                 pass  # A hint for whoever joins; the scheduler prints it too.
             case StopMessage():

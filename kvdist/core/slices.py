@@ -27,6 +27,8 @@ class SliceTable:
         """The newest version seen."""
         self.detour: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         """Whether its pushes are summed with those of other workers of this host."""
+        self.has_rounds: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Whether its pushes are counted only together with those of all other workers."""
         self._lent: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         """Whether its push is with the leader of this host, and not answered."""
         self._lent_run: U32 = np.zeros(0, np.uint32)
@@ -42,6 +44,7 @@ class SliceTable:
             self.versions = np.concatenate([self.versions, np.zeros(more, np.uint32)])
             self._busy = np.concatenate([self._busy, np.zeros(more, np.bool_)])
             self.detour = np.concatenate([self.detour, np.zeros(more, np.bool_)])
+            self.has_rounds = np.concatenate([self.has_rounds, np.zeros(more, np.bool_)])
             self._lent = np.concatenate([self._lent, np.zeros(more, np.bool_)])
             self._lent_run = np.concatenate([self._lent_run, np.zeros(more, np.uint32)])
 
@@ -101,6 +104,13 @@ class SliceTable:
     def saw(self, ids: U32, versions: U32) -> None:
         """These versions have been seen."""
         self.versions[ids] = np.maximum(self.versions[ids], versions)
+
+    def counted_pushes(self) -> U32:
+        """(n,) how many pushes of each slice are counted."""
+        counted = self.pushed - self._busy
+        for number, line in self._lines.items():
+            counted[number] -= len(line)
+        return counted.astype(np.uint32)
 
     @property
     def has_lines(self) -> bool:

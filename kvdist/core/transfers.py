@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvdist.config import Limits
 from kvdist.core.outbox import Credit, DataMessage, Outbox, Part, Ready, RowPart, Run
-from kvdist.core.requests import Bits, Transfer
+from kvdist.core.requests import Bits, Kind, Transfer
 from kvdist.core.slices import SliceTable
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
@@ -246,6 +248,40 @@ class Transfers:
     def awaited_servers(self, request: int) -> Sequence[int]:
         """The ranks of the servers that have not answered a request."""
         return sorted({run.data.plan.server for run in self._runs.values() if run.request == request})
+
+    def is_open(self, request: int) -> bool:
+        """Whether this is a transfer without all its answers."""
+        return request in self._runs_left
+
+    def awaited_rounds(self) -> tuple[U32, U32] | None:
+        """What the rounds wait for without which no answer can come; None if one can.
+
+        Returns:
+            (n,) how often this worker has pushed each slice that has rounds, and (n,) how often every worker must have
+            pushed it before the next answer; 0 where no answer is awaited.
+        """
+        slices, counted = self.slices, self.slices.counted_pushes()
+        for run in self._runs.values():
+            ids = run.data.plan.ids
+            if run.kind.pushes:
+                waits = counted[ids] <= run.steps
+            elif run.kind in (Kind.PULL, Kind.PULL_ROWS):
+                waits = counted[ids] < run.steps
+            else:
+                return None
+            if np.count_nonzero(waits & slices.has_rounds[ids]) != run.left:
+                return None
+        pushed = np.where(slices.has_rounds, slices.pushed, np.uint32(0))
+        return pushed, np.where(pushed > counted, counted + np.uint32(1), np.uint32(0))
+
+    def first_awaited(self, request: int, awaited: U32) -> int:
+        """The first slice of a request for whose round it waits; -1 if there is none."""
+        for run in self._runs.values():
+            if run.request == request:
+                waited = run.data.plan.ids[awaited[run.data.plan.ids] > 0]
+                if len(waited):
+                    return int(waited[0])
+        return -1
 
     @property
     def is_idle(self) -> bool:

@@ -1,10 +1,11 @@
-"""How the loss of a process, or the refusal of a request, becomes an exception, alike wherever it is raised."""
+"""How the end of a job, or the refusal of a request, becomes an exception, alike wherever it is raised."""
 
 from __future__ import annotations
 
 from kvdist.errors import (
     CheckpointError,
     ConfigError,
+    DeadlockError,
     InitMismatch,
     KvdistError,
     OptimizerMismatch,
@@ -21,6 +22,8 @@ _REFUSALS: dict[int, type[KvdistError]] = {
     ErrorCode.REFUSED: PushRefused,
     ErrorCode.CONFIG: ConfigError,
     ErrorCode.CHECKPOINT: CheckpointError,
+    ErrorCode.PEER_LOST: PeerLostError,
+    ErrorCode.DEADLOCK: DeadlockError,
 }
 
 
@@ -29,8 +32,10 @@ def refusal(code: int, text: str) -> KvdistError:
     return _REFUSALS.get(code, KvdistError)(text)
 
 
-def lost(message: Abort) -> PeerLostError:
+def verdict(message: Abort) -> KvdistError:
     """The scheduler's verdict as an exception."""
+    if message.code == ErrorCode.DEADLOCK:
+        return DeadlockError(message.sentence)
     step = None if message.step < 0 else message.step
     return PeerLostError(message.sentence, message.node, message.host, message.cause, step)
 

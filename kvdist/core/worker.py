@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvdist.addresses import stays_on_host
 from kvdist.config import Limits
 from kvdist.core.barrier_calls import BarrierCalls
+from kvdist.core.blocking import BlockedReports, Threads, UnknownThreads
 from kvdist.core.effects import (
     NEVER,
     Answered,
@@ -49,14 +50,15 @@ from kvdist.core.shard import Allocate, ordinary_memory
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.transfers import LEADER, Transfers
-from kvdist.core.verdict import link_lost, lost, refusal, scheduler_lost
-from kvdist.errors import FencedError, KvdistError, StoreClosed
+from kvdist.core.verdict import link_lost, refusal, scheduler_lost, verdict
+from kvdist.errors import DeadlineExceeded, FencedError, KvdistError, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
     Abort,
     Alive,
+    CheckBlocked,
     Counted,
     Done,
     Failed,
@@ -117,6 +119,8 @@ class Worker(Machine):
         self._declared: dict[int, DeclareKeys] = {}
         self._barriers = BarrierCalls(self._pending, self._named)
         self._saving = SavingCalls(self.transfers)
+        self._threads: Threads = UnknownThreads()
+        self._blocked = BlockedReports(self._threads, self._pending, self.transfers)
         self._registering: list[int] = []
         self._leaving: Leave | None = None
         self._goodbye_said = False
@@ -124,6 +128,11 @@ class Worker(Machine):
         self._lost_links: dict[Member, tuple[float, str]] = {}
         """Member → when the broken connection counts as lost, and why it broke."""
         self._next_alive = NEVER
+
+    def watch(self, threads: Threads) -> None:
+        """Take the user's threads into account; to be called before anything else."""
+        self._threads = threads
+        self._blocked = BlockedReports(threads, self._pending, self.transfers)
 
     @property
     def me(self) -> Member:  # type: ignore[override]  # read-only here: the joining decides
@@ -137,7 +146,7 @@ class Worker(Machine):
             return NEVER
         links = min((due for due, _ in self._lost_links.values()), default=NEVER)
         requests, neighbours = self._pending.deadline, self.neighbours.deadline
-        return min(self.joining.deadline, self._next_alive, requests, links, neighbours)
+        return min(self.joining.deadline, self._next_alive, requests, links, neighbours, self._blocked.next_look)
 
     def submit(self, requests: Sequence[Request], now: float) -> list[Effect]:
         """Take calls of the user's thread, in order. Small transfers among them leave joined."""
@@ -218,6 +227,9 @@ class Worker(Machine):
         for pending in [pending for pending in self._pending.timed if now >= pending.due]:
             effects += self._late(pending, now)
         self.neighbours.tick(now)
+        if now >= self._blocked.next_look:
+            report = self._blocked.look(self._leave_in_line, now)
+            effects += [Send(SCHEDULER_MEMBER, report)] if report else self._stalled(now)
         return effects + self._settle(now)
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
@@ -245,6 +257,9 @@ class Worker(Machine):
         if oldest is None:
             return None
         text = f"{self.me}: {oldest.label} has waited {now - oldest.since:.1f} s"
+        room_wait = self._threads.room_wait()
+        if room_wait:
+            text += f", and another push waits {room_wait}"
         hint = self._saving.hint if oldest.in_background else self._hint
         if hint is not None:
             names = ", ".join(self._named(rank) for rank in hint.ranks)
@@ -281,7 +296,8 @@ class Worker(Machine):
                 self._open(request.request, request.label, now)
                 return [Send(SCHEDULER_MEMBER, request.message)]
             case EnterBarrier():
-                self._open(request.request, "barrier", now, request.timeout_s)
+                label = f"barrier ({request.statement})" if request.statement else "barrier"
+                self._open(request.request, label, now, request.timeout_s)
                 return self._barriers.enter(request)
             case ClaimFolder():
                 self._open(request.request, f"lock of the folder of {request.folder}", now)
@@ -299,6 +315,7 @@ class Worker(Machine):
     def _open(self, request: int, label: str, now: float, timeout_s: float | None = None) -> Pending:
         pending = self._pending.open(request, label, now, NEVER if timeout_s is None else now + timeout_s)
         self._hint = None if len(self._pending) == 1 else self._hint
+        self._blocked.look_later(now)
         return pending
 
     def _transfer(self, request: Transfer, now: float) -> list[Effect]:
@@ -318,6 +335,21 @@ class Worker(Machine):
         if self.failure is not None or not self.joining.complete:
             return [self._close(pending), Stop()]
         return []
+
+    @property
+    def _leave_in_line(self) -> int | None:
+        """The request to leave, while pushes are in line before it."""
+        leaving = self._leaving
+        return leaving.request if leaving is not None and self.transfers.slices.has_lines else None
+
+    def _stalled(self, now: float) -> list[Effect]:
+        """End the job if the user has waited for as long as `Limits.stall_shutdown_s`."""
+        since = self._threads.longest_wait_since() if len(self._pending) else None
+        if since is None or not 0 < self.limits.stall_shutdown_s <= now - since:
+            return []
+        limit_s = self.limits.stall_shutdown_s
+        text = f"{self.explain(now)}; the job ends after {limit_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)"
+        return [Send(SCHEDULER_MEMBER, Goodbye(0, text)), *self._fail_all(DeadlineExceeded(text))]
 
     def _settle(self, now: float) -> list[Effect]:
         """Let everything leave that may."""
@@ -362,8 +394,10 @@ class Worker(Machine):
                 if pending is not None:
                     pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
+            case CheckBlocked():
+                return [Send(SCHEDULER_MEMBER, self._blocked.report(self._leave_in_line, now))]
             case Abort():
-                return self._fail_all(lost(message))
+                return self._fail_all(verdict(message))
             case _:
                 pass
         return []
@@ -394,6 +428,7 @@ class Worker(Machine):
             return []
         placement = message.placement
         infos, detours, last = [], [], -1
+        in_rounds: list[int] = []
         has_rounds, num_servers = POLICIES[declared.mode].has_rounds, len(self.servers)
         pulled = declared.pulled_as or declared.dtypes
         columns = (declared.keys, declared.shapes, declared.dtypes, pulled, declared.message.forms)
@@ -401,6 +436,8 @@ class Worker(Machine):
         for key, shape, dtype, pulled_as, form, first, home, giver in zip(*columns, *homes, strict=True):
             slices = slices_of(shape, dtype.itemsize, form, home, num_servers, first, placement.slice_bytes)
             last = max(last, slices[-1].number)
+            if has_rounds:
+                in_rounds += range(first, slices[-1].number + 1)
             if has_rounds and not form:  # what is applied one by one is not summed on the way
                 sums = self.neighbours.sums
                 detours += [piece.number for piece in slices if sums(piece.server, piece.count * dtype.itemsize)]
@@ -408,6 +445,7 @@ class Worker(Machine):
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
         self.transfers.slices.grow(last + 1)
         self.transfers.slices.detour[detours] = True
+        self.transfers.slices.has_rounds[in_rounds] = True
         return [self._close(self._pending[message.request], tuple(infos))]
 
     def _done(self, request: int) -> list[Effect]:

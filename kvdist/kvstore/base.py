@@ -48,7 +48,8 @@ class KVStore(KVStoreBase):
 
     Every method that moves values raises `StoreClosed` after `close()`, `KeyNotInitialised` for a key without `init`,
     `TypeError` for a key or value of a wrong type and `ValueError` for a wrong shape. Stores on a cluster raise
-    `PeerLostError` as well when a process they wait for is gone.
+    `PeerLostError` as well when a process they wait for is gone, and `DeadlockError` when the workers wait for each
+    other.
     """
 
     @property
@@ -102,8 +103,9 @@ class KVStore(KVStoreBase):
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Contribute to keys: the sum over devices, then over workers, is what updates the stored value.
 
-        With an optimizer or updater the sum updates the stored value; without one it replaces it. Returns at once;
-        the value may be changed as soon as the call has returned. What fails later is raised by the next call. Where no
+        With an optimizer or updater the sum updates the stored value; without one it replaces it. Returns at
+        once, unless so much is pushed and not counted yet that there is no room (``KVDIST_UNDER_WAY_BYTES``). The value
+        may be changed as soon as the call has returned. What fails later is raised by the next call. Where no
         device of any worker has a value, the stored one stays as it is.
 
         Args:

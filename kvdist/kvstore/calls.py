@@ -26,6 +26,7 @@ from kvdist.kvstore.staging import Lending
 from kvdist.kvstore.tables import Ids, Rows, as_table, gradient, require_rows, wanted
 from kvdist.kvstore.values import Bits, Key
 from kvdist.rowsparse import RowSparse
+from kvdist.user_threads import AwaitedFuture
 
 LOG = logging.getLogger("kvdist")
 
@@ -350,7 +351,7 @@ def combined(futures: Sequence[Future[Any]], finish: Callable[[], Any] = lambda:
 
     `finish` is called on the thread that resolves the last one.
     """
-    whole: Future[Any] = Future()
+    whole: Future[Any] = AwaitedFuture()
     whole.set_running_or_notify_cancel()
     lock = threading.Lock()
     left = len(futures)

@@ -8,7 +8,6 @@ error says how). Leaving is explicit with the last `close()`, else it happens wh
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import random
@@ -17,7 +16,6 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -36,7 +34,7 @@ from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker import Worker
-from kvdist.errors import ConfigError, KvdistError, StoreClosed
+from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore import saved as saved  # whose handler of the interpreter's end is to run after that of this module
@@ -52,6 +50,7 @@ from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.memory import Memory, OrdinaryMemory
 from kvdist.transport.opening import bind_port, open_transport
+from kvdist.user_threads import UnderWay, UserThreads
 from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")
@@ -82,6 +81,8 @@ class Cluster:
         self.memory = memory
         assert isinstance(node.machine, Worker)
         self._worker = node.machine
+        self.under_way = UnderWay(config.limits.under_way_bytes)
+        self._worker.watch(UserThreads(self.under_way))
         self.is_embedded = is_embedded
         self.rank = -1
         self.stores_open = 0
@@ -175,16 +176,27 @@ class Cluster:
         Args:
             failure: why this process cannot go on.
             wait: first for what holds it.
+
+        Raises:
+            DeadlockError: pushes that have to arrive first wait for workers that wait for this one.
+            DeadlineExceeded: they have waited for as long as ``KVDIST_STALL_SHUTDOWN_S``.
         """
         if wait and not failure:
-            futures.wait(list(self._held))
+            for future in list(self._held):
+                future.exception()
+        endless: KvdistError | None = None
         if not self.node.stopped:
-            # If the cluster ended first, whoever waited for something has been told.
-            with contextlib.suppress(KvdistError):
+            try:
                 self.ask(lambda number: Leave(number, failure))
+            except (DeadlockError, DeadlineExceeded) as error:
+                endless = error  # leaving itself waited in vain
+            except KvdistError:
+                pass  # the cluster ended first, and whoever waited for something has been told
         self._thread.join()
         # Or a process that goes on without its cluster would keep the servers' memory, which nobody else has any more.
         self.memory.forget_shown()
+        if endless is not None:
+            raise endless
 
     def wait_for_thread(self, timeout_s: float) -> None:
         """Wait until the thread of a cluster that this process has left, or that failed, has ended.

@@ -58,6 +58,7 @@ from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.states import SliceState
+from kvdist.protocol.arrays import ALIGNMENT_BYTES
 from kvdist.rowsparse import RowSparse
 
 LOG = logging.getLogger("kvdist")
@@ -90,7 +91,7 @@ class DistStore(KVStore):
         self._keys = KeyTable()
         own = devices or Devices(HOST, insists=False)
         own.pin_with(lambda device: cluster.memory.pin(device.pin))
-        self._moves = Moves(cluster, self._keys, policy, kernels, own, self._remember)
+        self._moves = Moves(cluster, self._keys, policy, kernels, own, self._remember, self._require_usable)
         self._rows = RowMoves(cluster, self._moves)
         self._calls = Calls(self._keys, self._moves, self._rows, self._keys.__getitem__, own)
         self._uncompressed: set[Key] = set()
@@ -146,8 +147,11 @@ class DistStore(KVStore):
         compressing = self._moves.compressing
         if compressing is not None:
             infos = [replace(one, is_compressed=not one.form and compressing.covers(one.key)) for one in infos]
+        before = self._keys.nbytes
         for info, (_, array, *_) in zip(infos, fresh, strict=True):
             self._keys.add(info, array)
+        padding_max = ALIGNMENT_BYTES * sum(len(info.slices) for info in infos if not info.form)
+        self._cluster.under_way.grow(self._keys.nbytes - before + padding_max)
         mine = [(info, array) for info, (_, array, *_) in zip(infos, fresh, strict=True) if info.giver == self.rank]
         arrays = [(info.key, array) for info, array in mine if not info.form]
         if arrays:
@@ -445,14 +449,17 @@ class DistStore(KVStore):
         if self._closed:
             return
         self._closed = True
+        self._cluster.under_way.wake()
         if wait:
             self._saving.wait()
         self._together.close()
         self._cluster.stores_open -= 1
-        if self._cluster.stores_open == 0:
-            self._cluster.leave(wait=wait)
-        with contextlib.suppress(DeviceError):  # a GPU that has failed reads nothing any more
-            self._moves.close()
+        try:
+            if self._cluster.stores_open == 0:
+                self._cluster.leave(wait=wait)
+        finally:
+            with contextlib.suppress(DeviceError):  # a GPU that has failed reads nothing any more
+                self._moves.close()
         self._raise_lost_error()
         self._saving.close(wait)
 

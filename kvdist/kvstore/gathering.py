@@ -23,6 +23,7 @@ from kvdist.kvstore.pulling import PullFuture, fail, fulfil
 from kvdist.kvstore.settings import Setting
 from kvdist.kvstore.values import Key
 from kvdist.mailbox import AnswerByKey, Finish, Growing
+from kvdist.protocol.arrays import padded
 
 SMALL_BYTES_MAX = 16 << 10
 """Larger values are worth a request of their own."""
@@ -98,8 +99,19 @@ class _Gathering:
 
 
 class _Pushes(_Gathering):
-    def __init__(self, expected: int, lock: threading.RLock, lay_out: LayOut, terms: Terms, failed: Failed) -> None:
+    def __init__(
+        self,
+        expected: int,
+        lock: threading.RLock,
+        lay_out: LayOut,
+        terms: Terms,
+        failed: Failed,
+        leave: Callable[[int], None],
+    ) -> None:
         super().__init__(expected, lock)
+        self.nbytes = 0
+        """Under way with it; under the lock."""
+        self._leave = leave
         self._lay_out = lay_out
         self.terms = terms
         self.bits: list[list[Bits]] = []
@@ -117,10 +129,12 @@ class _Pushes(_Gathering):
     def set_result(self, result: Any) -> None:  # nobody waits for it
         assert self._contribution is not None
         self._contribution.release()
+        self._leave(self.nbytes)
 
     def set_exception(self, exception: BaseException) -> None:
         self.end(exception)
         self._failed(exception)
+        self._leave(self.nbytes)
 
 
 class _Pulls(_Gathering, AnswerByKey):
@@ -168,16 +182,24 @@ class Gatherings:
         submit: leaves a request for the node's thread.
         hurry: tells that thread that somebody waits.
         failed: gets the error of pushes.
+        leave: told how many bytes are not under way any more.
     """
 
     def __init__(
-        self, lay_out: LayOut, plan_pull: PlanPull, submit: Submit, hurry: Callable[[], None], failed: Failed
+        self,
+        lay_out: LayOut,
+        plan_pull: PlanPull,
+        submit: Submit,
+        hurry: Callable[[], None],
+        failed: Failed,
+        leave: Callable[[int], None],
     ) -> None:
         self._lay_out = lay_out
         self._plan_pull = plan_pull
         self._submit = submit
         self._hurry = hurry
         self._failed = failed
+        self._leave = leave
         # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
         self._lock = threading.RLock()
         self._pushes: _Pushes | None = None
@@ -202,7 +224,7 @@ class Gatherings:
         terms: Terms,
         encoded: EncodedSlices | None = None,
     ) -> None:
-        """Take in a push; `bits` are copied, unless they were `encoded`."""
+        """Take in a push, whose bytes are under way; `bits` are copied, unless they were `encoded`."""
         copy, key = [bits.copy() if encoded is None else bits], info.key
         with self._lock:
             into, pulls = self._pushes, self._pulls
@@ -213,8 +235,11 @@ class Gatherings:
             into.encoded.append(encoded)
             into.settings.append(setting)
             error = into.error
+            if error is None:
+                into.nbytes += padded(bits.nbytes)
         if error is not None:
             self._failed(error)
+            self._leave(padded(bits.nbytes))
 
     def pull(self, info: KeyInfo, result: Bits, finish: Finish | None, priority: int) -> PullFuture:
         """Take in a pull of a key of one slice into `result`; `finish` brings it to where else it is wanted."""
@@ -236,7 +261,7 @@ class Gatherings:
     def _begin_pushes(self, key: Key, terms: Terms) -> _Pushes:
         self.close()
         expected = self._counts.get((Kind.PUSH, key), 0)
-        self._pushes = begun = _Pushes(expected, self._lock, self._lay_out, terms, self._failed)
+        self._pushes = begun = _Pushes(expected, self._lock, self._lay_out, terms, self._failed, self._leave)
         self._submit(begun, self._closing(begun, (Kind.PUSH, key)), begun)
         return begun
 

@@ -34,6 +34,7 @@ from kvdist.kvstore.values import Key
 from kvdist.kvstore.views import Views
 from kvdist.mailbox import Finish
 from kvdist.optimizer.base import Optimizer
+from kvdist.protocol.arrays import padded
 
 
 class Moves:
@@ -46,6 +47,7 @@ class Moves:
         kernels: what sums over devices on the host.
         devices: the GPUs that are used.
         remember: gets the error of a push that nobody waits for.
+        check: raises why nothing can be pushed any more.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Moves:
         kernels: Kernels,
         devices: Devices,
         remember: Callable[[BaseException], None],
+        check: Callable[[], None],
     ) -> None:
         self.optimizer: Optimizer | None = None
         """Whose numbers travel with each push."""
@@ -68,6 +71,7 @@ class Moves:
         self._descent = Descent()
         self._blocks = Blocks()
         self._remember = remember
+        self.check = check
         self._stagings = Stagings(policy.slice_bytes(cluster.config.limits), cluster.memory, cluster.traffic)
         # Only what waits for everybody's pushes is summed on the way to a server.
         is_summed = policy.has_rounds
@@ -80,6 +84,7 @@ class Moves:
             lambda answer, make, growing: node.submit_for(answer, make, growing=growing),
             node.hurry,
             remember,
+            cluster.under_way.leave,
         )
 
     def close(self) -> None:
@@ -111,9 +116,15 @@ class Moves:
 
     def _push_gathered(self, info: KeyInfo, bits: Bits, priority: int, terms: Terms) -> None:
         setting = setting_of(info, self.optimizer)
+        nbytes, encoded = padded(bits.nbytes), None
+        self._cluster.under_way.enter(nbytes, self.check)
         # Encoded now, not when it leaves: residuals follow the order of the calls.
-        compressing = self.compressing if info.is_compressed else None
-        encoded = None if compressing is None else compressing.encode(info, [bits])
+        if info.is_compressed and self.compressing is not None:
+            try:
+                encoded = self.compressing.encode(info, [bits])
+            except BaseException:
+                self._cluster.under_way.leave(nbytes)
+                raise
         self._gatherings.push(info, bits, setting, priority, terms, encoded)
 
     def push_async(self, key: Keys, value: Value, priority: int, terms: Terms) -> Future[None]:
@@ -145,7 +156,9 @@ class Moves:
             own.settle()
             return Transfer(number, kind, label, runs, priority)
 
-        return self.submit(make, finish)
+        future = self.submit(make, finish)
+        future.add_done_callback(lambda _: self._cluster.under_way.leave(own.staging.nbytes))
+        return future
 
     def _parts(self, handed: Given) -> list[slice]:
         """In which parts a push leaves: what has to be encoded first should not wait for the rest."""
@@ -269,10 +282,16 @@ class Moves:
         return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
 
     def _contribute(self, contribution: Given, terms: Terms, lending: Lending) -> Contribution:
+        """Lay out a push, which is under way from now on."""
         staging = self._staging(contribution.infos)
-        settings = settings_of(staging.plan, self.optimizer)
-        lent = self._lent(staging.plan, contribution.bits, lending, self._reads_pushes)
-        return self._laid_out(staging, contribution, settings, terms, lent)
+        self._cluster.under_way.enter(staging.nbytes, self.check)
+        try:
+            settings = settings_of(staging.plan, self.optimizer)
+            lent = self._lent(staging.plan, contribution.bits, lending, self._reads_pushes)
+            return self._laid_out(staging, contribution, settings, terms, lent)
+        except BaseException:
+            self._cluster.under_way.leave(staging.nbytes)
+            raise
 
     def _lent(
         self, plan: Plan, bits: Sequence[Sequence[Part]], lending: Lending, reads: Reads

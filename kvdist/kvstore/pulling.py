@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from kvdist.user_threads import AwaitedFuture
+
 # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
 _LOCK = threading.RLock()
 
 
-class PullFuture(Future[None]):
+class PullFuture(AwaitedFuture[None]):
     """A future of None that cannot be cancelled: the answer may be under way into the user's array.
 
     Args:

@@ -22,6 +22,7 @@ from kvdist.kvstore.contribution import Terms
 from kvdist.kvstore.moves import Moves
 from kvdist.kvstore.settings import setting_of
 from kvdist.kvstore.tables import Ids, Rows
+from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import padded
 from kvdist.protocol.messages import Flag
 from kvdist.transport.memory import Memory
@@ -73,6 +74,8 @@ class RowMoves:
         self._cluster = cluster
         self._moves = moves
         self._buffers = RowBuffers(cluster.memory)
+        self._largest: dict[Key, int] = {}
+        """Table → bytes of the largest push to it: what a contribution to it may be."""
 
     def give(self, info: KeyInfo, rows: Rows) -> None:
         """Send first values, and wait until the servers have them."""
@@ -85,12 +88,24 @@ class RowMoves:
         """Push rows; without any it still counts. None: there is no gradient here."""
         flags = (Flag.AVERAGE if terms.average else 0) | (Flag.EMPTY if rows is None else 0)
         setting = setting_of(info, self._moves.optimizer)
-        runs, buffers = self._laid_out(info, rows, int(flags), (setting,), terms.samples)
+        nbytes, under_way = 0 if rows is None else sum(array.nbytes for array in rows), self._cluster.under_way
+        largest = self._largest.get(info.key, 0)
+        if nbytes > largest:
+            self._largest[info.key] = nbytes
+            under_way.grow(nbytes - largest)
+        under_way.enter(nbytes, self._moves.check)
+        try:
+            runs, buffers = self._laid_out(info, rows, int(flags), (setting,), terms.samples)
+        except BaseException:
+            under_way.leave(nbytes)
+            raise
         label = f"push of rows of key {info.key!r}"
-        return self._moves.submit(
+        future = self._moves.submit(
             lambda number: Transfer(number, Kind.PUSH_ROWS, label, runs, priority),
             lambda: self._buffers.give_back(buffers),
         )
+        future.add_done_callback(lambda _: under_way.leave(nbytes))
+        return future
 
     def pull(self, info: KeyInfo, ids: Ids, out: Bits, priority: int) -> Future[None]:
         """Pull rows.

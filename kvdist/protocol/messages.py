@@ -74,6 +74,10 @@ class ErrorCode(enum.IntEnum):
     REFUSED = 3
     CONFIG = 4
     CHECKPOINT = 5
+    PEER_LOST = 6
+    """A process of the job is gone."""
+    DEADLOCK = 7
+    """Processes wait for each other in calls that only the others of them could end."""
 
 
 class Flag(enum.IntFlag):
@@ -424,6 +428,8 @@ class Abort:
 
     KIND: ClassVar[int] = 34
     SEQUENCED: ClassVar[bool] = False
+    code: int
+    """`ErrorCode.PEER_LOST` or `ErrorCode.DEADLOCK`. What is said of a process below, only the former has."""
     node: str
     host: str
     cause: str
@@ -440,10 +446,45 @@ class Stop:
     SEQUENCED: ClassVar[bool] = True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocked:
+    """Worker → scheduler: all threads of my user wait, and can go on only if other workers do something.
+
+    It holds until the next one. An empty `place` takes it back. Slices that are alike stand together in stretches; the
+    last stretch is all slices that this worker does not know.
+    """
+
+    KIND: ClassVar[int] = 36
+    SEQUENCED: ClassVar[bool] = True
+    number: int
+    """Counts the different reports of this worker."""
+    place: str
+    """The call that waits, for people, such as ``pull of key 'w'``; '' if this worker may go on."""
+    requests: tuple[int, ...]
+    """The open requests to the scheduler."""
+    slice: int
+    """For which slice the call waits, or -1."""
+    firsts: U32
+    """(n,) the first slice of each stretch, ascending."""
+    pushed: U32
+    """(n,) how often this worker has pushed each slice of the stretch; only of slices that have rounds."""
+    awaited: U32
+    """(n,) how often all workers must have pushed it before the next answer can come; 0 where none is awaited."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckBlocked:
+    """Scheduler → worker: do you still wait as you said? Answered by `Blocked`, with the same number if so."""
+
+    KIND: ClassVar[int] = 37
+    SEQUENCED: ClassVar[bool] = True
+
+
 Message = (
     Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused | JoinedPush
-    | HandedBack | PullState | ReplaceState | Alive | Ack | Waiting | Goodbye | Abort | Stop
+    | HandedBack | PullState | ReplaceState | Alive | Ack | Waiting | Goodbye | Abort | Stop | Blocked
+    | CheckBlocked
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | Mark | Save | Saved | Load | Restore | TakeRestored | DropRestored | Command | Perform
 )  # fmt: skip

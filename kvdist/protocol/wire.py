@@ -408,6 +408,14 @@ def _check_mark(message: saving.Mark, limits: WireLimits) -> None:
         _check_slices(len(message.ids), limits)
 
 
+def _check_blocked(message: messages.Blocked, limits: WireLimits) -> None:
+    if not _same_length((message.firsts, message.pushed, message.awaited)):
+        return
+    _check_slices(len(message.firsts), limits)
+    if (message.firsts[1:] <= message.firsts[:-1]).any():
+        raise ProtocolError("the first slices of stretches must ascend")
+
+
 def _check_refused(message: messages.Refused | messages.HandedBack, limits: WireLimits) -> None:
     _check_slices(_same_length((message.runs, message.ids)), limits)
 
@@ -432,6 +440,7 @@ _PLACEMENT = fields.record(
 _PEER = fields.record(registration.Peer, member=fields.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
 
 _NAMES = fields.many(_NAME, "entries_max")
+_REQUESTS = fields.many(_U64, "entries_max")
 _FILE = fields.record(saving.SavedFile, name=_NAME, nbytes=_U64, sha256=_NAME)
 
 KINDS: dict[int, Kind] = {}
@@ -487,8 +496,12 @@ _kind(messages.Alive)
 _kind(messages.Ack, wanted=fields.FLAG)
 _kind(messages.Waiting, subject=_SENTENCE, ranks=fields.many(_U32, "members_max"), since_s=fields.SECONDS)
 _kind(messages.Goodbye, request=_U64, failure=_SENTENCE)
-_kind(messages.Abort, node=_NAME, host=_NAME, cause=_SENTENCE, step=_FROM_MINUS_1, sentence=_SENTENCE)
+_kind(messages.Abort, code=fields.ERROR, node=_NAME, host=_NAME, cause=_SENTENCE, step=_FROM_MINUS_1,
+      sentence=_SENTENCE)  # fmt: skip
 _kind(messages.Stop)
+_kind(messages.Blocked, _check_blocked, number=_U64, place=_SENTENCE, requests=_REQUESTS, slice=_FROM_MINUS_1,
+      firsts=fields.NUMBERS_OR_NONE, pushed=fields.NUMBERS_OR_NONE, awaited=fields.NUMBERS_OR_NONE)  # fmt: skip
+_kind(messages.CheckBlocked)
 _kind(saving.Claim, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES)
 _kind(saving.Claimed, request=_U64, run=_NAME)
 _kind(saving.Prepare, request=_U64, store=_U32, folder=_NAME, contents=_NAMES, run=_NAME)

@@ -15,6 +15,7 @@ from kvdist import (
     KeyNotInitialised,
     OptimizerMismatch,
     PushRefused,
+    RowSparse,
     StoreClosed,
     Trainer,
     kv,
@@ -306,3 +307,27 @@ def test_buffers_are_not_kept_for_every_order_of_a_list(store):
         store.pushpull(rotated, [np.ones(1 << 20, np.float32) for _ in keys])
     # Each order has a plan of 32 MiB; four times the model may be kept.
     assert len(store._moves._stagings) <= 4
+
+
+@pytest.mark.parametrize("compression", [None, {"type": "fp16"}])
+def test_whatever_way_a_push_takes_its_bytes_are_under_way_until_it_is_counted(compression):
+    small, large = np.ones(3, np.float32), np.ones(100_000, np.float32)
+    rows = RowSparse([1, 3], np.ones((2, 4), np.float32), (5, 4))
+    with kv.create("dist") as store:
+        if compression is not None:
+            store.set_gradient_compression(compression)
+        store.init(["s", "l", "t"], [small, large, RowSparse.zeros((5, 4))])
+        under_way = store._cluster.under_way
+        for _ in range(3):
+            store.push("s", small)
+            store.push(["s", "l"], [small, large])
+            store.push("l", None)
+            store.push("t", rows)
+            store.push_async("l", large).result()
+            store.pushpull("l", large, out=np.zeros_like(large))
+            store.pushpull_async(["l", "t"], [large, rows]).result()
+        assert under_way.room >= 2 * (large.nbytes + small.nbytes + rows.values.nbytes)
+        with pytest.raises(ValueError):
+            store.push("l", large, samples=-1)
+        store.pull(["s", "l"])
+    assert under_way.nbytes == 0

@@ -50,6 +50,8 @@ class Store:
 
     left: list[Left] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+    """Bytes that are not under way any more."""
     gatherings: Gatherings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,7 @@ class Store:
             lambda answer, make, growing: self.left.append(Left(answer, make, growing)),
             lambda: None,
             self.errors.append,
+            self.counted.append,
         )
 
     def push(self, *keys: int, value: float = 1.0, terms: Terms = PLAIN, priority: int = 0) -> None:
@@ -199,6 +202,17 @@ def test_the_error_of_pushes_is_kept_for_the_store(store: Store) -> None:
     assert [str(error) for error in store.errors] == ["refused"]
 
 
+def test_the_bytes_of_pushes_are_under_way_until_they_are_counted_or_have_failed(store: Store) -> None:
+    store.push(0, 1)
+    store.made()
+    assert store.counted == []
+    store.left[0].answer.set_result(None)
+    assert store.counted == [32]  # each is padded to 16
+    store.push(2)
+    store.left[1].answer.set_exception(ValueError("refused"))
+    assert store.counted == [32, 16]
+
+
 # How long it waits.
 
 
@@ -268,3 +282,4 @@ def test_what_is_refused_at_once_fails_the_call_that_began_it() -> None:
     assert future.exception(0) is error
     store.gatherings.push(KEYS[0], np.ones(3, np.float32), SERVER_DECIDES, 0, PLAIN)
     assert error in store.errors
+    assert sum(store.counted) == 16

@@ -23,6 +23,7 @@ from kvdist.protocol.messages import Flag, Placement
 from kvdist.protocol.rows import ROWS
 from kvdist.rowsparse import RowSparse
 from kvdist.transport.memory import OrdinaryMemory
+from kvdist.user_threads import UnderWay
 
 
 def info_of(shape: tuple[int, ...] = (10, 3), dtype: DType = DType.FLOAT32, servers: int = 2) -> KeyInfo:
@@ -37,6 +38,10 @@ class Recorder:
         self.memory, self.traffic, self.optimizer = OrdinaryMemory(), Traffic(), None
         self.transfers: list[Transfer] = []
         self.finishes: list[Any] = []
+        self.under_way = UnderWay(1 << 30)
+
+    def check(self) -> None:
+        """Pushes can be made."""
 
     def shares_memory(self, rank: int) -> bool:
         return rank == 1

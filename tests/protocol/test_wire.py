@@ -86,6 +86,12 @@ def joined_pushes(draw: st.DrawFn, n: int) -> m.JoinedPush:
     return m.JoinedPush(push.pull, push.runs, push.ids, draw(numbers(n)), *columns)
 
 
+def blocked(n: int) -> st.SearchStrategy[m.Blocked]:
+    firsts = st.lists(U32, min_size=n, max_size=n, unique=True).map(lambda some: np.array(sorted(some), np.uint32))
+    requests = st.lists(U64, max_size=5).map(tuple)
+    return st.builds(m.Blocked, U64, NAMES, requests, st.integers(-1, U32_MAX), firsts, numbers(n), numbers(n))
+
+
 @st.composite
 def row_arrays(draw: st.DrawFn, n: int, present: Any = 1) -> Arrays:
     """Ids and values of up to two rows for each slice."""
@@ -204,8 +210,10 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Ack: st.builds(m.Ack, st.booleans()),
     m.Waiting: st.builds(m.Waiting, NAMES, st.lists(U32, max_size=20).map(tuple), FINITE),
     m.Goodbye: st.builds(m.Goodbye, U64, NAMES),
-    m.Abort: st.builds(m.Abort, NAMES, NAMES, NAMES, st.integers(-1, U32_MAX), NAMES),
+    m.Abort: st.builds(m.Abort, ERRORS, NAMES, NAMES, NAMES, st.integers(-1, U32_MAX), NAMES),
     m.Stop: st.just(m.Stop()),
+    m.Blocked: (LENGTHS | st.just(0)).flatmap(blocked),
+    m.CheckBlocked: st.just(m.CheckBlocked()),
     saving.Mark: (LENGTHS | st.just(0)).flatmap(
         lambda n: st.builds(
             saving.Mark, U32, U64, NAMES, CONTENTS, NAMES, U64, st.booleans(), numbers(n), numbers(n)
@@ -330,9 +338,12 @@ REFUSED_CHANGES = [
     ("Push", {"settings": ((math.inf, 0.0, 1.0),)}, "infinite"),
     ("Placed", {"placement": m.Placement((0,), (0,), 7)}, "from 8"),
     ("Assign", {"shapes": ((1,), ((1 << 38) + 1,))}, "shapes"),
-    ("Failed", {"code": 6}, "code of an error"),
+    ("Failed", {"code": 8}, "code of an error"),
     ("Waiting", {"since_s": math.inf}, "finite"),
     ("Ack", {"wanted": 1}, "true or false"),
+    ("Blocked", {"firsts": np.array([0, 2, 2], np.uint32)}, "ascend"),
+    ("Blocked", {"pushed": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
+    ("Blocked", {"requests": (1,) * 65}, "65 items"),
     ("Hello", {"wanted_rank": -2}, "wanted_rank"),
     ("Hello", {"host": "h" * 1025}, "longer than 1024"),
     ("Push", {"ids": np.zeros(3, np.int64)}, "array of uint32, found int64"),

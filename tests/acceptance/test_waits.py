@@ -1,0 +1,294 @@
+"""Waits: those that can never end raise and name who waits where; pushes wait for room; slow workers are waited for."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+
+from tests.integration.processes import Job
+
+SOON_S = 60.0
+"""A deadlock is declared within 10 s; a busy machine may take longer."""
+
+START = """
+    import sys, threading, time
+    from pathlib import Path
+    import numpy as np
+    from kvdist import kv
+
+    store = kv.create("dist")
+    rank = store.rank
+"""
+
+
+def deadlocked(job: Job, workers: int = 2) -> list[str]:
+    """Wait for the end of a job in which all workers raise `DeadlockError`; per worker the line that says why."""
+    codes = job.finish(SOON_S)
+    told = []
+    for rank in range(workers):
+        name = f"worker-{rank}"
+        assert codes[name] == 1, f"exit codes {codes}\n{job.transcript()}"
+        lines = job.processes[name].lines_with("kvdist.errors.DeadlockError: ")
+        assert lines, f"{name} did not raise DeadlockError\n{job.transcript()}"
+        told.append(lines[-1])
+    assert codes["scheduler"] == 1, f"exit codes {codes}\n{job.transcript()}"
+    return told
+
+
+def test_init_in_opposite_orders_raises_on_every_worker_and_names_both_calls(job, script):
+    program = script(
+        START
+        + """
+    for key in ("a", "b") if rank == 0 else ("b", "a"):
+        store.init(key, np.zeros(4, np.float32))
+    """
+    )
+    job.cluster(2, 1, program)
+    for line in deadlocked(job):
+        assert "worker-0 waits in init of key 'a' for worker-1" in line
+        assert "worker-1 waits in init of key 'b' for worker-0" in line
+
+
+@pytest.mark.parametrize(("call", "place"), [("store.barrier()", "barrier"), ("store.average(1.0)", "average of")])
+def test_workers_that_take_uneven_steps_and_then_meet_raise(job, script, call, place):
+    program = script(
+        START
+        + f"""
+    store.init("w", np.zeros(4, np.float32))
+    for step in range(3 if rank == 0 else 2):
+        store.push("w", np.ones(4, np.float32))
+        value = store.pull("w")
+    {call}
+    """
+    )
+    job.cluster(2, 1, program)
+    for line in deadlocked(job):
+        assert "worker-0 waits in pull of key 'w', which lacks push 3 of worker-1" in line
+        assert re.search(rf"worker-1 waits in [^;]*{place}[^;]* for worker-0", line)
+
+
+def test_a_close_that_waits_for_pushes_of_a_worker_that_waits_for_it_raises(job, script):
+    program = script(
+        START
+        + """
+    store.init("w", np.zeros(4, np.float32))
+    for step in range(4 if rank == 0 else 1):
+        store.push("w", np.ones(4, np.float32))
+    if rank == 0:
+        store.close()
+    else:
+        store.barrier()
+    """
+    )
+    job.cluster(2, 1, program)
+    for line in deadlocked(job):
+        assert "worker-0 waits in leaving the cluster, which lacks push 2 of worker-1 to key 'w'" in line
+        assert "worker-1 waits in barrier for worker-0" in line
+
+
+def test_a_worker_that_closes_after_fewer_steps_is_not_waited_for(job, script):
+    program = script(
+        START
+        + """
+    store.init("w", np.zeros(4, np.float32))
+    for step in range(9 if rank == 0 else 4):
+        store.push("w", np.ones(4, np.float32))
+        value = store.pull("w")
+    store.close()
+    print("last", value[0])
+    """
+    )
+    job.cluster(2, 1, program)
+    job.succeed()
+    assert job.processes["worker-0"].lines_with("last 1.0")
+    assert job.processes["worker-1"].lines_with("last 2.0")
+
+
+@pytest.mark.slow
+def test_a_worker_that_computes_or_has_a_thread_that_will_push_is_waited_for(job, script):
+    # Both phases last longer than it takes to declare a deadlock.
+    program = script(
+        START
+        + """
+    store.init(["w", "v"], [np.zeros(4, np.float32)] * 2)
+    if rank == 1:
+        time.sleep(15)
+    store.barrier()
+    print("waited for who computes")
+
+    def push():
+        time.sleep(15 if rank == 1 else 0)
+        store.push("w", np.ones(4, np.float32))
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    if rank == 0:
+        thread.join()
+        print("sum", store.pull("w").sum())
+    store.barrier()
+    thread.join()
+    store.close()
+    """
+    )
+    job.cluster(2, 1, program)
+    job.succeed()
+    assert job.processes["worker-0"].lines_with("sum 8.0")
+
+
+def test_a_wait_of_stall_shutdown_seconds_raises_and_ends_the_job(job, script):
+    program = script(
+        START
+        + """
+    store.init("w", np.zeros(4, np.float32))
+    if rank == 1:
+        threading.Event().wait()
+    store.pushpull("w", np.ones(4, np.float32))
+    """
+    )
+    launcher = job.launch(2, 1, program, KVDIST_STALL_SHUTDOWN_S="3")
+    job.finish(SOON_S)
+    assert launcher.code != 0
+    line = launcher.lines_with("kvdist.errors.DeadlineExceeded: ")[0]
+    assert "pushpull of key 'w'" in line
+    assert "lacks worker-1" in line
+    assert "KVDIST_STALL_SHUTDOWN_S" in line
+
+
+MIB = 1 << 20
+
+
+def peak_bytes(job: Job, name: str) -> int:
+    """The most memory that a process has had, shared memory included."""
+    with open(f"/proc/{job.pid_of(name)}/status") as status:
+        (line,) = [line for line in status if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_pushes_ahead_of_a_slow_worker_wait_for_room_and_memory_stays_bounded(job, script, tmp_path, transport):
+    program = script(
+        START
+        + """
+    folder = Path(sys.argv[1])
+    store.init("w", np.zeros(1 << 20, np.float32))
+    store.set_optimizer("sgd", learning_rate=1.0)
+    ones = np.ones(1 << 20, np.float32)
+    pushed = 0
+
+    def push():
+        global pushed
+        for pushed in range(1, 201):
+            store.push("w", ones)
+
+    def wait_for(name):
+        while not (folder / name).exists():
+            time.sleep(0.05)
+
+    print("ready", flush=True)
+    if rank == 1:
+        wait_for("ahead")
+    thread = threading.Thread(target=push)
+    thread.start()
+    if rank == 0:
+        before = -1
+        while before != pushed or pushed < 2:
+            before = pushed
+            time.sleep(1)
+        print("pushed", pushed, flush=True)
+    thread.join()
+    value = store.pull("w")
+    print("all arrived" if (value == -400).all() else value, flush=True)
+    wait_for("end")
+    store.close()
+    """
+    )
+    variables = {"KVDIST_UNDER_WAY_BYTES": str(16 * MIB), "KVDIST_TRANSPORT": transport}
+    job.cluster(2, 1, program, str(tmp_path), **variables)
+    names = ("server-0", "worker-0")
+    job.line("worker-0", "ready")
+    before = {name: peak_bytes(job, name) for name in names}
+    pushed = int(job.line("worker-0", "pushed ").split()[1])
+    assert 2 <= pushed <= 8, "16 MiB have room for four pushes of 4 MiB; the next one waits"
+    (tmp_path / "ahead").touch()
+    for rank in range(2):
+        job.line(f"worker-{rank}", "all arrived")
+    for name in names:
+        grown = peak_bytes(job, name) - before[name]
+        assert grown < 200 * MIB, f"{name} has grown by {grown} bytes, where 800 MiB were pushed"
+    (tmp_path / "end").touch()
+    job.succeed()
+
+
+def test_opposite_orders_of_keys_go_on_with_the_least_room(job, script):
+    program = script(
+        START
+        + """
+    keys = ["a", "b", "c"] if rank == 0 else ["c", "b", "a"]
+    for key in "abc":
+        store.init(key, np.zeros(100_000, np.float32))
+    for step in range(30):
+        for key in keys:
+            store.push(key, np.full(100_000, step, np.float32))
+    print("last", {float(store.pull(key)[0]) for key in keys})
+    store.close()
+    """
+    )
+    job.cluster(2, 1, program, KVDIST_UNDER_WAY_BYTES="1")
+    job.succeed()
+    for rank in range(2):
+        assert job.processes[f"worker-{rank}"].lines_with("last {58.0}")
+
+
+def test_pushes_that_wait_for_room_that_only_each_other_could_make_raise(job, script):
+    program = script(
+        START
+        + """
+    for key in "ab":
+        store.init(key, np.zeros(100_000, np.float32))
+    for step in range(30):
+        store.push("ab"[rank], np.ones(100_000, np.float32))
+    """
+    )
+    job.cluster(2, 1, program, KVDIST_UNDER_WAY_BYTES="1")
+    for line in deadlocked(job):
+        assert re.search(r"worker-0 waits in push \(for room: [^;]*\), which lacks push 1 of worker-1 to key 'a'", line)
+        assert re.search(r"worker-1 waits in push \(for room: [^;]*\), which lacks push 1 of worker-0 to key 'b'", line)
+
+
+@pytest.mark.parametrize("way", ["loss", "interrupt", "close"])
+def test_a_push_that_waits_for_room_ends_with_whatever_ends_the_job_or_the_store(job, script, way):
+    program = script(
+        START
+        + """
+    store.init("w", np.zeros(100_000, np.float32))
+    if rank == 1:
+        threading.Event().wait()
+
+    def watch():
+        before = -1
+        while before != pushed or pushed < 2:
+            before = pushed
+            time.sleep(1)
+        print("waits", flush=True)
+        if sys.argv[1] == "close":
+            store.close()
+
+    pushed = 0
+    threading.Thread(target=watch, daemon=True).start()
+    for pushed in range(1, 100):
+        store.push("w", np.ones(100_000, np.float32))
+    """
+    )
+    job.cluster(2, 1, program, way, KVDIST_UNDER_WAY_BYTES="1")
+    job.line("worker-0", "waits")
+    worker = job.processes["worker-0"]
+    if way != "close":
+        job.kill(*{"loss": ("worker-1",), "interrupt": ("worker-0", signal.SIGINT)}[way])
+    expected = {"loss": "PeerLostError: worker-1", "interrupt": "KeyboardInterrupt", "close": "StoreClosed: "}[way]
+    job.line("worker-0", expected)
+    if way != "loss":
+        job.kill("worker-1")
+    job.finish(SOON_S)
+    assert worker.code != 0
