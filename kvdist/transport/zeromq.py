@@ -83,6 +83,7 @@ class ZeroMQTransport(Transport):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._poller = zmq.Poller()
         self._links: list[Link] = []
+        self._bound: list[Bound] = []
         self._link_of: dict[object, Link | Doorkeeper] = {}
         self._doorkeeper: Doorkeeper | None = None
         self._suspects: set[Link] = set()
@@ -98,10 +99,6 @@ class ZeroMQTransport(Transport):
     @property
     def strangers_refused(self) -> int:
         return sum(link.connections.strangers for link in self._bound)
-
-    @property
-    def _bound(self) -> list[Bound]:
-        return [link for link in self._links if isinstance(link, Bound)]
 
     def bind(self, endpoint: str) -> str:
         self._check_open()
@@ -262,7 +259,7 @@ class ZeroMQTransport(Transport):
     def _look_at_strangers(self) -> None:
         """End connections that were refused, or take too much. What is complete has been read before."""
         now = time.monotonic()
-        for peer in [peer for peer, due in self._hanging_up.items() if due <= now]:
+        for peer in [peer for peer, due in self._hanging_up.items() if due <= now] if self._hanging_up else ():
             del self._hanging_up[peer]
             if isinstance(peer.link, Bound):
                 peer.link.hang_up(peer)
@@ -337,6 +334,8 @@ class ZeroMQTransport(Transport):
 
     def _watch(self, link: Link) -> None:
         self._links.append(link)
+        if isinstance(link, Bound):
+            self._bound.append(link)
         for item in (link.socket, link.monitor):
             self._link_of[item] = link
             self._poller.register(item, zmq.POLLIN)
