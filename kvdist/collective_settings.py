@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvdist.errors import ConfigError
-from kvdist.variables import check_security, port_range, security_settings
+from kvdist.limits import Limits, checked_limits
+from kvdist.variables import check_security, port_range, refuse_replaced, security_settings
 
 START_TIMEOUT_S = 30.0
 STALL_CHECK_S = 10.0
@@ -31,6 +32,7 @@ class CollectiveSettings:
         port_range: the first and the last port at which rank 0 may listen where it chooses.
         interface: the interface, or the network, by which the ranks are to talk; '' for that which leads to rank 0.
         node_host: the address of this machine towards the others; '' for that of the interface.
+        patience_s: how long a machine may not answer before it is lost.
     """
 
     start_timeout_s: float = START_TIMEOUT_S
@@ -43,6 +45,7 @@ class CollectiveSettings:
     port_range: tuple[int, int] | None = None
     interface: str = ""
     node_host: str = ""
+    patience_s: float = Limits.patience_s
 
 
 def settings_of(env: Mapping[str, str]) -> CollectiveSettings:
@@ -51,6 +54,7 @@ def settings_of(env: Mapping[str, str]) -> CollectiveSettings:
     Raises:
         ConfigError: one has a value that means nothing.
     """
+    refuse_replaced(env)
     is_checked = not _flag(env, "HOROVOD_STALL_CHECK_DISABLE")
     stall_check_s = _seconds(env, "KVDIST_STALL_CHECK_S", "HOROVOD_STALL_CHECK_TIME_SECONDS", STALL_CHECK_S)
     if not is_checked and not env.get("KVDIST_STALL_CHECK_S"):
@@ -59,6 +63,8 @@ def settings_of(env: Mapping[str, str]) -> CollectiveSettings:
     if start_timeout_s == 0:
         raise ConfigError("KVDIST_START_TIMEOUT_S is 0; the ranks need some time to find each other")
     timeline = env.get("KVDIST_TIMELINE") or env.get("HOROVOD_TIMELINE") or ""
+    patience_s = _seconds(env, "KVDIST_PATIENCE_S", "KVDIST_PATIENCE_S", Limits.patience_s)
+    checked_limits(Limits(patience_s=patience_s))
     security, secret_file = security_settings(env)
     check_security(security, secret_file)
     return CollectiveSettings(
@@ -73,6 +79,7 @@ def settings_of(env: Mapping[str, str]) -> CollectiveSettings:
         port_range(env.get("KVDIST_PORT_RANGE") or ""),
         env.get("KVDIST_INTERFACE") or "",
         env.get("KVDIST_NODE_HOST") or "",
+        patience_s,
     )
 
 

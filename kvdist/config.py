@@ -30,6 +30,7 @@ from kvdist.variables import (
     one_of,
     port_range,
     refuse_foreign_launcher,
+    refuse_replaced,
     security_settings,
     with_twins,
 )
@@ -295,6 +296,15 @@ def has_servers_from_env(environ: Mapping[str, str] | None = None) -> bool:
     return with_twins(os.environ if environ is None else environ).get("KVDIST_NUM_SERVER", "0") != "0"
 
 
+def patience_from_env(environ: Mapping[str, str] | None = None) -> float:
+    """How many seconds a process or its host may be silent before it counts as lost (``KVDIST_PATIENCE_S``).
+
+    Raises:
+        ConfigError: it is out of range, or another limit is wrong.
+    """
+    return _limits(os.environ if environ is None else environ).patience_s
+
+
 def update_on_kvstore_from_env(environ: Mapping[str, str] | None = None) -> bool:
     """Whether stores update weights for whoever does not say (``MXNET_UPDATE_ON_KVSTORE``): True but for ``0``.
 
@@ -430,6 +440,7 @@ def _is_p3(env: Mapping[str, str]) -> bool:
 
 
 def _limits(env: Mapping[str, str]) -> Limits:
+    refuse_replaced(env)
     changes: dict[str, int | float] = {}
     if env.get(SLICE_THRESHOLD):
         elements = integer(env, SLICE_THRESHOLD)

@@ -8,6 +8,13 @@ from kvdist.errors import ConfigError
 
 MIB = 1 << 20
 
+PATIENCE_S_MIN, PATIENCE_S_MAX = 1.0, 1e6
+"""Less would take an ordinary delay of a busy machine for a loss; more does not fit into the options of sockets."""
+HEARTBEAT_S_MAX = 1.0
+RECONNECT_GRACE_S = 0.4
+"""How long a connection that the peer's end closed may be away. A process that ends closes its connections at once, so
+this is how soon its end is noticed."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -33,18 +40,33 @@ class Limits:
     """How long a process tries to reach the scheduler."""
     form_timeout_s: float = 300.0
     """How long the cluster may take to be complete."""
-    reconnect_grace_s: float = 0.4
-    """A broken connection counts as a lost process after this time without a new one."""
-    heartbeat_s: float = 1.0
-    """How often a process tells the scheduler that it lives, and a socket probes its peer."""
-    silence_s: float = 3.0
-    """A connection without any sign of life for this long is broken."""
+    patience_s: float = 10.0
+    """How long a process or its host may be silent before it counts as lost."""
     explain_after_s: float = 10.0
     """A wait longer than this prints who is awaited, for what, since when; again at each multiple."""
     stall_shutdown_s: float = 0.0
     """A call of a worker that has waited for this long raises and ends the job; 0 for never."""
     farewell_s: float = 5.0
     """How long a process that ends waits for its last messages to leave."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often a process tells the scheduler its step, and a socket probes its peer."""
+        return min(HEARTBEAT_S_MAX, self.patience_s / 8)
+
+    @property
+    def silence_s(self) -> float:
+        """How long a connection may bring nothing before it is broken and made anew, if the peer is there."""
+        return 0.75 * self.patience_s
+
+    def reconnect_grace_s(self, after_silence: bool) -> float:
+        """How long a broken connection may be away before its peer counts as lost.
+
+        Args:
+            after_silence: whether it was broken because it brought nothing; the peer's end of it may still be up, and
+                the peer needs what is left of the patience to come back.
+        """
+        return max(RECONNECT_GRACE_S, self.patience_s - self.silence_s) if after_silence else RECONNECT_GRACE_S
 
 
 def checked_limits(limits: Limits) -> Limits:
@@ -60,6 +82,10 @@ def checked_limits(limits: Limits) -> Limits:
                 f"{name} is {nbytes}; a slice has at least 8 bytes (one element of the widest type)"
                 f" and at most as many as a frame (KVDIST_FRAME_BYTES_MAX, {limits.frame_bytes_max})"
             )
+    if not PATIENCE_S_MIN <= limits.patience_s <= PATIENCE_S_MAX:
+        raise ConfigError(
+            f"KVDIST_PATIENCE_S is {limits.patience_s:g}; it must be from {PATIENCE_S_MIN:g} to {PATIENCE_S_MAX:g} s"
+        )
     if 0 < limits.stall_shutdown_s < 2 * limits.explain_after_s:
         # Who is awaited has to be known by then.
         return replace(limits, explain_after_s=limits.stall_shutdown_s / 2)

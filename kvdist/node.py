@@ -228,8 +228,8 @@ class Node:
                     self._arrived(route, frames, sender)
                 case RouteUp(route):
                     self._came_back(self._members.get(route))
-                case RouteDown(route, reason):
-                    self._went_away(route, reason)
+                case RouteDown(route, reason, after_silence):
+                    self._went_away(route, reason, after_silence)
                     self._forget_stranger(route)
                 case RouteRefused(_, reason):
                     self._stop(AuthenticationError(reason))
@@ -375,11 +375,11 @@ class Node:
         if member is not None:
             self._carry_out(self.reliable.observe(Connected(member), self._clock()))
 
-    def _went_away(self, route: Route, reason: str) -> None:
+    def _went_away(self, route: Route, reason: str, after_silence: bool = False) -> None:
         member = self._members.get(route)
         # A member that is heard under another route by now has come back already.
         if member is not None and self._routes.get(member) == route:
-            self._carry_out(self.reliable.observe(Disconnected(member, reason), self._clock()))
+            self._carry_out(self.reliable.observe(Disconnected(member, reason, after_silence), self._clock()))
 
     def _forget_stranger(self, route: Route) -> None:
         """The connection of a route is over: nothing of a stranger's is kept."""

@@ -26,14 +26,17 @@ WITHOUT_EFFECT = {
     "DMLC_PS_WATER_MARK": "KVDIST_WINDOW_BYTES bounds what is on its way, for P3 KVDIST_PRIORITY_WINDOW_BYTES",
     "DMLC_LOCAL": "processes of one host share memory by themselves",
     "DMLC_USE_KUBERNETES": "DMLC_NODE_HOST is the address that a server announces",
-    "PS_HEARTBEAT_INTERVAL": "heartbeats are always on; KVDIST_HEARTBEAT_S is their interval",
-    "PS_HEARTBEAT_TIMEOUT": "KVDIST_SILENCE_S is how long a process may be silent",
+    "PS_HEARTBEAT_INTERVAL": "heartbeats are always on; their interval follows from KVDIST_PATIENCE_S",
+    "PS_HEARTBEAT_TIMEOUT": "KVDIST_PATIENCE_S is how long a process may be silent",
     "PS_RESEND": "what is lost is always sent again",
     "MXNET_KVSTORE_USETREE": "GPUs that reach each other are summed first where not all do; nothing is to be set",
     "MXNET_KVSTORE_REDUCTION_NTHREADS": "values of the host are summed on the thread that pushes, those of GPUs there",
     "MXNET_OPTIMIZER_AGGREGATION_SIZE": "all parameters of a step travel together",
 }
 """Variables of the mirrored system that people set and that change nothing here → what there is instead."""
+
+REPLACED_BY_PATIENCE = ("KVDIST_SILENCE_S", "KVDIST_RECONNECT_GRACE_S", "KVDIST_HEARTBEAT_S")
+"""Variables of earlier versions in whose place there is ``KVDIST_PATIENCE_S``."""
 
 SLICE_THRESHOLD = "MXNET_KVSTORE_SLICE_THRESHOLD"
 """Elements of float32; ``KVDIST_PRIORITY_SLICE_BYTES`` wins over it."""
@@ -56,6 +59,21 @@ def with_twins(environ: Mapping[str, str]) -> dict[str, str]:
         if not env.get(ours) and env.get(theirs):
             env[ours] = env[theirs]
     return env
+
+
+def refuse_replaced(env: Mapping[str, str]) -> None:
+    """Refuse variables of earlier versions.
+
+    Raises:
+        ConfigError: one is set.
+    """
+    for name in REPLACED_BY_PATIENCE:
+        if env.get(name):
+            raise ConfigError(
+                f"{name} is {env[name]}, but this variable was replaced by KVDIST_PATIENCE_S (kvdist-launch"
+                " --patience): how long a process or its host may be silent before it counts as lost, 10 s by default;"
+                f" unset {name}"
+            )
 
 
 def both(names: list[str]) -> str:

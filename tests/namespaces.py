@@ -47,6 +47,11 @@ class Host:
         """Plug the cable in, or pull it out."""
         run("ip", "-n", self.namespace, "link", "set", CARD, "up" if up else "down")
 
+    def lose_large_packets(self) -> None:
+        """Drop every packet of more than 1,000 bytes from now on, without a word, as a tunnel with a small MTU may."""
+        rate = ["rate", "1000mbit", "burst", "1000", "latency", f"{LATENCY_MS}ms"]
+        run("tc", "-n", self.namespace, "qdisc", "replace", "dev", CARD, "root", "tbf", *rate)
+
     def traffic(self) -> tuple[int, int]:
         """The bytes that the card has sent and received."""
         folder = Path("/sys/class/net") / CARD / "statistics"

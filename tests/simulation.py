@@ -326,7 +326,7 @@ def _strike(cluster: Cluster) -> None:
     if scenario.pause_s is None:
         victim.crash()
     else:
-        victim.pause(scenario.pause_s, scenario.limits.silence_s)
+        victim.pause(scenario.pause_s, scenario.limits.patience_s)
 
 
 def _play(cluster: Cluster) -> int:
@@ -404,7 +404,7 @@ def _judge_checkpoints(cluster: Cluster) -> None:
 
 def _must_abort(cluster: Cluster) -> bool:
     paused_s = cluster.scenario.pause_s or 0.0
-    return paused_s > cluster.scenario.limits.silence_s or any(one.crashed for one in cluster.processes.values())
+    return paused_s > cluster.scenario.limits.patience_s or any(one.crashed for one in cluster.processes.values())
 
 
 def _state(cluster: Cluster) -> str:

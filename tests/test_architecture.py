@@ -89,6 +89,7 @@ FLOORS = {
 SIDEWAYS = {
     ("kvdist.buffers", "kvdist.replicas"),
     ("kvdist.checkpoint", "kvdist.optimizer"),
+    ("kvdist.collective_settings", "kvdist.limits"),
     ("kvdist.collective_settings", "kvdist.variables"),
     ("kvdist.config", "kvdist.addresses"),
     ("kvdist.config", "kvdist.collective_settings"),

@@ -111,9 +111,13 @@ def test_a_server_without_a_cluster_is_refused_and_everything_missing_is_named(r
         ("KVDIST_PLACEMENT", "random", "KVDIST_PLACEMENT is 'random'"),
         ("KVDIST_SLICE_BYTES", "4MiB", "KVDIST_SLICE_BYTES is '4MiB'; it must be a number"),
         ("KVDIST_SLICE_BYTES", "0", "KVDIST_SLICE_BYTES is 0; it must be positive and finite"),
-        ("KVDIST_SILENCE_S", "-1", "KVDIST_SILENCE_S is -1"),
-        ("KVDIST_SILENCE_S", "inf", "KVDIST_SILENCE_S is inf"),
-        ("KVDIST_SILENCE_S", "nan", "KVDIST_SILENCE_S is nan"),
+        ("KVDIST_PATIENCE_S", "-1", "KVDIST_PATIENCE_S is -1"),
+        ("KVDIST_PATIENCE_S", "inf", "KVDIST_PATIENCE_S is inf"),
+        ("KVDIST_PATIENCE_S", "nan", "KVDIST_PATIENCE_S is nan"),
+        ("KVDIST_PATIENCE_S", "0.9", "KVDIST_PATIENCE_S is 0.9; it must be from 1 to 1e"),
+        ("KVDIST_SILENCE_S", "60", "KVDIST_SILENCE_S is 60, but this variable was replaced by KVDIST_PATIENCE_S"),
+        ("KVDIST_RECONNECT_GRACE_S", "1", "but this variable was replaced by KVDIST_PATIENCE_S"),
+        ("KVDIST_HEARTBEAT_S", "1", "KVDIST_HEARTBEAT_S is 1, but this variable was replaced by KVDIST_PATIENCE_S"),
     ],
 )
 def test_an_impossible_value_is_refused_by_the_name_of_its_variable(name, value, message):
@@ -147,8 +151,8 @@ def test_a_single_task_or_a_described_cluster_is_no_matter_for_another_launcher(
 
 
 def test_limits_are_read_by_their_names_with_their_types():
-    config = read(KVDIST_SLICE_BYTES="4096", KVDIST_SILENCE_S="1.5")
-    assert config.limits == Limits(slice_bytes=4096, silence_s=1.5)
+    config = read(KVDIST_SLICE_BYTES="4096", KVDIST_PATIENCE_S="1.5")
+    assert config.limits == Limits(slice_bytes=4096, patience_s=1.5)
     assert isinstance(config.limits.slice_bytes, int)
 
 
@@ -182,7 +186,7 @@ def configs(draw: st.DrawFn) -> ClusterConfig:
         bigarray_bound=draw(st.integers(1, 1 << 40)),
         placement=draw(st.sampled_from(["bytes", "hash"])),
         supervised=draw(st.booleans()),
-        limits=Limits(slice_bytes=draw(st.integers(8, 1 << 26)), silence_s=draw(st.floats(1e-9, 1e9))),
+        limits=Limits(slice_bytes=draw(st.integers(8, 1 << 26)), patience_s=draw(st.floats(1, 1e6))),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdist.addresses import is_loopback, tcp_endpoint
@@ -16,13 +15,11 @@ from kvdist.transport.endpoints import AddressInUse
 if TYPE_CHECKING:
     from kvdist.transport.zeromq import ZeroMQTransport
 
-# A stopped process is not a dead one, so ZeroMQ's own silence ends nothing here. A machine that is gone is noticed by
-# the kernel, which waits for its acknowledgement of these probes, 10 s at most (`zeromq.RETRANSMIT_MS_MAX`).
-LIMITS = replace(Limits(), heartbeat_s=5.0, silence_s=3600.0, frame_bytes_max=MESSAGE_BYTES_MAX)
-
 
 def open_transport(settings: CollectiveSettings) -> ZeroMQTransport:
     """ZeroMQ, without encryption.
+
+    A rank that stands still is not a lost one here; one whose machine is gone is, as it acknowledges no heartbeat.
 
     Raises:
         ConfigError: encryption is asked for.
@@ -35,7 +32,8 @@ def open_transport(settings: CollectiveSettings) -> ZeroMQTransport:
         )
     from kvdist.transport.zeromq import ZeroMQTransport
 
-    return ZeroMQTransport(LIMITS)
+    limits = Limits(frame_bytes_max=MESSAGE_BYTES_MAX, patience_s=settings.patience_s)
+    return ZeroMQTransport(limits, judges_silence=False)
 
 
 def listen(transport: ZeroMQTransport, address: str, settings: CollectiveSettings) -> str:

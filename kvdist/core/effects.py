@@ -122,6 +122,16 @@ class Disconnected:
 
     member: Member
     reason: str
+    after_silence: bool = False
+    """Whether this side broke it, because it brought nothing for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """Connections to `member` come up again and again, and nothing that is said to it gets through."""
+
+    member: Member
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +167,7 @@ class Persisted:
     failure: str = ""
 
 
-Event = Connected | Disconnected | ChildEnded | Placed | LauncherGone | Persisted
+Event = Connected | Disconnected | Unreachable | ChildEnded | Placed | LauncherGone | Persisted
 
 NEVER = float("inf")
 

@@ -28,6 +28,7 @@ from kvdist.core.effects import (
     Machine,
     Send,
     Transmit,
+    Unreachable,
 )
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol.compressed import CompressedPush
@@ -50,9 +51,12 @@ ACK_DELAY_S = 0.02
 RETRY_S = 2.0
 """Silence after which the oldest unacknowledged message is repeated; doubles up to `RETRY_MAX_S`."""
 RETRY_MAX_S = 16.0
-SLOWEST_BYTES_PER_S = 1 << 18
-"""What is under way on a slow line is not lost: each payload byte of it gives the peer that much longer to answer. On a
-line of 1 Gbit/s that changes nothing; on one of 20 Mbit/s every second message went twice without it."""
+SLOWEST_BYTES_PER_S = 1 << 14
+"""What is under way on a slow line is not lost: each payload byte of it gives the peer that much longer to answer. This
+is a share of 1 Mbit/s for each of eight workers, on which every message went twice without it. What a broken connection
+has lost does not wait for this: it is said again at once when there is a new one."""
+FRUITLESS_CONNECTIONS_MAX = 5
+"""So many connections one after another of which none has brought the peer's acknowledgement of anything end it."""
 TERM = 1
 """The generation of schedulers; a restarted scheduler will have the next one."""
 
@@ -77,6 +81,8 @@ class Link:
     broken: bool = False
     asked_at: int = -1
     """The value of `received` at which a repetition was asked for, so that one gap asks once."""
+    fruitless: int = 0
+    """Connections that were made anew since anything was acknowledged, while something waited for that."""
 
     @property
     def due(self) -> float:
@@ -141,6 +147,9 @@ class Reliable:
             link = self.links.get(event.member)
             if link is not None and link.broken:
                 link.broken = False
+                link.fruitless = link.fruitless + 1 if link.unacknowledged else 0
+                if link.fruitless >= FRUITLESS_CONNECTIONS_MAX:
+                    return self._stamped(self.machine.observe(_unreachable(link), now), now)
                 # What was under way is lost in both directions: say it all again, and ask for the same.
                 effects = [*self._repeat(link, now), self._unsequenced(event.member, Ack(wanted=True))]
         return effects + self._stamped(self.machine.observe(event, now), now)
@@ -219,6 +228,7 @@ class Reliable:
         waiting = link.unacknowledged
         if not waiting or waiting[0][0] > ack:
             return []
+        link.fruitless = 0
         tokens = []
         while waiting and waiting[0][0] <= ack:
             _, message, token = waiting.popleft()
@@ -309,6 +319,17 @@ class Reliable:
         # The scheduler's seat outlives what a stranger can know of it: 0 means whoever sits there.
         destination = 0 if to.node.role is Role.SCHEDULER else to.incarnation
         return Stamp(self.job, TERM, machine.epoch, machine.me, destination, seq, received, machine.step)
+
+
+def _unreachable(link: Link) -> Unreachable:
+    messages = len(link.unacknowledged)
+    return Unreachable(
+        link.peer,
+        f"{link.fruitless} connections to it were made one after another, and broke before any of {messages} message(s)"
+        f" with {link.flying_bytes} payload bytes had arrived: look whether the network loses large packets (its MTU is"
+        " smaller than the interfaces say; ping -M do -s 1472 HOST shows it), and whether a firewall or proxy between"
+        " closes connections",
+    )
 
 
 _WITH_PAYLOAD = (Push, CompressedPush, JoinedPush, Values, InitValues, ReplaceValues, ReplaceState)

@@ -30,6 +30,7 @@ from kvdist.core.effects import (
     Report,
     Send,
     Stop,
+    Unreachable,
 )
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.seats import Seats
@@ -150,6 +151,8 @@ class Scheduler(Machine):
                 return pass_on(sender, message, self.seats, self.asked)
             case Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
+            case Goodbye() if message.failure:
+                return self._lost(sender, message.failure)
             case Done():
                 return self.asked.answered(sender, message.request, "")
             case Failed():
@@ -160,11 +163,13 @@ class Scheduler(Machine):
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to connections and to what the launcher saw."""
         match event:
-            case Disconnected(member, reason):
+            case Disconnected(member, reason, after_silence):
                 if self.seats.holds(member) and member.node not in self.seats.left:
-                    self._suspects[member] = (now + self.limits.reconnect_grace_s, reason)
+                    self._suspects[member] = (now + self.limits.reconnect_grace_s(after_silence), reason)
             case Connected(member):
                 self._suspects.pop(member, None)
+            case Unreachable(member, reason):
+                return self._lost(member, reason)
             case ChildEnded():
                 return self._child_ended(event, now)
             case Placed(node, host, pid):

@@ -9,7 +9,19 @@ from types import MappingProxyType
 from kvdist.config import Limits
 from kvdist.core.commands import Handler, perform
 from kvdist.core.decoding import decoded
-from kvdist.core.effects import NEVER, Disconnected, Effect, Event, Forget, Machine, Persisted, Report, Send, Stop
+from kvdist.core.effects import (
+    NEVER,
+    Disconnected,
+    Effect,
+    Event,
+    Forget,
+    Machine,
+    Persisted,
+    Report,
+    Send,
+    Stop,
+    Unreachable,
+)
 from kvdist.core.group import GroupBuffer
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.outbox import PRIORITY_MESSAGES_PER_WINDOW
@@ -34,6 +46,7 @@ from kvdist.protocol.messages import (
     Done,
     ErrorCode,
     Failed,
+    Goodbye,
     InitValues,
     JoinedPush,
     Message,
@@ -153,7 +166,11 @@ class Server(Machine):
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
-                    self._scheduler_lost_at = now + self.limits.reconnect_grace_s
+                    self._scheduler_lost_at = now + self.limits.reconnect_grace_s(event.after_silence)
+        elif isinstance(event, Unreachable):
+            if event.member == SCHEDULER_MEMBER:
+                return [Stop(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
+            return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {event.member}: {event.reason}"))]
         elif isinstance(event, Persisted):
             is_read = isinstance(event.token, Restore | Prepare)
             return self._restoring.persisted(event) if is_read else self.table.persisted(event)

@@ -40,13 +40,20 @@ def verdict(message: Abort) -> KvdistError:
     return PeerLostError(message.sentence, message.node, message.host, message.cause, step)
 
 
-def scheduler_lost(endpoint: str, me: Member) -> PeerLostError:
-    """The scheduler itself is gone; `me` noticed."""
-    cause = "its connection closed and did not come back"
+def scheduler_lost(
+    endpoint: str, me: Member, cause: str = "its connection closed and did not come back"
+) -> PeerLostError:
+    """The scheduler itself is gone, or cannot be reached; `me` noticed."""
     return PeerLostError(f"scheduler (at {endpoint}) was lost: {cause}; noticed by {me}", "scheduler", endpoint, cause)
 
 
 def link_lost(member: Member, host: str, me: Member, reason: str) -> PeerLostError:
     """`me` has lost its connection to `member` for good, and the scheduler has not said why."""
     cause = f"its connection to {me} broke ({reason}) and did not come back, though the scheduler still sees it"
+    return PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
+
+
+def unreachable(member: Member, host: str, me: Member, reason: str) -> PeerLostError:
+    """`member` is there, but nothing that `me` says gets through to it."""
+    cause = f"{me} cannot reach it: {reason}"
     return PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)

@@ -25,6 +25,7 @@ from kvdist.core.effects import (
     Machine,
     Send,
     Stop,
+    Unreachable,
 )
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.neighbours import Neighbours
@@ -50,7 +51,7 @@ from kvdist.core.shard import Allocate, ordinary_memory
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.transfers import LEADER, Transfers
-from kvdist.core.verdict import link_lost, refusal, scheduler_lost, verdict
+from kvdist.core.verdict import link_lost, refusal, scheduler_lost, unreachable, verdict
 from kvdist.errors import DeadlineExceeded, FencedError, KvdistError, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
@@ -197,17 +198,25 @@ class Worker(Machine):
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection."""
         match event:
-            case Disconnected(member, reason) if member == SCHEDULER_MEMBER:
+            case Disconnected(member, reason, after_silence) if member == SCHEDULER_MEMBER:
                 # What is said now leaves with the next connection, and tells the scheduler whose it is.
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
-                    self._lost_links[member] = (now + self.limits.reconnect_grace_s, reason)
-            case Disconnected(member, reason) if not self._goodbye_said and self._is_peer(member):
+                    self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence), reason)
+            case Disconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
                 wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else VERDICT_WAIT_S
-                self._lost_links[member] = (now + self.limits.reconnect_grace_s + wait_s, reason)
+                self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
             case Connected(member):
                 self._lost_links.pop(member, None)
+            case Unreachable(member, reason) if member == SCHEDULER_MEMBER:
+                endpoint = self.joining.introduction.scheduler_endpoint
+                return self._fail_all(scheduler_lost(endpoint, self.me, reason))
+            case Unreachable(member, reason):
+                return [
+                    Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {member}: {reason}")),
+                    *self._fail_all(unreachable(member, self._host(member), self.me, reason)),
+                ]
             case _:
                 pass
         return []

@@ -411,7 +411,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """Worker → scheduler: I leave. With a `failure` the job cannot go on. Answered by `Done`.
+    """Worker → scheduler: I leave. With a `failure` the job cannot go on; a server says only that. Answered by `Done`.
 
     Before that, to the worker that sums for its host: nothing of mine may be with you alone. Answered likewise.
     """

@@ -55,6 +55,8 @@ class Disconnected:
 
     route: Route
     reason: str
+    after_silence: bool = False
+    """Whether this side broke it, because it brought nothing for too long."""
 
 
 @dataclass(frozen=True, slots=True)

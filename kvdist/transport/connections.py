@@ -34,6 +34,11 @@ class Connections:
         """Failed handshakes whose connections have not been closed yet."""
 
     @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Those of the connections that have said something."""
+        return tuple(self._owner)
+
+    @property
     def have_spoken(self) -> bool:
         """Whether any connection is open that has said something."""
         return bool(self._owner)

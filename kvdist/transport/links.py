@@ -6,7 +6,7 @@ import abc
 import contextlib
 import errno
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import zmq
@@ -18,6 +18,7 @@ from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Even
 from kvdist.transport.callers import NOWHERE, Bounds, Callers, shut_down
 from kvdist.transport.connections import Connections
 from kvdist.transport.greeting import Suspicion, mechanism_at
+from kvdist.transport.silence import hang_up, silence_s
 
 ZERO_COPY_FROM_BYTES = 64 << 10
 """Below this a copy is cheaper than the bookkeeping of a shared buffer, and leaves the bytes aligned."""
@@ -28,10 +29,11 @@ BATCH_BYTES = 32 << 20
 
 MORE, NOW = int(zmq.SNDMORE) | int(zmq.DONTWAIT), int(zmq.DONTWAIT)
 ACCEPTED, UP, DISCONNECTED = map(int, (zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED))
+CONNECTED = int(zmq.EVENT_CONNECTED)
 BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 MISUNDERSTOOD, NOT_LET_IN = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 NOBODY_THERE = int(zmq.EVENT_CLOSED)
-WATCHED = ACCEPTED | DISCONNECTED | UP | BROKEN_OFF | MISUNDERSTOOD | NOT_LET_IN | NOBODY_THERE
+WATCHED = ACCEPTED | CONNECTED | DISCONNECTED | UP | BROKEN_OFF | MISUNDERSTOOD | NOT_LET_IN | NOBODY_THERE
 OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 OTHER_KEY = int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 
@@ -41,7 +43,7 @@ MONITOR_EVENT = struct.Struct("=HI")
 class Peer:
     """A route: the socket, and on the bound side whom to name first."""
 
-    __slots__ = ("address", "descriptor", "gone", "link", "name", "prefix", "send")
+    __slots__ = ("address", "descriptor", "fell_silent", "gone", "link", "name", "prefix", "send")
 
     def __init__(self, link: Link, prefix: bytes | None, name: NodeId | None = None) -> None:
         self.link = link
@@ -53,6 +55,8 @@ class Peer:
         """Of the connection, on the bound side."""
         self.address = NOWHERE
         """From where that came."""
+        self.fell_silent = False
+        """Whether its connection was hung up because it brought nothing."""
 
     def __repr__(self) -> str:
         return f"<route {'to' if self.prefix is None else self.prefix.hex() + ' at'} {self.link.endpoint}>"
@@ -92,6 +96,22 @@ class Link(abc.ABC):
         self.endpoint = endpoint
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(WATCHED)
         self.lost: list[Peer] = []
+        self._hung_up: set[int] = set()
+        """Descriptors of connections that were hung up for their silence and have not been reported closed yet."""
+
+    def hang_up_silent(self, after_s: float) -> None:
+        """End the connections that have brought nothing for so long."""
+        port = self.endpoint.rpartition(":")[2]
+        if not port.isdigit():
+            return  # of ipc://, where libzmq judges
+        for descriptor in self.descriptors:
+            if silence_s(descriptor) >= after_s and hang_up(descriptor, int(port), after_s):
+                self._hung_up.add(descriptor)
+
+    @property
+    @abc.abstractmethod
+    def descriptors(self) -> Iterable[int]:
+        """Those of the connections that are up."""
 
     def collect(self, events: list[Event]) -> None:
         """Append what happened. A break comes after the messages before it: only when no message is left."""
@@ -134,8 +154,9 @@ class Link(abc.ABC):
         return False
 
     def report_lost(self, events: list[Event]) -> None:
-        why = f"the connection at {self.endpoint} was closed, broke, or was silent for longer than KVDIST_SILENCE_S"
-        events += [Disconnected(peer, why) for peer in self.lost]
+        for peer in self.lost:
+            why = "brought nothing for too long (KVDIST_PATIENCE_S)" if peer.fell_silent else "was closed or broke"
+            events.append(Disconnected(peer, f"the connection at {self.endpoint} {why}", peer.fell_silent))
         self.lost.clear()
 
     @property
@@ -171,14 +192,24 @@ class Dialled(Link):
         self._me = me
         self._suspicion = Suspicion()
         self._absence = Suspicion()
+        self._descriptor = -1
+
+    @property
+    def descriptors(self) -> Iterable[int]:
+        return (self._descriptor,) if self.up else ()
 
     def observe(self, event: int, value: int, events: list[Event]) -> None:
-        if event == UP:
+        if event == CONNECTED:
+            self._descriptor = value
+        elif event == UP:
             self.report_lost(events)
-            self.up, self.complained = True, False
+            self.up, self.complained, self.route.fell_silent = True, False, False
             self._suspicion.clear()
             events.append(Connected(self.route))
         elif event == DISCONNECTED and self.up:
+            self.route.fell_silent = value in self._hung_up
+            self._hung_up.clear()
+            self.complained = True  # that it does not come back is the same news
             self.lose(self.route)
         elif event == DISCONNECTED and not self.complained:
             # It was never up: the handshake failed. libzmq may dial again and again, but once is enough to say so.
@@ -328,6 +359,10 @@ class Bound(Link):
         if not peer.gone:
             shut_down(peer.descriptor, peer.address)
 
+    @property
+    def descriptors(self) -> Iterable[int]:
+        return self.connections.descriptors
+
     def observe(self, event: int, value: int, events: list[Event]) -> None:
         if event == ACCEPTED:
             if self.connections.accepted(value):
@@ -336,7 +371,11 @@ class Bound(Link):
             self.connections.handshaken()
         elif event == DISCONNECTED:
             self._callers.closed(value, self.endpoint)
-            self.lose_named(self.connections.closed(value))
+            name = self.connections.closed(value)
+            if value in self._hung_up and name in self.peers:
+                self.peers[name].fell_silent = True
+            self._hung_up.discard(value)
+            self.lose_named(name)
         elif event == BROKEN_OFF and value == errno.EAGAIN and self._names is not None:
             # Time ran out. The doorkeeper answers from this thread, which may have been busy: that is nobody's fault.
             self._callers.refused("", is_certain=False)

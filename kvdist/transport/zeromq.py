@@ -11,7 +11,10 @@ The rules, each the result of a measurement:
   reason and for two of libzmq's defects: over ipc:// it forgets what the kernel still holds of a peer that closes
   while the receive queue is full, and a connection whose reading stands still aborts the process if its heartbeat
   falls due after the peer has gone (an assertion, `!_io_error`, in libzmq 4.3.5).
-* A break is seen by a monitor on each socket, a millisecond after a kill -9; silence is seen by heartbeats.
+* A break is seen by a monitor on each socket, a millisecond after a kill -9.
+* Silence is judged by the bytes that arrive (`silence`): both sides probe each other, so a connection whose peer lives
+  brings something at each heartbeat, and one that carries much brings something all the time, however slow it is. Over
+  ipc://, where the kernel counts nothing and nothing is slow, libzmq judges by the answers to its probes.
 * A break is reported after the last message that came before it.
 
 A forked child shares the descriptors but not the I/O thread: a send there would return normally and never leave. The
@@ -43,13 +46,14 @@ from kvdist.transport.heap import keep_freed_memory
 from kvdist.transport.inherited import endpoint_of_listener
 from kvdist.transport.links import ZERO_COPY_FROM_BYTES, Bound, Dialled, Link, Peer, transmit
 from kvdist.transport.releaser import releaser_use
+from kvdist.transport.silence import CAN_JUDGE
 
 BACKLOG, RECONNECT_MS, RECONNECT_MS_MAX = 4096, 100, 2_000
 HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 6_000
 """How long a listener waits for a handshake to end, which it may be too busy for itself; and whoever dials: longer, so
 that it is the listener who hangs up, and knows that it was for the time alone."""
-RETRANSMIT_MS_MAX = 10_000
-"""How long the kernel may go on retransmitting to a peer that is gone before the connection breaks."""
+LOOKS_PER_SILENCE, SILENCE_LOOK_S_MAX = 8, 1.0
+"""How often silent connections are looked for."""
 
 LOOK_MS = 100
 """How often connections are looked at that have said nothing yet, and how long a refused one stays to hear why."""
@@ -64,16 +68,26 @@ class ZeroMQTransport(Transport):
     """Carries frames between processes. See the module for the rules.
 
     Args:
-        limits: gives the largest frame and the heartbeat.
+        limits: gives the largest frame, and how long a peer may be silent.
         credentials: who we are and whom we let in; None for connections without encryption.
         io_threads: how many threads of libzmq move bytes, each for some of the connections, and encrypt them.
         peers_max: how many processes may dial this one.
+        judges_silence: whether a peer that says nothing is lost. If not, only one whose machine does not acknowledge
+            what it is sent is: a process that stands still is not.
     """
 
     def __init__(
-        self, limits: Limits, credentials: Credentials | None = None, io_threads: int = 1, peers_max: int = 0
+        self,
+        limits: Limits,
+        credentials: Credentials | None = None,
+        io_threads: int = 1,
+        peers_max: int = 0,
+        judges_silence: bool = True,
     ) -> None:
         self.limits = limits
+        self._judges_silence = judges_silence
+        self._silence_look_s = min(SILENCE_LOOK_S_MAX, limits.silence_s / LOOKS_PER_SILENCE)
+        self._silence_look_at = 0.0
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         share = (RAISED_MAX if soft == resource.RLIM_INFINITY else soft) // SILENT_SHARE
         self._bounds = Bounds(max(share, peers_max), 2 * limits.frame_bytes_max, 8 * limits.frame_bytes_max)
@@ -131,7 +145,7 @@ class ZeroMQTransport(Transport):
         return self._listen(endpoint, descriptor).endpoint
 
     def _listen(self, endpoint: str, descriptor: int = -1) -> Bound:
-        made = self._socket(zmq.ROUTER)
+        made = self._socket(zmq.ROUTER, endpoint)
         names = None
         if self._credentials is not None:
             names = self._open_door(self._credentials).names
@@ -158,7 +172,7 @@ class ZeroMQTransport(Transport):
     def connect(self, endpoint: str, to: NodeId | None = None) -> Route:
         self._check_open()
         endpoint = check_form(endpoint)
-        made, me = self._socket(zmq.DEALER), None
+        made, me = self._socket(zmq.DEALER, endpoint), None
         if self._credentials is not None:
             if to is None:
                 made.close()
@@ -208,10 +222,13 @@ class ZeroMQTransport(Transport):
 
     def recv(self, timeout_s: float) -> list[Event]:
         self._check_open()
-        deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
+        deadline = now + timeout_s
         events: list[Event] = []
-        wait_ms = math.ceil(timeout_s * 1000.0)
         while True:
+            if now >= self._silence_look_at:
+                self._hang_up_silent(now)
+            wait_ms = math.ceil((min(deadline, self._silence_look_at) - now) * 1000.0)
             if self._hanging_up or any(link.is_watched for link in self._bound):
                 wait_ms = min(wait_ms, LOOK_MS)
             ready = {self._link_of.get(item) for item, _ in self._poller.poll(max(0, wait_ms))}
@@ -226,9 +243,15 @@ class ZeroMQTransport(Transport):
             if events or woken:
                 return events
             # What happened was of no interest above, such as a stranger: go on waiting.
-            wait_ms = math.ceil((deadline - time.monotonic()) * 1000.0)
-            if wait_ms <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 return events
+
+    def _hang_up_silent(self, now: float) -> None:
+        self._silence_look_at = now + self._silence_look_s
+        if self._judges_silence and CAN_JUDGE:
+            for link in self._links:
+                link.hang_up_silent(self.limits.silence_s)
 
     def wake(self) -> None:
         self._alarm.ring()
@@ -304,24 +327,24 @@ class ZeroMQTransport(Transport):
             )
         return frame, False
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         limits = self.limits
         made = self._context.socket(kind)
-        heartbeat_ms, silence_ms = round(limits.heartbeat_s * 1000), round(limits.silence_s * 1000)
+        patience_ms = round(limits.patience_s * 1000)
+        libzmq_judges = self._judges_silence and not (CAN_JUDGE and endpoint.startswith("tcp://"))
         options = {
             zmq.LINGER: 0,
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
             zmq.MAXMSGSIZE: limits.frame_bytes_max,
-            zmq.HEARTBEAT_IVL: heartbeat_ms,
-            zmq.HEARTBEAT_TIMEOUT: silence_ms,
-            zmq.HEARTBEAT_TTL: silence_ms,
+            zmq.HEARTBEAT_IVL: round(limits.heartbeat_s * 1000),
+            zmq.HEARTBEAT_TIMEOUT: patience_ms if libzmq_judges else 0,
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS if kind == zmq.ROUTER else HANDSHAKE_MS_DIALLED,
             zmq.TCP_KEEPALIVE: 1,
             zmq.TCP_KEEPALIVE_IDLE: 10,
             zmq.TCP_KEEPALIVE_INTVL: 5,
             zmq.TCP_KEEPALIVE_CNT: 3,
-            zmq.TCP_MAXRT: RETRANSMIT_MS_MAX,
+            zmq.TCP_MAXRT: patience_ms,
             zmq.IPV6: 1,
         }
         if kind == zmq.ROUTER:

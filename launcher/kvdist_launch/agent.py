@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvdist.config import Limits
 from kvdist.errors import ConfigError, KvdistError
 from kvdist.nodes import NodeId
 from kvdist_launch import messages
@@ -32,8 +33,8 @@ from kvdist_launch.measure import Ear, dial
 from kvdist_launch.probe import answer_here, facts_of_this_host
 from kvdist_launch.signals import INTERRUPTIONS, Signals
 
-SILENCE_S = 20.0
-"""The launcher says something every second; after this long without a word it is taken for lost."""
+PATIENCES = 2
+"""The launcher says something every second; after so many times the patience without a word it is taken for lost."""
 
 GRACE_S, TERMINATE_S = 2.0, 1.0
 """For processes to end by themselves after the pipe's end, and after SIGTERM: less than five seconds together."""
@@ -59,6 +60,7 @@ class Agent:
         self._ear = Ear(self._selector)
         self._alive: list[NodeId] = []
         self._heard_at = time.monotonic()
+        self._patience_s = Limits.patience_s
         self._is_lost = False
         self._is_dismissed = False
 
@@ -116,6 +118,7 @@ class Agent:
         fields = frame.fields
         match frame.kind:
             case "alive":
+                self._patience_s = float(fields["patience_s"])
                 self._writer.send("alive")
             case "prepare":
                 self._writer.send("prepared", **self._prepare(fields))
@@ -167,7 +170,7 @@ class Agent:
         for key, _ in self._selector.select(timeout_s):
             key.data()
         self._crew.pause(self._writer.is_full)
-        if time.monotonic() - self._heard_at > SILENCE_S:
+        if time.monotonic() - self._heard_at > PATIENCES * self._patience_s:
             self._lose()
 
     def _take_signals(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvdist.addresses import host_name
+from kvdist.config import patience_from_env
 from kvdist.errors import ConfigError
 from kvdist.exit_codes import EXIT_CONFIG
 from kvdist.nodes import Role
@@ -224,9 +225,14 @@ def _run_on_hosts(
     note = _left_out_note(job, launcher)
     if note:
         supervisor.say(note)
-    ssh = SshOptions(options.accept_new_host_keys, tuple(options.ssh_option or ()), options.activate or "")
     # What the options say stands in the job's variables too; there may be others, which servers follow as well.
     variables = with_twins({**launcher.environ, **job.env})
+    ssh = SshOptions(
+        options.accept_new_host_keys,
+        tuple(options.ssh_option or ()),
+        options.activate or "",
+        patience_from_env(variables),
+    )
     wishes = Wishes(
         python=python_of_hosts(options.python, options.activate),
         ssh=ssh,

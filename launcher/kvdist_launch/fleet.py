@@ -85,7 +85,8 @@ class Fleet:
                 self.stations.append(Station(host, crew, facts_of_this_host()))
                 continue
             argv = agent_command(host, host.python or python, wanted)
-            self.stations.append(Station(host, RemoteCrew(host.name, argv, supervisor.selector, supervisor)))
+            crew_there = RemoteCrew(host.name, argv, supervisor.selector, supervisor, wanted.patience_s)
+            self.stations.append(Station(host, crew_there))
 
     def __enter__(self) -> Fleet:
         return self

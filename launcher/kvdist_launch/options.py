@@ -300,6 +300,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
          " lost, also a server or the scheduler: the job ends, or is started anew as a whole, at most N times"
          " (default: abort)", default=0)),
         (("--start-timeout",), valued(to_seconds, "SECONDS", "how long the cluster may take to be complete")),
+        (("--patience",), valued(to_seconds, "SECONDS", "how long a process or its host may be silent before it counts"
+         " as lost (default: 10)")),
         (("--grace",), valued(to_seconds, "SECONDS", "how long the others may take to end after a failure, an"
          " interruption or the last worker's end (default: 5; without servers 2)")),
     )),

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
+from kvdist.config import Limits
 from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId
 from kvdist_launch import messages
@@ -25,9 +26,6 @@ from kvdist_launch.foreign import all_printable, printable
 from kvdist_launch.frames import GREETING, READ_BYTES, Decoder, Frame, FrameError, Writer
 from kvdist_launch.output import LineSplitter
 from kvdist_launch.plan import Process
-
-SILENCE_S = 10.0
-"""An agent answers every second; after so long without a word its host is lost."""
 
 NOISE_LINES_MAX = 20
 """Lines of ssh and of login scripts that are kept to explain a failure."""
@@ -50,6 +48,7 @@ class RemoteCrew(Crew):
         argv: the words that start its agent.
         selector: where the pipe is waited for.
         listener: who is told.
+        patience_s: the host is lost after so long without a word; its agent says one every second.
 
     Attributes:
         facts: what the agent said of its host first; None until then.
@@ -57,8 +56,16 @@ class RemoteCrew(Crew):
         failure: why the host is lost; empty while it is not.
     """
 
-    def __init__(self, host: str, argv: Sequence[str], selector: selectors.BaseSelector, listener: Listener) -> None:
+    def __init__(
+        self,
+        host: str,
+        argv: Sequence[str],
+        selector: selectors.BaseSelector,
+        listener: Listener,
+        patience_s: float = Limits.patience_s,
+    ) -> None:
         self.host = host
+        self._patience_s = patience_s
         self.facts: dict[str, Any] | None = None
         self.answers: dict[str, dict[str, Any]] = {}
         self.failure = ""
@@ -122,11 +129,11 @@ class RemoteCrew(Crew):
     def beat(self, now: float) -> None:
         if self.failure:
             return
-        self._writer.send("alive")
+        self._writer.send("alive", patience_s=self._patience_s)
         if self._is_paused:
             self._heard_at = now  # it may have said much that nobody has read
-        if now - self._heard_at > SILENCE_S:
-            self.lose(f"{self.host} has not answered for {SILENCE_S:g} s")
+        if now - self._heard_at > self._patience_s:
+            self.lose(f"{self.host} has not answered for {self._patience_s:g} s (KVDIST_PATIENCE_S)")
 
     def dismiss(self) -> None:
         self._writer.send("leave")

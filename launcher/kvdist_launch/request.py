@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvdist.config import module_names
+from kvdist.config import module_names, patience_from_env
 from kvdist.errors import ConfigError
 from kvdist_launch.command import parse_command
 from kvdist_launch.course import Patience
@@ -116,6 +116,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         raise ConfigError(f"-s is {num_servers}; write the number of servers, or 0 for a job without servers")
     env, env_worker = _variables(options, environ), parse_assignments(options.env_worker or ())
     env_server = parse_assignments(options.env_server or ())
+    patience_from_env({**environ, **env})
     others = any(not host.is_local for host in hosts)
     if options.stdin is not None and options.stdin >= num_workers:
         raise ConfigError(
@@ -241,6 +242,7 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         "KVDIST_INTERFACE": options.interface,
         "KVDIST_PORT_RANGE": options.port_range and "-".join(map(str, options.port_range)),
         "KVDIST_SERVER_DEVICE": options.server_device,
+        "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",
         "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete
         "KVDIST_START_TIMEOUT_S": start_timeout_s,  # until ranks have found each other
     }

@@ -6,17 +6,19 @@ shell would notice; ``--`` stands before them all the same. Nothing secret is ev
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvdist.config import Limits
 from kvdist_launch.hosts import Host
 
 CONNECT_S = 7
 """How long a host may take to answer at all."""
-ALIVE_S, ALIVE_COUNT_MAX = 2, 3
-"""ssh gives a connection up that says nothing for so many times so many seconds."""
+ALIVE_S = 2
+"""How often ssh probes a connection that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,13 @@ class SshOptions:
         accepts_new_host_keys: hosts that were never seen are trusted; one whose key has changed never is.
         options: more ``-o`` options, as ``Name=value``.
         activate: a line of bash that is run before the interpreter, such as ``source ~/venv/bin/activate``.
+        patience_s: how long a host may say nothing before it is given up.
     """
 
     accepts_new_host_keys: bool = False
     options: tuple[str, ...] = ()
     activate: str = ""
+    patience_s: float = Limits.patience_s
 
 
 def agent_command(host: Host, python: str, wanted: SshOptions) -> list[str]:
@@ -88,7 +92,7 @@ def _options(host: Host, wanted: SshOptions) -> list[str]:
         "BatchMode=yes",
         f"ConnectTimeout={CONNECT_S}",
         f"ServerAliveInterval={ALIVE_S}",
-        f"ServerAliveCountMax={ALIVE_COUNT_MAX}",
+        f"ServerAliveCountMax={math.ceil(wanted.patience_s / ALIVE_S)}",
         f"StrictHostKeyChecking={'accept-new' if wanted.accepts_new_host_keys else 'yes'}",
         *wanted.options,
     ]

@@ -1,6 +1,8 @@
-"""Jobs whose hosts are joined by a network of some speed."""
+"""Jobs whose hosts are joined by a network of some speed: slow, cut for a while, or cut for good."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 
@@ -17,9 +19,208 @@ SUM = """
     store.close()
 """
 
+ONE_KEY = """
+    import sys
+    import numpy as np
+    from kvdist import kv
+
+    count = int(sys.argv[1])
+    store = kv.create("dist")
+    weight = np.arange(count, dtype=np.float32)
+    store.init("w", weight)
+    store.push("w", weight)
+    value = store.pull("w")
+    store.close()
+    assert np.array_equal(value, store.num_workers * weight)
+    print("right")
+"""
+"""One key, once in each direction and once more to begin with."""
+
+ROWS = """
+    import sys
+    import numpy as np
+    from kvdist import RowSparse, kv
+
+    count = int(sys.argv[1])
+    store = kv.create("dist")
+    rows = np.arange(count)
+    values = np.arange(count * 16, dtype=np.float32).reshape(count, 16)
+    store.init("t", RowSparse(rows, 0 * values, (count, 16)))
+    store.push("t", RowSparse(rows, values, (count, 16)))
+    found = store.row_sparse_pull("t", row_ids=rows)
+    store.close()
+    assert np.array_equal(found.values, store.num_workers * values)
+    print("right")
+"""
+
+ROUNDS = """
+    import os, sys
+    import numpy as np
+    from kvdist import kv
+
+    store = kv.create("dist")
+    store.init("w", np.zeros(1000, np.float32))
+    store.init("ends", np.zeros(1, np.float32))
+    rounds = 0
+    while True:
+        value = np.full(1000, rounds, np.float32)
+        ends = np.full(1, store.rank == 0 and os.path.exists(sys.argv[1]), np.float32)
+        store.pushpull(["w", "ends"], [value, ends])
+        assert (value == store.num_workers * rounds).all()
+        rounds += 1
+        if rounds % 20 == 0:
+            print("round", flush=True)
+        if ends[0]:
+            break
+    store.close()
+    print("right")
+"""
+"""Training until a file exists; each round checks what came back."""
+
+SHORT = {"KVDIST_PATIENCE_S": "2"}
+
 
 def test_a_job_trains_over_a_link(job, script, cluster_over_link):
     cluster_over_link(2, 1, script(SUM))
     job.succeed()
     for rank in range(2):
         assert job.processes[f"worker-{rank}"].lines_with("sum 2000.0")
+
+
+@pytest.mark.slow
+def test_a_key_of_four_megabytes_crosses_a_link_of_8_mbit(job, script, hosts, cluster_over_link):
+    limit(hosts, 8)
+    # The patience of earlier versions: each of the three ways of the key takes longer.
+    cluster_over_link(1, 1, script(ONE_KEY), "1000000", KVDIST_PATIENCE_S="3")
+    succeed(job, 1)
+
+
+@pytest.mark.parametrize("program,count", [(ONE_KEY, 100_000), (ROWS, 6_000)], ids=["dense", "rows"])
+def test_what_takes_longer_than_the_patience_crosses_a_link_of_1_mbit(
+    job, script, hosts, cluster_over_link, program, count
+):
+    limit(hosts, 1)
+    cluster_over_link(1, 1, script(program), str(count), **SHORT)
+    succeed(job, 1)
+    sent, received = hosts[0].traffic()
+    assert min(sent, received) > 2 * 1e6 / 8, "each direction was busy for longer than the patience"
+
+
+def test_what_takes_longer_than_the_patience_crosses_a_slow_link_encrypted(
+    job, script, hosts, cluster_over_link, tmp_path
+):
+    limit(hosts, 1)
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(range(64)))
+    secret.chmod(0o600)
+    cluster_over_link(
+        1, 1, script(ONE_KEY), "100000", KVDIST_SECURITY="curve", KVDIST_SECRET_FILE=str(secret), **SHORT
+    )
+    succeed(job, 1)
+
+
+@pytest.mark.slow
+def test_many_workers_share_a_slow_link(job, script, hosts, cluster_over_link):
+    limit(hosts, 4)
+    cluster_over_link(4, 2, script(ONE_KEY), "200000", KVDIST_PATIENCE_S="5")
+    succeed(job, 4)
+
+
+@pytest.mark.slow
+def test_many_keys_are_agreed_on_over_a_slow_link(job, script, hosts, cluster_over_link):
+    limit(hosts, 1)
+    cluster_over_link(1, 1, script(MANY_KEYS), **SHORT)
+    succeed(job, 1)
+
+
+MANY_KEYS = """
+    import numpy as np
+    from kvdist import kv
+
+    store = kv.create("dist")
+    keys = [f"a-parameter-with-a-name-of-some-length-{i}" for i in range(8000)]
+    store.init(keys, [np.full(1, i, np.float32) for i in range(8000)])
+    assert [float(value[0]) for value in store.pull(keys)] == list(range(8000))
+    store.close()
+    print("right")
+"""
+
+
+@pytest.mark.slow
+def test_a_cable_may_be_out_for_five_seconds(job, script, hosts, cluster_over_link, tmp_path):
+    cluster_over_link(2, 1, script(ROUNDS), str(tmp_path / "end"), KVDIST_PATIENCE_S="10")
+    is_going_on(job)
+    hosts[0].set_link(up=False)
+    with pytest.raises(AssertionError, match="not within"):
+        job.wait(lambda: any(process.code is not None for process in job.processes.values()), "an end", 5.0)
+    hosts[0].set_link(up=True)
+    is_going_on(job)
+    (tmp_path / "end").touch()
+    succeed(job, 2)
+
+
+def test_a_cable_that_stays_out_ends_the_job_with_who_was_lost(job, script, hosts, cluster_over_link, tmp_path):
+    cluster_over_link(2, 1, script(ROUNDS), str(tmp_path / "end"), **SHORT)
+    is_going_on(job)
+    cut_at = time.monotonic()
+    hosts[0].set_link(up=False)
+    codes = job.finish()
+    assert all(codes.values()), job.transcript()
+    assert max(process.ended_at for process in job.processes.values()) - cut_at < 60
+    for name in ("worker-0", "worker-1"):
+        text = job.processes[name].text
+        assert "PeerLostError: " in text and "was lost" in text, job.transcript()
+        assert "scheduler (" in text or "server-0 (" in text, job.transcript()
+    for name in ("scheduler", "server-0"):
+        assert "worker-" in job.processes[name].text and "was lost" in job.processes[name].text, job.transcript()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sender", ["the worker", "the server"])
+def test_a_network_that_loses_large_packets_ends_the_job_with_what_to_look_at(
+    job, script, hosts, cluster_over_link, tmp_path, sender
+):
+    near, far = hosts
+    cluster_over_link(1, 1, script(GROWING), str(tmp_path / "grow"), **SHORT)
+    job.line("worker-0", "small ones pass")
+    (far if sender == "the worker" else near).lose_large_packets()
+    (tmp_path / "grow").touch()
+    codes = job.finish()
+    assert all(codes.values()), job.transcript()
+    assert "a large one passed" not in job.processes["worker-0"].text
+    for name in ("scheduler", "server-0", "worker-0"):
+        assert "cannot reach" in job.processes[name].text, job.transcript()
+        assert "look whether the network loses large packets" in job.processes[name].text, job.transcript()
+
+
+GROWING = """
+    import os, sys
+    import numpy as np
+    from kvdist import kv
+
+    store = kv.create("dist")
+    store.init("small", np.zeros(10, np.float32))
+    store.init("large", np.zeros(100_000, np.float32))
+    store.pushpull("small", np.ones(10, np.float32))
+    print("small ones pass", flush=True)
+    while not os.path.exists(sys.argv[1]):
+        store.pushpull("small", np.ones(10, np.float32))
+    store.pushpull("large", np.ones(100_000, np.float32))
+    print("a large one passed")
+"""
+
+
+def limit(hosts, mbit):
+    for host in hosts:
+        host.limit(mbit)
+
+
+def succeed(job, workers):
+    job.succeed()
+    for rank in range(workers):
+        assert job.processes[f"worker-{rank}"].lines_with("right"), job.transcript()
+
+
+def is_going_on(job):
+    """Wait for rounds that were made after now."""
+    job.line("worker-0", "round", count=len(job.processes["worker-0"].lines_with("round")) + 2)

@@ -21,11 +21,11 @@ from kvdist.collective.engine import Engine
 from kvdist.collective.member import Member
 from kvdist.collective.opening import Opening
 from kvdist.collective.rendezvous import forget_port, meet
-from kvdist.collective.sockets import LIMITS
 from kvdist.collective.state import current, using
 from kvdist.collective_settings import CollectiveSettings
 from kvdist.errors import CollectiveError, CollectiveMismatch, ConfigError, ForkError, RankLostError
 from kvdist.kvstore import meeting
+from kvdist.limits import Limits
 from kvdist.protocol.collective import Complete, Gone, Hello, encode
 from kvdist.transport.zeromq import ZeroMQTransport
 from kvdist.world import Meeting, World
@@ -263,7 +263,7 @@ def test_what_strangers_send_is_dropped(caplog):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(endpoint.removeprefix("ipc://"))
                 stranger.sendall(data)
-        transport = ZeroMQTransport(LIMITS)
+        transport = ZeroMQTransport(Limits(), judges_silence=False)
         route = transport.connect(endpoint)
         for frame in (encode(Hello("guess", 1, 2, "h", "1")), b"", b"\xff" * 99):
             transport.send(route, [frame])

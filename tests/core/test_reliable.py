@@ -19,6 +19,7 @@ from kvdist.core.effects import (
     Machine,
     Send,
     Transmit,
+    Unreachable,
 )
 from kvdist.core.reliable import ACK_DELAY_S, RETRY_MAX_S, RETRY_S, SLOWEST_BYTES_PER_S, Reliable
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
@@ -270,6 +271,31 @@ def test_a_member_that_introduces_itself_again_after_a_break_gets_everything_aga
     said = pair.bob_hears(Packet(Stamp(JOB, 1, 0, stranger, 0, 0, 0, 0), Done(1)), now=0.2)
     assert [packet.message for packet in said] == [Done(1), Ack(wanted=True)]
     assert pair.bob.events[-1] == Connected(ANN)
+
+
+def test_connections_that_let_nothing_through_are_counted_and_end_with_a_reason(pair: Pair) -> None:
+    pair.from_ann.perform(lambda: [Send(BOB, Done(1))], 0.0)
+    for time in range(1, 5):
+        pair.from_ann.observe(Disconnected(BOB, "reset"), time)
+        pair.from_ann.observe(Connected(BOB), time + 0.1)
+    assert not [event for event in pair.ann.events if isinstance(event, Unreachable)]
+    pair.from_ann.observe(Disconnected(BOB, "reset"), 5.0)
+    assert pair.from_ann.observe(Connected(BOB), 5.1) == [], "nothing is said again"
+    (event,) = [event for event in pair.ann.events if isinstance(event, Unreachable)]
+    assert event.member == BOB and event.reason.startswith("5 connections to it were made one after another, and broke")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_connections_that_break_are_not_counted_where_something_gets_through_or_nothing_waits(
+    pair: Pair, waits: bool
+) -> None:
+    for time in range(1, 20):
+        if waits:
+            pair.from_ann.perform(lambda: [Send(BOB, Done(1))], time)
+            pair.ann_hears(Packet(Stamp(JOB, 1, 0, BOB, ANN.incarnation, 0, time - 1, 0), Ack(wanted=False)), now=time)
+        pair.from_ann.observe(Disconnected(BOB, "reset"), time)
+        pair.from_ann.observe(Connected(BOB), time + 0.1)
+    assert not [event for event in pair.ann.events if isinstance(event, Unreachable)]
 
 
 def test_a_forgotten_peer_returns_its_tokens(pair: Pair) -> None:

@@ -93,7 +93,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         yield "round of a group"  # sums of hosts do not go into groups, and beside tables few seeds have one
     if scenario.hosts is not None and scenario.mode == "sync":
         yield "summed on a host"
-    is_complete = not scenario.victim or (scenario.pause_s is not None and scenario.pause_s < scenario.limits.silence_s)
+    is_short = scenario.pause_s is not None and scenario.pause_s < scenario.limits.patience_s
+    is_complete = not scenario.victim or is_short
     if is_complete and scenario.saves:
         yield "checkpoint"
         yield "restored"

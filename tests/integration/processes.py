@@ -28,7 +28,7 @@ TIMEOUT_S = 100.0
 """For anything that must happen at all. What must happen soon has a deadline of its own in its test."""
 NOTICED_S = 30.0
 """From a loss to the end of all who hear of it: half a second where nothing else runs, and less than `PATIENT`."""
-PATIENT = {"KVDIST_SILENCE_S": "60", "KVDIST_EXPLAIN_AFTER_S": "60"}
+PATIENT = {"KVDIST_PATIENCE_S": "60", "KVDIST_EXPLAIN_AFTER_S": "60"}
 """What every job has that is not told otherwise. A machine that runs other tests may let a process stand still for
 seconds, which is no loss and needs no explanation; and a loss that is noticed is noticed by its broken connection."""
 READ_BYTES = 1 << 16

@@ -17,7 +17,7 @@ from tests.integration.processes import EXIT_PEER_LOST, NOTICED_S, prefix_of
 
 VICTIMS = ["worker-1", "server-1", "scheduler"]
 CALLS = ["pushpull", "barrier", "init"]
-QUICK = {"KVDIST_SILENCE_S": "5", "KVDIST_HEARTBEAT_S": "1"}
+QUICK = {"KVDIST_PATIENCE_S": "5"}
 """Long enough that a process which waits for a processor is not taken for one that stands still."""
 GRACE = ["--grace", f"{NOTICED_S:g}"]
 """So that the launcher does not end those who are about to say whom they have lost."""
@@ -141,7 +141,7 @@ def test_a_scheduler_that_stands_still_is_noticed(job):
     job.finish()
 
 
-def test_a_pause_that_is_shorter_than_the_silence_hurts_nobody(job):
+def test_a_pause_that_is_shorter_than_the_patience_hurts_nobody(job):
     job.cluster(2, 1, "faults.py", "endless")
     job.line("worker-0", "going")
     job.line("worker-1", "going")

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from kvdist_launch.frames import GREETING, Decoder, Frame
-from kvdist_launch.remote import SILENCE_S
 from tests.launcher.conftest import FAILS_WHEN_READY, PACKAGES, TIMEOUT_S
 
 GONE_S = 15.0
@@ -191,9 +190,9 @@ def test_a_reader_that_pauses_for_long_costs_nothing_and_nobody(launch_on):
         "print('all is said', file=sys.stderr, flush=True)\n"
         "time.sleep(1)"
     )
-    job = launch_on("a", "-n", "1", "-s", "1", "python", "-c", script)
+    job = launch_on("a", "-n", "1", "-s", "1", "--patience", "3", "python", "-c", script)
     job.line_with(" 10 ")
-    signal.sigtimedwait([], SILENCE_S + 2.0)  # nobody reads for longer than an agent may be silent
+    signal.sigtimedwait([], 5.0)  # nobody reads for longer than an agent may be silent
     code, out, err = job.finish()
     assert code == 0, err
     numbers = [int(line.split()[-2]) for line in out.splitlines() if line.endswith("x" * 100)]

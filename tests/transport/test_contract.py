@@ -421,12 +421,26 @@ def test_a_killed_server_is_reported_by_its_broken_connection(network_place: Pla
         assert first(worker, Disconnected).route == route
 
 
-def test_a_stopped_peer_is_reported_by_its_missing_heartbeats(tmp_path: Path) -> None:
-    server = ZeroMQTransport(replace(PATIENT, heartbeat_s=0.5, silence_s=3.0))
-    with contextlib.closing(server), peer_process("connect", server.bind("tcp://127.0.0.1:0")) as peer:
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_a_stopped_peer_is_reported_by_its_silence(tmp_path: Path, scheme: str) -> None:
+    server = ZeroMQTransport(replace(PATIENT, patience_s=3.0))
+    endpoint = {"tcp": "tcp://127.0.0.1:0", "ipc": f"ipc://{tmp_path}/socket"}[scheme]
+    with contextlib.closing(server), peer_process("connect", server.bind(endpoint)) as peer:
         route = arrivals(server, 1)[0].route
         peer.send_signal(signal.SIGSTOP)
-        assert first(server, Disconnected).route == route
+        lost = first(server, Disconnected)
+        assert lost.route == route
+        assert lost.after_silence == (scheme == "tcp"), "over ipc:// libzmq judges, and closes without a reason"
+
+
+def test_a_stopped_peer_that_need_not_speak_is_kept() -> None:
+    server = ZeroMQTransport(replace(PATIENT, patience_s=1.0), judges_silence=False)
+    with contextlib.closing(server), peer_process("connect", server.bind("tcp://127.0.0.1:0")) as peer:
+        arrivals(server, 1)
+        peer.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 2.5
+        while time.monotonic() < deadline:
+            assert server.recv(0.1) == []
 
 
 @pytest.mark.parametrize(
