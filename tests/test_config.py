@@ -447,3 +447,12 @@ def test_tcp_without_a_word_about_security_is_refused():
     here = {"DMLC_PS_ROOT_URI": "127.0.0.1", "KVDIST_TRANSPORT": "tcp"}
     assert "set KVDIST_SECRET_FILE" in refused(**here)
     assert read(**here, KVDIST_SECURITY="none").transport == "tcp"
+
+
+def test_a_stall_may_last_for_ever_and_is_explained_before_it_ends_the_job():
+    assert ClusterConfig.alone({"KVDIST_STALL_SHUTDOWN_S": "0"}).limits.stall_shutdown_s == 0
+    limits = ClusterConfig.alone({"KVDIST_STALL_SHUTDOWN_S": "3"}).limits
+    assert (limits.stall_shutdown_s, limits.explain_after_s) == (3, 1.5)
+    assert ClusterConfig.alone({"KVDIST_STALL_SHUTDOWN_S": "600"}).limits.explain_after_s == 10
+    with pytest.raises(ConfigError, match="KVDIST_STALL_SHUTDOWN_S is -1"):
+        ClusterConfig.alone({"KVDIST_STALL_SHUTDOWN_S": "-1"})
