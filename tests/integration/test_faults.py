@@ -40,7 +40,7 @@ def kill(job, victim, number=signal.SIGKILL):
 def named(victim):
     """How a sentence about the loss of a victim begins."""
     if victim == "scheduler":
-        return "scheduler (at tcp://127.0.0.1:"
+        return "scheduler (at ipc:///"
     return f"{victim} (host {socket.gethostname()}, pid "
 
 
