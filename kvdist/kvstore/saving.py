@@ -69,7 +69,7 @@ class Saving:
         rank: int,
         submit: Submit,
         result_of: Wait,
-        hold: Callable[[Future[Path]], None],
+        hold: Callable[[Future[None]], None],
         forget_shown: Callable[[], None],
     ) -> None:
         self._number = number
@@ -149,7 +149,7 @@ class Saving:
 
         submitted = self._submit(make, None)
         future = self._last.future = CheckpointFuture(place.folder)
-        self._hold(future)
+        self._hold(future.settled)
         submitted.add_done_callback(lambda done: self._finish(future, done, failure))
         return future
 
