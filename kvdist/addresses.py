@@ -38,6 +38,11 @@ def stays_on_host(endpoint: str) -> bool:
     return address != endpoint and is_loopback(host)
 
 
+def crosses_network(endpoint: str) -> bool:
+    """Whether what is sent to an endpoint may leave this machine."""
+    return endpoint.startswith("tcp://") and not stays_on_host(endpoint)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host` (a name or an address)."""
     try:

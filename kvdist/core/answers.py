@@ -24,7 +24,7 @@ from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, Value
 JOIN_BYTES_MAX = 64 << 10
 """Values up to this size are copied together into one frame; larger ones are frames of their own, without a copy."""
 TOGETHER_BYTES_MAX, FRAMES_MAX = 16 << 20, 32
-"""What arose from one message leaves in messages of up to so many bytes and frames."""
+"""What arose from one message leaves in messages of up to so many bytes and frames where it stays on this host."""
 
 
 class Numbered(Protocol):
@@ -91,9 +91,15 @@ class Answers:
         """The slice of this number was refused."""
         self._refused.setdefault((code, reason), []).append((run, number))
 
-    def messages(self, member: Member, payload_bytes_max: int, traffic: Traffic) -> list[Effect]:
-        """All that as few messages."""
-        effects = [*self._made, *self._value_messages(member, payload_bytes_max, traffic)]
+    def messages(self, member: Member, payload_bytes_max: int, traffic: Traffic, is_near: bool = True) -> list[Effect]:
+        """All that as few messages.
+
+        Args:
+            payload_bytes_max: small values are joined up to this size, and large ones where they cross a network.
+            is_near: whether they stay on this host.
+        """
+        together_max = TOGETHER_BYTES_MAX if is_near else payload_bytes_max
+        effects = [*self._made, *self._value_messages(member, payload_bytes_max, together_max, traffic)]
         if self._counted:
             runs, ids, versions, outcomes = zip(*self._counted, strict=True)
             effects.append(Send(member, Counted(_u32(runs), _u32(ids), _u32(versions), _u8(outcomes))))
@@ -102,13 +108,15 @@ class Answers:
             effects.append(Send(member, Refused(_u32(runs), _u32(ids), code, reason)))
         return effects
 
-    def _value_messages(self, member: Member, payload_bytes_max: int, traffic: Traffic) -> list[Effect]:
+    def _value_messages(
+        self, member: Member, payload_bytes_max: int, together_max: int, traffic: Traffic
+    ) -> list[Effect]:
         effects: list[Effect] = []
         large = _Batch()
         for run, shard in self._held:
             before = shard.hold(member)
             assert shard.published is not None
-            if large.is_full(len(shard.published.payload)):
+            if large.is_full(len(shard.published.payload), together_max):
                 effects.append(large.message(member))
                 large = _Batch()
             large.add(run, shard, shard.published.payload, before)
@@ -118,7 +126,7 @@ class Answers:
             buffer = shard.outgoing
             nbytes = len(buffer.payload)
             if nbytes > JOIN_BYTES_MAX:
-                if large.is_full(nbytes):
+                if large.is_full(nbytes, together_max):
                     effects.append(large.message(member))
                     large = _Batch()
                 buffer.leases += 1
@@ -146,8 +154,8 @@ class _Batch:
     leased: list[Buffer] = field(default_factory=list)
     nbytes: int = 0
 
-    def is_full(self, nbytes: int) -> bool:
-        return bool(self.frames) and (self.nbytes + nbytes > TOGETHER_BYTES_MAX or len(self.frames) >= FRAMES_MAX)
+    def is_full(self, nbytes: int, together_max: int) -> bool:
+        return bool(self.frames) and (self.nbytes + nbytes > together_max or len(self.frames) >= FRAMES_MAX)
 
     def add(self, run: int, shard: Shard, payload: memoryview, leased: Buffer | None) -> None:
         self.slices.append((run, shard))

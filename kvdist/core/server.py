@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+from kvdist.addresses import crosses_network
 from kvdist.config import Limits
 from kvdist.core.commands import Handler, perform
 from kvdist.core.decoding import decoded
@@ -266,8 +267,11 @@ class Server(Machine):
         peers = self.joining.roster(message)
         before = self.workers
         self.workers = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
+        mine = self.joining.introduction.endpoint
         for peer in peers:
             host = host_of(peer.endpoint)
+            if crosses_network(mine) and not (host and host == host_of(mine)):
+                self.table.far.add(peer.member)
             if host and peer.member.node.role is Role.WORKER:
                 self._host_of[peer.member] = host
                 self._on_host.setdefault(host, {})[peer.member.node.rank] = peer.member

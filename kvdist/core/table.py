@@ -65,6 +65,8 @@ class Table:
         self.shards: dict[int, Shard] = {}
         self.workers: Mapping[int, Member] = {}
         """Rank → the live worker there."""
+        self.far: set[Member] = set()
+        """The workers to whom values cross a network."""
         self.traffic = Traffic()
         self.rounds = Rounds()
         self._name = "this server"
@@ -500,7 +502,7 @@ class Table:
         for member, answers in self._answers.items():
             if self.workers.get(member.node.rank) != member:
                 continue  # It left, or was replaced, while others were still in the round.
-            effects += answers.messages(member, self.limits.slice_bytes, self.traffic)
+            effects += answers.messages(member, self.limits.slice_bytes, self.traffic, member not in self.far)
         self._answers = {}
         if self.cuts.ready:
             effects += self.cuts.take_effects(self.workers, self._name)

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvdist.addresses import host_name
+from kvdist.addresses import crosses_network, host_name
 from kvdist.config import (
     ClusterConfig,
     kernels_from_env,
@@ -147,6 +147,12 @@ class Cluster:
         """Whether what lies in `memory` is not carried to this server."""
         member = self._worker.servers.get(server_rank)
         return member is not None and self.node.shares_memory_with(member)
+
+    def is_far(self, server_rank: int) -> bool:
+        """Whether what is sent to this server crosses a network."""
+        member = self._worker.servers.get(server_rank)
+        endpoints = [peer.endpoint for peer in self._worker.peers if peer.member == member]
+        return any(map(crosses_network, endpoints)) and not self.shares_memory(server_rank)
 
     def reads_pushes(self, run: RunPlan) -> bool:
         """Whether a push of this run is read where it lies in `memory`: by its server, or by who sums for this host."""

@@ -30,7 +30,8 @@ from kvdist.transport.memory import Memory
 MESSAGE_BYTES_MAX = 16 << 20
 """More rows are pulled by several messages, so that a server gathers some while others are under way."""
 PUSHED_BYTES_MAX = 56 << 20
-"""More are pushed in several. Not fewer, as a server sums only what has come whole, and joins parts by a copy."""
+"""More are pushed in several. Not fewer, as a server sums only what has come whole, and joins parts by a copy. What
+crosses a network travels by `Limits.slice_bytes` all the same, either way: there a copy costs little."""
 BUFFERS_KEPT_MAX = 16
 BUFFER_UNIT_BYTES = 64 << 10
 
@@ -117,9 +118,10 @@ class RowMoves:
             priority: higher goes first.
         """
         length = row_length(info.shape)
-        step = max(1, MESSAGE_BYTES_MAX // (length * info.dtype.itemsize + ids.itemsize))
         runs = []
         for plan, begin, end in _shares(info, ids):
+            nbytes_max = self._message_bytes_max(plan.server, MESSAGE_BYTES_MAX)
+            step = max(1, nbytes_max // (length * info.dtype.itemsize + ids.itemsize))
             for low in range(begin, end, step):
                 high = min(low + step, end)
                 chunk = RowChunk(high - low, ids[low:high].view(np.uint8).data)
@@ -127,6 +129,9 @@ class RowMoves:
                 runs.append(RunData(plan, sinks=sinks, chunks=(chunk,), row_length=length))
         label = f"pull of rows of key {info.key!r}"
         return self._moves.submit(lambda number: Transfer(number, Kind.PULL_ROWS, label, runs, priority), _nothing)
+
+    def _message_bytes_max(self, server: int, near: int) -> int:
+        return min(near, self._cluster.config.limits.slice_bytes) if self._cluster.is_far(server) else near
 
     def _laid_out(
         self,
@@ -140,11 +145,11 @@ class RowMoves:
         ids, values = _NO_ROWS if rows is None else rows
         length = row_length(info.shape)
         row_bytes = length * info.dtype.itemsize
-        step = max(1, PUSHED_BYTES_MAX // (row_bytes + ids.itemsize))
         own_flags = None if flags is None else np.array([flags], np.uint8)
         runs, buffers = [], []
         for plan, begin, end in _shares(info, ids):
             chunks = []
+            step = max(1, self._message_bytes_max(plan.server, PUSHED_BYTES_MAX) // (row_bytes + ids.itemsize))
             for low in range(begin, end, step) or (begin,):
                 count = min(low + step, end) - low
                 ids_bytes, values_bytes = count * ids.itemsize, count * row_bytes

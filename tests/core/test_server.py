@@ -12,6 +12,7 @@ from kvdist.core.effects import Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.shard import Buffer
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
+from kvdist.limits import Limits
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol import wire
 from kvdist.protocol.arrays import Arrays
@@ -323,11 +324,15 @@ def test_large_values_leave_in_one_message_of_several_frames(
     assert [wired.value(read, key) for key in range(count)] == list(keys_of(count, 4).values())
 
 
-def test_large_values_of_one_message_are_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
+def test_large_values_of_one_message_are_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
-    monkeypatch.setattr(answers, "TOGETHER_BYTES_MAX", 32)
-    wired = Wired(1, 1)
+    wired = Wired(1, 1, server_host=host)
     wired.initialise({**keys_of(5, 4), 9: [1.0], 10: [1.0] * 20})
+    if host == "127.0.0.1":
+        monkeypatch.setattr(answers, "TOGETHER_BYTES_MAX", 32)
+    else:
+        wired.servers[0].table.limits = Limits(slice_bytes=32)
     read = wired.pull(0, *range(5), 9, 10)
     wired.deliver()
     sizes = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvdist.kvstore.calls import combined
 from kvdist.kvstore.contribution import Terms
 from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.row_moves import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowBuffers, RowMoves
+from kvdist.limits import Limits
 from kvdist.protocol.messages import Flag, Placement
 from kvdist.protocol.rows import ROWS
 from kvdist.rowsparse import RowSparse
@@ -36,6 +38,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.memory, self.traffic, self.optimizer = OrdinaryMemory(), Traffic(), None
+        self.far = False
+        self.config = SimpleNamespace(limits=Limits())
         self.transfers: list[Transfer] = []
         self.finishes: list[Any] = []
         self.under_way = UnderWay(1 << 30)
@@ -45,6 +49,9 @@ class Recorder:
 
     def shares_memory(self, rank: int) -> bool:
         return rank == 1
+
+    def is_far(self, rank: int) -> bool:
+        return self.far
 
     def submit(self, make: Any, finish: Any) -> Future[Any]:
         self.transfers.append(make(len(self.transfers)))
@@ -154,11 +161,15 @@ def test_what_stands_behind_the_values_is_zero_although_memory_is_used_again(
         recorder.finishes[-1]()
 
 
+@pytest.mark.parametrize("is_far", [False, True])
 def test_many_rows_travel_in_several_messages_in_order(
-    recorder: Recorder, moves: RowMoves, monkeypatch: pytest.MonkeyPatch
+    recorder: Recorder, moves: RowMoves, monkeypatch: pytest.MonkeyPatch, is_far: bool
 ) -> None:
-    for limit in ("PUSHED_BYTES_MAX", "MESSAGE_BYTES_MAX"):
-        monkeypatch.setattr(row_moves, limit, 45)  # two rows of 8 + 12 bytes
+    recorder.far = is_far
+    if is_far:
+        recorder.config = SimpleNamespace(limits=Limits(slice_bytes=45))  # two rows of 8 + 12 bytes
+    for limit in () if is_far else ("PUSHED_BYTES_MAX", "MESSAGE_BYTES_MAX"):
+        monkeypatch.setattr(row_moves, limit, 45)
     info = info_of()
     ids = np.array([0, 1, 2, 4, 5, 6, 7, 8])
     moves.push(info, (ids, np.repeat(ids, 3).reshape(8, 3).astype(np.float32)), 0, TERMS)
