@@ -168,10 +168,10 @@ def variables_in_the_code() -> set[str]:
     return literal | limits | set(TWINS) | set(TWINS.values()) | OWNED_VARIABLES
 
 
-def rows(path: Path) -> dict[str, list[str]]:
-    """The table rows of a document that begin with a variable: its name and the other cells."""
+def rows(path: Path, heading: str = "") -> dict[str, list[str]]:
+    """The table rows of a document, or of one section, that begin with a variable: its name and the other cells."""
     found = {}
-    for line in text_of(path).splitlines():
+    for line in (section(path, heading) if heading else text_of(path)).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| `") and VARIABLE_ALONE.match(cells[0].strip("`")):
             found[cells[0].strip("`")] = cells[1:]
@@ -206,7 +206,7 @@ def test_the_twins_in_the_configuration_are_those_of_the_code() -> None:
 
 
 def test_the_limits_and_their_defaults_are_those_of_the_code() -> None:
-    numbers = {name: cells[0] for name, cells in rows(CONFIGURATION).items() if re.match(r"`\d", cells[0])}
+    numbers = {name: cells[0] for name, cells in rows(CONFIGURATION, "Limits").items() if re.match(r"`\d", cells[0])}
     told = {name: re.findall(r"`([^`]+)`", cell)[0] for name, cell in numbers.items()}
     assert told == {f"KVDIST_{name.upper()}": repr(getattr(Limits(), name)) for name in Limits.__annotations__}
 
