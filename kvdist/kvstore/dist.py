@@ -381,7 +381,7 @@ class DistStore(KVStore):
         self._require_usable()
         return self._saving.save(self._keys.all, directory, step, state, keep, names)
 
-    def claim_folder(self, directory: str | os.PathLike[str], step: int) -> None:
+    def _claim_folder(self, directory: str | os.PathLike[str], step: int) -> None:
         """Make sure that checkpoints can be saved into this directory, as the first `save_checkpoint` does.
 
         Raises:

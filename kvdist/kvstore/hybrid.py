@@ -285,7 +285,7 @@ class HybridStore(KVStore):
         # Of a step that the servers have, the workers' part is there: it is written before, and goes away after.
         kept = keep + 1 if isinstance(keep, int) and keep > 0 else keep
         if others:
-            self._servers.claim_folder(folder, step)  # before the workers write what would stay if it were refused
+            self._servers._claim_folder(folder, step)  # before the workers write what would stay if it were refused
         for store, beside in others:
             written = store.save_checkpoint(beside, step, keep=kept)
             if isinstance(written, CheckpointFuture) and written.has_failed:

@@ -103,7 +103,7 @@ class Saving:
         return self._save(keys, make)
 
     def claim(self, directory: str | os.PathLike[str], step: int) -> None:
-        """See `DistStore.claim_folder`."""
+        """See `DistStore._claim_folder`."""
         self._claim(_Place(saved.place(directory, step), EVERYTHING))
 
     def save_states(self, keys: Sequence[KeyInfo], fname: str | os.PathLike[str]) -> Future[Path]:
