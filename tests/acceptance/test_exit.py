@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.integration.processes import EXIT_PEER_LOST
+
 LOSES_A_SERVER = """
     import atexit
     import threading
@@ -47,7 +49,7 @@ def test_a_worker_whose_callbacks_use_torch_while_it_ends_after_a_loss_ends_with
     job.finish(but="worker-1")
     worker = job.processes["worker-0"]
     assert worker.lines_with("PeerLostError: server-0"), job.transcript()
-    assert worker.code == 1, job.transcript()
+    assert worker.code == EXIT_PEER_LOST, job.transcript()
     assert worker.lines_with("a callback ran to its end") and worker.lines_with("a handler of the script ran")
     job.kill("worker-1")
     job.finish()
