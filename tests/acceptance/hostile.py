@@ -17,6 +17,8 @@ READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 ENVELOPE = struct.Struct("<4sBBHIIIIQQQQIB3x")
 MORE, LONG, COMMAND = 1, 2, 4
 ABORT, ACK, REJECTED = 34, 31, 3
+PEER_LOST = 6
+"""The code of an Abort."""
 SCHEDULER, SERVER, WORKER = 0, 1, 2
 
 

@@ -20,6 +20,7 @@ from tests.acceptance.hostile import (
     ENVELOPE,
     HERE,
     MORE,
+    PEER_LOST,
     REJECTED,
     SCHEDULER,
     SERVER,
@@ -261,7 +262,7 @@ def test_strangers_learn_nothing(job, plain):
 def test_a_forged_abort_changes_nothing_and_is_counted(job, plain):
     go_on, *ports = plain
     tag = zlib.crc32(environment_of(job.pid_of("scheduler"))["KVDIST_JOB"].encode())
-    forged = ["worker-0", "host", "made up", -1, "made up"]
+    forged = [PEER_LOST, "worker-0", "host", "made up", -1, "made up"]
     for port in ports:
         with dialled(port) as connection:
             connection.sendall(message(ABORT, forged, tag, SCHEDULER, 0, 1))

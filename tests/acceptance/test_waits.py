@@ -205,6 +205,8 @@ def test_pushes_ahead_of_a_slow_worker_wait_for_room_and_memory_stays_bounded(jo
     """
     )
     variables = {"KVDIST_UNDER_WAY_BYTES": str(16 * MIB), "KVDIST_TRANSPORT": transport}
+    if transport == "tcp":
+        variables["KVDIST_SECURITY"] = "none"
     job.cluster(2, 1, program, str(tmp_path), **variables)
     names = ("server-0", "worker-0")
     job.line("worker-0", "ready")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from kvdist.errors import CheckpointError
 pytest.importorskip("torch")
 
 from kvdist.kvstore.hybrid import HybridStore
+from kvdist.kvstore.saved import CheckpointFuture
 
 ROWS = RowSparse([0], np.ones((1, 2), np.float32), (5, 2))
 ARRAY = np.ones(3, np.float32)
@@ -44,10 +44,13 @@ class Half:
     def init(self, key, value):
         self._calls.append((self._name, "init", list(key)))
 
+    def _claim_folder(self, directory, step):
+        self._calls.append((self._name, "claim", Path(directory)))
+
     def save_checkpoint(self, directory, step, **options):
         self._calls.append((self._name, Path(directory), step, options))
-        future = Future()
-        future.set_exception(self._failure) if self._failure else future.set_result(directory)
+        future = CheckpointFuture(Path(directory))
+        future.finish(self._failure)
         return future
 
 
@@ -64,6 +67,7 @@ def test_workers_save_before_servers_and_keep_one_more_so_that_no_checkpoint_is_
     folder = Path("/somewhere")
     with_keys(calls).save_checkpoint(folder, 7, keep=2, state="mine").result()
     assert calls == [
+        ("servers", "claim", folder),
         ("workers", folder / "workers", 7, {"keep": 3}),
         ("servers", folder, 7, {"state": "mine", "keep": 2, "names": None}),
     ]
@@ -74,7 +78,7 @@ def test_what_workers_could_not_save_servers_do_not_save():
     store = with_keys(calls, failure=CheckpointError("the disk is full"))
     with pytest.raises(CheckpointError, match="the disk is full"):
         store.save_checkpoint("/somewhere", 7).result()
-    assert [call[0] for call in calls] == ["workers"]
+    assert [call[:2] for call in calls] == [("servers", "claim"), ("workers", Path("/somewhere/workers"))]
 
 
 def test_a_call_that_is_wrong_on_one_worker_is_told_to_the_others_who_would_wait():
