@@ -61,4 +61,4 @@ def test_a_key_without_elements_has_a_run_without_bytes() -> None:
 
 def test_kinds_say_what_travels_which_way() -> None:
     assert [kind for kind in Kind if kind.pushes] == [Kind.PUSH, Kind.PUSHPULL, Kind.PUSH_ROWS]
-    assert [kind for kind in Kind if kind.pulls] == [Kind.PULL, Kind.PUSHPULL]
+    assert [kind for kind in Kind if kind.pulls] == [Kind.PULL, Kind.PUSHPULL, Kind.PULL_STATE]
