@@ -99,7 +99,9 @@ def running(transport: str, local_reduce: str = "auto") -> Iterator[Job]:
     # A worker whose leader waits for a processor would push by itself after half the wait that is explained.
     limits = replace(PATIENT, explain_after_s=2 * PATIENCE_S)
     ways = {"transport": transport, "local_reduce": local_reduce}
-    config = ClusterConfig(Role.SCHEDULER, HOST, free_port(), WORKERS, SERVERS, limits=limits, **ways)
+    config = ClusterConfig(
+        Role.SCHEDULER, HOST, free_port(), WORKERS, SERVERS, security="none", limits=limits, **ways
+    )
     scheduler, _ = node_of(config)
     servers = [node_of(replace(config, role=Role.SERVER, rank=rank))[0] for rank in range(SERVERS)]
     threads = [threading.Thread(target=node.run) for node in (scheduler, *servers)]
