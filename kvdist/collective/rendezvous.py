@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,11 +22,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from kvdist.addresses import host_name
 from kvdist.collective.places import LOOPBACK
-from kvdist.errors import CollectiveError, ConfigError
+from kvdist.errors import CollectiveError
+from kvdist.local_sockets import private_folder, require_private_folder
 from kvdist.world import Meeting, World
 
 LOOK_AGAIN_S = 0.02
 """How often a rank looks whether rank 0 has left its port."""
+PORT_FILES = "rank0-"
+"""How the names of the files with ports begin."""
 KEPT_S = 86_400
 """No rank looks for a port for so long. Processes with a namespace of their own may share the folder, so that only the
 age of a file tells whether it is one that a killed process has left."""
@@ -38,14 +40,14 @@ def meet(world: World, timeout_s: float) -> PrefixStore:
 
     Raises:
         CollectiveError: rank 0 was not there in time, or its port is taken.
-        ConfigError: the place where ports are left is not this user's.
+        ConfigError: the folder where ports are left cannot be made, or is not this user's alone.
     """
     meeting, deadline = world.meeting, time.monotonic() + timeout_s
     is_master = world.rank == 0 and not meeting.is_served
     host, port = meeting.host, meeting.port
     if not host:
         host = LOOPBACK
-        port = 0 if is_master else _left_port(_folder() / _file_name(meeting), timeout_s)
+        port = 0 if is_master else _left_port(_port_file(meeting), timeout_s)
     try:
         if not is_master:
             _await_listener(host, port, deadline)
@@ -139,24 +141,21 @@ def _first(error: BaseException) -> str:
     return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
-def _file_name(meeting: Meeting) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in meeting.job)
+def _port_file(meeting: Meeting) -> Path:
+    """Where rank 0 of this job leaves its port: in the folder of the user's sockets, which only the user can enter.
 
-
-def _folder() -> Path:
-    """A folder that only this user may write to."""
-    path = Path(tempfile.gettempdir()) / f"kvdist-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or path.is_symlink():
-        raise ConfigError(f"{path} is not this user's alone; remove it, or set TMPDIR to another folder")
-    return path
+    Raises:
+        ConfigError: there is no such folder, and it cannot be made.
+    """
+    require_private_folder()
+    job = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in meeting.job)
+    return Path(private_folder()) / f"{PORT_FILES}{job}"
 
 
 def leave_port(world: World, store: PrefixStore) -> None:
     """Leave the port of this rank 0 where the others look for it, if nobody has named a place."""
     if _leaves_port(world):
-        _write_port(_folder() / _file_name(world.meeting), store.underlying_store.port)  # type: ignore[attr-defined]
+        _write_port(_port_file(world.meeting), store.underlying_store.port)  # type: ignore[attr-defined]
 
 
 def _leaves_port(world: World) -> bool:
@@ -166,7 +165,7 @@ def _leaves_port(world: World) -> bool:
 def forget_port(world: World) -> None:
     """Remove the file with the port of this rank 0, if it has left one."""
     if _leaves_port(world):
-        path = _folder() / _file_name(world.meeting)
+        path = _port_file(world.meeting)
         with contextlib.suppress(OSError):
             if path.read_text().split()[1:] == [str(os.getpid()), _begin_of(os.getpid())]:
                 path.unlink()
@@ -180,8 +179,8 @@ def _write_port(path: Path, port: int) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed processes have left."""
-    for path in folder.iterdir():
+    """Remove the ports that killed processes have left."""
+    for path in folder.glob(f"{PORT_FILES}*"):
         with contextlib.suppress(OSError):  # another job's rank 0 sweeps too
             if time.time() - path.stat().st_mtime > KEPT_S:
                 path.unlink()

@@ -311,7 +311,8 @@ def test_rank_0_listens_within_the_range_of_ports(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(rendezvous, "require_private_folder", lambda: None)
+    monkeypatch.setattr(rendezvous, "private_folder", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -321,7 +322,7 @@ def folder(tmp_path, monkeypatch):
     ids=["nothing", "a word", "too little", "of nobody", "of another begin"],
 )
 def test_a_port_that_a_dead_process_has_left_is_passed_over(folder, left):
-    (folder / "job").write_text(left)
+    (folder / "rank0-job").write_text(left)
     world = World(1, 2, 1, 2, meeting=Meeting(job="job"))
     with pytest.raises(CollectiveError, match="rank 0 has not begun within 0.1 s"):
         meet(world, 0.1)
@@ -333,7 +334,7 @@ def test_the_port_is_found_and_its_file_is_removed_by_whom_it_belongs_to(folder)
     meet(second, 60.0).set("said", "hello")
     assert master.get("said") == b"hello"
     forget_port(second)
-    assert [path.name for path in folder.iterdir()] == ["a_b"]
+    assert [path.name for path in folder.iterdir()] == ["rank0-a_b"]
     forget_port(first)
     assert list(folder.iterdir()) == []
 
@@ -348,12 +349,13 @@ def test_the_port_is_left_again_for_those_who_have_not_come_to_a_beginning_that_
 
 
 def test_ports_that_killed_processes_have_left_are_removed_by_a_later_job(folder):
-    for name, age_s in (("killed", 100_000), ("killed.7", 90_000), ("begins", 1_000)):
+    ages = {"rank0-killed": 100_000, "rank0-killed.7": 90_000, "rank0-begins": 1_000, "a socket": 100_000}
+    for name, age_s in ages.items():
         (folder / name).write_text("99 1 5")
         os.utime(folder / name, (time.time() - age_s,) * 2)
     world = World(0, 2, 0, 2, meeting=Meeting(job="job"))
     meet(world, 60.0)
-    assert {path.name for path in folder.iterdir()} == {"begins", "job"}
+    assert {path.name for path in folder.iterdir()} == {"rank0-begins", "rank0-job", "a socket"}
     forget_port(world)
 
 
