@@ -10,8 +10,10 @@ is looked at by its number, where the worst is a wrong answer; and what is hung 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import stat
 import struct
 import sys
 
@@ -26,7 +28,11 @@ _ESTABLISHED = 1
 
 def silence_s(descriptor: int) -> float:
     """Seconds since this connection has last brought something; 0 if it is no TCP connection that is up."""
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+    try:
+        # With a protocol given, Python does not ask the descriptor for it, which may be closed or a file by now.
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
+    except OSError:
+        return 0.0
     try:
         return _silence_s(connection)
     finally:
@@ -41,19 +47,25 @@ def hang_up(descriptor: int, port: int, after_s: float) -> bool:
         port: the listener's, at whichever end that is; other connections are left alone.
         after_s: how many seconds.
     """
-    try:
-        copy = os.dup(descriptor)
-    except OSError:
-        return False
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=copy) as connection:
-        try:
-            ports = (connection.getsockname()[1], connection.getpeername()[1])
-            if port not in ports or _silence_s(connection) < after_s:
-                return False
-            connection.shutdown(socket.SHUT_RDWR)
-        except (OSError, IndexError):
+    with contextlib.suppress(OSError, IndexError):
+        # A file is not even duplicated: closing the duplicate would drop the locks that the process has on it.
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
-    return True
+        with _copy(descriptor) as connection:
+            ports = (connection.getsockname()[1], connection.getpeername()[1])
+            if port in ports and _silence_s(connection) >= after_s:
+                connection.shutdown(socket.SHUT_RDWR)
+                return True
+    return False
+
+
+def _copy(descriptor: int) -> socket.socket:
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, copy)
+    except BaseException:
+        os.close(copy)
+        raise
 
 
 def _silence_s(connection: socket.socket) -> float:

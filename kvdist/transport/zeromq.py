@@ -226,8 +226,6 @@ class ZeroMQTransport(Transport):
         deadline = now + timeout_s
         events: list[Event] = []
         while True:
-            if now >= self._silence_look_at:
-                self._hang_up_silent(now)
             wait_ms = math.ceil((min(deadline, self._silence_look_at) - now) * 1000.0)
             if self._hanging_up or any(link.is_watched for link in self._bound):
                 wait_ms = min(wait_ms, LOOK_MS)
@@ -239,6 +237,9 @@ class ZeroMQTransport(Transport):
                 if link in ready or link in self._suspects:
                     link.collect(events)
             self._suspects.clear()
+            # After the monitors have been read: what they say is closed is not looked at.
+            if (now := time.monotonic()) >= self._silence_look_at:
+                self._hang_up_silent(now)
             self._look_at_strangers()
             if events or woken:
                 return events
