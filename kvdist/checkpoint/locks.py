@@ -5,7 +5,8 @@ ends. Rules that hold here:
 
 * Its owner has it locked with ``flock``, which the kernel releases when the process ends, however it ends. A lock of
   this host that nobody holds is left over from a process that was killed, and is taken over.
-* What the file says is for other hosts, whose kernels may not know of it, and for people.
+* What the file says is for other hosts, whose kernels may not know of it, and for people. It alone counts on a file
+  system that has no ``flock``: a lock is left over there if it is of this host and its process is gone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -46,7 +48,8 @@ class _Lock:
     descriptor: int
     made: list[Path]
     """The folders that were made for it, innermost first."""
-    owners: set[Locks] = field(default_factory=set)
+    owners: Counter[Locks] = field(default_factory=Counter)
+    """Each with how often it has taken the lock and not released it."""
 
 
 class Locks:
@@ -70,16 +73,17 @@ class Locks:
                 lock = None
             if lock is None:
                 lock = _HELD[place] = _taken(place)
-            lock.owners.add(self)
+            lock.owners[self] += 1
             return _run()
 
     def release(self, directory: Path) -> None:
-        """Let other jobs save there; folders that were made for it go away if they are empty."""
+        """Take back one `take`. After the last one other jobs may save there, and folders that were made for it go
+        away if they are empty."""
         with _MUTEX:
             place = directory.resolve()
             lock = _HELD.get(place)
             if lock is not None:
-                lock.owners.discard(self)
+                lock.owners -= Counter([self])  # which drops who has taken it no more
                 if not lock.owners:
                     _released(place, _HELD.pop(place))
 
@@ -87,6 +91,7 @@ class Locks:
         """Release all."""
         with _MUTEX:
             for place in [place for place, lock in _HELD.items() if self in lock.owners]:
+                _HELD[place].owners[self] = 1
                 self.release(place)
 
 
@@ -109,8 +114,12 @@ def require_run(directory: Path, run: str, wait_s: float = ATTEMPTS * PAUSE_S) -
 
 _MUTEX = threading.RLock()
 _HELD: dict[Path, _Lock] = {}
+_NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
+"""What ``flock`` gives on a file system without it, as Lustre mounted without that option."""
 _RUN: list[str] = []
 """Drawn when it is first needed: one for a process, and for the job that it saves for."""
+_WARNED: list[Path] = []
+"""The first lock on a file system without ``flock``."""
 
 
 def _run() -> str:
@@ -152,10 +161,11 @@ def _attempt(path: Path) -> int | None:
             return None
         is_new = False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if is_new else fcntl.LOCK_NB))
-        if _is_at(descriptor, path) and (is_new or _is_left_over(path)):
+        has_flock = _flocked(descriptor, fcntl.LOCK_EX | (0 if is_new else fcntl.LOCK_NB), path)
+        if _is_at(descriptor, path) and (is_new or _is_left_over(path, has_flock)):
             _write(descriptor)
-            return descriptor
+            if has_flock or is_new or _is_ours_still(path):
+                return descriptor
     except BlockingIOError:
         owner = _content(path)
         if owner:
@@ -170,19 +180,74 @@ def _attempt(path: Path) -> int | None:
     return None
 
 
-def _is_left_over(path: Path) -> bool:
-    """Whether a lock that no process of this host holds may be taken over. False: ask again.
+def _flocked(descriptor: int, operation: int, path: Path) -> bool:
+    """Lock an open file. False: its file system cannot.
 
     Raises:
-        CheckpointError: it is of another host.
+        BlockingIOError: another process has it locked.
+    """
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        if not _WARNED:
+            _WARNED.append(path)
+            LOG.warning(
+                "the file system of %s has no flock (%s): whether another job saves there is judged by what that file"
+                " says alone",
+                path,
+                os.strerror(error.errno),
+            )
+        return False
+    return True
+
+
+def _is_ours_still(path: Path) -> bool:
+    """Whether this process has taken over a lock, where nothing keeps two from doing it at once: the last one has."""
+    time.sleep(PAUSE_S)
+    return _content(path).get("run") == _run()
+
+
+def _is_left_over(path: Path, has_flock: bool) -> bool:
+    """Whether a lock that no process of this host holds may be taken over; without ``flock``, one that nobody is known
+    to hold. False: ask again.
+
+    Raises:
+        CheckpointError: its owner may live.
     """
     owner = _content(path)
     if not owner:
         found = path.stat()  # empty: it is being made, or who made it was killed at that
         return not found.st_size and time.time() - found.st_mtime > ATTEMPTS * PAUSE_S / 2
-    if owner.get("boot") != _boot() and owner.get("host") != host_name():
+    if not _is_gone(owner, has_flock):
         raise CheckpointError(_refusal(path, owner))
     LOG.warning("%s was left over from a job that has ended (%s); it is taken over", path, _told(owner))
+    return True
+
+
+def _is_gone(owner: dict[str, Any], has_flock: bool) -> bool:
+    """Whether the process that a lock names has ended, as far as this host can know."""
+    ours, theirs, is_this_host = _boot(), owner.get("boot"), owner.get("host") == host_name()
+    if ours and theirs:  # else a kernel does not say which it is
+        if ours != theirs:
+            return is_this_host  # which was started again since
+        if has_flock:
+            return True
+    # Another container of this kernel may count processes anew, but has another name.
+    return is_this_host and not _is_alive(owner.get("pid"))
+
+
+def _is_alive(pid: Any) -> bool:
+    """Whether a process of this host has this id and is not this one."""
+    if pid == os.getpid():
+        return False  # this one knows its locks
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError, TypeError, ValueError):
+        pass  # it is another user's, or the file does not say
     return True
 
 

@@ -76,7 +76,8 @@ class Claiming:
     """Who has claimed it, and the request, until it is settled."""
 
     def is_answer_to(self, claim: Claim) -> bool:
-        """Whether the claim need not be looked into: what was refused is, for every further checkpoint."""
+        """Whether the claim need not be looked into: what was refused is, for every further checkpoint. A worker whose
+        claim was refused takes part in that checkpoint all the same, so its next claim is of a further one."""
         return not self.failure or (self.first.store, self.first.counter) == (claim.store, claim.counter)
 
 

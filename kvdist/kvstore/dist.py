@@ -388,7 +388,7 @@ class DistStore(KVStore):
             CheckpointError: as of `KVStore.save_checkpoint`.
         """
         self._require_usable()
-        self._saving.claim(directory, step)
+        self._saving.claim(self._keys.all, directory, step)
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True

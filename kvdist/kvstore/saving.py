@@ -102,9 +102,17 @@ class Saving:
 
         return self._save(keys, make)
 
-    def claim(self, directory: str | os.PathLike[str], step: int) -> None:
-        """See `DistStore._claim_folder`."""
-        self._claim(_Place(saved.place(directory, step), EVERYTHING))
+    def claim(self, keys: Sequence[KeyInfo], directory: str | os.PathLike[str], step: int) -> None:
+        """See `DistStore._claim_folder`. A refusal ends the checkpoint for all, so the next claim is looked into."""
+        self.wait()
+        place = _Place(_NOWHERE, EVERYTHING)
+        try:
+            place = _Place(saved.place(directory, step), EVERYTHING)
+            self._claim(place)
+        except (CheckpointError, TypeError, ValueError) as error:
+            self._begin(keys, place, NO_FILE, str(error))
+            self._last.abandon()
+            raise
 
     def save_states(self, keys: Sequence[KeyInfo], fname: str | os.PathLike[str]) -> Future[Path]:
         """See `KVStore.save_optimizer_states`."""

@@ -343,6 +343,44 @@ def test_a_lock_of_another_host_is_not_taken_over(job, run, tmp_path):
     assert third.code == 0 and not third.lines_with("refused:")
 
 
+AGAIN = """
+    try:
+        store.save_checkpoint(folder, 1)
+    except CheckpointError as error:
+        print("refused:", error)
+    store.barrier()
+    if store.rank == 0:
+        (Path(folder) / "lock.json").unlink()
+    store.barrier()
+    store.save_checkpoint(folder, 2).result()
+    store.close()
+"""
+
+
+@stores("dist", "hybrid", of="dist hybrid")
+def test_a_store_that_was_refused_saves_when_the_cause_is_gone(job, run, tmp_path, kind):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    said = {"format": "kvdist lock", "host": "node17", "boot": "of another kernel", "pid": 17, "run": "0" * 16}
+    (folder / "lock.json").write_text(json.dumps(said))
+    launcher = run(kind, AGAIN, folder)
+    job.succeed()
+    refused = launcher.lines_with("refused:")
+    assert len(refused) == 2 and all("node17" in line for line in refused)
+    assert "step-2" in verify(folder).stdout and not (folder / "step-1").exists()
+
+
+def test_a_scheduler_that_is_terminated_lets_other_hosts_save(job, run, tmp_path):
+    folder = tmp_path / "x"
+    launcher = run("dist", RESUME, folder, tmp_path / "never")
+    job.line("launcher", "saved", count=2)
+    assert (folder / "lock.json").exists()
+    job.kill("scheduler", signal.SIGTERM)
+    assert job.finish()["launcher"] == 128 + signal.SIGTERM
+    assert launcher.lines_with("SIGTERM"), "it was killed by the signal, as ever"
+    assert not (folder / "lock.json").exists()
+
+
 def signed(manifest: dict) -> str:
     """A manifest with the checksum that the documentation says: of the JSON of all else, with sorted keys."""
     inner = json.dumps({name: value for name, value in manifest.items() if name != "sha256"}, sort_keys=True)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from errno import ENOLCK, ENOSYS, EOPNOTSUPP
 
 import pytest
 
@@ -77,6 +78,73 @@ def test_a_lock_of_a_host_that_was_started_anew_is_left_over(tmp_path, holder):
     locks = Locks()
     locks.take(tmp_path / "run")
     locks.close()
+
+
+@pytest.mark.parametrize("boots", [("", ""), ("", "a"), ("a", "")])
+def test_a_kernel_that_does_not_say_which_it_is_matches_no_other(tmp_path, monkeypatch, holder, boots):
+    ours, theirs = boots
+    holder.kill()
+    holder.wait(60)
+    monkeypatch.setattr(module, "_boot", lambda: ours)
+    path = tmp_path / "run" / NAME
+    said = {**json.loads(path.read_text()), "boot": theirs}
+    for other in ({"host": "d2"}, {"pid": os.getppid()}):
+        path.write_text(json.dumps({**said, **other}))
+        with pytest.raises(CheckpointError, match="another job saves into"):
+            Locks().take(tmp_path / "run")
+    path.write_text(json.dumps(said))
+    locks = Locks()
+    locks.take(tmp_path / "run")
+    locks.close()
+
+
+@pytest.mark.parametrize("number", [ENOLCK, ENOSYS, EOPNOTSUPP])
+def test_without_flock_what_the_file_says_counts(tmp_path, monkeypatch, holder, caplog, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    monkeypatch.setattr(module, "_WARNED", [])
+    path = tmp_path / "run" / NAME
+    with caplog.at_level(logging.WARNING, "kvdist"):
+        with pytest.raises(CheckpointError, match=f"another job saves into .*process {holder.pid} "):
+            Locks().take(tmp_path / "run")
+        holder.kill()
+        holder.wait(60)
+        said = json.loads(path.read_text())
+        path.write_text(json.dumps({**said, "host": "d2"}))
+        with pytest.raises(CheckpointError, match="on host d2"):
+            Locks().take(tmp_path / "run")
+        path.write_text(json.dumps(said))
+        locks = Locks()
+        run = locks.take(tmp_path / "run")
+        locks.take(tmp_path / "new")
+    assert json.loads(path.read_text())["run"] == run != holder.run
+    assert caplog.text.count("has no flock") == 1
+    locks.close()
+    assert not path.exists() and not (tmp_path / "new").exists()
+
+
+def test_another_error_of_flock_is_one(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="Input/output"):
+        Locks().take(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_taken_twice_by_two_paths_is_released_twice(tmp_path):
+    locks = Locks()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    locks.take(tmp_path / "a")
+    locks.take(tmp_path / "link")
+    locks.release(tmp_path / "link")
+    assert (tmp_path / "a" / NAME).exists(), "the first one has it"
+    locks.release(tmp_path / "a")
+    assert not (tmp_path / "a" / NAME).exists()
 
 
 def test_an_owner_on_another_host_may_live(tmp_path, holder):
