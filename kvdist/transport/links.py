@@ -96,6 +96,8 @@ class Link(abc.ABC):
         self.endpoint = endpoint
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(WATCHED)
         self.lost: list[Peer] = []
+        self.is_drained = True
+        """Whether no message was left when messages were last read."""
         self._hung_up: set[int] = set()
         """Descriptors of connections that were hung up for their silence and have not been reported closed yet."""
 
@@ -116,7 +118,8 @@ class Link(abc.ABC):
     def collect(self, events: list[Event]) -> None:
         """Append what happened. A break comes after the messages before it: only when no message is left."""
         self.read_monitor(events)
-        if self.read_messages(events):
+        self.is_drained = self.read_messages(events)
+        if self.is_drained:
             self.report_lost(events)
 
     @abc.abstractmethod
@@ -350,8 +353,9 @@ class Bound(Link):
         return self._callers.are_watched
 
     def look(self) -> None:
-        """End connections that take too much; to be called when every message has been read."""
-        self._callers.look()
+        """End connections that take too much: only when no message is left, which would show that one is a member."""
+        if self.is_drained:
+            self._callers.look()
 
     def hang_up(self, peer: Peer) -> None:
         """End the connection of a route."""

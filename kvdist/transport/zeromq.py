@@ -90,7 +90,11 @@ class ZeroMQTransport(Transport):
         self._silence_look_at = 0.0
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         share = (RAISED_MAX if soft == resource.RLIM_INFINITY else soft) // SILENT_SHARE
-        self._bounds = Bounds(max(share, peers_max), 2 * limits.frame_bytes_max, 8 * limits.frame_bytes_max)
+        # A member may have a window full on the way before its first message is read.
+        each = max(2 * limits.frame_bytes_max, limits.window_bytes + limits.frame_bytes_max)
+        self._bounds = Bounds(
+            max(share, peers_max), each, max(8 * limits.frame_bytes_max, limits.window_bytes * peers_max, each)
+        )
         self._credentials = credentials
         self._pid = os.getpid()
         keep_freed_memory()
@@ -281,14 +285,15 @@ class ZeroMQTransport(Transport):
             self._doorkeeper.answer()
 
     def _look_at_strangers(self) -> None:
-        """End connections that were refused, or take too much. What is complete has been read before."""
+        """End connections that were refused, or take too much."""
         now = time.monotonic()
         for peer in [peer for peer, due in self._hanging_up.items() if due <= now] if self._hanging_up else ():
             del self._hanging_up[peer]
             if isinstance(peer.link, Bound):
                 peer.link.hang_up(peer)
         if now >= self._look_at:
-            self._look_at = now + LOOK_MS / 1000.0
+            if all(link.is_drained for link in self._bound):
+                self._look_at = now + LOOK_MS / 1000.0
             for link in self._bound:
                 link.look()
 

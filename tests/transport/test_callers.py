@@ -9,8 +9,12 @@ import subprocess
 import sys
 
 import pytest
+import zmq
 
+from kvdist.limits import Limits
 from kvdist.transport.callers import NOWHERE, TOLD_MAX, Bounds, Callers, shut_down
+from kvdist.transport.links import Bound
+from kvdist.transport.zeromq import ZeroMQTransport
 
 HERE = "tcp://127.0.0.1:9"
 LOCKS = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'ab'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -154,3 +158,31 @@ def test_only_the_connection_that_is_meant_is_shut_down(pairs):
     assert not shut_down(accepted.fileno(), NOWHERE)
     assert not shut_down(accepted.fileno(), other.getsockname()) and is_open(theirs)
     assert shut_down(accepted.fileno(), theirs.getsockname()) and not is_open(theirs)
+
+
+def test_nobody_is_judged_by_what_it_brought_while_messages_are_waiting(monkeypatch):
+    looks = []
+    monkeypatch.setattr("kvdist.transport.links.BATCH_MESSAGES", 2)
+    monkeypatch.setattr(Callers, "look", lambda callers: looks.append(callers))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        link = Bound(context.socket(zmq.ROUTER), "inproc://here", None, Bounds(9, 1000, 1500))
+        link.socket.bind(link.endpoint)
+        dealer.connect(link.endpoint)
+        for _ in range(3):
+            dealer.send(b"complete")
+        counts = []
+        for _ in range(2):
+            link.collect([])
+            link.look()
+            counts.append(len(looks))
+        link.close()
+    assert counts == [0, 1]
+
+
+def test_a_window_full_is_not_too_much_for_a_member_whose_first_message_is_not_read_yet():
+    limits = Limits(window_bytes=1 << 30)
+    transport = ZeroMQTransport(limits, peers_max=20)
+    bounds = transport._bounds
+    transport.close()
+    assert bounds.bytes_each > limits.window_bytes
+    assert bounds.bytes_all >= 20 * limits.window_bytes
