@@ -356,15 +356,23 @@ class Trainer:
         """Let go of the parameters, and close the store if it was given by its name; a second call does nothing.
 
         Call it after a step. Backward passes send nothing any more, `step` raises. It is needed only with
-        ``overlap=True``, where another trainer is to have the same parameters.
+        ``overlap=True``, where another trainer is to have the same parameters, and where another job is to save into
+        the same folder before this process ends.
+
+        Raises:
+            CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
         """
         if self._closed:
             return
         self._closed = True
         if self._overlap is not None:
             self._overlap.remove_hooks()
-        if isinstance(self._kvstore, KVStore) and self._kvstore is not self._kvstore_wanted:
-            self._kvstore.close()
+        try:
+            if isinstance(self._kvstore, KVStore) and self._kvstore is not self._kvstore_wanted:
+                self._kvstore.close()
+        finally:
+            if self._training_state is not None:
+                self._training_state.close()
 
     @property
     def kvstore(self) -> KVStoreBase | None:

@@ -93,6 +93,15 @@ class TrainingState:
             claimed.folder, lambda: self._workers.write(claimed, self._held, self._local.updater)
         )
 
+    def close(self) -> None:
+        """Other jobs may save where this one has; only its own locks are let go of, not the store.
+
+        Raises:
+            CheckpointError: the last checkpoint that was made here has failed, and nobody has looked at its future.
+        """
+        self._workers.close()
+        self._last_save.at_close()
+
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None, with_states: bool
     ) -> saved.Checkpoint:

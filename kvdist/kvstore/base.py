@@ -538,6 +538,7 @@ class KVStore(KVStoreBase):
         if error is None:
             self.close()
             return
-        # The error of the block says more than one of the closing that follows from it.
+        # The error of the block says more than one of the closing that follows from it. That a checkpoint has failed
+        # is not forgotten: the exit code tells it, should the process end as if all was well.
         with contextlib.suppress(KvdistError):
             self.close(wait=False)

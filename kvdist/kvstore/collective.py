@@ -387,8 +387,6 @@ class CollectiveStore(KVStore):
         self._raise_lost_error()
         if wait:
             self._last_save.at_close()
-        else:
-            self._last_save.abandon()
 
     def _told(self) -> contextlib.AbstractContextManager[None]:
         """Within it this worker looks at what it was given; see `Ranks.told`. A `HybridStore` uses it too."""

@@ -372,8 +372,6 @@ class LocalStore(KVStore):
         self._locks.close()
         if wait:
             self._last_save.at_close()
-        else:
-            self._last_save.abandon()
 
     def _is_table(self, key: Key, arrays: Sequence[Any]) -> bool:
         is_rows = bool(arrays) and isinstance(arrays[0], RowSparse | LazyRows)

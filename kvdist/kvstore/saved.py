@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import operator
 import os
-import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvdist import exit_codes
 from kvdist.checkpoint import folders
 from kvdist.checkpoint.files import FileRecord, explained, write_file
 from kvdist.checkpoint.locks import release_all
@@ -88,6 +87,7 @@ class CheckpointFuture(Future[Path]):
             self.set_result(self.folder)
         else:
             if not self._is_abandoned:
+                exit_codes.note_exits()
                 _FAILED[self] = error
             self.set_exception(error)
         self.settled.set_result(None)
@@ -161,20 +161,28 @@ _FAILED: dict[CheckpointFuture, BaseException] = {}
 
 def _end_badly() -> None:
     """The interpreter ends: a process whose last checkpoint has failed, unheard, must not seem to have succeeded."""
-    if not _FAILED or hasattr(sys, "last_value"):
+    unheard = {future: error for future, error in _FAILED.items() if not _was_told(error)}
+    if not unheard:
         return
-    for future, error in _FAILED.items():
-        LOG.error("the last checkpoint, %s, was not made, so this process ends with an error: %s", future.folder, error)
+    has_own_failure = exit_codes.has_own_failure()
+    so = "" if has_own_failure else ", so this process ends with an error"
+    for future, error in unheard.items():
+        LOG.error("the last checkpoint, %s, was not made%s: %s", future.folder, so, error)
+    if has_own_failure:
+        return
     release_all()
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
-            stream.flush()
-    lost = any(isinstance(error, PeerLostError) for error in _FAILED.values())
-    os._exit(os.EX_TEMPFAIL if lost else 1)
+    lost = any(isinstance(error, PeerLostError) for error in unheard.values())
+    exit_codes.end_after(_EARLIER, exit_codes.EXIT_PEER_LOST if lost else 1)
 
 
-atexit.register(_end_badly)  # first of all: what is registered later runs earlier
+def _was_told(error: BaseException) -> bool:
+    """Whether the program knows that the cluster was lost: every call raises the same error, which notes where."""
+    return isinstance(error, PeerLostError) and error.__traceback__ is not None
+
+
+_EARLIER = exit_codes.exit_handlers()
+"""What other libraries and the program have registered before, which is called after ours."""
+atexit.register(_end_badly)  # first of all of kvdist's: what is registered later runs earlier
 os.register_at_fork(after_in_child=_FAILED.clear)
 
 

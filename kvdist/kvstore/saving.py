@@ -209,8 +209,6 @@ class Saving:
         """
         if wait:
             self._last.at_close()
-        else:
-            self._last.abandon()
 
     def _finish(self, future: CheckpointFuture, done: Future[Any], failure: str) -> None:
         error = done.exception()

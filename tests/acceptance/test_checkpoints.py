@@ -203,6 +203,67 @@ def test_a_save_in_between_that_fails_is_raised_by_the_next_one(job, run, tmp_pa
     assert not (folder / "step-3").exists() and (folder / "step-4" / "manifest.json").is_file()
 
 
+ENDINGS = {
+    "a block left by sys.exit(0)": ("with store:\n        fail(); sys.exit(0)", 1),
+    "a block and a caught error": ("try:\n        with store: fail(); 1 / 0\n    except ArithmeticError: pass", 1),
+    "an uncaught error": ("with store: fail(); raise KeyError('own')", 1),
+    "sys.exit(75)": ("fail(); sys.exit(75)", 75),
+    "sys.exit(75) in a function and a block": ("def main():\n        fail(); sys.exit(75)\n    with store: main()", 75),
+    "sys.exit(0)": ("fail(); sys.exit(0)", 1),
+    "sys.exit(75) that was caught": ("fail()\n    try: sys.exit(75)\n    except SystemExit: pass\n    x = 1", 1),
+}
+
+
+@pytest.mark.parametrize(("end", "code"), ENDINGS.values(), ids=ENDINGS)
+def test_a_failed_save_replaces_only_an_exit_code_of_0(run, job, tmp_path, end, code):
+    (tmp_path / "step-2").write_text("no folder")
+    run("local", f"\n    def fail(): store.save_checkpoint(folder, 2)\n    {end}\n", tmp_path)
+    assert job.finish()["launcher"] == code, job.transcript()
+
+
+def test_a_failed_save_leaves_every_exit_handler_its_call(job, script, tmp_path):
+    (tmp_path / "step-2").write_text("no folder")
+    program = script(
+        """
+        import atexit, sys
+        atexit.register(print, "registered before")
+        import numpy as np
+        from kvdist import kv
+        store = kv.create("local")
+        store.init("w", np.zeros(3))
+        def after(): print("registered after")
+        atexit.register(after)
+        store.save_checkpoint(sys.argv[1], 2)
+        """
+    )
+    launcher = job.start("launcher", [sys.executable, program, str(tmp_path)], KVDIST_CHECKPOINT_ROOT=str(tmp_path))
+    assert job.finish()["launcher"] == 1
+    assert len(launcher.lines_with("registered after")) == len(launcher.lines_with("registered before")) == 1
+
+
+def test_a_trainer_whose_workers_update_tells_of_its_last_save_when_it_is_closed(job, script, tmp_path):
+    (tmp_path / "step-2").write_text("no folder")
+    program = script(
+        """
+        import os, sys, torch
+        from kvdist import CheckpointError, Trainer
+        net = torch.nn.Linear(3, 1)
+        trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}, kvstore=None)
+        net(torch.ones(1, 3)).sum().backward()
+        trainer.step()
+        trainer.save_checkpoint(sys.argv[1], 1).result()
+        trainer.save_checkpoint(sys.argv[1], 2)
+        try:
+            trainer.close()
+        except CheckpointError as error:
+            print("told:", error, os.path.exists(os.path.join(sys.argv[1], "lock.json")))
+        """
+    )
+    launcher = job.start("launcher", [sys.executable, program, str(tmp_path)], KVDIST_CHECKPOINT_ROOT=str(tmp_path))
+    assert job.finish()["launcher"] == 0, job.transcript()
+    assert [line.endswith("False") for line in launcher.lines_with("told:")] == [True]
+
+
 def test_a_trainer_whose_workers_update_ends_with_an_error_too(job, script, tmp_path):
     (tmp_path / "step-2").write_text("no folder")
     program = script(
