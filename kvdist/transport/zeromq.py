@@ -36,7 +36,7 @@ from kvdist.config import Limits
 from kvdist.errors import ConfigError, StoreClosed
 from kvdist.local_sockets import SCHEME, listen_at, remove
 from kvdist.nodes import NodeId
-from kvdist.open_files import RAISED_MAX
+from kvdist.open_files import BASE, RAISED_MAX
 from kvdist.transport.alarm import Alarm
 from kvdist.transport.base import Buffer, Event, Route, Transport
 from kvdist.transport.callers import Bounds
@@ -89,12 +89,12 @@ class ZeroMQTransport(Transport):
         self._silence_look_s = min(SILENCE_LOOK_S_MAX, limits.silence_s / LOOKS_PER_SILENCE)
         self._silence_look_at = 0.0
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        share = (RAISED_MAX if soft == resource.RLIM_INFINITY else soft) // SILENT_SHARE
+        descriptors = RAISED_MAX if soft == resource.RLIM_INFINITY else soft
+        # All members at once, where as many that have spoken, and the process itself, still find room beside them.
+        share = max(descriptors // SILENT_SHARE, min(peers_max, descriptors - BASE - peers_max))
         # A member may have a window full on the way before its first message is read.
         each = max(2 * limits.frame_bytes_max, limits.window_bytes + limits.frame_bytes_max)
-        self._bounds = Bounds(
-            max(share, peers_max), each, max(8 * limits.frame_bytes_max, limits.window_bytes * peers_max, each)
-        )
+        self._bounds = Bounds(share, each, max(8 * limits.frame_bytes_max, limits.window_bytes * peers_max, each))
         self._credentials = credentials
         self._pid = os.getpid()
         keep_freed_memory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import resource
 import socket
 import subprocess
 import sys
@@ -186,3 +187,11 @@ def test_a_window_full_is_not_too_much_for_a_member_whose_first_message_is_not_r
     transport.close()
     assert bounds.bytes_each > limits.window_bytes
     assert bounds.bytes_all >= 20 * limits.window_bytes
+
+
+@pytest.mark.parametrize(("peers", "most"), [(10, 64), (90, 90), (100, 92), (300, 64)])
+def test_connections_that_have_not_spoken_leave_room_for_those_that_have(monkeypatch, peers, most):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    transport = ZeroMQTransport(Limits(), peers_max=peers)
+    transport.close()
+    assert transport._bounds.connections == most
