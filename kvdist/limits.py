@@ -55,6 +55,11 @@ class Limits:
         return min(HEARTBEAT_S_MAX, self.patience_s / 8)
 
     @property
+    def quiet_s(self) -> float:
+        """A live peer's last bytes are younger than this."""
+        return 2 * self.heartbeat_s
+
+    @property
     def silence_s(self) -> float:
         """How long a connection may bring nothing before it is broken and made anew, if the peer is there."""
         return 0.75 * self.patience_s
@@ -63,8 +68,8 @@ class Limits:
         """How long a broken connection may be away before its peer counts as lost.
 
         Args:
-            after_silence: whether it was broken because it brought nothing; the peer's end of it may still be up, and
-                the peer needs what is left of the patience to come back.
+            after_silence: whether it had brought nothing for a while, and either end may have broken it for that; the
+                peer needs what is left of the patience to notice and to come back.
         """
         return max(RECONNECT_GRACE_S, self.patience_s - self.silence_s) if after_silence else RECONNECT_GRACE_S
 

@@ -56,7 +56,7 @@ class Disconnected:
     route: Route
     reason: str
     after_silence: bool = False
-    """Whether this side broke it, because it brought nothing for too long."""
+    """Whether it had brought nothing for a while before; either side may have broken it for that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class Peer:
         self.address = NOWHERE
         """From where that came."""
         self.fell_silent = False
-        """Whether its connection was hung up because it brought nothing."""
+        """Whether its connection had brought nothing for a while when it was closed, by either end."""
 
     def __repr__(self) -> str:
         return f"<route {'to' if self.prefix is None else self.prefix.hex() + ' at'} {self.link.endpoint}>"
@@ -100,15 +100,34 @@ class Link(abc.ABC):
         """Whether no message was left when messages were last read."""
         self._hung_up: set[int] = set()
         """Descriptors of connections that were hung up for their silence and have not been reported closed yet."""
+        self._quiet: set[int] = set()
+        """Descriptors of connections that had brought nothing for some heartbeats when they were last looked at."""
 
-    def hang_up_silent(self, after_s: float) -> None:
-        """End the connections that have brought nothing for so long."""
+    def hang_up_silent(self, after_s: float, quiet_s: float) -> None:
+        """End the connections that have brought nothing for so long, and note those that are quiet.
+
+        Args:
+            after_s: from when on a connection is ended.
+            quiet_s: from when on a break counts as one after silence: the peer may have ended it for that.
+        """
         port = self.endpoint.rpartition(":")[2]
         if not port.isdigit():
             return  # of ipc://, where libzmq judges
         for descriptor in self.descriptors:
-            if silence_s(descriptor) >= after_s and hang_up(descriptor, int(port), after_s):
+            silent_s = silence_s(descriptor)
+            if silent_s >= quiet_s:
+                self._quiet.add(descriptor)
+            elif silent_s > 0.0:  # else it may be over, which the monitor has not said yet
+                self._quiet.discard(descriptor)
+            if silent_s >= after_s and hang_up(descriptor, int(port), after_s):
                 self._hung_up.add(descriptor)
+
+    def fell_silent(self, descriptor: int) -> bool:
+        """Whether a connection that is reported closed had brought nothing before; it is forgotten."""
+        silent = descriptor in self._hung_up or descriptor in self._quiet
+        self._hung_up.discard(descriptor)
+        self._quiet.discard(descriptor)
+        return silent
 
     @property
     @abc.abstractmethod
@@ -158,7 +177,7 @@ class Link(abc.ABC):
 
     def report_lost(self, events: list[Event]) -> None:
         for peer in self.lost:
-            why = "brought nothing for too long (KVDIST_PATIENCE_S)" if peer.fell_silent else "was closed or broke"
+            why = "brought nothing for long (KVDIST_PATIENCE_S)" if peer.fell_silent else "was closed or broke"
             events.append(Disconnected(peer, f"the connection at {self.endpoint} {why}", peer.fell_silent))
         self.lost.clear()
 
@@ -210,8 +229,7 @@ class Dialled(Link):
             self._suspicion.clear()
             events.append(Connected(self.route))
         elif event == DISCONNECTED and self.up:
-            self.route.fell_silent = value in self._hung_up
-            self._hung_up.clear()
+            self.route.fell_silent = self.fell_silent(value)
             self.complained = True  # that it does not come back is the same news
             self.lose(self.route)
         elif event == DISCONNECTED and not self.complained:
@@ -376,9 +394,9 @@ class Bound(Link):
         elif event == DISCONNECTED:
             self._callers.closed(value, self.endpoint)
             name = self.connections.closed(value)
-            if value in self._hung_up and name in self.peers:
-                self.peers[name].fell_silent = True
-            self._hung_up.discard(value)
+            silent = self.fell_silent(value)
+            if name in self.peers:
+                self.peers[name].fell_silent = silent
             self.lose_named(name)
         elif event == BROKEN_OFF and value == errno.EAGAIN and self._names is not None:
             # Time ran out. The doorkeeper answers from this thread, which may have been busy: that is nobody's fault.

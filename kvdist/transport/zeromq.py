@@ -52,6 +52,9 @@ BACKLOG, RECONNECT_MS, RECONNECT_MS_MAX = 4096, 100, 2_000
 HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 6_000
 """How long a listener waits for a handshake to end, which it may be too busy for itself; and whoever dials: longer, so
 that it is the listener who hangs up, and knows that it was for the time alone."""
+DIAL_MS_MIN, DIAL_MS_MAX = 500, 2_000
+"""How long one dial waits for an answer: an eighth of the patience, between these. The kernel's own attempts come after
+1, 3, 7 s and later, so that a network that is back would be found too late; a slow one needs some hundred ms."""
 LOOKS_PER_SILENCE, SILENCE_LOOK_S_MAX = 8, 1.0
 """How often silent connections are looked for."""
 
@@ -256,7 +259,7 @@ class ZeroMQTransport(Transport):
         self._silence_look_at = now + self._silence_look_s
         if self._judges_silence and CAN_JUDGE:
             for link in self._links:
-                link.hang_up_silent(self.limits.silence_s)
+                link.hang_up_silent(self.limits.silence_s, self.limits.quiet_s)
 
     def wake(self) -> None:
         self._alarm.ring()
@@ -356,6 +359,7 @@ class ZeroMQTransport(Transport):
         if kind == zmq.ROUTER:
             options |= {zmq.ROUTER_MANDATORY: 1, zmq.BACKLOG: BACKLOG}
         else:
+            options[zmq.CONNECT_TIMEOUT] = min(max(DIAL_MS_MIN, patience_ms // 8), DIAL_MS_MAX)
             options |= {zmq.IMMEDIATE: 0, zmq.RECONNECT_IVL: RECONNECT_MS, zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX}
         for option, value in options.items():
             made.set(option, value)
