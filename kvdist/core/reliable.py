@@ -55,6 +55,9 @@ SLOWEST_BYTES_PER_S = 1 << 14
 """What is under way on a slow line is not lost: each payload byte of it gives the peer that much longer to answer. This
 is a share of 1 Mbit/s for each of eight workers, on which every message went twice without it. What a broken connection
 has lost does not wait for this: it is said again at once when there is a new one."""
+ANSWER_S_MAX = 300.0
+"""The most that this makes the peer's time longer, so that a message that was lost without a broken connection is said
+again within minutes, however much is under way."""
 FRUITLESS_CONNECTIONS_MAX = 5
 """So many connections one after another of which none has brought the peer's acknowledgement of anything end it."""
 TERM = 1
@@ -91,7 +94,7 @@ class Link:
 
     def expect_answer(self, now: float) -> None:
         """From now on the peer has a while to acknowledge what is under way."""
-        patience_s = self.retry_s + self.flying_bytes / SLOWEST_BYTES_PER_S
+        patience_s = self.retry_s + min(self.flying_bytes / SLOWEST_BYTES_PER_S, ANSWER_S_MAX)
         self.retry_due = now + patience_s if self.unacknowledged else NEVER
 
 
@@ -298,7 +301,8 @@ class Reliable:
         if link.retry_due == NEVER:
             self._expect_answer(link, now)
         else:
-            link.retry_due += nbytes / SLOWEST_BYTES_PER_S
+            latest = now + link.retry_s + ANSWER_S_MAX
+            link.retry_due = min(link.retry_due + nbytes / SLOWEST_BYTES_PER_S, latest)
         return Transmit(send.to, Packet(self._stamp(send.to, seq), send.message))
 
     def _expect_answer(self, link: Link, now: float) -> None:

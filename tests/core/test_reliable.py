@@ -21,7 +21,7 @@ from kvdist.core.effects import (
     Transmit,
     Unreachable,
 )
-from kvdist.core.reliable import ACK_DELAY_S, RETRY_MAX_S, RETRY_S, SLOWEST_BYTES_PER_S, Reliable
+from kvdist.core.reliable import ACK_DELAY_S, ANSWER_S_MAX, RETRY_MAX_S, RETRY_S, SLOWEST_BYTES_PER_S, Reliable
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.arrays import Arrays
 from kvdist.protocol.messages import Ack, Alive, Done, InitValues, Message, Packet, Stamp
@@ -173,12 +173,14 @@ def test_silence_repeats_the_oldest_message_with_growing_patience(pair: Pair) ->
 
 def test_what_is_large_has_longer_to_arrive_so_that_a_slow_line_does_not_carry_it_twice(pair: Pair) -> None:
     column = np.zeros(1, np.uint32)
-    large = InitValues(column, column, Arrays(np.array([1], np.uint8), column, bytes(4 << 20)))
+    large = InitValues(column, column, Arrays(np.array([1], np.uint8), column, bytes(1 << 20)))
     said = packets(pair.from_ann.perform(lambda: [Send(BOB, large), Send(BOB, large)], 0.0))
-    assert pair.from_ann.deadline == RETRY_S + (8 << 20) / SLOWEST_BYTES_PER_S
+    assert pair.from_ann.deadline == RETRY_S + (2 << 20) / SLOWEST_BYTES_PER_S
     pair.bob_hears(said[0])
     pair.ann_hears(*pair.bob_hears(), *packets(pair.from_bob.tick(ACK_DELAY_S)), now=10.0)
-    assert pair.from_ann.deadline == 10.0 + RETRY_S + (4 << 20) / SLOWEST_BYTES_PER_S
+    assert pair.from_ann.deadline == 10.0 + RETRY_S + (1 << 20) / SLOWEST_BYTES_PER_S
+    pair.from_ann.perform(lambda: [Send(BOB, large)] * 20, 11.0)
+    assert pair.from_ann.deadline == 11.0 + RETRY_S + ANSWER_S_MAX, "whatever is lost is said again within minutes"
     pair.from_ann.validate()
 
 
