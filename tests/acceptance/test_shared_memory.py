@@ -52,8 +52,9 @@ SMALL_THEN_LARGE = """
     store.init("large", np.zeros(2_000_000, np.float32))
     for _ in range(2):
         store.pull("small")
+    go_on = os.open(f"{sys.argv[1]}-{store.rank}", os.O_RDWR)  # before the limit: opening takes a descriptor
     print("ready", flush=True)
-    open(f"{sys.argv[1]}-{store.rank}", "rb").read()  # until the test has set a limit for this process or the server
+    os.read(go_on, 1)  # until the test has set a limit for this process or the server
     out = np.zeros(2_000_000, np.float32)
     for value in (1, 2, 3):
         store.push("large", np.full(2_000_000, value, np.float32))
@@ -80,7 +81,7 @@ def test_a_process_that_may_open_no_more_files_says_so_and_goes_on_through_the_s
         job.line(f"worker-{rank}", "ready")
     let_open_no_more_files(job.pid_of(name))
     for pipe in pipes:
-        pipe.open("wb").close()
+        pipe.write_bytes(b"1")
     job.succeed()
     said = job.line(name, "through the socket")
     assert "this process has open all of the" in said and "ulimit -n" in said, job.transcript()
