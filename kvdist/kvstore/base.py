@@ -167,7 +167,8 @@ class KVStore(KVStoreBase):
                 the same rows; for a list of keys a list of these. None makes new ones.
             priority: higher goes first.
             row_ids: integers of any shape and order, with repetitions: an array, a tensor or a list. For a list of
-                keys one for all of them, or a list of as many; for a list of results of one key, a list of as many.
+                keys one for all of them, or a list of as many; for a list of results of one key, a list of as many
+                arrays.
 
         Returns:
             With ``out=None`` one `RowSparse` per key (for one key it alone) that has each named row once, in ascending
