@@ -7,6 +7,7 @@ were collected of a module, so its processes are started once. A function with a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -50,17 +51,35 @@ class Together:
 
     def __call__(self, function: Callable[..., None]) -> Callable[..., None]:
         """Let the workers run a function; what is returned is the test that looks at how it went."""
-        name = function.__name__
-        self.functions[name] = function
+        self.functions[function.__name__] = function
 
         def test(request: pytest.FixtureRequest) -> None:
-            if self.outcomes is None:
-                collected = {item.originalname for item in request.session.items if item.module is request.module}
-                self._run(request.module.__name__, [word for word in self.functions if word in collected])
-            self._look(name)
+            self._see(request)
 
-        test.__name__, test.__doc__ = name, function.__doc__
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
         return test
+
+    def each(self, *words: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """The same for a function whose first argument is each of these in turn: as many tests."""
+
+        def decorate(function: Callable[..., None]) -> Callable[..., None]:
+            for word in words:
+                self.functions[f"{function.__name__}[{word}]"] = functools.partial(function, word)
+
+            def test(request: pytest.FixtureRequest, word: str) -> None:
+                self._see(request)
+
+            test.__name__, test.__doc__ = function.__name__, function.__doc__
+            return pytest.mark.parametrize("word", words, ids=words)(test)
+
+        return decorate
+
+    def _see(self, request: pytest.FixtureRequest) -> None:
+        """What a test does: see to it that the job has run, and look at how its own function went."""
+        if self.outcomes is None:
+            collected = {item.name for item in request.session.items if item.module is request.module}
+            self._run(request.module.__name__, [word for word in self.functions if word in collected])
+        self._look(request.node.name)
 
     def _run(self, module: str, names: list[str]) -> None:
         """Start the job, wait for its end, and read what its workers have written."""
@@ -76,6 +95,8 @@ class Together:
         try:
             job.start("launcher", [sys.executable, "-m", *starter, *self.options, *words], **self.variables)
             code = job.finish(TIMEOUT_S)["launcher"]
+            for path in folder.glob("torchinductor_*"):  # a cache that `torch.optim` makes
+                shutil.rmtree(path)
             left = job.left_behind()
             for path in results.glob("rank-*"):
                 lines = [json.loads(line) for line in path.read_text().splitlines()]
