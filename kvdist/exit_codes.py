@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
 import sys
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -41,74 +38,39 @@ class _ExitHook:
 
 
 class _NotingExit:
-    """`sys.exit`, which keeps the exception that it raises."""
+    """`sys.exit`, which keeps what it was given last: a handler of `atexit` cannot see the `SystemExit`."""
 
-    def __init__(self) -> None:
-        self.raised: SystemExit | None = None
+    status: Any = None
 
     def __call__(self, status: Any = None, /) -> NoReturn:
-        self.raised = SystemExit(status)
-        raise self.raised
+        self.status = status
+        raise SystemExit(status)
 
 
 def note_exits() -> None:
-    """From now on `has_own_failure` knows of calls of `sys.exit`; called when the exit code may have to be replaced."""
+    """From now on `end_with` knows what `sys.exit` was given."""
     if not isinstance(sys.exit, _NotingExit):
         sys.exit = _NotingExit()
 
 
-def has_own_failure() -> bool:
-    """Whether the program ends with an exit code that is not 0 by itself: an uncaught exception, or `sys.exit`.
+class _End:
+    """Ends the process when the interpreter deletes it."""
 
-    Asked by a handler of `atexit`, which is not told: Python forgets a `SystemExit` before. One that something caught
-    does not count, nor does one that was raised without `sys.exit`.
+    def __init__(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+
+    def __del__(self, end: Any = os._exit) -> None:  # a default, as the names of this module are gone by then
+        end(self._exit_code)
+
+
+def end_with(exit_code: int) -> None:
+    """Replace the exit code of a process that would end with 0; called by a handler of `atexit`.
+
+    An uncaught exception keeps its code, and so does `sys.exit`, once `note_exits` was called. All other handlers are
+    called, and files closed: `sys` is what the interpreter clears last.
     """
-    if hasattr(sys, "last_value"):
-        return True
-    error = sys.exit.raised if isinstance(sys.exit, _NotingExit) else None
-    if error is None or error.code is None or error.code == 0:
-        return False
-    # The first entry is the outermost frame, before Python 3.12 of those with a handler. Where it was caught the frame
-    # has gone on; where it was only let through, by a `with` block say, the frame has ended where it was raised.
-    trace = error.__traceback__
-    return trace is None or trace.tb_frame.f_lasti == trace.tb_lasti
-
-
-class _Handlers:
-    """What `atexit` holds; `atexit.unregister` compares with each, which is the one way to see them.
-
-    Args:
-        drops: whether this one is to go.
-    """
-
-    def __init__(self, drops: Callable[[object], bool]) -> None:
-        self._drops = drops
-        self.found: list[object] = []
-
-    def __eq__(self, other: object) -> bool:
-        self.found.append(other)
-        return self._drops(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def exit_handlers() -> list[object]:
-    """What is to be called at the end of the process."""
-    handlers = _Handlers(lambda _: False)
-    atexit.unregister(handlers)  # type: ignore[arg-type]
-    return handlers.found
-
-
-def end_after(handlers: list[object], exit_code: int) -> NoReturn:
-    """Call these handlers of `atexit`, the last registered first, and end the process; called by a handler.
-
-    Args:
-        handlers: those that have not been called yet, of which the calling one is none.
-        exit_code: of the process.
-    """
-    atexit.unregister(_Handlers(lambda one: not any(one is kept for kept in handlers)))  # type: ignore[arg-type]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
-            stream.flush()
-    os._exit(exit_code)
+    if hasattr(sys, "last_value"):  # an uncaught exception
+        return
+    status = sys.exit.status if isinstance(sys.exit, _NotingExit) else None
+    own = status & 0xFF if isinstance(status, int) else int(status is not None)
+    setattr(sys, "_kvdist_end", _End(own or exit_code))  # noqa: B010 (it is no attribute that types know)

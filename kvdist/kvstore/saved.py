@@ -16,7 +16,6 @@ from typing import Any
 from kvdist import exit_codes
 from kvdist.checkpoint import folders
 from kvdist.checkpoint.files import FileRecord, explained, write_file
-from kvdist.checkpoint.locks import release_all
 from kvdist.checkpoint.manifest import Manifest
 from kvdist.checkpoint.workers import STATE_BYTES_MAX, read_workers
 from kvdist.errors import CheckpointError, PeerLostError
@@ -162,17 +161,12 @@ _FAILED: dict[CheckpointFuture, BaseException] = {}
 def _end_badly() -> None:
     """The interpreter ends: a process whose last checkpoint has failed, unheard, must not seem to have succeeded."""
     unheard = {future: error for future, error in _FAILED.items() if not _was_told(error)}
-    if not unheard:
-        return
-    has_own_failure = exit_codes.has_own_failure()
-    so = "" if has_own_failure else ", so this process ends with an error"
     for future, error in unheard.items():
-        LOG.error("the last checkpoint, %s, was not made%s: %s", future.folder, so, error)
-    if has_own_failure:
-        return
-    release_all()
-    lost = any(isinstance(error, PeerLostError) for error in unheard.values())
-    exit_codes.end_after(_EARLIER, exit_codes.EXIT_PEER_LOST if lost else 1)
+        LOG.error("the last checkpoint, %s, was not made: %s", future.folder, error)
+    if unheard:
+        lost = any(isinstance(error, PeerLostError) for error in unheard.values())
+        exit_codes.end_with(exit_codes.EXIT_PEER_LOST if lost else 1)
+        _FAILED.clear()  # their tracebacks hold the program's variables, and so its open files
 
 
 def _was_told(error: BaseException) -> bool:
@@ -180,8 +174,6 @@ def _was_told(error: BaseException) -> bool:
     return isinstance(error, PeerLostError) and error.__traceback__ is not None
 
 
-_EARLIER = exit_codes.exit_handlers()
-"""What other libraries and the program have registered before, which is called after ours."""
 atexit.register(_end_badly)  # first of all of kvdist's: what is registered later runs earlier
 os.register_at_fork(after_in_child=_FAILED.clear)
 

@@ -210,7 +210,9 @@ ENDINGS = {
     "sys.exit(75)": ("fail(); sys.exit(75)", 75),
     "sys.exit(75) in a function and a block": ("def main():\n        fail(); sys.exit(75)\n    with store: main()", 75),
     "sys.exit(0)": ("fail(); sys.exit(0)", 1),
-    "sys.exit(75) that was caught": ("fail()\n    try: sys.exit(75)\n    except SystemExit: pass\n    x = 1", 1),
+    "sys.exit with a sentence": ("fail(); sys.exit('a sentence')", 1),
+    "sys.exit(256), which is 0": ("fail(); sys.exit(256)", 1),
+    "sys.exit(75) that was caught": ("fail()\n    try: sys.exit(75)\n    except SystemExit: pass\n    x = 1", 75),
 }
 
 
@@ -221,7 +223,7 @@ def test_a_failed_save_replaces_only_an_exit_code_of_0(run, job, tmp_path, end, 
     assert job.finish()["launcher"] == code, job.transcript()
 
 
-def test_a_failed_save_leaves_every_exit_handler_its_call(job, script, tmp_path):
+def test_a_failed_save_leaves_every_exit_handler_its_call_and_files_what_was_written(job, script, tmp_path):
     (tmp_path / "step-2").write_text("no folder")
     program = script(
         """
@@ -234,10 +236,13 @@ def test_a_failed_save_leaves_every_exit_handler_its_call(job, script, tmp_path)
         def after(): print("registered after")
         atexit.register(after)
         store.save_checkpoint(sys.argv[1], 2)
+        results = open(sys.argv[1] + "/results", "w")
+        results.write("written, not flushed")
         """
     )
     launcher = job.start("launcher", [sys.executable, program, str(tmp_path)], KVDIST_CHECKPOINT_ROOT=str(tmp_path))
     assert job.finish()["launcher"] == 1
+    assert (tmp_path / "results").read_text() == "written, not flushed"
     assert len(launcher.lines_with("registered after")) == len(launcher.lines_with("registered before")) == 1
 
 
