@@ -113,6 +113,28 @@ class UnderWay:
                 self._wait_for_room(nbytes, check)
             self.nbytes += nbytes
 
+    def count(self, nbytes: int, check: Callable[[], None], submit: Callable[[], Future[Result]]) -> Future[Result]:
+        """Submit a push whose bytes are under way until its future is done, or until `submit` has raised.
+
+        Args:
+            nbytes, check: as in `enter`.
+            submit: lays out the push and hands it over.
+        """
+        self.enter(nbytes, check)
+        counted = [nbytes]
+
+        def leave(_: object) -> None:
+            while counted:  # once, even if a signal interrupts us after the callback was added
+                self.leave(counted.pop())
+
+        try:
+            future = submit()
+            future.add_done_callback(leave)
+        except BaseException:
+            leave(None)
+            raise
+        return future
+
     def _wait_for_room(self, nbytes: int, check: Callable[[], None]) -> None:
         self.waiting += 1
         try:

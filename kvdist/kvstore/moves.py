@@ -118,14 +118,14 @@ class Moves:
         setting = setting_of(info, self.optimizer)
         nbytes, encoded = padded(bits.nbytes), None
         self._cluster.under_way.enter(nbytes, self.check)
-        # Encoded now, not when it leaves: residuals follow the order of the calls.
-        if info.is_compressed and self.compressing is not None:
-            try:
+        try:
+            # Encoded now, not when it leaves: residuals follow the order of the calls.
+            if info.is_compressed and self.compressing is not None:
                 encoded = self.compressing.encode(info, [bits])
-            except BaseException:
-                self._cluster.under_way.leave(nbytes)
-                raise
-        self._gatherings.push(info, bits, setting, priority, terms, encoded)
+            self._gatherings.push(info, bits, setting, priority, terms, encoded)
+        except BaseException:
+            self._cluster.under_way.leave(nbytes)
+            raise
 
     def push_async(self, key: Keys, value: Value, priority: int, terms: Terms) -> Future[None]:
         """Push; the future resolves when it is counted."""
@@ -135,8 +135,7 @@ class Moves:
         label = f"push of {named(handed.infos)}"
 
         def part(some: Given) -> Future[None]:
-            own = self._contribute(some, terms, lending)
-            return self._submit_push(own, Kind.PUSH, label, own.runs, priority, own.release)
+            return self._submit_push(Kind.PUSH, some, terms, lending, label, priority, lambda own: own.release)
 
         places = self._parts(handed)
         if len(places) == 1:
@@ -145,20 +144,41 @@ class Moves:
 
     def _submit_push(
         self,
-        own: Contribution,
         kind: Kind,
+        some: Given,
+        terms: Terms,
+        lending: Lending,
         label: str,
-        runs: Sequence[RunData],
         priority: int,
-        finish: Finish,
+        complete: Callable[[Contribution], Finish],
     ) -> Future[Any]:
-        def make(number: int) -> Request:
-            own.settle()
-            return Transfer(number, kind, label, runs, priority)
+        """Lay out a push and leave it for the node's thread; its bytes are under way until it is counted.
 
-        future = self.submit(make, finish)
-        future.add_done_callback(lambda _: self._cluster.under_way.leave(own.staging.nbytes))
-        return future
+        Args:
+            kind, label, priority: of the request.
+            some: what is pushed.
+            terms: how it counts.
+            lending: which arrays of the caller may be sent.
+            complete: adds to the runs of the push what the request needs besides; gives what follows its answer.
+        """
+        staging = self._staging(some.infos)
+
+        def submit() -> Future[Any]:
+            settings = settings_of(staging.plan, self.optimizer)
+            lent = self._lent(staging.plan, some.bits, lending, self._reads_pushes)
+            own = self._laid_out(staging, some, settings, terms, lent)
+
+            def make(number: int) -> Request:
+                own.settle()
+                return Transfer(number, kind, label, own.runs, priority)
+
+            try:
+                return self.submit(make, complete(own))
+            except BaseException:
+                own.settle()  # the buffers are let go, and a GPU may still be writing into them
+                raise
+
+        return self._cluster.under_way.count(staging.nbytes, self.check, submit)
 
     def _parts(self, handed: Given) -> list[slice]:
         """In which parts a push leaves: what has to be encoded first should not wait for the rest."""
@@ -222,33 +242,38 @@ class Moves:
                 ],
                 places.spread,
             )
-        own = self._contribute(contribution, terms, lending)
-        # A result that is shown is not in the memory from which results rise to GPUs.
-        views = Views(own.staging.plan, self._shows_results) if hold and places.ascent is None else None
-        runs = [
-            views.keeping(run)
-            if views is not None and views.keeps(run.plan)
-            else replace(run, sinks=cut(run.plan, places.results))
-            for run in own.runs
-        ]
 
-        def finish() -> Any:
-            shown = [None] * len(places.infos) if hold else None
-            if views is not None:
-                shown = views.shown(self._cluster.memory, places.results, self._keys, self._cluster.traffic)
-            places.spread()
-            own.release()
-            return shown
+        def complete(own: Contribution) -> Finish:
+            # A result that is shown is not in the memory from which results rise to GPUs.
+            views = Views(own.staging.plan, self._shows_results) if hold and places.ascent is None else None
+            own.runs = [
+                views.keeping(run)
+                if views is not None and views.keeps(run.plan)
+                else replace(run, sinks=cut(run.plan, places.results))
+                for run in own.runs
+            ]
 
-        label = f"pushpull of {named(own.staging.plan.keys)}"
-        return self._submit_push(own, Kind.PUSHPULL, label, runs, priority, finish)
+            def finish() -> Any:
+                shown = [None] * len(places.infos) if hold else None
+                if views is not None:
+                    shown = views.shown(self._cluster.memory, places.results, self._keys, self._cluster.traffic)
+                places.spread()
+                own.release()
+                return shown
+
+            return finish
+
+        label = f"pushpull of {named(contribution.infos)}"
+        return self._submit_push(Kind.PUSHPULL, contribution, terms, lending, label, priority, complete)
 
     def _pushpull_part(
         self, some: Given, results: Sequence[Bits], priority: int, terms: Terms, lending: Lending, label: str
     ) -> Future[Any]:
-        own = self._contribute(some, terms, lending)
-        runs = [replace(run, sinks=cut(run.plan, results)) for run in own.runs]
-        return self._submit_push(own, Kind.PUSHPULL, label, runs, priority, own.release)
+        def complete(own: Contribution) -> Finish:
+            own.runs = [replace(run, sinks=cut(run.plan, results)) for run in own.runs]
+            return own.release
+
+        return self._submit_push(Kind.PUSHPULL, some, terms, lending, label, priority, complete)
 
     def give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
@@ -280,18 +305,6 @@ class Moves:
 
     def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
         return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
-
-    def _contribute(self, contribution: Given, terms: Terms, lending: Lending) -> Contribution:
-        """Lay out a push, which is under way from now on."""
-        staging = self._staging(contribution.infos)
-        self._cluster.under_way.enter(staging.nbytes, self.check)
-        try:
-            settings = settings_of(staging.plan, self.optimizer)
-            lent = self._lent(staging.plan, contribution.bits, lending, self._reads_pushes)
-            return self._laid_out(staging, contribution, settings, terms, lent)
-        except BaseException:
-            self._cluster.under_way.leave(staging.nbytes)
-            raise
 
     def _lent(
         self, plan: Plan, bits: Sequence[Sequence[Part]], lending: Lending, reads: Reads

@@ -94,19 +94,16 @@ class RowMoves:
         if nbytes > largest:
             self._largest[info.key] = nbytes
             under_way.grow(nbytes - largest)
-        under_way.enter(nbytes, self._moves.check)
-        try:
-            runs, buffers = self._laid_out(info, rows, int(flags), (setting,), terms.samples)
-        except BaseException:
-            under_way.leave(nbytes)
-            raise
         label = f"push of rows of key {info.key!r}"
-        future = self._moves.submit(
-            lambda number: Transfer(number, Kind.PUSH_ROWS, label, runs, priority),
-            lambda: self._buffers.give_back(buffers),
-        )
-        future.add_done_callback(lambda _: under_way.leave(nbytes))
-        return future
+
+        def submit() -> Future[None]:
+            runs, buffers = self._laid_out(info, rows, int(flags), (setting,), terms.samples)
+            return self._moves.submit(
+                lambda number: Transfer(number, Kind.PUSH_ROWS, label, runs, priority),
+                lambda: self._buffers.give_back(buffers),
+            )
+
+        return under_way.count(nbytes, self._moves.check, submit)
 
     def pull(self, info: KeyInfo, ids: Ids, out: Bits, priority: int) -> Future[None]:
         """Pull rows.

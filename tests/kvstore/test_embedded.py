@@ -310,6 +310,45 @@ def test_buffers_are_not_kept_for_every_order_of_a_list(store):
 
 
 @pytest.mark.parametrize("compression", [None, {"type": "fp16"}])
+@pytest.mark.parametrize("fails", ["kvstore.moves.cut", "kvstore.moves.Views", "node.Node.submit"])
+def test_a_push_that_an_exception_cuts_off_leaves_no_bytes_under_way(monkeypatch, compression, fails):
+    small, large, huge = (np.ones(count, np.float32) for count in (3, 100_000, 3 << 20))
+    rows = RowSparse([1, 3], np.ones((2, 4), np.float32), (5, 4))
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with kv.create("dist") as store:
+        if compression is not None:
+            store.set_gradient_compression(compression)
+        store.init(["s", "l", "h", "t"], [small, large, huge, RowSparse.zeros((5, 4))])
+        calls = [
+            lambda: store.push("s", small),
+            lambda: store.push("l", large),
+            lambda: store.push(["h", "l"], [huge, large]),
+            lambda: store.push("t", rows),
+            lambda: store.push_async("l", large).result(),
+            lambda: store.pushpull("l", large),
+            lambda: store.pushpull(["h", "l"], [huge, large]),  # in parts where it is compressed
+            lambda: store.pushpull_shared(["l"], [large], [np.empty_like(large)]),
+        ]
+        interrupted = 0
+        with monkeypatch.context() as patched:
+            patched.setattr(f"kvdist.{fails}", interrupt)
+            for call in calls:
+                try:
+                    call()
+                except KeyboardInterrupt:
+                    interrupted += 1
+        assert interrupted
+        for call in calls:
+            call()
+        store.pull(["s", "l", "h"])
+        under_way = store._cluster.under_way
+    assert under_way.nbytes == 0
+
+
+@pytest.mark.parametrize("compression", [None, {"type": "fp16"}])
 def test_whatever_way_a_push_takes_its_bytes_are_under_way_until_it_is_counted(compression):
     small, large = np.ones(3, np.float32), np.ones(100_000, np.float32)
     rows = RowSparse([1, 3], np.ones((2, 4), np.float32), (5, 4))
