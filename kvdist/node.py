@@ -64,7 +64,7 @@ from kvdist.transport.base import Arrived, Buffer, Route, Transport
 from kvdist.transport.base import Connected as RouteUp
 from kvdist.transport.base import Disconnected as RouteDown
 from kvdist.transport.base import Refused as RouteRefused
-from kvdist.user_threads import AwaitedFuture
+from kvdist.user_threads import AwaitedFuture, note_call
 
 LOG = logging.getLogger("kvdist")
 
@@ -180,9 +180,10 @@ class Node:
         return route is not None and self.transport.shares(route)
 
     def begin_call(self) -> None:
-        """The user has called a method: raise `ForkError` in a forked child, and note the time for the trace."""
+        """A call of the user: note its thread, and the time for the trace; raise `ForkError` in a forked child."""
         if self._forked:
             self.check_fork()
+        note_call()
         trace = self.trace
         if trace is not None:
             trace.called()

@@ -1,7 +1,8 @@
 """How threads of the user's program wait in calls of kvdist: which do, whether another may act, and for room.
 
 A deadlock may be declared only if nobody can act any more. So every other thread counts as one that may act, unless it
-is known to make no calls of kvdist: threads of kvdist itself, idle ones of executors, and those of some libraries.
+is known to make no calls of kvdist: threads of kvdist itself, idle ones of executors, and those of some libraries. One
+that has never called kvdist, such as a server of metrics, counts as one that may until the wait has lasted a minute.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future
 from concurrent.futures import thread as executors
 from types import FrameType
@@ -21,8 +22,15 @@ Result = TypeVar("Result")
 _waits: dict[int, float] = {}
 """Thread → since when it waits in a call of kvdist without a time-out, in monotonic seconds."""
 
+_callers: set[int] = set()
+"""Threads that have called kvdist. A number that the system gives to a new thread stays: that is on the safe side."""
+
+NEVER_CALLED_S = 60.0
+"""For so long a thread that has never called kvdist is expected to: it may load data first, or compile."""
 OWN_THREADS = ("kvdist-node", "kvdist-disk", "kvdist-kernels", "kvdist-profiler", "kvdist-timeline")
 """Threads of kvdist that never wait for the user, and run code of the user's only to bring answers."""
+NAMED_MAX = 4
+"""Threads that a sentence names."""
 PASSIVE_MODULES = (
     "IPython",
     "ipykernel",
@@ -38,6 +46,12 @@ PASSIVE_MODULES = (
 
 
 os.register_at_fork(after_in_child=_waits.clear)
+os.register_at_fork(after_in_child=_callers.clear)
+
+
+def note_call() -> None:
+    """The present thread calls kvdist."""
+    _callers.add(threading.get_ident())
 
 
 class Waiting:
@@ -47,6 +61,7 @@ class Waiting:
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
+        _callers.add(self._thread)
         self._before = _waits.get(self._thread)  # a signal handler of the user may wait inside a wait
         _waits[self._thread] = time.monotonic()
 
@@ -181,15 +196,38 @@ class UserThreads:
         waits = dict(_waits)
         if not waits:
             return None
-        threads = {thread.ident: thread for thread in threading.enumerate()}
-        for number, frame in sys._current_frames().items():
-            if number not in waits and not _is_passive(threads.get(number), frame):
-                return None
-        return max(waits.values())
+        others = _others(waits)
+        if not _callers.isdisjoint(others):
+            return None
+        return max(waits.values()) + (NEVER_CALLED_S if others else 0.0)
+
+    def may_act(self, now: float) -> str:
+        """Threads that may act while others wait, such as ``'MainThread'``; '' if none does, or nobody waits."""
+        waits = dict(_waits)
+        if not waits:
+            return ""
+        others = _others(waits)
+        if now - max(waits.values()) >= NEVER_CALLED_S:
+            others = {number: name for number, name in others.items() if number in _callers}
+        notes = [
+            repr(name) if number in _callers else f"{name!r} (has not called kvdist; counts for {NEVER_CALLED_S:g} s)"
+            for number, name in others.items()
+        ]
+        return ", ".join(notes[:NAMED_MAX]) + (f" and {len(notes) - NAMED_MAX} more" if len(notes) > NAMED_MAX else "")
 
     def longest_wait_since(self) -> float | None:
         """Since when the thread waits that has waited longest; None if none does."""
         return min(dict(_waits).values(), default=None)
+
+
+def _others(waits: Container[int]) -> dict[int, str]:
+    """The threads that neither wait in kvdist nor are known to make no calls of it: number → name."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    return {
+        number: thread.name if (thread := threads.get(number)) is not None else f"thread {number}"
+        for number, frame in sys._current_frames().items()
+        if number not in waits and not _is_passive(threads.get(number), frame)
+    }
 
 
 def _is_passive(thread: threading.Thread | None, frame: FrameType) -> bool:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvdist.user_threads import AwaitedFuture, UnderWay, UserThreads
+from kvdist import user_threads
+from kvdist.user_threads import NEVER_CALLED_S, AwaitedFuture, UnderWay, UserThreads, note_call
 
 THREADS = UserThreads(UnderWay(100))
 
@@ -49,6 +50,16 @@ def running(target: Callable[[], object], end: Callable[[], object]) -> Iterator
         thread.join()
 
 
+def calling(target: Callable[[], object]) -> Callable[[], None]:
+    """The same of a thread that has called kvdist."""
+
+    def run() -> None:
+        note_call()
+        target()
+
+    return run
+
+
 def blocked_since_elsewhere(future: AwaitedFuture[None]) -> list[float | None]:
     """What is said while the main thread waits for a future that another thread resolves, which does not count."""
     said: list[float | None] = []
@@ -76,22 +87,41 @@ def test_a_program_whose_only_thread_waits_is_blocked_until_the_wait_ends():
 
 def test_a_thread_that_sleeps_or_waits_for_anything_else_may_act():
     event = threading.Event()
-    with running(event.wait, event.set):
+    with running(calling(event.wait), event.set) as thread:
+        wait_until(lambda: thread.ident in user_threads._callers)
         assert blocked_since_elsewhere(AwaitedFuture()) == [None]
 
 
-def test_a_timer_may_act():
-    timer = threading.Timer(60, print)
-    timer.start()
-    assert blocked_since_elsewhere(AwaitedFuture()) == [None]
-    timer.cancel()
-    timer.join()
+def test_a_thread_that_has_never_called_kvdist_may_act_for_a_minute():
+    event = threading.Event()
+    began = time.monotonic()
+    with running(event.wait, event.set) as thread:
+        user_threads._callers.discard(thread.ident or 0)  # of a thread that had the same number
+        (since,) = blocked_since_elsewhere(AwaitedFuture())
+    assert since is not None
+    assert began + NEVER_CALLED_S <= since <= time.monotonic() + NEVER_CALLED_S
+
+
+def test_the_threads_that_may_act_while_others_wait_are_named():
+    event, future = threading.Event(), AwaitedFuture[None]()
+    note_call()
+    with running(event.wait, event.set) as idle, running(future.result, lambda: future.set_result(None)):
+        idle.name = "metrics"
+        user_threads._callers.discard(idle.ident or 0)
+        wait_until(lambda: THREADS.longest_wait_since() is not None)
+        now = time.monotonic()
+        first, second = sorted(THREADS.may_act(now).split(", "))
+        assert first == "'MainThread'"
+        assert second == "'metrics' (has not called kvdist; counts for 60 s)"
+        assert THREADS.may_act(now + NEVER_CALLED_S) == "'MainThread'"
+    assert THREADS.may_act(time.monotonic()) == ""
 
 
 def test_an_executor_may_act_while_it_works_and_not_while_it_is_idle():
     event, began = threading.Event(), threading.Event()
 
     def work() -> None:
+        note_call()
         began.set()
         event.wait()
 

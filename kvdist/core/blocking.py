@@ -33,6 +33,9 @@ class Threads(Protocol):
     def blocked_since(self) -> float | None:
         """Since when every thread that may act waits in a call of kvdist; None while one does not."""
 
+    def may_act(self, now: float) -> str:
+        """The threads that may act while others wait, named; '' if none does, or nobody waits."""
+
     def longest_wait_since(self) -> float | None:
         """Since when the thread waits that has waited longest; None if none does."""
 
@@ -46,6 +49,10 @@ class UnknownThreads:
     def blocked_since(self) -> float | None:
         """None."""
         return None
+
+    def may_act(self, now: float) -> str:
+        """Empty."""
+        return ""
 
     def longest_wait_since(self) -> float | None:
         """None."""

@@ -262,6 +262,16 @@ class Worker(Machine):
         joining = self.joining.explain(now)
         if joining is not None:
             return joining
+        text = self._awaited(now)
+        acting = self._threads.may_act(now)
+        if text is None or not acting:
+            return text
+        return (
+            f"{text}. It is not called a deadlock while other threads of this process may call kvdist: {acting};"
+            " KVDIST_STALL_SHUTDOWN_S ends a wait that lasts too long"
+        )
+
+    def _awaited(self, now: float) -> str | None:
         oldest = self._pending.oldest
         if oldest is None:
             return None
@@ -357,7 +367,7 @@ class Worker(Machine):
         if since is None or not 0 < self.limits.stall_shutdown_s <= now - since:
             return []
         limit_s = self.limits.stall_shutdown_s
-        text = f"{self.explain(now)}; the job ends after {limit_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)"
+        text = f"{self._awaited(now)}; the job ends after {limit_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)"
         return [Send(SCHEDULER_MEMBER, Goodbye(0, text)), *self._fail_all(DeadlineExceeded(text))]
 
     def _settle(self, now: float) -> list[Effect]:

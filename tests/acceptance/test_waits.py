@@ -23,9 +23,9 @@ START = """
 """
 
 
-def deadlocked(job: Job, workers: int = 2) -> list[str]:
+def deadlocked(job: Job, workers: int = 2, within_s: float = SOON_S) -> list[str]:
     """Wait for the end of a job in which all workers raise `DeadlockError`; per worker the line that says why."""
-    codes = job.finish(SOON_S)
+    codes = job.finish(within_s)
     told = []
     for rank in range(workers):
         name = f"worker-{rank}"
@@ -135,6 +135,31 @@ def test_a_worker_that_computes_or_has_a_thread_that_will_push_is_waited_for(job
     job.cluster(2, 1, program)
     job.succeed()
     assert job.processes["worker-0"].lines_with("sum 8.0")
+
+
+IDLE_THREAD = """
+    threading.Thread(target=threading.Event().wait, name="metrics", daemon=True).start()
+    for key in ("a", "b") if rank == 0 else ("b", "a"):
+        store.init(key, np.zeros(4, np.float32))
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_has_never_called_kvdist_keeps_a_deadlock_from_being_found_for_a_minute_only(job, script):
+    job.cluster(2, 1, script(START + IDLE_THREAD))
+    for line in deadlocked(job, within_s=SOON_S + 60):
+        assert "worker-0 waits in init of key 'a' for worker-1" in line
+
+
+def test_a_thread_that_keeps_a_deadlock_from_being_found_is_named_with_what_ends_the_wait(job, script):
+    job.launch(2, 1, script(START + IDLE_THREAD), KVDIST_STALL_SHUTDOWN_S="4")
+    job.finish(SOON_S)
+    told = [line for line in job.transcript().splitlines() if "It is not called a deadlock" in line]
+    assert told, job.transcript()
+    for line in told:
+        assert "init of key" in line
+        assert "'metrics' (has not called kvdist; counts for 60 s)" in line
+        assert "KVDIST_STALL_SHUTDOWN_S ends a wait" in line
 
 
 def test_a_wait_of_stall_shutdown_seconds_raises_and_ends_the_job(job, script):

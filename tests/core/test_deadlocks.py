@@ -131,6 +131,9 @@ class User:
     def blocked_since(self) -> float | None:
         return None if self._waits is None or self._waits.done() else self.waits_since
 
+    def may_act(self, now: float) -> str:
+        return ""
+
     def longest_wait_since(self) -> float | None:
         return self.blocked_since()
 
