@@ -41,8 +41,9 @@ PASSIVE_MODULES = (
     "torch.utils.tensorboard",
     "tqdm",
     "wandb",
+    "zmq",
 )
-"""Libraries whose threads make no calls of kvdist: progress bars, loggers, loaders of data."""
+"""Libraries whose threads make no calls of kvdist: progress bars, loggers, loaders of data, the collector of pyzmq."""
 
 
 os.register_at_fork(after_in_child=_waits.clear)

@@ -51,6 +51,22 @@ def test_init_in_opposite_orders_raises_on_every_worker_and_names_both_calls(job
         assert "worker-1 waits in init of key 'b' for worker-0" in line
 
 
+def test_a_deadlock_is_found_at_once_after_large_arrays_were_sent_over_the_network(job, script):
+    # pyzmq then has a thread that frees what was sent.
+    program = script(
+        START
+        + """
+    store.init("w", np.zeros(1 << 20, np.float32))
+    store.pushpull("w", np.ones(1 << 20, np.float32))
+    for key in ("a", "b") if rank == 0 else ("b", "a"):
+        store.init(key, np.zeros(4, np.float32))
+    """
+    )
+    job.cluster(2, 1, program, KVDIST_TRANSPORT="tcp", KVDIST_SECURITY="none")
+    for line in deadlocked(job, within_s=50):
+        assert "worker-0 waits in init of key 'a' for worker-1" in line
+
+
 @pytest.mark.parametrize(("call", "place"), [("store.barrier()", "barrier"), ("store.average(1.0)", "average of")])
 def test_workers_that_take_uneven_steps_and_then_meet_raise(job, script, call, place):
     program = script(
