@@ -21,11 +21,14 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.integration.processes import Job
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 30.0
@@ -268,6 +271,23 @@ def grown_since(before: Counter[str]) -> Counter[str]:
     if getattr(multiprocessing.resource_tracker._resource_tracker, "_fd", None) is not None:
         grown["pipe"] -= 1
     return +grown
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    """Processes of one cluster. Afterwards no process, port or temporary file of it may be left."""
+    # Not pytest's own directory: its path is too long for the sockets that the standard library makes there.
+    folder = Path(tempfile.mkdtemp(prefix="job-"))
+    job = Job(folder, uuid.uuid4().hex)
+    try:
+        yield job
+        deadline = time.monotonic() + GRACE_S
+        while (left := job.left_behind()) and time.monotonic() < deadline:
+            time.sleep(LOOK_AGAIN_S)  # orphans are nobody's children, so their end cannot be waited for
+        assert not left, f"left behind: {'; '.join(left)}\n{job.transcript()}"
+    finally:
+        job.close()
+        shutil.rmtree(folder)
 
 
 # Once, at the end: what only the machine remembers.

@@ -5,11 +5,7 @@ What a test asserts is what a document promises, so these tests stay as they are
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import textwrap
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,25 +13,6 @@ import pytest
 
 from tests.integration.processes import Job
 from tests.namespaces import Host, link
-
-GONE_S = 30.0
-"""How long what a test has already ended may take to be gone."""
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    """The processes of one job. Afterwards no process, port or temporary file of it may be left."""
-    folder = Path(tempfile.mkdtemp(prefix="job-"))  # pytest's own is too long a path for sockets
-    job = Job(folder, uuid.uuid4().hex)
-    try:
-        yield job
-        deadline = time.monotonic() + GONE_S
-        while (left := job.left_behind()) and time.monotonic() < deadline:
-            time.sleep(0.05)  # orphans are nobody's children, so their end cannot be waited for
-        assert not left, f"left behind: {'; '.join(left)}\n{job.transcript()}"
-    finally:
-        job.close()
-        shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import select
 import subprocess
@@ -188,10 +189,10 @@ def test_a_debugger_gets_the_terminal_with_stdin(script):
 
 def read_until(descriptor: int, text: str) -> str:
     """What a terminal shows up to the first time of a text, and what came with that."""
-    shown = ""
+    shown, decoder = "", codecs.getincrementaldecoder("utf-8")()  # a character may come in two pieces
     while text not in shown:
         assert select.select([descriptor], [], [], 100)[0], f"{text!r} is not shown: {shown}"
-        shown += os.read(descriptor, 1 << 16).decode()
+        shown += decoder.decode(os.read(descriptor, 1 << 16))
     return shown
 
 

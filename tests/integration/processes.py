@@ -7,6 +7,7 @@ whatever is left can be found, however it was started. Nothing here sleeps: one 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import re
@@ -42,6 +43,7 @@ class Process:
     def __init__(self, name: str, argv: list[str], env: Mapping[str, str]) -> None:
         self.name = name
         self.text = ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in two pieces
         self.popen = subprocess.Popen(
             argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -222,7 +224,7 @@ class Job:
                 data = os.read(pipe.fileno(), READ_BYTES)
             except BlockingIOError:
                 return
-            process.text += data.decode(errors="replace")
+            process.text += process.decoder.decode(data, final=not data)
             if not data:
                 self._selector.unregister(pipe)
                 pipe.close()

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import job  # noqa: F401 (a fixture)
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT, NOTEBOOK = EXAMPLES / "keras_fit.py", EXAMPLES / "notebook.ipynb"
 TIMEOUT_S = 240.0
@@ -35,7 +33,7 @@ def results(text, ranks):
 
 
 @pytest.mark.slow
-def test_the_network_learns_alone_without_a_launcher(job):  # noqa: F811
+def test_the_network_learns_alone_without_a_launcher(job):
     alone = job.start("alone", [sys.executable, *OF_KERAS, str(SCRIPT), "--epochs", "6"])
     job.succeed(TIMEOUT_S)
     loss, accuracy = results(alone.text, 1)
@@ -43,7 +41,7 @@ def test_the_network_learns_alone_without_a_launcher(job):  # noqa: F811
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_learn_the_same_network_and_rank_0_writes_it(job, ranks, tmp_path):  # noqa: F811
+def test_ranks_learn_the_same_network_and_rank_0_writes_it(job, ranks, tmp_path):
     options = ["--epochs", "8", "--checkpoints", str(tmp_path)]
     launcher = job.launch(ranks, 0, sys.executable, *OF_KERAS, str(SCRIPT), *options)
     job.succeed(TIMEOUT_S)
@@ -53,7 +51,7 @@ def test_ranks_learn_the_same_network_and_rank_0_writes_it(job, ranks, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{epoch}.keras" for epoch in range(1, 9)]
 
 
-def test_the_cells_of_the_notebook_run_in_their_order(job, tmp_path):  # noqa: F811
+def test_the_cells_of_the_notebook_run_in_their_order(job, tmp_path):
     cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
     program = tmp_path / "cells.py"
     program.write_text("\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), "utf-8")

@@ -8,7 +8,6 @@ import os
 import pytest
 
 from tests.collective.conftest import descriptors_of_the_process  # noqa: F401 (a fixture)
-from tests.integration.conftest import job  # noqa: F401 (a fixture)
 
 if importlib.util.find_spec("tensorflow") is None:
     collect_ignore_glob = ["test_*.py"]
