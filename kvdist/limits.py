@@ -11,6 +11,10 @@ MIB = 1 << 20
 PATIENCE_S_MIN, PATIENCE_S_MAX = 1.0, 1e6
 """Less would take an ordinary delay of a busy machine for a loss; more does not fit into the options of sockets."""
 HEARTBEAT_S_MAX = 1.0
+DIAL_S_MIN, DIAL_S_MAX = 0.5, 2.0
+"""The kernel's own attempts come after 1, 3, 7 s and later, so that a network that is back would be found too late; a
+slow one needs some hundred milliseconds."""
+REDIAL_S_MIN, REDIAL_S_MAX = 0.1, 2.0
 RECONNECT_GRACE_S = 0.4
 """How long a connection that the peer's end closed may be away. A process that ends closes its connections at once, so
 this is how soon its end is noticed."""
@@ -64,14 +68,25 @@ class Limits:
         """How long a connection may bring nothing before it is broken and made anew, if the peer is there."""
         return 0.75 * self.patience_s
 
+    @property
+    def dial_s(self) -> float:
+        """How long one dial waits for an answer."""
+        return min(max(DIAL_S_MIN, self.patience_s / 8), DIAL_S_MAX)
+
+    @property
+    def redial_s(self) -> float:
+        """The longest pause between two dials; the first is `REDIAL_S_MIN`, each is twice the one before."""
+        return min(max(REDIAL_S_MIN, self.patience_s / 16), REDIAL_S_MAX)
+
     def reconnect_grace_s(self, after_silence: bool) -> float:
         """How long a broken connection may be away before its peer counts as lost.
 
         Args:
-            after_silence: whether it had brought nothing for a while, and either end may have broken it for that; the
-                peer needs what is left of the patience to notice and to come back.
+            after_silence: whether it had brought nothing for a while, and either end may have broken it for that. It
+                gets what is left of the patience and three eighths more: where the network is back within the
+                patience, the last word came up to a heartbeat before it went, and a dial and a pause are in vain.
         """
-        return max(RECONNECT_GRACE_S, self.patience_s - self.silence_s) if after_silence else RECONNECT_GRACE_S
+        return RECONNECT_GRACE_S + (5 / 8 * self.patience_s if after_silence else 0.0)
 
 
 def checked_limits(limits: Limits) -> Limits:

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 CARD = "card"
+NO_CARD = "02:00:00:00:00:01"
+"""A hardware address that no card has: a packet to it leaves, and is dropped where it arrives."""
 BURST_KILOBYTES = 32
 LATENCY_MS = 50
 """How long a packet may wait in the queue of a limited card, which is about what a real card's queue holds."""
@@ -52,11 +54,27 @@ class Host:
         rate = ["rate", "1000mbit", "burst", "1000", "latency", f"{LATENCY_MS}ms"]
         run("tc", "-n", self.namespace, "qdisc", "replace", "dev", CARD, "root", "tbf", *rate)
 
+    def retransmitted(self) -> int:
+        """How many segments this host's TCP has sent again."""
+        names, values = (line.split() for line in self._read("/proc/net/snmp").splitlines() if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")])
+
     def traffic(self) -> tuple[int, int]:
         """The bytes that the card has sent and received."""
         folder = Path("/sys/class/net") / CARD / "statistics"
-        sent, received = run(*self.inside("cat", str(folder / "tx_bytes"), str(folder / "rx_bytes"))).split()
-        return int(sent), int(received)
+        return int(self._read(folder / "tx_bytes")), int(self._read(folder / "rx_bytes"))
+
+    def send_to_card(self, address: str, card: str) -> None:
+        """Take a card, by its hardware address, for that of another host from now on."""
+        run("ip", "-n", self.namespace, "neigh", "replace", address, "lladdr", card, "dev", CARD, "nud", "permanent")
+
+    @property
+    def card(self) -> str:
+        """The hardware address of its card."""
+        return self._read(Path("/sys/class/net") / CARD / "address").strip()
+
+    def _read(self, path: Path | str) -> str:
+        return run(*self.inside("cat", str(path)))
 
 
 @contextlib.contextmanager
@@ -83,6 +101,27 @@ def link(mbit: float | None = None) -> Iterator[tuple[Host, Host]]:
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def outage(hosts: tuple[Host, Host]) -> Iterator[None]:
+    """Lose every packet between the hosts, without a word to who sent it: cards and routes stay as they are.
+
+    Raises:
+        AssertionError: nothing was lost that had to be sent again.
+    """
+    near, far = hosts
+    before = [host.retransmitted() for host in hosts]
+    cards = {far.address: far.card, near.address: near.card}
+    try:
+        near.send_to_card(far.address, NO_CARD)
+        far.send_to_card(near.address, NO_CARD)
+        yield
+    finally:
+        near.send_to_card(far.address, cards[far.address])
+        far.send_to_card(near.address, cards[near.address])
+    for host, count in zip(hosts, before, strict=True):
+        assert host.retransmitted() > count, f"{host.address} has sent nothing again: nothing was lost"
 
 
 def run(*command: str) -> str:

@@ -32,8 +32,8 @@ from collections.abc import Sequence
 
 import zmq
 
-from kvdist.config import Limits
 from kvdist.errors import ConfigError, StoreClosed
+from kvdist.limits import REDIAL_S_MIN, Limits
 from kvdist.local_sockets import SCHEME, listen_at, remove
 from kvdist.nodes import NodeId
 from kvdist.open_files import BASE, RAISED_MAX
@@ -48,13 +48,10 @@ from kvdist.transport.links import ZERO_COPY_FROM_BYTES, Bound, Dialled, Link, P
 from kvdist.transport.releaser import releaser_use
 from kvdist.transport.silence import CAN_JUDGE
 
-BACKLOG, RECONNECT_MS, RECONNECT_MS_MAX = 4096, 100, 2_000
+BACKLOG = 4096
 HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 6_000
 """How long a listener waits for a handshake to end, which it may be too busy for itself; and whoever dials: longer, so
 that it is the listener who hangs up, and knows that it was for the time alone."""
-DIAL_MS_MIN, DIAL_MS_MAX = 500, 2_000
-"""How long one dial waits for an answer: an eighth of the patience, between these. The kernel's own attempts come after
-1, 3, 7 s and later, so that a network that is back would be found too late; a slow one needs some hundred ms."""
 LOOKS_PER_SILENCE, SILENCE_LOOK_S_MAX = 8, 1.0
 """How often silent connections are looked for."""
 
@@ -359,8 +356,9 @@ class ZeroMQTransport(Transport):
         if kind == zmq.ROUTER:
             options |= {zmq.ROUTER_MANDATORY: 1, zmq.BACKLOG: BACKLOG}
         else:
-            options[zmq.CONNECT_TIMEOUT] = min(max(DIAL_MS_MIN, patience_ms // 8), DIAL_MS_MAX)
-            options |= {zmq.IMMEDIATE: 0, zmq.RECONNECT_IVL: RECONNECT_MS, zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX}
+            options |= {zmq.IMMEDIATE: 0, zmq.CONNECT_TIMEOUT: round(limits.dial_s * 1000)}
+            options |= {zmq.RECONNECT_IVL: round(REDIAL_S_MIN * 1000)}
+            options |= {zmq.RECONNECT_IVL_MAX: round(limits.redial_s * 1000)}
         for option, value in options.items():
             made.set(option, value)
         return made

@@ -9,6 +9,7 @@ import pytest
 
 from kvdist.config import ClusterConfig, Limits
 from kvdist.core.effects import Adopt, ChildEnded, Connected, Disconnected, LauncherGone, Placed, Send, Stop
+from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.requests import Register
 from kvdist.core.scheduler import ROSTER_GAP_S, Scheduler
 from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
@@ -338,6 +339,20 @@ def test_the_verdict_tells_the_step_that_a_worker_was_heard_in() -> None:
     error = wired.stopped["worker-0"]
     assert isinstance(error, PeerLostError) and error.step == 1
     assert str(error) == "worker-1 (host host-1, pid 101) was lost, last heard of in step 1: killed by signal 9"
+
+
+@pytest.mark.parametrize("who", ["scheduler", "worker-0", "server-0"])
+@pytest.mark.parametrize(("after_silence", "grace_s"), [(False, 0.4), (True, 6.65)])
+def test_a_broken_connection_is_lost_after_the_grace_and_sooner_if_the_peer_closed_it(
+    who: str, after_silence: bool, grace_s: float
+) -> None:
+    wired = Wired(2, 1, Limits(patience_s=10.0))
+    peer = wired.member("worker-1") if who == "scheduler" else SCHEDULER_MEMBER
+    wired.observe(who, Disconnected(peer, "gone", after_silence))
+    wired.advance(grace_s - 0.02)
+    assert who not in wired.stopped
+    wired.advance(0.03)
+    assert isinstance(wired.stopped[who], PeerLostError)
 
 
 def test_a_connection_that_comes_back_in_time_is_forgiven() -> None:

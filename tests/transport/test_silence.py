@@ -7,10 +7,14 @@ import socket
 import sys
 
 import pytest
+import zmq
 
+from kvdist.limits import Limits
+from kvdist.transport.base import Disconnected
+from kvdist.transport.links import CONNECTED, DISCONNECTED, UP, Dialled
 from kvdist.transport.silence import hang_up, silence_s
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+only_linux_tells = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 
 
 @pytest.fixture
@@ -22,6 +26,7 @@ def connection():
             yield near, far, port
 
 
+@only_linux_tells
 def test_a_closed_descriptor_is_not_silent_and_not_hung_up(connection):
     near, _, port = connection
     descriptor = near.detach()
@@ -39,6 +44,7 @@ def test_a_descriptor_that_is_a_file_by_now_is_left_alone(tmp_path):
         file.write(b"it is still open")
 
 
+@only_linux_tells
 def test_only_a_connection_of_the_port_is_hung_up(connection):
     near, far, port = connection
     assert not hang_up(near.fileno(), 1, 0.0)
@@ -46,3 +52,34 @@ def test_only_a_connection_of_the_port_is_hung_up(connection):
     assert hang_up(near.fileno(), port, 0.0)
     assert len(os.listdir("/proc/self/fd")) == before
     assert far.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("looks", "after_silence"),
+    [
+        ((), False),
+        ((0.9, 1.9), False),  # the peer has spoken within two heartbeats: it has ended
+        ((1.9, 2.1), True),  # the peer may have hung up for silence before we do
+        ((2.1, 0.0), True),  # the kernel has the end already, which the monitor has not said yet
+        ((2.1, 0.3), False),  # it was silent, and has spoken since
+        ((7.6,), True),  # we hang up
+    ],
+)
+def test_a_break_comes_after_silence_if_the_last_look_found_none_of_the_last_heartbeats(
+    monkeypatch, looks, after_silence
+):
+    limits, hung_up = Limits(patience_s=10.0), []
+    monkeypatch.setattr("kvdist.transport.links.hang_up", lambda *words: hung_up.append(words) or True)
+    with zmq.Context() as context:
+        link = Dialled(context.socket(zmq.DEALER), "tcp://127.0.0.1:9")
+        link.observe(CONNECTED, 77, [])
+        link.observe(UP, 0, [])
+        for silent_s in looks:
+            monkeypatch.setattr("kvdist.transport.links.silence_s", {77: silent_s}.get)
+            link.hang_up_silent(limits.silence_s, limits.quiet_s)
+        link.observe(DISCONNECTED, 77, [])
+        events = []
+        link.report_lost(events)
+        link.close()
+    assert [(type(event), event.after_silence) for event in events] == [(Disconnected, after_silence)]
+    assert hung_up == ([(77, 9, 7.5)] if max(looks, default=0) >= 7.5 else [])
