@@ -142,8 +142,12 @@ def main(module: str, own: str, results: str, *names: str) -> None:
             print(json.dumps([name, text]), file=lines, flush=True)
 
         if not together.servers:
+            import kvdist.collective as hvd
+
+            hvd.init()
             for name in names:
                 note(name, together.functions[name])
+            hvd.shutdown()
             return
         from kvdist import kv
 
