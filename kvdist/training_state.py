@@ -40,7 +40,6 @@ class TrainingState:
         self._is_updated_there = is_updated_there
         self._store = _able(store)
         self._workers = WorkersSaving(self._store)
-        self._last_save = saved.LastSave()
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.save_states`."""
@@ -83,15 +82,11 @@ class TrainingState:
             return self._store.save_checkpoint(directory, step, state=state, keep=keep, names=names)
 
         def job() -> SavingJob:
-            self._last_save.before_next()
             folder, number = saved.place(directory, step), saved.checked_keep(keep)
             content = saved.own_file(state, names, self._workers.rank)
             return SavingJob(folder, EVERYTHING, saved.checked_step(step), number, content)
 
-        claimed = self._workers.claim(job)
-        return self._last_save.run(
-            claimed.folder, lambda: self._workers.write(claimed, self._held, self._local.updater)
-        )
+        return self._workers.save_checkpoint(job, self._held, self._local.updater)
 
     def close(self) -> None:
         """Other jobs may save where this one has; only its own locks are let go of, not the store.
@@ -100,7 +95,6 @@ class TrainingState:
             CheckpointError: the last checkpoint that was made here has failed, and nobody has looked at its future.
         """
         self._workers.close()
-        self._last_save.at_close()
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None, with_states: bool

@@ -13,7 +13,8 @@ Rules that hold for every store:
 - A list call handles its keys in the order of the list; a higher `priority` overtakes a lower one.
 - The caller's mistakes raise at the call. What a peer did wrong fails the call that waits for it.
 
-Methods are abstract here and final in the stores: what stores share are the functions of `kvstore.values`.
+Methods are abstract here, but for `close`, and final in the stores: what stores share are the functions of
+`kvstore.values`.
 """
 
 from __future__ import annotations
@@ -511,7 +512,6 @@ class KVStore(KVStoreBase):
             dtype: a name, a NumPy or torch dtype. bfloat16 needs torch's own arrays and is a `TypeError` here.
         """
 
-    @abc.abstractmethod
     def close(self, wait: bool = True) -> None:
         """Leave: the store cannot be used afterwards. A second call does nothing.
 
@@ -521,6 +521,20 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
         """
+        with contextlib.ExitStack() as stack:
+            for call in self._calls_at_close:
+                stack.callback(call, wait)
+            self._close(wait)
+
+    @abc.abstractmethod
+    def _close(self, wait: bool) -> None:
+        """What `close` does to the store itself."""
+
+    _calls_at_close: tuple[Callable[[bool], None], ...] = ()
+
+    def _at_close(self, call: Callable[[bool], None]) -> None:
+        """Let `close` call this when the store has been left, with its `wait`: a trainer saves through a store, too."""
+        self._calls_at_close += (call,)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises a `TypeError`: a store cannot be pickled or copied."""

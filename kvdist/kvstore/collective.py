@@ -38,7 +38,7 @@ from kvdist.kvstore.copies import Copies, OwnValues
 from kvdist.kvstore.declared import ROWS_ADVICE, Declared
 from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.ranks import Ranks
-from kvdist.kvstore.saved import Checkpoint, LastSave, Names
+from kvdist.kvstore.saved import Checkpoint, Names
 from kvdist.kvstore.tables import is_sparse
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
@@ -88,7 +88,6 @@ class CollectiveStore(KVStore):
         self._errors: deque[BaseException] = deque()
         self._closed = False
         self._saving = WorkersSaving(self)
-        self._last_save = LastSave()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {len(self._keys)} keys"
@@ -307,14 +306,11 @@ class CollectiveStore(KVStore):
         self._settle()
 
         def job() -> SavingJob:
-            self._last_save.before_next()
             folder, number = saved.place(directory, step), saved.checked_keep(keep)
             content = saved.own_file(state, names, self.rank)
             return SavingJob(folder, EVERYTHING, saved.checked_step(step), number, content)
 
-        claimed = self._saving.claim(job)
-        held, updater = self._local.held, self._local.updater
-        return self._last_save.run(claimed.folder, lambda: self._saving.write(claimed, held, updater))
+        return self._saving.save_checkpoint(job, self._local.held, self._local.updater)
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
@@ -374,7 +370,7 @@ class CollectiveStore(KVStore):
         """A new array in ordinary memory. See `KVStore.empty`."""
         return np.empty(shape, values.as_numpy_dtype(dtype))
 
-    def close(self, wait: bool = True) -> None:
+    def _close(self, wait: bool) -> None:
         """Leave the store, once what was begun is done. Raises the error of a lost push."""
         if self._closed:
             return
@@ -382,11 +378,8 @@ class CollectiveStore(KVStore):
         if wait:
             wait_for([self._copies.last])
         self._local.close()
-        self._saving.close()
         self._leave()
         self._raise_lost_error()
-        if wait:
-            self._last_save.at_close()
 
     def _told(self) -> contextlib.AbstractContextManager[None]:
         """Within it this worker looks at what it was given; see `Ranks.told`. A `HybridStore` uses it too."""

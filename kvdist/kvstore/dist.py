@@ -444,7 +444,7 @@ class DistStore(KVStore):
         nbytes = math.prod(lengths) * wanted.itemsize
         return self._cluster.memory.allocate(nbytes).view(wanted).reshape(lengths)
 
-    def close(self, wait: bool = True) -> None:
+    def _close(self, wait: bool) -> None:
         """Leave the store; the last store of the process leaves the cluster. Raises the error of a lost push."""
         if self._closed:
             return

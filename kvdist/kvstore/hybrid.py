@@ -344,8 +344,7 @@ class HybridStore(KVStore):
         """A new array in memory that servers of this host are shown. See `KVStore.empty`."""
         return self._servers.empty(shape, dtype)
 
-    def close(self, wait: bool = True) -> None:
-        """Leave both stores."""
+    def _close(self, wait: bool) -> None:
         try:
             self._workers.close(wait)
         finally:

@@ -364,8 +364,7 @@ class LocalStore(KVStore):
         """A new array in ordinary memory; see `KVStore.empty`."""
         return np.empty(shape, values.as_numpy_dtype(dtype))
 
-    def close(self, wait: bool = True) -> None:
-        """Let go of all values. Raises the error of the last checkpoint, if nobody has looked at it."""
+    def _close(self, wait: bool) -> None:
         self._closed = True
         self._arrays.entries.clear()
         self._rows.blocks.clear()

@@ -45,17 +45,32 @@ class WorkersSaving:
     """The workers of a store; alone without one.
 
     Args:
-        store: with which they agree.
+        store: with which they agree; its `close` is that of this, too.
     """
 
     def __init__(self, store: KVStore | None) -> None:
         self._store = store
         self._locks = Locks()
+        self._last = saved.LastSave()
+        if store is not None:
+            store._at_close(self.close)
 
     @property
     def rank(self) -> int:
         """This worker's number."""
         return 0 if self._store is None else self._store.rank
+
+    def save_checkpoint(
+        self, make: Callable[[], SavingJob], held: Callable[[], Sequence[Holding]], updater: KeepsStates | None
+    ) -> saved.CheckpointFuture:
+        """`claim`, which fails here, then `write`, of which the future tells."""
+
+        def job() -> SavingJob:
+            self._last.before_next()
+            return make()
+
+        claimed = self.claim(job)
+        return self._last.run(claimed.folder, lambda: self.write(claimed, held, updater))
 
     def save(
         self, make: Callable[[], SavingJob], held: Callable[[], Sequence[Holding]], updater: KeepsStates | None
@@ -112,9 +127,15 @@ class WorkersSaving:
         digits = _all_digits(self._store, "" if record is None else record.sha256[:DIGITS], len(job.live))
         self.together(write_rest, f"worker-{first} could not write the rest")
 
-    def close(self) -> None:
-        """Nothing is saved any more: let other jobs save there."""
+    def close(self, wait: bool = True) -> None:
+        """Nothing is saved any more: let other jobs save there.
+
+        Raises:
+            CheckpointError: the last checkpoint has failed, nobody has looked at its future, and `wait` is set.
+        """
         self._locks.close()
+        if wait:
+            self._last.at_close()
 
     def load(
         self,

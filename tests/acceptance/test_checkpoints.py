@@ -269,6 +269,40 @@ def test_a_trainer_whose_workers_update_tells_of_its_last_save_when_it_is_closed
     assert [line.endswith("False") for line in launcher.lines_with("told:")] == [True]
 
 
+@stores("local", "dist", of="local dist collective hybrid")
+def test_a_trainer_whose_workers_update_tells_of_its_last_save_when_its_store_is_closed(job, script, tmp_path, kind):
+    (tmp_path / "step-2").write_text("no folder")
+    program = script(
+        """
+        import os, sys, torch
+        from kvdist import CheckpointError, Trainer, kv
+        net = torch.nn.Linear(3, 1)
+        store = kv.create(sys.argv[2])
+        trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store, update_on_kvstore=False)
+        net(torch.ones(1, 3)).sum().backward()
+        trainer.step()
+        trainer.save_checkpoint(sys.argv[1], 1).result()
+        trainer.save_checkpoint(sys.argv[1], 2)
+        try:
+            store.close()
+        except CheckpointError as error:
+            print("told:", error, "step-2" in str(error))
+        if store.rank == 0:
+            print("locked:", os.path.exists(os.path.join(sys.argv[1], "lock.json")))
+        trainer.close()
+        """
+    )
+    variables = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
+    if kind == "local":
+        launcher = job.start("launcher", [sys.executable, program, str(tmp_path), kind], **variables)
+    else:
+        servers = 0 if kind == "collective" else 1
+        launcher = job.launch(2, servers, sys.executable, program, str(tmp_path), kind, **variables)
+    assert job.finish()["launcher"] == 0, job.transcript()
+    assert [line.endswith("True") for line in launcher.lines_with("told:")] == [True] * ranks(kind), job.transcript()
+    assert [line.endswith("False") for line in launcher.lines_with("locked:")] == [True], job.transcript()
+
+
 def test_a_trainer_whose_workers_update_ends_with_an_error_too(job, script, tmp_path):
     (tmp_path / "step-2").write_text("no folder")
     program = script(
