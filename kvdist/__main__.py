@@ -29,7 +29,7 @@ from pathlib import Path
 
 from kvdist.addresses import local_address_towards, own_addresses_of, split_endpoint, tcp_endpoint
 from kvdist.checkpoint.commands import add_commands
-from kvdist.checkpoint.locks import release_all
+from kvdist.checkpoint.locks import release_when_terminated
 from kvdist.config import (
     ClusterConfig,
     checkpoint_root_from_env,
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name_process(str(NodeId(config.role, UNRANKED if config.rank is None else config.rank)))
         node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
         if config.role is Role.SCHEDULER:
-            _release_when_terminated()
+            release_when_terminated()  # here, as its locks are taken by another thread
         node.run()
         _tell_of_strangers(node)
     except KvdistError as error:
@@ -250,19 +250,6 @@ def _server(config: ClusterConfig) -> Node:
 def _disk() -> ThreadedDisk:
     """Peers name folders, and whoever started this process says below which they may."""
     return ThreadedDisk(checkpoint_root_from_env())
-
-
-def _release_when_terminated() -> None:
-    """SIGTERM ends this process as ever, but the folders into which the job saves are free for others first: on another
-    host nobody could know."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end_by)
-
-
-def _end_by(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_DFL)  # first: a second signal waits for nothing
-    release_all()
-    os.kill(os.getpid(), number)
 
 
 def _tell_of_strangers(node: Node) -> None:

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 import threading
 import time
 from collections import Counter
@@ -72,6 +73,7 @@ class Locks:
                 os.close(_HELD.pop(place).descriptor)  # somebody has removed it, with the folder perhaps
                 lock = None
             if lock is None:
+                release_when_terminated()
                 lock = _HELD[place] = _taken(place)
             lock.owners[self] += 1
             return _run()
@@ -316,7 +318,20 @@ def _remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def release_all() -> None:
+def release_when_terminated() -> None:
+    """SIGTERM ends this process as ever, but its locks are released before, as other hosts could not know that it is
+    gone. Not so if the program has a handler of its own, or this is not its main thread."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_by)
+
+
+def _end_by(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # first: a second signal waits for nothing
+    _release_all()
+    os.kill(os.getpid(), number)
+
+
+def _release_all() -> None:
     """This process ends: let other jobs save."""
     with _MUTEX:
         while _HELD:
@@ -333,5 +348,5 @@ def _forget() -> None:
     _RUN.clear()
 
 
-atexit.register(release_all)
+atexit.register(_release_all)
 os.register_at_fork(after_in_child=_forget)

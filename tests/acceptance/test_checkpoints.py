@@ -470,14 +470,20 @@ def test_a_store_that_was_refused_saves_when_the_cause_is_gone(job, run, tmp_pat
     assert "step-2" in verify(folder).stdout and not (folder / "step-1").exists()
 
 
-def test_a_scheduler_that_is_terminated_lets_other_hosts_save(job, run, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "victim"), [("dist", "scheduler"), ("collective", "worker-0"), ("collective", "launcher"), ("local", "")]
+)
+def test_an_owner_of_a_lock_that_is_terminated_lets_other_hosts_save(job, run, tmp_path, kind, victim):
     folder = tmp_path / "x"
-    launcher = run("dist", RESUME, folder, tmp_path / "never")
-    job.line("launcher", "saved", count=2)
+    launcher = run(kind, RESUME, folder, tmp_path / "never")
+    job.line("launcher", "saved", count=ranks(kind))
     assert (folder / "lock.json").exists()
-    job.kill("scheduler", signal.SIGTERM)
-    assert job.finish()["launcher"] == 128 + signal.SIGTERM
-    assert launcher.lines_with("SIGTERM"), "it was killed by the signal, as ever"
+    job.kill(victim or "launcher", signal.SIGTERM)
+    code = job.finish()["launcher"]
+    if kind == "local":
+        assert code == -signal.SIGTERM, "it was killed by the signal, as ever"
+    else:
+        assert code == 128 + signal.SIGTERM and launcher.lines_with("SIGTERM"), job.transcript()
     assert not (folder / "lock.json").exists()
 
 
