@@ -25,7 +25,7 @@ TRAIN = """
     import sys, time
     from pathlib import Path
     import numpy as np
-    from kvdist import CheckpointError, NoCheckpoint, RowSparse, kv
+    from kvdist import CheckpointError, NoCheckpoint, PeerLostError, RowSparse, kv
 
     kind, folder, *more = sys.argv[1:]
     store = kv.create(kind)
@@ -244,6 +244,42 @@ def test_a_failed_save_leaves_every_exit_handler_its_call_and_files_what_was_wri
     assert job.finish()["launcher"] == 1
     assert (tmp_path / "results").read_text() == "written, not flushed"
     assert len(launcher.lines_with("registered after")) == len(launcher.lines_with("registered before")) == 1
+
+
+LOSES_ITS_CLUSTER = """
+    store.save_checkpoint(folder, 1).result()
+    print("saved")
+    if store.rank == 1:
+        wait_for("/never")  # takes part in no other checkpoint, so that the next one is never complete
+    future = store.save_checkpoint(folder, 2)
+    print("saving")
+    while not future.done():
+        time.sleep(0.01)
+    try:
+        {call}
+    except PeerLostError as error:
+        print("heard:", error)
+    print("went on to the end")
+"""
+
+
+@pytest.mark.parametrize(("call", "code"), [("pass", 75), ("store.barrier()", 0)], ids=["no call", "a call"])
+def test_a_save_that_fails_as_the_cluster_is_lost_is_an_exit_code_unless_a_call_has_raised_it(
+    job, script, tmp_path, call, code
+):
+    program = script(TRAIN + LOSES_ITS_CLUSTER.format(call=call))
+    folder = tmp_path / "x"
+    words = [sys.executable, program, "dist", str(folder)]
+    job.cluster(2, 1, *words, KVDIST_CHECKPOINT_ROOT=str(tmp_path))
+    job.line("worker-0", "saving")
+    job.line("worker-1", "saved")
+    job.kill("server-0")
+    job.finish(but="worker-1")
+    job.kill("worker-1")
+    assert job.finish()["worker-0"] == code, job.transcript()
+    worker = job.processes["worker-0"]
+    assert worker.lines_with("went on to the end"), job.transcript()
+    assert bool(worker.lines_with("heard:")) is not bool(worker.lines_with("the last checkpoint"))
 
 
 def test_a_trainer_whose_workers_update_tells_of_its_last_save_when_it_is_closed(job, script, tmp_path):
