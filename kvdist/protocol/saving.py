@@ -26,17 +26,37 @@ class SavedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class _OfStore:
+    """What is asked about a store, and answered."""
+
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    store: int
+
+
+@dataclass(frozen=True, slots=True)
+class _FromWorker(_OfStore):
+    """What a worker asks about its `counter`-th checkpoint, or its `counter`-th load, which is in this folder."""
+
+    counter: int
+    folder: str
+    contents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _ToServer(_OfStore):
+    """What a server is to do in this folder."""
+
+    folder: str
+    contents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim(_FromWorker):
     """Worker → scheduler: the `counter`-th checkpoint of this store will be the first one that I save into the
     directory of this folder. Answered when the job has the lock of the directory and every server can write there."""
 
     KIND: ClassVar[int] = 43
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    counter: int
-    folder: str
-    contents: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +70,11 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(_ToServer):
     """Scheduler → server: checkpoints of this run are going to lie in the directory of this folder; can you write
     there?"""
 
     KIND: ClassVar[int] = 49
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    folder: str
-    contents: tuple[str, ...]
     run: str
 
 
@@ -87,16 +102,10 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class Save(_FromWorker):
     """Worker → scheduler: I have marked my pushes. Answered when the checkpoint is complete, or has failed."""
 
     KIND: ClassVar[int] = 41
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    counter: int
-    folder: str
-    contents: tuple[str, ...]
     run: str
     """Empty if the worker has not claimed the folder, and does not take part."""
     step: int
@@ -124,47 +133,30 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(_FromWorker):
     """Worker → scheduler: none of my pushes is under way; restore the store. Answered when every server has."""
 
     KIND: ClassVar[int] = 44
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    counter: int
-    folder: str
-    contents: tuple[str, ...]
     failure: str
     """Why the worker cannot take part; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(_ToServer):
     """Scheduler → server: read your slices, and wait."""
 
     KIND: ClassVar[int] = 45
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    folder: str
-    contents: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TakeRestored:
+class TakeRestored(_OfStore):
     """Scheduler → server: every server has read what it needs; go on from there."""
 
     KIND: ClassVar[int] = 46
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
 
 
 @dataclass(frozen=True, slots=True)
-class DropRestored:
+class DropRestored(_OfStore):
     """Scheduler → server: some server could not read; forget what you have read."""
 
     KIND: ClassVar[int] = 47
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
