@@ -20,6 +20,7 @@ import stat
 import struct
 from collections import deque
 from dataclasses import dataclass
+from operator import itemgetter
 
 LOG = logging.getLogger("kvdist")
 
@@ -27,6 +28,8 @@ TOLD_MAX = 10
 """Addresses of which it is said; after that they are only counted elsewhere."""
 FAILURES_MAX = 100
 """Refused at the same time, of which it is remembered why."""
+TRICKLE_BYTES = 4096
+"""So many bring greetings and probes between two looks; who brings more is looked at again soon."""
 TCP_INFO_BYTES = 136
 RECEIVED = struct.Struct("=128xQ")
 """Of Linux's ``struct tcp_info``: how many bytes have come."""
@@ -52,12 +55,16 @@ class Callers:
 
     Attributes:
         shut_down: how many were, for what they took.
+        are_watched: whether some are new or bring bytes, so that `look` must be called soon again.
     """
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self.shut_down = 0
+        self.are_watched = False
         self._bounds = bounds
         self._addresses: dict[int, tuple[str, int]] = {}
+        self._brought: dict[int, int] = {}
+        """Bytes of each at the last look."""
         self._failures: deque[tuple[str, bool]] = deque(maxlen=FAILURES_MAX)
         """Why connections are refused that have not been closed yet, and whether that is certain, in order."""
         self._told: dict[str, bool] = {}
@@ -65,34 +72,42 @@ class Callers:
 
     def accepted(self, descriptor: int) -> None:
         """A connection came."""
-        self._addresses[descriptor] = _address_of(descriptor)
+        self._brought.pop(descriptor, None)
+        address = self._addresses[descriptor] = _address_of(descriptor)
+        self.are_watched |= self._bounds is not None and address != NOWHERE
         if self._bounds is not None and len(self._addresses) > self._bounds.connections:
             oldest = next(iter(self._addresses))
             self._shut_down(oldest, f"more than {self._bounds.connections} connections have said nothing yet")
 
     def known(self, descriptor: int) -> tuple[str, int]:
         """It has said something; the address of its other end, ('', 0) if that is not of the network."""
+        self._brought.pop(descriptor, None)
         return self._addresses.pop(descriptor, NOWHERE)
 
-    @property
-    def are_watched(self) -> bool:
-        """Whether there are connections of which `look` must be called soon again."""
-        return self._bounds is not None and any(port for _, port in self._addresses.values())
-
     def look(self) -> None:
-        """Shut down those that have brought too much. To be called when every complete message has been read."""
+        """See how much they have brought."""
+        before, self._brought = self._brought, {}
+        if self._bounds is not None:
+            self._brought = {one: _bytes_of(one) for one, address in self._addresses.items() if address != NOWHERE}
+        self.are_watched = any(nbytes - before.get(one, 0) > TRICKLE_BYTES for one, nbytes in self._brought.items())
+
+    def judge(self) -> None:
+        """Shut down those that had brought too much at the last look.
+
+        To be called when every message has been read that was complete then: who has said something is not judged.
+        """
         if self._bounds is None:
             return
-        brought = {one: _bytes_of(one) for one, address in self._addresses.items() if address != NOWHERE}
+        brought = self._brought
         total = sum(brought.values())
-        for descriptor in sorted(brought, key=brought.__getitem__, reverse=True):
-            if brought[descriptor] <= self._bounds.bytes_each and total <= self._bounds.bytes_all:
+        for descriptor, nbytes in sorted(brought.items(), key=itemgetter(1), reverse=True):
+            if nbytes <= self._bounds.bytes_each and total <= self._bounds.bytes_all:
                 return
-            total -= brought[descriptor]
-            self._shut_down(descriptor, f"it has brought {brought[descriptor]} bytes and no complete message")
+            total -= nbytes
+            self._shut_down(descriptor, f"it has brought {nbytes} bytes and no complete message")
 
     def _shut_down(self, descriptor: int, why: str) -> None:
-        address = self._addresses.pop(descriptor)
+        address = self.known(descriptor)
         if shut_down(descriptor, address):
             self.shut_down += 1
             if self.shut_down <= TOLD_MAX:
@@ -108,6 +123,7 @@ class Callers:
 
     def closed(self, descriptor: int, endpoint: str) -> None:
         """A connection is over that came to `endpoint`."""
+        self._brought.pop(descriptor, None)
         address, port = self._addresses.pop(descriptor, ("", -1))
         if port < 0 or not self._failures:
             return

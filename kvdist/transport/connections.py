@@ -43,6 +43,11 @@ class Connections:
         """Whether any connection is open that has said something."""
         return bool(self._owner)
 
+    @property
+    def count(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
     def accepted(self, descriptor: int) -> bool:
         """A connection was accepted and begins its handshake; False if it has spoken already."""
         self._open.add(descriptor)

@@ -360,6 +360,7 @@ class Bound(Link):
         self.connections = Connections()
         self._names = names
         self._callers = Callers(bounds)
+        self._read_since_look = 0
 
     @property
     def has_peers(self) -> bool:
@@ -367,13 +368,24 @@ class Bound(Link):
 
     @property
     def is_watched(self) -> bool:
-        """Whether connections have said nothing yet, so that `look` must be called soon again."""
+        """Whether connections that have said nothing yet bring bytes, so that `look` must be called soon again."""
         return self._callers.are_watched
 
     def look(self) -> None:
-        """End connections that take too much: only when no message is left, which would show that one is a member."""
+        """End connections that take too much and of which no message is left, which would show that one is a member.
+
+        libzmq takes messages from connections in turn, so that none is left of what was complete at the last look when
+        as many have been read as there are connections, twice for those that came and went meanwhile.
+        """
         if self.is_drained:
             self._callers.look()
+            self._callers.judge()
+        elif self._read_since_look >= 2 * self.connections.count:
+            self._callers.judge()  # by what was seen before these were read
+            self._callers.look()
+        else:
+            return
+        self._read_since_look = 0
 
     def hang_up(self, peer: Peer) -> None:
         """End the connection of a route."""
@@ -422,6 +434,7 @@ class Bound(Link):
     def read_message(self, events: list[Event]) -> int:
         frames: list[memoryview] = []
         name = self.socket.recv(NOW)
+        self._read_since_look += 1
         peer = self.peers.get(name)
         if peer is not None:
             total = _read_frames(self.socket, frames)

@@ -56,7 +56,8 @@ LOOKS_PER_SILENCE, SILENCE_LOOK_S_MAX = 8, 1.0
 """How often silent connections are looked for."""
 
 LOOK_MS = 100
-"""How often connections are looked at that have said nothing yet, and how long a refused one stays to hear why."""
+"""How often connections are looked at that bring bytes and have said nothing yet, and how long a refused one stays to
+hear why. Those that bring none are looked at with the silent ones."""
 SILENT_SHARE = 4
 """Of the descriptors that this process may have open, the part that these may take."""
 
@@ -292,8 +293,7 @@ class ZeroMQTransport(Transport):
             if isinstance(peer.link, Bound):
                 peer.link.hang_up(peer)
         if now >= self._look_at:
-            if all(link.is_drained for link in self._bound):
-                self._look_at = now + LOOK_MS / 1000.0
+            self._look_at = now + LOOK_MS / 1000.0
             for link in self._bound:
                 link.look()
 

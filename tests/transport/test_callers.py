@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvdist.limits import Limits
-from kvdist.transport.callers import NOWHERE, TOLD_MAX, Bounds, Callers, shut_down
+from kvdist.transport.callers import NOWHERE, TOLD_MAX, TRICKLE_BYTES, Bounds, Callers, shut_down
 from kvdist.transport.links import Bound
 from kvdist.transport.zeromq import ZeroMQTransport
 
@@ -140,6 +140,7 @@ def test_what_brings_too_much_without_a_complete_message_is_shut_down_the_larges
         ends.append(theirs)
     assert callers.are_watched
     callers.look()
+    callers.judge()
     assert [is_open(theirs) for theirs in ends] == [True, False, False, True, True]
     assert callers.shut_down == 2
 
@@ -161,23 +162,88 @@ def test_only_the_connection_that_is_meant_is_shut_down(pairs):
     assert shut_down(accepted.fileno(), theirs.getsockname()) and not is_open(theirs)
 
 
-def test_nobody_is_judged_by_what_it_brought_while_messages_are_waiting(monkeypatch):
-    looks = []
+def test_connections_are_looked_at_soon_while_they_are_new_or_bring_bytes(pairs):
+    callers = Callers(Bounds(connections=9, bytes_each=1 << 20, bytes_all=1 << 20))
+    theirs, accepted = pairs()
+    callers.accepted(accepted.fileno())
+    watched = [callers.are_watched]
+    for nbytes in (0, 100, TRICKLE_BYTES + 1, 0):
+        theirs.sendall(bytes(nbytes))
+        while nbytes:
+            nbytes -= len(accepted.recv(nbytes))
+        callers.look()
+        watched.append(callers.are_watched)
+    assert watched == [True, False, False, True, False]
+
+
+def test_who_says_something_after_the_look_is_not_judged_by_it(pairs):
+    callers = Callers(Bounds(connections=9, bytes_each=10, bytes_all=1000))
+    ends = [pairs() for _ in range(3)]
+    for theirs, accepted in ends:
+        callers.accepted(accepted.fileno())
+        theirs.sendall(bytes(11))
+        assert len(accepted.recv(11, socket.MSG_PEEK)) == 11
+    callers.look()
+    callers.known(ends[0][1].fileno())
+    callers.accepted(ends[1][1].fileno())  # another connection by now
+    callers.judge()
+    assert [is_open(theirs) for theirs, _ in ends] == [True, True, False]
+
+
+@pytest.fixture
+def flooded(monkeypatch):
+    """A bound link at which messages always wait, and what is called of its `Callers`."""
+    called = []
     monkeypatch.setattr("kvdist.transport.links.BATCH_MESSAGES", 2)
-    monkeypatch.setattr(Callers, "look", lambda callers: looks.append(callers))
+    monkeypatch.setattr(Callers, "look", lambda _: called.append("look"))
+    monkeypatch.setattr(Callers, "judge", lambda _: called.append("judge"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         link = Bound(context.socket(zmq.ROUTER), "inproc://here", None, Bounds(9, 1000, 1500))
         link.socket.bind(link.endpoint)
         dealer.connect(link.endpoint)
-        for _ in range(3):
+        for _ in range(13):
             dealer.send(b"complete")
-        counts = []
-        for _ in range(2):
-            link.collect([])
-            link.look()
-            counts.append(len(looks))
+        yield link, called
         link.close()
-    assert counts == [0, 1]
+
+
+def test_messages_that_never_end_delay_the_bounds_until_each_connection_has_had_its_turns(flooded):
+    link, called = flooded
+    for descriptor in (97, 98, 99):
+        link.connections.accepted(descriptor)
+    counts = []
+    for _ in range(6):
+        link.collect([])
+        link.look()
+        counts.append(len(called))
+    assert not link.is_drained
+    # `inproc` has no descriptor, so that no other connection is met: three have six turns in three batches.
+    assert counts == [0, 0, 2, 2, 2, 4] and called == ["judge", "look"] * 2
+
+
+def test_where_no_message_is_left_what_is_seen_is_judged_at_once(flooded):
+    link, called = flooded
+    while not link.is_drained or not called:
+        link.collect([])
+        if link.is_drained:
+            link.look()
+    assert called == ["look", "judge"]
+
+
+def test_a_stranger_who_only_connects_does_not_wake_the_process_often(monkeypatch):
+    transport = ZeroMQTransport(Limits())
+    port = int(transport.bind("tcp://127.0.0.1:0").rpartition(":")[2])
+    polls = []
+    poll = transport._poller.poll
+    monkeypatch.setattr(transport._poller, "poll", lambda wait_ms: polls.append(wait_ms) or poll(wait_ms))
+    with socket.create_connection(("127.0.0.1", port)):
+        while not transport._bound[0].connections.count:
+            transport.recv(0.05)
+        transport.recv(0.5)
+        polls.clear()
+        transport.recv(1.5)
+    transport.close()
+    assert len(polls) < 8
 
 
 def test_a_window_full_is_not_too_much_for_a_member_whose_first_message_is_not_read_yet():
