@@ -32,6 +32,8 @@ NOTICED_S = 30.0
 PATIENT = {"KVDIST_PATIENCE_S": "60", "KVDIST_EXPLAIN_AFTER_S": "60"}
 """What every job has that is not told otherwise. A machine that runs other tests may let a process stand still for
 seconds, which is no loss and needs no explanation; and a loss that is noticed is noticed by its broken connection."""
+LOOK_AGAIN_S = 0.1
+"""How often it is looked whether something holds that no output tells."""
 READ_BYTES = 1 << 16
 EXIT_PEER_LOST = 75
 EXIT_CONFIG = 2
@@ -145,7 +147,7 @@ class Job:
         """Take in outputs and endings until something holds; fail with everything printed so far if it never does."""
         deadline = time.monotonic() + timeout_s
         while not is_done():
-            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+            ready = self._selector.select(max(0.0, min(LOOK_AGAIN_S, deadline - time.monotonic())))
             if not ready and time.monotonic() >= deadline:
                 raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.transcript()}")
             for key, _ in ready:
