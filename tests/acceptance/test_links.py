@@ -103,6 +103,50 @@ def test_many_workers_share_a_slow_link(job, script, hosts, cluster_over_link):
 
 
 @pytest.mark.slow
+def test_nine_workers_push_keys_of_four_megabytes_over_one_link(job, script, hosts, cluster_over_link):
+    limit(hosts, 100)
+    cluster_over_link(9, 1, script(ONE_KEY), "1000000", KVDIST_PATIENCE_S="10", KVDIST_LOCAL_REDUCE="off")
+    succeed(job, 9)
+    sent, received = hosts[0].traffic()
+    assert min(sent, received) > 9 * 4e6, "every worker pushed and pulled the key by itself"
+
+
+@pytest.mark.slow
+def test_an_optimizers_state_that_takes_longer_than_the_patience_is_fetched_and_brought_back(
+    job, script, hosts, cluster_over_link, tmp_path
+):
+    limit(hosts, 20)
+    folder = str(tmp_path / "saved")
+    cluster_over_link(1, 2, script(CHECKPOINT), folder, KVDIST_CHECKPOINT_ROOT=str(tmp_path), **SHORT)
+    succeed(job, 1)
+    sent, _ = hosts[0].traffic()
+    assert sent > 2 * 20e6 / 8, "it took longer than the patience"
+
+
+CHECKPOINT = """
+    import sys
+    import numpy as np
+    from kvdist import kv, optimizer
+
+    store = kv.create("dist")
+    keys = ["a", "b", "c"]
+    weights = [np.full(500_000, i, np.float32) for i in range(3)]
+    store.init(keys, weights)
+    store.set_optimizer(optimizer.create("sgd", learning_rate=0.5, momentum=0.5))
+    store.push(keys, weights)
+    store.save_checkpoint(sys.argv[1], 1).result()
+    saved = store.pull(keys)
+    states = store.optimizer_states(keys)
+    assert all((abs(state.arrays[0]) > 0).all() for state in states[1:])
+    store.push(keys, weights)
+    assert store.load_checkpoint(sys.argv[1]).step == 1
+    assert all((now == then).all() for now, then in zip(store.pull(keys), saved))
+    store.close()
+    print("right")
+"""
+
+
+@pytest.mark.slow
 def test_many_keys_are_agreed_on_over_a_slow_link(job, script, hosts, cluster_over_link):
     limit(hosts, 1)
     cluster_over_link(1, 1, script(MANY_KEYS), **SHORT)
