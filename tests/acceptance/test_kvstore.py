@@ -767,6 +767,36 @@ def test_traces_of_workers_and_servers_are_files_that_a_viewer_opens(store):
         folder.rmdir()
 
 
+@two
+def test_stores_for_the_collective_and_hybrid_way_work_beside_servers():
+    with kv.create("collective") as store:
+        store.init("w", full(2, 0))
+        store.pushpull("w", out := full(2, store.rank + 1))
+        same(out, [3, 3])
+    with kv.create("hybrid") as store:  # tables on servers, the rest among the workers
+        assert (store.type, store.num_workers) == ("hybrid", 2)
+        store.set_optimizer("sgd", learning_rate=1.0)
+        store.init(["w", "t"], [full(2, 0), LazyRows((1 << 30, 2), "float32", "zeros")])
+        store.push("w", full(2, 1))
+        store.push("t", rows([store.rank, 1 << 29], 1, (1 << 30, 2)))
+        same(store.pull("w"), [-2, -2])
+        same(store.row_sparse_pull("t", row_ids=[0, 1, 1 << 29]).values[:, 0], [-1, -1, -2])
+
+
+@two
+def test_rules_that_need_whole_parameters_or_rows_are_chosen_before_init_and_refuse_tables(store):
+    store.init("large", full(LARGE, 0))
+    with pytest.raises(Exception, match="large"):
+        store.set_optimizer("lamb")
+    for name in ("lars", "lamb", "lans"):
+        with kv.create("dist") as other:
+            other.set_optimizer(name)
+            with pytest.raises(Exception, match="t"):
+                other.init("t", RowSparse.zeros((3, 2)))
+                other.push("t", rows([0], 1, (3, 2)))
+                other.row_sparse_pull("t", row_ids=[0])
+
+
 # Stores within this process.
 
 
@@ -835,6 +865,80 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
 def test_names_that_people_try_are_answered_with_what_to_use(name, instead):
     with pytest.raises(ValueError, match=instead):
         kv.create(name)
+
+
+def test_an_updater_applies_an_optimizer_to_arrays():
+    updater = kvdist.optimizer.Updater(kvdist.optimizer.create("sgd", learning_rate=0.5, momentum=0.5))
+    weight = full(2, 1)
+    for wanted in (0.5, -0.25):
+        updater("w", full(2, 1), weight)
+        same(weight, [wanted] * 2)
+
+
+@pytest.mark.parametrize("name", ["ftrl", "ftml"])
+def test_rules_that_divide_by_the_rate_refuse_0(name):
+    with kv.create("local") as store:
+        store.set_optimizer(name, learning_rate=0)
+        store.init("w", full(2, 1))
+        with pytest.raises(ValueError, match="w"):
+            store.push("w", full(2, 1))
+
+
+# A job that loses a process, forks, or traces itself.
+
+LOSES = """
+    import os, sys
+    import numpy as np
+    import kvdist
+    from kvdist import kv
+
+    store = kv.create("dist")
+    store.init("w", np.zeros(2, np.float32))
+    child = os.fork()
+    if not child:
+        try:
+            store.pull("w")
+        except kvdist.ForkError:
+            os._exit(3)
+        os._exit(0)
+    print("in the child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    try:
+        while True:
+            store.pushpull("w", np.ones(2, np.float32))
+    except kvdist.PeerLostError as error:
+        assert isinstance(error, ConnectionError) and "server-1" in str(error)
+        print("lost:", error.node, bool(error.host), bool(error.cause), type(error.step).__name__,
+              store.num_dead_nodes(), flush=True)
+        sys.exit(75)
+"""
+
+
+def test_the_loss_of_a_process_is_an_exception_with_its_name_and_a_forked_child_has_no_store(job, script):
+    launcher = job.launch(2, 2, sys.executable, script(LOSES))
+    job.line("launcher", "in the child: 3", count=2)
+    job.kill("server-1")
+    assert job.finish() == {"launcher": 137}
+    assert launcher.lines_with("w0 │ lost:") == ["w0 │ lost: server-1 True True NoneType 1"], job.transcript()
+
+
+TRACED = """
+    import numpy as np
+    from kvdist import kv
+
+    with kv.create("dist") as store:
+        store.init("w", np.zeros(2, np.float32))
+        store.pushpull("w", np.ones(2, np.float32))
+"""
+
+
+def test_workers_and_servers_trace_themselves_where_a_variable_says_so(job, script, tmp_path):
+    own = {"MXNET_PROFILER_AUTOSTART": "1", "KVDIST_PROFILE_DIR": str(tmp_path / "traces")}
+    (tmp_path / "traces").mkdir()
+    job.launch(2, 2, sys.executable, script(TRACED), **own)
+    job.succeed()
+    found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "traces").iterdir()}
+    assert set(found) == {f"profile.{role}-{rank}.json" for role in ("worker", "server") for rank in range(2)}
+    assert all(trace["traceEvents"] for trace in found.values())
 
 
 # Clusters by hand, and none.
