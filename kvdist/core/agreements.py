@@ -84,24 +84,25 @@ class Agreements:
         for start in range(0, len(entries), KEYS_PER_MESSAGE):
             effects += self._place(book, entries[start : start + KEYS_PER_MESSAGE])
         for request in book.take_answerable():
-            givers = tuple(book.entries[key].giver for key in request.keys)
+            givers = tuple([book.entries[key].giver for key in request.keys])
             effects.append(Send(request.member, Placed(request.request, book.placement(request.keys), givers)))
         return effects
 
     def _place(self, book: KeyBook, entries: list[Entry]) -> list[Effect]:
         keys, shapes = [entry.key for entry in entries], [entry.shape for entry in entries]
         forms = [entry.form for entry in entries]
-        dtypes = [DType(entry.dtype) for entry in entries]
+        dtypes = tuple([entry.dtype for entry in entries])
+        itemsize_of = {code: DType(code).itemsize for code in set(dtypes)}
         optimizer = self.optimizers.get(book.store)
         keep = Keep.NOTHING if optimizer is None else optimizer.keep
-        itemsizes = [dtype.itemsize for dtype in dtypes]
+        itemsizes = [itemsize_of[code] for code in dtypes]
         placement = self.placer.place(keys, shapes, itemsizes, keep, forms, book.slice_bytes)
         giver = min(self._seats.workers, default=0)  # rank 0, or who comes after it if that has left
         for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
             entry.first_slice, entry.home, entry.giver = first, home, giver
 
-        pulled_as = tuple(entry.pulled_as for entry in entries)
-        columns = (tuple(keys), tuple(shapes), tuple(int(dtype) for dtype in dtypes), pulled_as, tuple(forms))
+        pulled_as = tuple([entry.pulled_as for entry in entries])
+        columns = (tuple(keys), tuple(shapes), dtypes, pulled_as, tuple(forms))
 
         def placed(failure: str) -> list[Effect]:
             # Only a table can have failed; arrays of the same call are there.

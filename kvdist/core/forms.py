@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
 from kvdist.protocol.arrays import U8, U32, Arrays
 from kvdist.protocol.messages import Flag
@@ -24,15 +23,19 @@ class Forms:
         """-1 for a slice that is not kept here."""
         self._dtypes: U8 = np.zeros(0, np.uint8)
 
-    def enter(self, piece: Slice, dtype: DType) -> None:
-        """Note a slice. The table at least doubles when it grows, or each init would copy it."""
+    def enter(self, slices: Sequence[tuple[int, int, DType]]) -> None:
+        """Note slices: (number, elements, dtype). The table at least doubles when it grows, or inits would copy it."""
+        if not slices:
+            return
+        numbers, counts, dtypes = zip(*slices, strict=True)
         size = len(self._counts)
-        if piece.number >= size:
-            more = max(piece.number + 1 - size, size)
+        if max(numbers) >= size:
+            more = max(max(numbers) + 1 - size, size)
             self._counts = np.concatenate([self._counts, np.full(more, -1, np.int64)])
             self._dtypes = np.concatenate([self._dtypes, np.zeros(more, np.uint8)])
-        self._counts[piece.number] = piece.count
-        self._dtypes[piece.number] = dtype
+        places = np.array(numbers)
+        self._counts[places] = counts
+        self._dtypes[places] = dtypes
 
     def fit(self, ids: U32, arrays: Arrays | None) -> bool:
         """Whether all of these are plainly right: the usual case, in few calls."""

@@ -99,7 +99,8 @@ class KeyBook:
                 self.entries.setdefault(key, Entry(key, shape, dtype, sender, pulled_as, form)).conflict = reason
             raise InitMismatch(reason)
         request = KeyRequest(sender, message.request, message.keys, 0, now)
-        conflict, rank = "", sender.node.rank
+        conflict, rank, ones = "", sender.node.rank, (request,)
+        before = after = frozenset[int]()
         for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
             entry = self.entries.get(key)
             if entry is None:
@@ -116,10 +117,12 @@ class KeyBook:
                     f" {DType(pulled_as).label} to {sender}; every worker must set the same compression"
                 )
             conflict = conflict or entry.conflict
-            if rank not in entry.declared:
-                entry.declared = self._with(entry.declared, rank)
+            if entry.declared is not before or not after:  # nearly all keys have the same
+                before = entry.declared
+                after = self._with(before, rank)
+            entry.declared = after
             if not entry.placed:
-                entry.waiters += (request,)
+                entry.waiters = entry.waiters + ones if entry.waiters else ones
                 request.missing += 1
         if conflict:
             raise InitMismatch(conflict)
@@ -176,7 +179,7 @@ class KeyBook:
         """Where these keys live."""
         entries = [self.entries[key] for key in keys]
         return Placement(
-            tuple(entry.first_slice for entry in entries), tuple(entry.home for entry in entries), self.slice_bytes
+            tuple([entry.first_slice for entry in entries]), tuple([entry.home for entry in entries]), self.slice_bytes
         )
 
     @property

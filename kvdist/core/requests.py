@@ -18,6 +18,7 @@ from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
 from kvdist.protocol.arrays import U8, U32, padded
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Command
+from kvdist.protocol.layout import offsets
 from kvdist.protocol.messages import Configure, Declare
 from kvdist.protocol.saving import SavedFile
 
@@ -109,43 +110,51 @@ def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     """
     runs: list[RunPlan] = []
     # By server, and whether they travel encoded: a message has one encoding.
-    open_runs: dict[tuple[int, bool], list[tuple[int, Slice, DType, int]]] = {}
-    open_bytes: dict[tuple[int, bool], int] = {}
+    batches: dict[tuple[int, bool], _Batch] = {}
+    nbytes_of: dict[tuple[int, bool], int] = {}
     for index, info in enumerate(keys):
+        dtype, size = info.dtype, info.size
         for piece in info.slices:
-            nbytes = padded(piece.count * info.dtype.itemsize)
-            if travels_alone(nbytes):
-                runs.append(_run(piece.server, [(index, piece, info.dtype, info.size)]))
+            nbytes = padded((piece.stop - piece.start) * dtype.itemsize)
+            if nbytes >= ALONE_BYTES_MIN:
+                runs.append(_run(piece.server, [(index, piece, dtype, size)]))
                 continue
             way = (piece.server, info.is_compressed)
-            batch = open_runs.setdefault(way, [])
-            if batch and (open_bytes[way] + nbytes > run_bytes_max or len(batch) >= SLICES_PER_RUN_MAX):
+            total = nbytes_of.get(way, 0) + nbytes
+            batch = batches.get(way)
+            if batch is None:
+                batch = batches[way] = []
+            elif total > run_bytes_max or len(batch) >= SLICES_PER_RUN_MAX:
                 runs.append(_run(piece.server, batch))
-                batch = open_runs[way] = []
-                open_bytes[way] = 0
-            batch.append((index, piece, info.dtype, info.size))
-            open_bytes[way] = open_bytes.get(way, 0) + nbytes
-    runs += [_run(server, batch) for (server, _), batch in open_runs.items() if batch]
+                batch, total = [], nbytes
+                batches[way] = batch
+            batch.append((index, piece, dtype, size))
+            nbytes_of[way] = total
+    runs += [_run(server, batch) for (server, _), batch in batches.items()]
     return Plan(tuple(keys), tuple(runs))
 
 
-def _run(server: int, batch: list[tuple[int, Slice, DType, int]]) -> RunPlan:
-    pieces = []
-    offset = 0
-    for index, piece, dtype, _ in batch:
-        pieces.append(Piece(index, piece.start, piece.stop, offset))
-        offset += padded(piece.count * dtype.itemsize)
-    ids = [piece.number for _, piece, _, _ in batch]
+_Batch = list[tuple[int, Slice, DType, int]]
+"""The index of the key, a slice of it, its type, and the elements of the key."""
+
+
+def _run(server: int, batch: _Batch) -> RunPlan:
+    indices, slices, dtypes, sizes = zip(*batch, strict=True)
+    ids = [piece.number for piece in slices]
+    starts, stops = [piece.start for piece in slices], [piece.stop for piece in slices]
+    counts = (np.array(stops, np.int64) - np.array(starts, np.int64)).astype(np.uint32)
+    codes = np.array(dtypes, np.uint8)
+    places, nbytes = offsets(codes, counts)
     return RunPlan(
         server,
         np.array(ids, np.uint32),
-        np.array([piece.count for _, piece, _, _ in batch], np.uint32),
-        np.array([dtype for _, _, dtype, _ in batch], np.uint8),
-        tuple(pieces),
-        offset,
-        {number: i for i, number in enumerate(ids)},
-        np.array([index for index, _, _, _ in batch], np.intp),
-        tuple(index for index, _, _, _ in batch) if all(piece.count == size for _, piece, _, size in batch) else None,
+        counts,
+        codes,
+        tuple(map(Piece, indices, starts, stops, places.tolist())),
+        nbytes,
+        dict(zip(ids, range(len(ids)), strict=True)),
+        np.array(indices, np.intp),
+        indices if not any(starts) and stops == list(sizes) else None,
     )
 
 

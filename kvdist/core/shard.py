@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.core.policy import Policy
+from kvdist.core.requests import ALONE_BYTES_MIN
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
@@ -45,6 +46,27 @@ Allocate = Callable[[int], npt.NDArray[np.uint8]]
 def ordinary_memory(nbytes: int) -> npt.NDArray[np.uint8]:
     """Bytes of this process alone."""
     return np.empty(nbytes, np.uint8)
+
+
+class Block:
+    """Memory for the first values of many slices: small ones get a piece of one allocation.
+
+    Args:
+        sizes: bytes of each value.
+        allocate: gives memory.
+    """
+
+    def __init__(self, sizes: npt.NDArray[np.int64], allocate: Allocate) -> None:
+        small = int(sizes[sizes < ALONE_BYTES_MIN].sum())
+        self._left = allocate(small) if small else np.empty(0, np.uint8)
+        self._allocate = allocate
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """See `Allocate`."""
+        if not 0 < nbytes <= min(len(self._left), ALONE_BYTES_MIN - 1):
+            return self._allocate(nbytes)
+        piece, self._left = self._left[:nbytes], self._left[nbytes:]
+        return piece
 
 
 Setting = tuple[float | None, float | None, float | None]
@@ -112,7 +134,8 @@ class Buffer:
         """A new one for `count` elements, not initialised but for the padding."""
         nbytes = count * dtype.itemsize
         memory = allocate(padded(nbytes))
-        memory[nbytes:] = 0
+        if len(memory) > nbytes:
+            memory[nbytes:] = 0
         return cls(memory[:nbytes].view(dtype.storage), memory.data)
 
 
@@ -183,16 +206,16 @@ class Shard:
         """Whether its first value is there."""
         return self.published is not None
 
-    def initialise(self, values: Bits) -> None:
-        """Take the first value; one copy. One that is there already stays."""
+    def initialise(self, values: Bits, allocate: Allocate | None = None) -> None:
+        """Take the first value; one copy, into memory of `allocate`. One that is there already stays."""
         if self.published is None:
-            self.replace(values)
+            self.replace(values, allocate)
 
-    def replace(self, values: Bits) -> None:
+    def replace(self, values: Bits, allocate: Allocate | None = None) -> None:
         """Take another value in place of the present one; one copy. The version stays: no round made it."""
         # In memory of its own, so that only updates write into spare buffers: an updater knows the weight that it wrote
         # last by its array, and must not meet that array with another content.
-        target = Buffer.of(self.count, self.dtype, self.allocate)
+        target = Buffer.of(self.count, self.dtype, allocate or self.allocate)
         target.array[...] = values
         self.publish(target)
         self.spare = [buffer for buffer in self.spare if buffer.leases]

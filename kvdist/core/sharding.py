@@ -94,8 +94,6 @@ def cut(
         slice_bytes: the most bytes a slice may have, but for one row.
         row: elements of a row, where it is cut between those.
     """
-    if home < num_servers and size * itemsize <= slice_bytes:
-        return [Slice(first_slice, home, 0, size)]  # the usual case of a small key
     if home == Placement.CUT_AT_ROWS:
         rows = cut(size // row, itemsize * row, Placement.CUT, num_servers, first_slice, slice_bytes)
         return [Slice(one.number, one.server, one.start * row, one.stop * row) for one in rows]
@@ -121,11 +119,12 @@ def slices_of(
     shape: Sequence[int], itemsize: int, form: str, home: int, num_servers: int, first_slice: int, slice_bytes: int
 ) -> list[Slice]:
     """The slices of a key of any form: see `cut`; those of a table of rows are as many as servers keep it."""
-    row, size = row_length(shape), math.prod(shape)
+    size = math.prod(shape)
+    if home < num_servers and (form or size * itemsize <= slice_bytes):
+        return [Slice(first_slice, home, 0, size)]  # the usual case of a small key
+    row = row_length(shape)
     if not form:
         return cut(size, itemsize, home, num_servers, first_slice, slice_bytes, row)
-    if home != Placement.CUT:
-        return [Slice(first_slice, home, 0, size)]
     pieces = enumerate(ranges(size // row, num_servers))
     return [Slice(first_slice + server, server, start * row, stop * row) for server, (start, stop) in pieces]
 
@@ -182,17 +181,18 @@ class Placer:
         slice_bytes = slice_bytes or self.slice_bytes
         homes = [Placement.CUT] * len(keys)
         forms = forms or [""] * len(keys)
-        sizes, rows = [math.prod(shape) for shape in shapes], [row_length(shape) for shape in shapes]
-        indices = [self._index(key) for key in keys]
-        for i in sorted(range(len(keys)), key=lambda i: -sizes[i] * itemsizes[i]):
-            is_table = bool(forms[i])
-            homes[i] = self._home(indices[i], sizes[i], itemsizes[i], rows[i], keep, slice_bytes, is_table)
+        nbytes = [math.prod(shape) * itemsize for shape, itemsize in zip(shapes, itemsizes, strict=True)]
+        indices = [self._index(key) for key in keys] if self.by_hash else [0] * len(keys)
+        for i in sorted(range(len(keys)), key=nbytes.__getitem__, reverse=True):
+            homes[i] = self._home(indices[i], shapes[i], nbytes[i], itemsizes[i], keep, slice_bytes, bool(forms[i]))
         first_slices = []
         for i, home in enumerate(homes):
             first_slices.append(self._next_slice)
+            if home < self.num_servers and nbytes[i] <= slice_bytes:
+                self._next_slice += 1
+                continue
             where = (home, self.num_servers, self._next_slice, slice_bytes)
-            slices = slices_of(shapes[i], itemsizes[i], forms[i], *where)
-            self._next_slice += len(slices)
+            self._next_slice += len(slices_of(shapes[i], itemsizes[i], forms[i], *where))
         return Placement(tuple(first_slices), tuple(homes), slice_bytes)
 
     def _index(self, key: int | str) -> int:
@@ -203,21 +203,24 @@ class Placer:
         return self._next_index - 1
 
     def _home(
-        self, index: int, size: int, itemsize: int, row: int, keep: Keep, slice_bytes: int, is_table: bool
+        self,
+        index: int,
+        shape: Sequence[int],
+        nbytes: int,
+        itemsize: int,
+        keep: Keep,
+        slice_bytes: int,
+        is_table: bool,
     ) -> int:
-        if is_table and size >= self.bigarray_bound:
-            for server, (start, stop) in enumerate(ranges(size // row, self.num_servers)):
-                self.loads_bytes[server] += (stop - start) * row * itemsize
-            return Placement.CUT
-        large = size >= self.bigarray_bound or (keep is Keep.ROWS and size * itemsize > slice_bytes)
-        if large and keep is not Keep.WHOLE:
-            home, unit = (Placement.CUT_AT_ROWS, row) if keep is Keep.ROWS else (Placement.CUT, 1)
-            for server, (start, stop) in enumerate(ranges(size // unit, self.num_servers)):
-                self.loads_bytes[server] += (stop - start) * unit * itemsize
-            return home
-        if self.by_hash:
-            home = index * HASH_MULTIPLIER % self.num_servers
-        else:
-            home = min(range(self.num_servers), key=lambda server: (self.loads_bytes[server], server))
-        self.loads_bytes[home] += size * itemsize
+        loads = self.loads_bytes
+        is_large = nbytes >= self.bigarray_bound * itemsize
+        at_rows = is_table or keep is Keep.ROWS
+        may_cut = is_table or keep is not Keep.WHOLE
+        if may_cut and (is_large or (at_rows and not is_table and nbytes > slice_bytes)):
+            unit_bytes = (row_length(shape) if at_rows else 1) * itemsize
+            for server, (start, stop) in enumerate(ranges(nbytes // unit_bytes, self.num_servers)):
+                loads[server] += (stop - start) * unit_bytes
+            return Placement.CUT_AT_ROWS if at_rows and not is_table else Placement.CUT
+        home = index * HASH_MULTIPLIER % self.num_servers if self.by_hash else loads.index(min(loads))
+        loads[home] += nbytes
         return home

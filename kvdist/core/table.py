@@ -7,7 +7,6 @@ small slices comes from every worker, else `Shard.offer` â†’ when full `close` â
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence, Set
 
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
@@ -23,8 +22,8 @@ from kvdist.core.halves import Halves
 from kvdist.core.joined import obstacle_to, slices_of
 from kvdist.core.policy import POLICIES
 from kvdist.core.rounds import Rounds
-from kvdist.core.shard import Allocate, Buffer, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
-from kvdist.core.sharding import cut, row_length
+from kvdist.core.shard import Allocate, Block, Buffer, Contribution, PullRequest, Setting, Shard, Verdict, setting_of
+from kvdist.core.sharding import slices_of as cut_slices
 from kvdist.core.traffic import Traffic
 from kvdist.core.whole import Wholes, contributors, next_round
 from kvdist.dtypes import DType
@@ -33,7 +32,7 @@ from kvdist.nodes import Member, server
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.interface import Arithmetic, SliceUpdater
 from kvdist.protocol.arrays import U8, U32, Arrays
-from kvdist.protocol.layout import PayloadView, stretches, views
+from kvdist.protocol.layout import PayloadView, padded_sizes, stretches, views
 from kvdist.protocol.messages import (
     Assign,
     ErrorCode,
@@ -94,13 +93,13 @@ class Table:
         placement = message.placement
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         places = (placement.first_slices, placement.homes)
+        dtype_of = {code: DType(code) for code in set(message.dtypes)}
+        entered: list[tuple[int, int, DType]] = []
         for key, shape, code, pulled_as, form, first, home in zip(*columns, *places, strict=True):
             if form or (home != rank and home < num_servers):
                 continue  # a table of rows, or all of it is kept by another server
-            dtype = DType(code)
-            mine = []
-            where = (home, num_servers, first, placement.slice_bytes, row_length(shape))
-            for piece in cut(math.prod(shape), dtype.itemsize, *where):
+            dtype, mine = dtype_of[code], []
+            for piece in cut_slices(shape, dtype.itemsize, form, home, num_servers, first, placement.slice_bytes):
                 if piece.server == rank and piece.number not in self.shards:
                     shard = Shard(
                         key, piece.number, dtype, piece.count, policy, self._allocate, shape=shape, start=piece.start
@@ -109,9 +108,10 @@ class Table:
                         shard.halves = Halves(DType(pulled_as), [piece.count], self.kernels, self._allocate)
                     self.shards[piece.number] = shard
                     self._store_of[piece.number] = message.store
-                    self._forms.enter(piece, dtype)
+                    entered.append((piece.number, piece.count, dtype))
                     mine.append(shard)
             self._wholes.add(mine)
+        self._forms.enter(entered)
 
     def set_optimizer(self, store: int, optimizer: Optimizer, now: float) -> None:
         """From now on pushes to the store are gradients. Raises `DeviceError` where the optimizer cannot run."""
@@ -203,14 +203,18 @@ class Table:
         payload = PayloadView(message.arrays)
         self._take_apart(message.ids, now)
         arrays = payload.arrays(0, len(message.ids))
+        answers, replaces = self._to(sender), isinstance(message, ReplaceValues)
+        block = Block(padded_sizes(message.arrays.dtypes, message.arrays.counts), self._allocate)
+        ids, runs = message.ids.tolist(), message.runs.tolist()
         for i in self._checked(sender, message.runs, message.ids, message.arrays):
-            shard = self.shards[int(message.ids[i])]
-            put = shard.replace if isinstance(message, ReplaceValues) else shard.initialise
-            put(arrays[i])
+            shard = self.shards[ids[i]]
+            put = shard.replace if replaces else shard.initialise
+            put(arrays[i], block.allocate)
             if self.cuts.awaited:
                 self.cuts.look(shard, self.workers)
-            self._to(sender).counted(int(message.runs[i]), shard, Outcome.INITIALISED)
-            self._close_if_ready(shard, now)
+            answers.counted(runs[i], shard, Outcome.INITIALISED)
+            if shard.number in self._open:
+                self._close_if_ready(shard, now)
 
     def pull_state(self, sender: Member, message: PullState, now: float) -> None:
         """Send parts of what the optimizer remembers. The sender waits for none of its pushes."""

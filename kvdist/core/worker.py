@@ -449,6 +449,7 @@ class Worker(Machine):
         infos, detours, last = [], [], -1
         in_rounds: list[int] = []
         has_rounds, num_servers = POLICIES[declared.mode].has_rounds, len(self.servers)
+        sums = self.neighbours.sums if self.neighbours.detoured else None
         pulled = declared.pulled_as or declared.dtypes
         columns = (declared.keys, declared.shapes, declared.dtypes, pulled, declared.message.forms)
         homes = (placement.first_slices, placement.homes, message.givers)
@@ -457,8 +458,7 @@ class Worker(Machine):
             last = max(last, slices[-1].number)
             if has_rounds:
                 in_rounds += range(first, slices[-1].number + 1)
-            if has_rounds and not form:  # what is applied one by one is not summed on the way
-                sums = self.neighbours.sums
+            if sums is not None and has_rounds and not form:  # what is applied one by one is not summed on the way
                 detours += [piece.number for piece in slices if sums(piece.server, piece.count * dtype.itemsize)]
             other = None if pulled_as is dtype else pulled_as
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))

@@ -28,6 +28,9 @@ Matched = Sequence[tuple[KeyInfo, list[Any]]]
 """The same with what is known of each key, and the arrays found to fit it."""
 
 
+_TABLES = (RowSparse, LazyRows)
+
+
 class KeyTable:
     """The initialised keys.
 
@@ -75,9 +78,10 @@ class KeyTable:
             self._kinds[info.key] = "torch" if isinstance(array, RowSparse) and array.is_torch else "numpy"
             return
         self._kinds[info.key] = values.kind_of(array)
-        if info.dtype is not DType.BFLOAT16:  # whose bits look like an array of another type
-            self.plain[info.key] = (info, info.shape, info.dtype.storage)
-        self.nbytes += info.size * info.dtype.itemsize
+        dtype = info.dtype
+        if dtype is not DType.BFLOAT16:  # whose bits look like an array of another type
+            self.plain[info.key] = (info, info.shape, dtype.storage)
+        self.nbytes += info.size * dtype.itemsize
 
     def like(self, info: KeyInfo, bits: Any) -> Any:
         """An array of the key's kind, shape and dtype that shows these bits."""
@@ -98,11 +102,15 @@ class KeyTable:
             TypeError, ValueError: a key or shape cannot be sent.
         """
         fresh = []
+        shapes: set[tuple[int, ...]] = set()
         for key, arrays in given:
             shape, dtype, form = described(key, arrays)
             info = self.infos.get(key)
             if info is None:
-                _require_sendable(key, shape)
+                _require_sendable_key(key)
+                if shape not in shapes:  # many keys have few shapes
+                    _require_sendable_shape(key, shape)
+                    shapes.add(shape)
                 fresh.append((key, arrays[0], shape, dtype, form))
             elif (shape, dtype, form) != (info.shape, info.dtype, info.form):
                 kinds = [f", as a table of rows ({one})" if one else "" for one in (info.form, form)]
@@ -135,23 +143,28 @@ def described(key: Key, arrays: Sequence[Any]) -> tuple[tuple[int, ...], DType, 
         TypeError, ValueError: they are none, or no such values; the message names the key.
     """
     first = arrays[0] if arrays else None
-    if isinstance(first, RowSparse | LazyRows):
+    if isinstance(first, _TABLES):
         require_table(key, first.shape, first.dtype.itemsize)
         return first.shape, first.dtype, form_of(first)
     return *values.first_shape(key, arrays), ""
 
 
-def _require_sendable(key: Key, shape: tuple[int, ...]) -> None:
-    """What a message can carry of a key, checked where the user can see it."""
+def _require_sendable_key(key: Key) -> None:
+    """What a message can carry as a key, checked where the user can see it."""
     if isinstance(key, str):
+        if len(key) <= DEFAULT.key_bytes_max and key.isascii():
+            return
         try:
             nbytes = len(key.encode())
         except UnicodeEncodeError:
             raise ValueError(f"key {key[:40]!r} has characters that are not text (lone surrogates)") from None
         if nbytes > DEFAULT.key_bytes_max:
             raise ValueError(f"key {key[:40]!r}… is longer than {DEFAULT.key_bytes_max} bytes; give it a shorter name")
-    if isinstance(key, int) and not -(1 << 63) <= key < 1 << 63:
+    elif not -(1 << 63) <= key < 1 << 63:
         raise ValueError(f"key {key} does not fit into 64 bits; use a smaller number, or a name")
+
+
+def _require_sendable_shape(key: Key, shape: tuple[int, ...]) -> None:
     if len(shape) > DEFAULT.dims_max:
         raise ValueError(f"key {key!r} has {len(shape)} dimensions; at most {DEFAULT.dims_max} are supported")
     if math.prod(length for length in shape if length) > DEFAULT.elements_max:

@@ -51,10 +51,12 @@ class RunBuffer:
         bytes_.fill(0)  # once, so that the padding is defined
         self.payload = bytes_.data[: plan.nbytes]
         self.views: list[Bits] = []
-        for piece, code in zip(plan.pieces, plan.dtypes.tolist(), strict=True):
-            dtype = DType(code)
-            stop = piece.offset + (piece.stop - piece.start) * dtype.itemsize
-            self.views.append(bytes_[piece.offset : stop].view(dtype.storage))
+        codes = plan.dtypes.tolist()
+        typed = {code: bytes_[: plan.nbytes].view(DType(code).storage) for code in set(codes)}
+        for piece, code in zip(plan.pieces, codes, strict=True):
+            whole = typed[code]
+            first = piece.offset // whole.itemsize
+            self.views.append(whole[first : first + piece.stop - piece.start])
 
 
 class Staging:

@@ -24,13 +24,15 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 Rows: TypeAlias = tuple[Ids, npt.NDArray[Any]]
 """Ids, and the bits of their rows: (k, row length)."""
 
+_PLAIN = (np.ndarray, RowSparse)
+
 ROW_BYTES_MAX = 8 << 20
 """A row travels in one message."""
 
 
 def is_sparse(value: Any) -> bool:
     """Whether a value is rows instead of an array."""
-    if isinstance(value, np.ndarray | RowSparse):
+    if isinstance(value, _PLAIN):
         return isinstance(value, RowSparse)
     return values.is_tensor(value) and value.layout is not sys.modules["torch"].strided
 
@@ -41,7 +43,7 @@ def as_table(key: Key, value: Any) -> Any:
     Raises:
         TypeError, ValueError: a sparse tensor of another layout, or with more sparse dimensions than one.
     """
-    if isinstance(value, RowSparse) or not is_sparse(value):
+    if isinstance(value, _PLAIN) or not is_sparse(value):
         return value
     try:
         return RowSparse.from_torch(value)

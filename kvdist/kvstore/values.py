@@ -27,6 +27,7 @@ Shape: TypeAlias = tuple[int, ...]
 Bits: TypeAlias = NDArray[Any]
 
 _BY_NUMPY: dict[np.dtype[Any], DType] = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
+_NUMPY = (np.ndarray, np.generic)
 _KEYS_NAMED_MAX = 5
 _SUPPORTED = ", ".join(dtype.label for dtype in DType)
 
@@ -84,7 +85,7 @@ def describe(value: Any) -> tuple[Shape, DType]:
     Raises:
         TypeError: it is neither, it is sparse, or its element type is not one that a key may have.
     """
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, _NUMPY):
         dtype = _BY_NUMPY.get(value.dtype) or _BY_NUMPY.get(value.dtype.newbyteorder("<"))
         if dtype is None:
             raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
@@ -156,7 +157,7 @@ def read_bits(value: Any) -> Bits:
 
     No copy is made of contiguous host memory: the result then shows the value itself and must not be written.
     """
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, _NUMPY):
         plain = np.asarray(value)
         if plain.dtype in _BY_NUMPY and plain.flags.c_contiguous and plain.flags.aligned:
             return plain.reshape(-1)
@@ -243,7 +244,7 @@ def present_stream(value: Any) -> AbstractContextManager[Any]:
 
 def kind_of(value: Any) -> str:
     """What a value is, for `like`: ``numpy``, ``torch``, or a library and a device, such as ``torch:cuda:0``."""
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, _NUMPY):
         return "numpy"
     if not is_tensor(value):
         return gpu_arrays.kind_of(value)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -127,6 +127,8 @@ NUMBER = 0xFFFFFFFF
 
 def _pack_keys(values: Sequence[int | str]) -> list[bytes]:
     """Lengths, and one after the other the texts, or eight bytes of a number."""
+    if set(map(type, values)) == {str}:
+        return _pack_texts(cast("Sequence[str]", values))
     parts = list(map(_key_bytes, values))
     lengths = [len(part) if type(value) is str else NUMBER for part, value in zip(parts, values, strict=True)]
     return [np.array(lengths, _U32).tobytes(), b"".join(parts)]

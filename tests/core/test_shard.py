@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvdist.core.policy import ASYNC, SYNC, Policy
-from kvdist.core.shard import Contribution, PullRequest, Shard, Verdict
+from kvdist.core.shard import Block, Contribution, PullRequest, Shard, Verdict
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.reference import REFERENCE
@@ -312,3 +312,19 @@ def test_a_part_of_a_larger_buffer_is_never_written() -> None:
     for step in range(6):
         one_version(made, step)
     assert part.array.tolist() == [1, 2, 3] and part not in made.spare
+
+
+def test_a_block_gives_small_values_pieces_of_one_allocation_and_large_ones_memory_of_their_own():
+    asked: list[int] = []
+
+    def allocate(nbytes: int) -> np.ndarray:
+        asked.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    block = Block(np.array([8, 1 << 20, 16, 0], np.int64), allocate)
+    pieces = [block.allocate(nbytes) for nbytes in (8, 1 << 20, 16, 0)]
+    assert [len(piece) for piece in pieces] == [8, 1 << 20, 16, 0]
+    assert asked == [24, 1 << 20, 0]
+    assert not np.shares_memory(pieces[0], pieces[2])
+    assert len(block.allocate(8)) == 8, "a value that was not announced has memory too"
+    assert asked[-1] == 8

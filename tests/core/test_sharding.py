@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdist.core.policy import P3, P3_ASYNC, SYNC
-from kvdist.core.sharding import Placer, cut, ranges, slices_of
+from kvdist.core.sharding import Keep, Placer, cut, ranges, slices_of
 from kvdist.protocol.messages import Placement
 
 CUT = Placement.CUT
@@ -163,3 +163,9 @@ def test_a_table_with_fewer_rows_than_servers_leaves_some_without() -> None:
     pieces = slices_of((2, 30), 4, "rows", Placement.CUT, 4, 7, 64)
     assert [one.number for one in pieces] == [7, 8, 9, 10]
     assert sum(one.count for one in pieces) == 60 and all(one.count in (0, 30) for one in pieces)
+
+
+def test_a_small_table_of_long_rows_lives_on_a_server_whatever_must_stay_together():
+    placer = Placer(2, 1_000_000, 1 << 20)
+    placement = placer.place(["t"], [(10, 50_000)], [8], Keep.ROWS, ["rows"])
+    assert placement.homes == (0,)
