@@ -530,6 +530,32 @@ def test_a_rank_that_is_killed_is_named_to_all_others_with_the_operation_that_wa
     assert "rank 1" in line and "second" in line
 
 
+LATE = """
+    import time
+    import torch
+    import kvdist.collective as hvd
+
+    hvd.init()
+    if hvd.rank() == 1:
+        time.sleep(60)
+    try:
+        hvd.allreduce(torch.ones(1), name="gradients")
+    except __import__("kvdist").CollectiveError as error:
+        print("ended:", error, flush=True)
+        raise
+"""
+
+
+def test_a_wait_is_told_with_the_ranks_that_are_missing_and_ends_the_job_if_it_may_not_last(job, script):
+    own = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    options = [sys.executable, "-m", "kvdist_launch.run_cli", "-np", "2", "--", sys.executable, script(LATE)]
+    launcher = job.start("launcher", options, PYTHONPATH=str(ROOT), **own)
+    assert job.finish()["launcher"] not in (0, None)
+    (line,) = launcher.lines_with("ended:")
+    assert "gradients" in line and "rank 1" in line
+    assert [line for line in launcher.lines_with("gradients") if "w0" in line and "ended:" not in line]
+
+
 KERAS = """
     import numpy as np
     import kvdist.keras as hvd

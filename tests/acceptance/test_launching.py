@@ -292,6 +292,17 @@ def test_a_worker_that_does_not_come_is_named_and_ends_the_job_after_the_start_t
     assert re.search(r"1/1 servers, 1/2 workers; waiting for worker-1", done.stdout + done.stderr), done
 
 
+def test_options_of_network_and_patience_reach_every_process():
+    options = ["--port-range", "20000-20100", "--patience", "60", "--start-timeout", "7", "--security", "none"]
+    for process in plan("-n", "1", "-s", "1", *options, "true").values():
+        own = process["set"]
+        assert (own["KVDIST_PORT_RANGE"], own["KVDIST_SECURITY"]) == ("20000-20100", "none")
+        assert (float(own["KVDIST_PATIENCE_S"]), float(own["KVDIST_FORM_TIMEOUT_S"])) == (60, 7)
+    found = plan("-n", "1", "-s", "1", "--server-module", "my_rules", "--optimizer-module", "more", "true")
+    for name in ("scheduler", "server-0"):
+        assert "--server-module my_rules" in found[name]["run"] and "--optimizer-module more" in found[name]["run"]
+
+
 # Several machines, as far as they can be shown from here.
 
 
@@ -465,6 +476,11 @@ def test_options_are_completed_by_shells():
     for shell in ("bash", "zsh"):
         out, _ = run(LAUNCH, "--print-completion", shell)
         assert "--json-summary" in out
+
+
+def test_this_machine_can_be_looked_at_alone():
+    out, err = run(KVDIST, "doctor", "-H", "localhost")
+    assert kvdist.__version__ in out + err
 
 
 # What a step will cost.

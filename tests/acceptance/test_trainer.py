@@ -574,6 +574,22 @@ def test_an_asynchronous_trainer_makes_the_steps_of_all_workers():
         Trainer([parameter([0.0])], "sgd", kvstore="dist_async", update_on_kvstore=False).broadcast_parameters()
 
 
+@two
+def test_horovods_operations_and_a_collective_trainer_work_beside_servers():
+    import kvdist.horovod as hvd
+
+    hvd.init()
+    assert (hvd.size(), hvd.rank()) == (2, int(os.environ["KVDIST_RANK"]))
+    same(hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum), [3])
+    for name in ("collective", "hybrid"):
+        weight = parameter([0.0])
+        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=name)
+        moved([weight], trainer, [2 + 4 * hvd.rank()])
+        same(weight, [-4])
+        trainer.close()
+    hvd.shutdown()
+
+
 # As an optimizer of torch.
 
 
