@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from kvdist.core.group import Group, GroupPush
+from kvdist.core.block import Block, Contribution
 from kvdist.core.requests import (
     ClaimFolder,
     DeclareKeys,
@@ -26,8 +26,6 @@ from kvdist.core.requests import (
     Transfer,
 )
 from kvdist.core.rounds import Rounds
-from kvdist.core.shard import Contribution, Shard
-from kvdist.kernels.interface import Kernels
 from kvdist.optimizer.interface import SliceUpdater
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Perform
 from kvdist.protocol.compressed import CompressedPush
@@ -129,7 +127,7 @@ class NodeTrace:
 
 
 class TracedRounds(Rounds):
-    """Closes rounds and notes each: the time is that of the sum and the update.
+    """Applies rounds and notes each: the time is that of the sum and the update.
 
     Args:
         trace: where.
@@ -138,43 +136,29 @@ class TracedRounds(Rounds):
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
-    def close_slice(self, shard: Shard, updater: SliceUpdater | None, kernels: Kernels) -> list[Contribution]:
-        """Of one slice, noted."""
+    def apply(self, block: Block, contributions: Sequence[Contribution], updater: SliceUpdater | None) -> None:
+        """To one block, noted under the key of its first slice."""
         since = now_ns()
-        contributions = super().close_slice(shard, updater, kernels)
-        self._note(shard, since, len(contributions), shard.count * shard.dtype.itemsize, 1)
-        return contributions
+        super().apply(block, contributions, updater)
+        self._note([block], since, len(contributions))
 
-    def close_group(self, group: Group, kernels: Kernels) -> list[GroupPush] | None:
-        """Of slices that always come together, noted under the key of the first."""
-        since = now_ns()
-        pushes = super().close_group(group, kernels)
-        if pushes is not None:
-            first, version = group.shards[0], int(group.versions[0])
-            nbytes = int(group.counts.sum()) * group.dtype.itemsize
-            self._note(first, since, len(pushes), nbytes, len(group.shards), version)
-        return pushes
-
-    def close_whole(
-        self, shards: Sequence[Shard], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater
+    def apply_jointly(
+        self, blocks: Sequence[Block], contributions: Sequence[Sequence[Contribution]], updater: SliceUpdater
     ) -> None:
-        """Of all slices of a parameter, noted under its key."""
+        """To all blocks of a parameter, noted under its key."""
         since = now_ns()
-        super().close_whole(shards, rounds, updater)
-        nbytes = sum(shard.count * shard.dtype.itemsize for shard in shards)
-        self._note(shards[0], since, len(rounds[0]), nbytes, len(shards))
+        super().apply_jointly(blocks, contributions, updater)
+        self._note(blocks, since, len(contributions[0]))
 
-    def _note(
-        self, shard: Shard, since_ns: int, contributions: int, nbytes: int, slices: int, version: int | None = None
-    ) -> None:
+    def _note(self, blocks: Sequence[Block], since_ns: int, contributions: int) -> None:
         arguments = {
-            "key": shard.key,
-            "version": shard.version if version is None else version,
+            "key": blocks[0].key,
+            "version": blocks[0].version,
             "contributions": contributions,
-            "bytes": nbytes,
-            "slices": slices,
+            "bytes": sum(int(block.counts.sum()) * block.dtype.itemsize for block in blocks),
+            "slices": sum(len(block) for block in blocks),
         }
-        self._trace.add(f"round of key {shard.key!r}", "round", since_ns, arguments)
+        self._trace.add(f"round of key {blocks[0].key!r}", "round", since_ns, arguments)
 
 
 def _told(request: Request) -> tuple[str, dict[str, Any]]:

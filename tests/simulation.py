@@ -27,16 +27,17 @@ if __name__ == "__main__":
 
 from kvdist.config import ClusterConfig, Limits
 from kvdist.core import answers, outbox, requests, server
+from kvdist.core.block import Block, Contribution
+from kvdist.core.buffers import Buffer
 from kvdist.core.decoding import decoded
-from kvdist.core.group import Group, GroupPush
 from kvdist.core.host_sum import HostRound, HostSum
 from kvdist.core.joined import Joiner
 from kvdist.core.joining import Introduction
 from kvdist.core.outbox import Ready
+from kvdist.core.round import Verdict
 from kvdist.core.row_shard import RowContribution, RowShard
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
-from kvdist.core.shard import Buffer, Shard, Verdict
 from kvdist.core.worker import Worker
 from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.kernels.interface import Kernels
@@ -44,6 +45,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.node import Node
 from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.optimizer import offload
+from kvdist.optimizer.interface import SliceUpdater
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import Push
@@ -154,15 +156,14 @@ def small_messages() -> Iterator[None]:
 @contextmanager
 def counting(used: Counter[str]) -> Iterator[None]:
     """Count what a run exercises."""
-    close, hold, join, hand_back = Group.close, Shard.hold, Joiner.join, HostSum.hand_back
+    apply, hold, join, hand_back = Block.apply, Block.hold, Joiner.join, HostSum.hand_back
     offer = RowShard.offer
 
-    def counted_close(self: Group, kernels: Kernels) -> list[GroupPush] | None:
-        pushes = close(self, kernels)
-        used["round of a group"] += pushes is not None
-        return pushes
+    def counted_apply(self: Block, contributions: Sequence[Contribution], updater: SliceUpdater | None) -> None:
+        used["round of several slices"] += len(self) > 1
+        apply(self, contributions, updater)
 
-    def counted_hold(self: Shard, member: Member) -> Buffer | None:
+    def counted_hold(self: Block, member: Member) -> Buffer | None:
         used["held"] += 1
         return hold(self, member)
 
@@ -184,8 +185,8 @@ def counting(used: Counter[str]) -> Iterator[None]:
 
     with (
         mock.patch.object(RowShard, "offer", counted_offer),
-        mock.patch.object(Group, "close", counted_close),
-        mock.patch.object(Shard, "hold", counted_hold),
+        mock.patch.object(Block, "apply", counted_apply),
+        mock.patch.object(Block, "hold", counted_hold),
         mock.patch.object(Joiner, "join", counted_join),
         mock.patch.object(HostSum, "hand_back", counted_return),
         mock.patch.object(server, "decoded", counted_decode),

@@ -520,25 +520,25 @@ def test_every_entry_of_the_tables_is_of_use() -> None:
 # And each fault would be found: the same functions on a few wrong lines.
 
 
-def wrong(text: str, module: str = "kvdist.core.shard") -> Source:
+def wrong(text: str, module: str = "kvdist.core.block") -> Source:
     return Source(module.replace(".", "/") + ".py", module, text)
 
 
 SOME_MODULES = {
     "kvdist", "kvdist.errors", "kvdist.config", "kvdist.protocol", "kvdist.protocol.wire", "kvdist.transport.base",
-    "kvdist.core.shard", "kvdist.core.server", "kvdist.kvstore.dist", "kvdist.nodes", "kvdist.node",
+    "kvdist.core.block", "kvdist.core.server", "kvdist.kvstore.dist", "kvdist.nodes", "kvdist.node",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("kvdist.core.shard", "from kvdist.kvstore.dist import DistKVStore"),
-        ("kvdist.core.shard", "def late():\n    import kvdist.node"),
-        ("kvdist.core.shard", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvdist import node"),
-        ("kvdist.core.shard", "from .. import node"),
-        ("kvdist.core.shard", "from ..kvstore.dist import DistKVStore"),
-        ("kvdist.core.shard", "from kvdist import Trainer"),
+        ("kvdist.core.block", "from kvdist.kvstore.dist import DistKVStore"),
+        ("kvdist.core.block", "def late():\n    import kvdist.node"),
+        ("kvdist.core.block", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvdist import node"),
+        ("kvdist.core.block", "from .. import node"),
+        ("kvdist.core.block", "from ..kvstore.dist import DistKVStore"),
+        ("kvdist.core.block", "from kvdist import Trainer"),
         ("kvdist.protocol.wire", "from kvdist.transport.base import Route"),
         ("kvdist.novelty", "import math"),
     ],
@@ -570,9 +570,9 @@ def test_a_launcher_that_knows_too_much_is_found() -> None:
     [
         ("kvdist.node", "import zmq"),
         ("kvdist.protocol.messages", "import msgpack"),
-        ("kvdist.core.shard", "import time"),
-        ("kvdist.core.shard", "from threading import Lock"),
-        ("kvdist.core.shard", "from numpy import random"),
+        ("kvdist.core.block", "import time"),
+        ("kvdist.core.block", "from threading import Lock"),
+        ("kvdist.core.block", "from numpy import random"),
         ("kvdist.trainer", "import torch.distributed"),
         ("kvdist.trainer", "from torch import distributed"),
     ],

@@ -141,7 +141,7 @@ def test_every_file_that_is_named_exists(path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_noticed() -> None:
-    assert is_there("core/shard.py", ROOT) and is_there("shard.py", ROOT)
+    assert is_there("core/round.py", ROOT) and is_there("round.py", ROOT)
     assert not is_there("core/shards.py", ROOT) and not is_there("shards.py", ROOT)
 
 
@@ -151,7 +151,7 @@ def test_every_module_that_is_named_exists(path: Path) -> None:
 
 
 def test_a_module_that_is_not_there_is_noticed() -> None:
-    assert resolves("kvdist.core.shard") and resolves("kvdist.PeerLostError") and resolves("kvdist_launch")
+    assert resolves("kvdist.core.round") and resolves("kvdist.PeerLostError") and resolves("kvdist_launch")
     assert not resolves("kvdist.core.shards") and not resolves("kvdist.nothing.here") and not resolves("kvdist.Nothing")
 
 
@@ -247,8 +247,8 @@ def test_a_step_of_the_walk_names_functions_of_the_files_it_links(number: int) -
 
 
 def test_a_step_that_names_what_is_not_there_is_noticed() -> None:
-    step = "1. `Shard.open` and `Shard.offer` in [x](kvdist/core/shard.py)"
-    assert functions_without_a_home(step) == ["Shard.open"]
+    step = "1. `Round.open` and `Round.offer` in [x](kvdist/core/round.py)"
+    assert functions_without_a_home(step) == ["Round.open"]
 
 
 # Examples.

@@ -16,18 +16,17 @@ of its worker, so a server knows it in time. Rules that hold here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvdist.checkpoint.files import FileRecord
 from kvdist.checkpoint.slices import SavedSlice
 from kvdist.checkpoint.works import WriteShard
+from kvdist.core.buffers import Buffer
 from kvdist.core.effects import Effect, Persist, Persisted, Send
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.keeping import Keeper, Kept
-from kvdist.core.shard import Buffer
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import U32
 from kvdist.protocol.saving import Mark, Saved, SavedFile
 
 NO_FILE = SavedFile("", 0, "")
@@ -106,31 +105,33 @@ class Cuts:
             cut.marked.add(rank)
             _require_alike(cut, workers)
         self.ready[cut] = None
-        for shard in found:
-            self.look(shard, workers)
+        self.look(found, workers)
 
-    def awaits(self, ids: U32) -> bool:
-        """Whether any of these slices is still to be taken, one by one."""
-        return bool(self.awaited) and any(number in self.awaited for number in ids.tolist())
+    def look(self, numbers: Sequence[int], workers: Mapping[int, Member]) -> None:
+        """Take those of these slices whose moment this is, for every checkpoint that awaits them.
 
-    def look(self, shard: Kept, workers: Mapping[int, Member]) -> None:
-        """Take the slice for every checkpoint whose moment this is. Called when its counters have changed."""
-        for cut in list(self.awaited.get(shard.number, ())):
-            marks = cut.marks[shard.number]
-            is_exact = shard.policy.close is None
-            if not shard.has_value or not _is_due(shard, marks, workers, is_exact):
-                continue
-            late = [rank for rank, step in marks.items() if is_exact and shard.counted.get(rank, 0) != step]
-            if late:
-                cut.fail(_disagreement(shard, late[0], marks[late[0]], shard.counted.get(late[0], 0)))
-            self._take(cut, shard, is_exact)
+        Called when their counters have changed.
+        """
+        due: dict[tuple[int, int], list[Kept]] = {}
+        cuts: dict[int, Cut] = {}
+        for number in numbers:
+            for cut in self.awaited.get(number, ()):
+                kept = self._kept(number)
+                marks = cut.marks[number]
+                is_exact = kept.policy.close is None
+                if not kept.has_value or not _is_due(kept, marks, workers, is_exact):
+                    continue
+                late = [rank for rank, step in marks.items() if is_exact and kept.counted.get(rank, 0) != step]
+                if late:
+                    cut.fail(_disagreement(kept, late[0], marks[late[0]], kept.counted.get(late[0], 0)))
+                due.setdefault((id(cut), id(kept.owner)), []).append(kept)
+                cuts[id(cut)] = cut
+        for (number, _), some in due.items():
+            self._take(cuts[number], some)
 
     def roster(self, workers: Mapping[int, Member]) -> None:
         """Who has left marks nothing any more. Called when the rounds that waited for them are closed."""
-        for number in list(self.awaited):
-            keeper = self._keeper_of(number)
-            assert keeper is not None, "what is awaited is here"
-            self.look(keeper.shards[number], workers)
+        self.look(list(self.awaited), workers)
         for cut in self._cuts.values():
             _require_alike(cut, workers)
             self.ready[cut] = None
@@ -168,9 +169,14 @@ class Cuts:
 
     def _keeper_of(self, number: int) -> Keeper | None:
         """Who keeps the slice, if it is here."""
-        return next((keeper for keeper in self._keepers if number in keeper.shards), None)
+        return next((keeper for keeper in self._keepers if keeper.keeps(number)), None)
 
-    def _enter(self, cut: Cut, message: Mark, rank: int, name: str) -> list[Kept]:
+    def _kept(self, number: int) -> Kept:
+        keeper = self._keeper_of(number)
+        assert keeper is not None, "what is awaited is here"
+        return keeper.kept(number)
+
+    def _enter(self, cut: Cut, message: Mark, rank: int, name: str) -> list[int]:
         """Note the marks of a message; returns the slices that are not taken yet."""
         found = []
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
@@ -178,17 +184,17 @@ class Cuts:
             if keeper is None:
                 cut.fail(f"slice {number} is not kept by {name}")
                 continue
-            shard = keeper.shards[number]
             if number in cut.versions:
+                kept = keeper.kept(number)
                 # Each round since then had a push of every live worker.
-                step_then = shard.counted.get(rank, 0) - (shard.version - cut.versions[number])
+                step_then = kept.counted.get(rank, 0) - (kept.version - cut.versions[number])
                 if step_then != step:
-                    cut.fail(_disagreement(shard, rank, step, step_then))
+                    cut.fail(_disagreement(kept, rank, step, step_then))
             elif not cut.is_begun:  # else it is of a key that others do not know: the scheduler finds that out
                 if number not in cut.marks:
                     self.awaited.setdefault(number, []).append(cut)
                 cut.marks.setdefault(number, {})[rank] = step
-                found.append(shard)
+                found.append(number)
         return found
 
     def _advance(self, cut: Cut, workers: Mapping[int, Member], name: str) -> list[Effect]:
@@ -221,27 +227,30 @@ class Cuts:
         if not cuts:
             del self.awaited[number]
 
-    def _take(self, cut: Cut, shard: Kept, is_exact: bool) -> None:
-        number = shard.number
-        keeper = self._keeper_of(number)
+    def _take(self, cut: Cut, some: Sequence[Kept]) -> None:
+        """Take slices of one owner."""
+        numbers = [kept.number for kept in some]
+        keeper = self._keeper_of(numbers[0])
         if keeper is not None and not cut.failure:
             try:
-                cut.taken[number], leased = keeper.taken(number, cut.contents)
+                saved, leased = keeper.taken(numbers, cut.contents)
             except MemoryError:
-                cut.fail(f"there is no memory for a copy of what is saved of key {shard.key!r}: use more servers")
+                cut.fail(f"there is no memory for a copy of what is saved of key {some[0].key!r}: use more servers")
             else:
+                cut.taken.update(zip(numbers, saved, strict=True))
                 cut.leased += [] if leased is None else [leased]
-        if is_exact:
-            cut.versions[number] = shard.version
-        del cut.marks[number]
-        self._stop_awaiting(number, cut)
+        for kept, number in zip(some, numbers, strict=True):
+            if kept.policy.close is None:
+                cut.versions[number] = kept.version
+            del cut.marks[number]
+            self._stop_awaiting(number, cut)
         self.ready[cut] = None
 
 
-def _is_due(shard: Kept, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+def _is_due(kept: Kept, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
     if is_exact:
-        return any(shard.counted.get(rank, 0) >= step for rank, step in marks.items())
-    return workers.keys() <= marks.keys() and all(shard.counted.get(rank, 0) >= step for rank, step in marks.items())
+        return any(kept.counted.get(rank, 0) >= step for rank, step in marks.items())
+    return workers.keys() <= marks.keys() and all(kept.counted.get(rank, 0) >= step for rank, step in marks.items())
 
 
 def _require_alike(cut: Cut, workers: Mapping[int, Member]) -> None:
@@ -258,8 +267,8 @@ def _require_alike(cut: Cut, workers: Mapping[int, Member]) -> None:
             return
 
 
-def _disagreement(shard: Kept, rank: int, step: int, step_then: int) -> str:
+def _disagreement(kept: Kept, rank: int, step: int, step_then: int) -> str:
     return (
-        f"worker-{rank} called save_checkpoint after {step} pushes of key {shard.key!r}, where the checkpoint of the"
+        f"worker-{rank} called save_checkpoint after {step} pushes of key {kept.key!r}, where the checkpoint of the"
         f" other workers has {step_then}: every worker must call it at the same step"
     )

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvdist.core.block import Block, Contribution
+from kvdist.core.buffers import Allocate, Bits
 from kvdist.core.host_sum import HostRound, Share
 from kvdist.core.outbox import SETTINGS_PER_MESSAGE_MAX, Ready
 from kvdist.core.requests import ALONE_BYTES_MIN
-from kvdist.core.shard import Allocate, Bits, Contribution, Setting, Shard, setting_of
+from kvdist.core.round import Setting, setting_of
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
+from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import Arrays, padded
@@ -240,15 +243,21 @@ def slices_of(sender: Member, message: JoinedPush, neighbours: Mapping[int, Memb
         )
 
 
-def obstacle_to(joined: JoinedSlice, shard: Shard) -> str:
-    """Why the contributions of a host cannot be taken; '' if they can."""
+def require_takable(joined: JoinedSlice, block: Block) -> None:
+    """Refuse contributions of a host that cannot be taken for a block of one slice.
+
+    Raises:
+        PushRefused: the sender is broken.
+    """
+    obstacle = ""
     if joined.strangers or not any(not contribution.silent for contribution in joined.contributions):
         names = ", ".join(f"worker-{rank}" for rank in joined.strangers) or "others only"
-        return f"the sender speaks for {names}, and may speak for itself and the workers of its host"
-    if len({contribution.member for contribution in joined.contributions}) < len(joined.contributions):
-        return f"slice {joined.number} has two contributions of one worker"
-    if shard.policy.close is not None:
-        return f"key {shard.key!r} is asynchronous: its contributions are applied one by one, not summed on the way"
-    if any(count != shard.count for count in joined.counts) or any(code != shard.dtype for code in joined.dtypes):
-        return f"slice {joined.number} has another size or dtype than was declared"
-    return ""
+        obstacle = f"the sender speaks for {names}, and may speak for itself and the workers of its host"
+    elif len({contribution.member for contribution in joined.contributions}) < len(joined.contributions):
+        obstacle = f"slice {joined.number} has two contributions of one worker"
+    elif block.round.policy.close is not None:
+        obstacle = f"key {block.key!r} is asynchronous: its contributions are applied one by one, not summed on the way"
+    elif any(count != block.pool.size for count in joined.counts) or any(code != block.dtype for code in joined.dtypes):
+        obstacle = f"slice {joined.number} has another size or dtype than was declared"
+    if obstacle:
+        raise PushRefused(obstacle)

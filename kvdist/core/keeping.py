@@ -9,12 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
+from kvdist.core.buffers import Buffer
 from kvdist.core.policy import Policy
-from kvdist.core.shard import Buffer
 
 
 class Kept(Protocol):
     """A slice of any kind, as far as the moment of a checkpoint depends on it."""
+
+    @property
+    def owner(self) -> object:
+        """What it is a part of: slices of one owner are taken together."""
 
     @property
     def key(self) -> int | str:
@@ -44,16 +48,18 @@ class Kept(Protocol):
 class Keeper(Protocol):
     """Who keeps slices."""
 
-    @property
-    def shards(self) -> Mapping[int, Kept]:
-        """All of them, by number."""
+    def keeps(self, number: int) -> bool:
+        """Whether a slice is here."""
 
-    def taken(self, number: int, contents: Sequence[str]) -> tuple[SavedSlice, Buffer | None]:
-        """The slice as it is now, in memory that does not change; and the buffer that is leased for that, if one is.
+    def kept(self, number: int) -> Kept:
+        """A slice that is here."""
+
+    def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
+        """Slices as they are now, in memory that does not change; and the buffer that is leased for that, if one is.
 
         Args:
-            number: a slice that has a value.
-            contents: what is wanted of it: `WEIGHTS`, `STATES`.
+            numbers: slices of one owner that have a value.
+            contents: what is wanted of them: `WEIGHTS`, `STATES`.
 
         Raises:
             MemoryError: there is no room for a copy; nothing has changed.
@@ -62,5 +68,5 @@ class Keeper(Protocol):
     def wanted(self, store: int) -> list[WantedSlice]:
         """What a checkpoint must have, so that all slices of a store can go on from it."""
 
-    def restore(self, store: int, found: Sequence[ReadSlice], now: float) -> None:
+    def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
         """Go on from what was found for the slices of a store."""

@@ -55,9 +55,9 @@ class Restoring:
         self._read[message.store] = event.product
         return [Send(SCHEDULER_MEMBER, Done(message.request))]
 
-    def end(self, message: TakeRestored | DropRestored, now: float) -> list[Effect]:
+    def end(self, message: TakeRestored | DropRestored) -> list[Effect]:
         """Every server has read: take it over. Or one could not: forget it."""
         read = self._read.pop(message.store, ())
         for keeper in self._keepers if isinstance(message, TakeRestored) else ():
-            keeper.restore(message.store, [one for one in read if one.number in keeper.shards], now)
+            keeper.restore(message.store, [one for one in read if keeper.keeps(one.number)])
         return [Send(SCHEDULER_MEMBER, Done(message.request))]

@@ -1,29 +1,23 @@
-"""How a server closes rounds: one seam for all three ways, so that a profiler can look at the clock there. Pure."""
+"""How a server applies rounds: one seam for both ways, so that a profiler can look at the clock there. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvdist.core.group import Group, GroupPush
-from kvdist.core.shard import Contribution, Shard
-from kvdist.core.whole import close
-from kvdist.kernels.interface import Kernels
+from kvdist.core import joint_update
+from kvdist.core.block import Block, Contribution
 from kvdist.optimizer.interface import SliceUpdater
 
 
 class Rounds:
-    """Closes them, and nothing else."""
+    """Applies them, and nothing else."""
 
-    def close_slice(self, shard: Shard, updater: SliceUpdater | None, kernels: Kernels) -> list[Contribution]:
-        """Of one slice: see `Shard.close`."""
-        return shard.close(updater, kernels)
+    def apply(self, block: Block, contributions: Sequence[Contribution], updater: SliceUpdater | None) -> None:
+        """To one block: see `Block.apply`."""
+        block.apply(contributions, updater)
 
-    def close_group(self, group: Group, kernels: Kernels) -> list[GroupPush] | None:
-        """Of slices that always come together: see `Group.close`."""
-        return group.close(kernels)
-
-    def close_whole(
-        self, shards: Sequence[Shard], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater
+    def apply_jointly(
+        self, blocks: Sequence[Block], contributions: Sequence[Sequence[Contribution]], updater: SliceUpdater
     ) -> None:
-        """Of all slices of one parameter: see `whole.close`."""
-        close(shards, rounds, updater)
+        """To all blocks of one parameter: see `joint_update.apply`."""
+        joint_update.apply(blocks, contributions, updater)

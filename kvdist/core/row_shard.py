@@ -16,12 +16,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvdist.core.buffers import Bits
 from kvdist.core.policy import Policy
+from kvdist.core.round import (
+    PullRequest,
+    Round,
+    Setting,
+    Verdict,
+    agreed_settings,
+    require_optimizer,
+    scale_of,
+)
 from kvdist.core.row_block import RowBlock
-from kvdist.core.shard import Bits, Setting, Verdict, agreed_settings, scale_of
 from kvdist.errors import PushRefused
-from kvdist.nodes import Member, worker
+from kvdist.nodes import Member
 from kvdist.optimizer.base import Optimizer
+from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import Flag
 
 Ids = npt.NDArray[np.int64]
@@ -61,13 +71,9 @@ class RowContribution:
 
 
 @dataclass(slots=True)
-class RowPull:
+class RowPull(PullRequest):
     """A worker that waits for rows to reach a state."""
 
-    member: Member
-    run: int
-    step: int
-    version: int
     ids: Ids
 
 
@@ -75,26 +81,47 @@ class RowPull:
 class RowShard:
     """The rows of one table that one server keeps, and their rounds."""
 
-    key: int | str
     number: int
-    policy: Policy
     block: RowBlock
+    round: Round[RowContribution, RowPull]
     has_value: bool
     """Whether its first values are complete."""
-    version: int = 0
-    """How many rounds have been closed."""
-    slots: dict[int, RowContribution] = field(default_factory=dict)
-    """Worker rank → its contribution to the open round."""
-    counted: dict[int, int] = field(default_factory=dict)
-    """Worker rank → how many of its pushes are in the value, or were refused for good."""
-    pulls: list[RowPull] = field(default_factory=list)
     arriving: dict[int, RowContribution] = field(default_factory=dict)
     """Worker rank → a contribution of which more is to come."""
     spoilt: dict[int, int] = field(default_factory=dict)
     """Worker rank → the last of its runs of which something was refused."""
-    open_since: float = 0.0
     rooms: dict[int, Bits] = field(default_factory=dict)
     """Worker rank → memory for the values of a contribution in several parts: fresh memory is slow."""
+
+    @property
+    def key(self) -> int | str:
+        """Of the table."""
+        return self.round.key
+
+    @property
+    def ids(self) -> U32:
+        """(1,) its number."""
+        return np.array([self.number], np.uint32)
+
+    @property
+    def version(self) -> int:
+        """How many rounds have been closed."""
+        return self.round.version
+
+    @property
+    def policy(self) -> Policy:
+        """When rounds are closed."""
+        return self.round.policy
+
+    @property
+    def counted(self) -> dict[int, int]:
+        """Worker rank → how many of its pushes are in the value, or were refused for good."""
+        return self.round.counted
+
+    @property
+    def owner(self) -> RowShard:
+        """It is saved by itself."""
+        return self
 
     def offer(self, contribution: RowContribution, more: bool, now: float) -> Verdict:
         """Put a contribution, or the next part of it, into its slot.
@@ -104,16 +131,9 @@ class RowShard:
                 sender is broken.
         """
         rank = contribution.member.node.rank
-        expected = self.counted.get(rank, 0)
-        if contribution.step < expected:
-            return Verdict.ALREADY_COUNTED
-        if contribution.step > expected:
-            raise PushRefused(
-                f"{contribution.member} sent its push {contribution.step} of key {self.key!r},"
-                f" but only {expected} of its pushes have been counted"
-            )
-        if rank in self.slots:
-            return Verdict.REPEATED
+        verdict = self.round.place_of(contribution)
+        if verdict is not Verdict.ACCEPTED:
+            return verdict
         begun = self.arriving.pop(rank, None)
         if begun is not None:
             obstacle = begun.obstacle_to(contribution)
@@ -124,10 +144,7 @@ class RowShard:
         if more:
             self.arriving[rank] = contribution
             return Verdict.REPEATED
-        if not self.slots:
-            self.open_since = now
-        self.slots[rank] = contribution
-        return Verdict.ACCEPTED
+        return self.round.offer(contribution, now)
 
     def spoil(self, rank: int, run: int) -> None:
         """Something of a run was refused: what has come of it is dropped, and what is to come will be."""
@@ -140,17 +157,9 @@ class RowShard:
         """Whether something of this run was refused before."""
         return self.spoilt.get(rank) == run
 
-    def is_ready(self, members: Set[int]) -> bool:
-        """Whether the open round can be closed while the workers `members` are alive."""
-        return self.has_value and bool(self.slots) and self.policy.is_full(self.slots.keys(), members)
-
-    def take(self) -> list[RowContribution]:
-        """Count the contributions of the open round, in rank order, which makes a version, and return them."""
-        contributions = [self.slots.pop(rank) for rank in sorted(self.slots)[: self.policy.close]]
-        self.version += 1
-        for contribution in contributions:
-            self.counted[contribution.member.node.rank] = contribution.step + 1
-        return contributions
+    def is_ready(self, live: Set[int]) -> bool:
+        """Whether the open round can be closed while these workers are alive."""
+        return self.has_value and self.round.is_complete(live)
 
     def apply(self, contributions: Sequence[RowContribution], optimizer: Optimizer | None) -> None:
         """Change the rows by the contributions of a round.
@@ -158,16 +167,12 @@ class RowShard:
         Raises:
             OptimizerMismatch, PushRefused: the round cannot be applied; nothing has changed.
         """
-        if self.policy.needs_optimizer and optimizer is None:
-            raise PushRefused(
-                f"key {self.key!r}: a dist_async store has no rounds to sum, so it needs an optimizer:"
-                " call set_optimizer before the first push"
-            )
+        require_optimizer(self.key, self.policy, optimizer)
         present = [contribution for contribution in contributions if not contribution.is_empty]
         if not present:
             return
         lr, wd = agreed_settings(self.key, present)
-        scales = [scale_of(c.setting, c.flags, len(contributions), optimizer) for c in present]
+        scales = [scale_of(contribution, len(contributions), optimizer) for contribution in present]
         try:
             self.block.update([self._rows(c) for c in present], scales, optimizer, lr, wd)
         except (MemoryError, TypeError, ValueError) as error:
@@ -175,10 +180,7 @@ class RowShard:
 
     def take_satisfied_pulls(self) -> list[RowPull]:
         """The pulls that the present state answers; they are removed."""
-        ready = [pull for pull in self.pulls if self._satisfies(pull)]
-        if ready:
-            self.pulls = [pull for pull in self.pulls if not self._satisfies(pull)]
-        return ready
+        return self.round.take_satisfied() if self.has_value else []
 
     def obstacle_to(self, ids: Ids) -> str:
         """What is wrong with the ids of a message; '' if nothing is."""
@@ -189,15 +191,14 @@ class RowShard:
             return f"key {self.key!r}: rows must ascend from {first} to {stop - 1} here"
         return ""
 
-    def validate(self, members: Set[int]) -> None:
+    def validate(self, live: Set[int]) -> None:
         """Check every invariant."""
         self.block.validate()
-        assert not self.is_ready(members), "a full round is closed at once"
-        assert not any(self._satisfies(pull) for pull in self.pulls), "a pull that can be answered is answered"
-        for rank, contribution in self.slots.items():
-            assert contribution.member.node == worker(rank), "a slot holds its own worker's contribution"
-            assert contribution.step == self.counted.get(rank, 0), "a slot holds the worker's next push"
-            assert rank not in self.arriving, "what is complete does not arrive"
+        self.round.validate()
+        assert not self.is_ready(live), "a full round is closed at once"
+        waiting = self.round.pulls if self.has_value else []
+        assert not any(self.round.satisfies(pull) for pull in waiting), "a pull that can be answered is answered"
+        assert not self.round.slots.keys() & self.arriving.keys(), "what is complete does not arrive"
 
     def _rows(self, contribution: RowContribution) -> tuple[Ids, Bits]:
         """All its ids and values, until the next round; one pass over them where they came in several messages."""
@@ -210,10 +211,3 @@ class RowShard:
             room = self.rooms[rank] = np.empty(count, self.block.dtype.storage)
         np.concatenate(values, out=room[:count])
         return np.concatenate(ids), room[:count]
-
-    def _satisfies(self, pull: RowPull) -> bool:
-        return (
-            self.has_value
-            and self.counted.get(pull.member.node.rank, 0) >= pull.step
-            and self.version >= pull.version
-        )

@@ -18,12 +18,13 @@ from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config import Limits
 from kvdist.core import row_saving
 from kvdist.core.answers import Answers
+from kvdist.core.buffers import Allocate, Bits
 from kvdist.core.cuts import Cuts
 from kvdist.core.effects import Effect, Send
 from kvdist.core.policy import POLICIES
+from kvdist.core.round import Round, Verdict, setting_of
 from kvdist.core.row_block import RowBlock
 from kvdist.core.row_shard import Ids, RowContribution, RowPull, RowShard
-from kvdist.core.shard import Allocate, Bits, Verdict, setting_of
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
@@ -105,7 +106,9 @@ class RowTables:
                 except MemoryError as error:
                     failure = failure or str(error)
                     continue
-                shard = RowShard(key, piece.number, POLICIES[message.mode], block, has_value=initializer is not None)
+                shard = RowShard(
+                    piece.number, block, Round(key, POLICIES[message.mode]), has_value=initializer is not None
+                )
                 self.shards[piece.number] = shard
                 self._store_of[piece.number] = message.store
         return failure
@@ -119,7 +122,7 @@ class RowTables:
         gone = self.workers.keys() - workers.keys()
         self.workers = workers
         for shard in self.shards.values():
-            shard.pulls = [pull for pull in shard.pulls if pull.member.node.rank not in gone]
+            shard.round.forget(gone)
             for rank in gone:
                 shard.arriving.pop(rank, None)
                 shard.spoilt.pop(rank, None)
@@ -128,20 +131,29 @@ class RowTables:
 
     # Checkpoints: see `Keeper`.
 
-    def taken(self, number: int, contents: Sequence[str]) -> tuple[SavedSlice, None]:
+    def keeps(self, number: int) -> bool:
+        """Whether a slice is here."""
+        return number in self.shards
+
+    def kept(self, number: int) -> RowShard:
+        """A slice that is here."""
+        return self.shards[number]
+
+    def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], None]:
         """A copy of the rows as they are now."""
-        shard = self.shards[number]
-        optimizer = self._optimizers.get(self._store_of[number])
-        return row_saving.taken(shard.block, shard.version, optimizer, contents), None
+        shards = [self.shards[number] for number in numbers]
+        optimizer = self._optimizers.get(self._store_of[numbers[0]])
+        return [row_saving.taken(shard.block, shard.version, optimizer, contents) for shard in shards], None
 
     def wanted(self, store: int) -> list[WantedSlice]:
         """What a checkpoint must have of the tables of a store."""
         return [row_saving.wanted(shard.block, self._optimizers.get(store)) for shard in self._of(store)]
 
-    def restore(self, store: int, found: Sequence[ReadSlice], now: float) -> None:
+    def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
         """Go on from what was found. What departed workers have pushed to open rounds was for the values before it."""
         for shard in self._of(store):
-            shard.slots = {rank: one for rank, one in shard.slots.items() if rank in self.workers}
+            slots = shard.round.slots
+            shard.round.slots = {rank: one for rank, one in slots.items() if rank in self.workers}
         for one in found:
             shard = self.shards[one.number]
             row_saving.restore(shard.block, one, self._optimizers.get(store))
@@ -166,8 +178,8 @@ class RowTables:
             if not message.flags[i] & MORE:
                 shard.has_value = True
                 if self._cuts.awaited:
-                    self._cuts.look(shard, self.workers)
-                self._to(sender).counted(run, shard, Outcome.INITIALISED)
+                    self._cuts.look([shard.number], self.workers)
+                self._to(sender).counted(run, shard.ids, shard.version, Outcome.INITIALISED)
                 self._close_if_ready(shard)
 
     def push(self, sender: Member, message: PushRows, now: float) -> None:
@@ -192,7 +204,7 @@ class RowTables:
             if verdict is Verdict.ACCEPTED:
                 self._close_if_ready(shard)
             elif verdict is Verdict.ALREADY_COUNTED and not flags & MORE:
-                self._to(sender).counted(run, shard, Outcome.COUNTED)
+                self._to(sender).counted(run, shard.ids, shard.version, Outcome.COUNTED)
 
     def pull(self, sender: Member, message: PullRows, now: float) -> None:
         """Rows are wanted."""
@@ -205,9 +217,7 @@ class RowTables:
             if obstacle:
                 self._refuse(sender, run, shard.number, obstacle)
                 continue
-            if not shard.pulls and not shard.slots:
-                shard.open_since = now
-            shard.pulls.append(RowPull(sender, run, int(message.steps[i]), int(message.versions[i]), ids))
+            shard.round.wait(RowPull(sender, run, int(message.steps[i]), int(message.versions[i]), ids), now)
             self._answer_pulls(shard)
 
     # What workers are told.
@@ -232,21 +242,22 @@ class RowTables:
         """Tell those who have waited long in which round, and for whom."""
         hints: dict[Member, Waiting] = {}
         for shard in self._waiting():
-            if now - shard.open_since >= self._limits.explain_after_s:
+            if now - shard.round.open_since >= self._limits.explain_after_s:
                 subject, missing = self._lacks(shard)
-                waiters = [one.member for one in shard.slots.values()] + [pull.member for pull in shard.pulls]
+                waiters = [one.member for one in shard.round.slots.values()]
+                waiters += [pull.member for pull in shard.round.pulls]
                 for member in waiters:
-                    hints.setdefault(member, Waiting(subject, missing, now - shard.open_since))
+                    hints.setdefault(member, Waiting(subject, missing, now - shard.round.open_since))
         return [Send(member, hint) for member, hint in hints.items()]
 
     def explain(self, now: float) -> str | None:
         """The oldest open round, and who is missing in it."""
-        shard = min(self._waiting(), key=lambda shard: shard.open_since, default=None)
+        shard = min(self._waiting(), key=lambda shard: shard.round.open_since, default=None)
         if shard is None:
             return None
         subject, missing = self._lacks(shard)
         names = ", ".join(f"worker-{rank}" for rank in missing)
-        return f"{subject} has waited {now - shard.open_since:.1f} s for {names}"
+        return f"{subject} has waited {now - shard.round.open_since:.1f} s for {names}"
 
     def validate(self) -> None:
         """Check every invariant."""
@@ -280,7 +291,7 @@ class RowTables:
     def _close_if_ready(self, shard: RowShard) -> None:
         optimizer = self._optimizers.get(self._store_of[shard.number])
         while shard.is_ready(self.workers.keys()):
-            contributions = shard.take()
+            contributions = shard.round.take()
             try:
                 shard.apply(contributions, optimizer)
             except (OptimizerMismatch, PushRefused) as error:
@@ -291,9 +302,9 @@ class RowTables:
             else:
                 for one in contributions:
                     self._traffic.summed += sum(values.nbytes for _, values in one.parts)
-                    self._to(one.member).counted(one.run, shard, Outcome.COUNTED)
+                    self._to(one.member).counted(one.run, shard.ids, shard.version, Outcome.COUNTED)
             if self._cuts.awaited:
-                self._cuts.look(shard, self.workers)
+                self._cuts.look([shard.number], self.workers)
         self._answer_pulls(shard)
 
     def _answer_pulls(self, shard: RowShard) -> None:
@@ -334,22 +345,22 @@ class RowTables:
         return found
 
     def _waiting(self) -> list[RowShard]:
-        return [shard for shard in self.shards.values() if shard.slots or shard.pulls]
+        return [shard for shard in self.shards.values() if not shard.round.is_quiet]
 
     def _lacks(self, shard: RowShard) -> tuple[str, tuple[int, ...]]:
         """What those who wait for a table wait for, and whose it is."""
         if not shard.has_value:
             return f"the first values of key {shard.key!r}", (min(self.workers, default=0),)
-        if shard.slots:
-            missing = shard.policy.missing(shard.slots.keys(), self.workers.keys())
+        if shard.round.slots:
+            missing = shard.round.missing(self.workers.keys())
         else:  # who pulls waits for what it has pushed itself
-            missing = tuple(sorted({pull.member.node.rank for pull in shard.pulls}))
+            missing = tuple(sorted({pull.member.node.rank for pull in shard.round.pulls}))
         return f"round {shard.version} of key {shard.key!r}", missing
 
     def _refuse(
         self, member: Member, run: int, number: int, reason: str, code: ErrorCode = ErrorCode.REFUSED
     ) -> None:
-        self._to(member).refuse(run, number, code, reason)
+        self._to(member).refuse(run, _u32(number), code, reason)
 
     def _to(self, member: Member) -> Answers:
         answers = self._answers.get(member)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from kvdist.addresses import crosses_network
 from kvdist.config import Limits
+from kvdist.core.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.commands import Handler, perform
 from kvdist.core.decoding import decoded
 from kvdist.core.effects import (
@@ -23,13 +24,11 @@ from kvdist.core.effects import (
     Stop,
     Unreachable,
 )
-from kvdist.core.group import GroupBuffer
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.outbox import PRIORITY_MESSAGES_PER_WINDOW
 from kvdist.core.policy import POLICIES
 from kvdist.core.restoring import Restoring
 from kvdist.core.row_tables import RowBuffer, RowTables
-from kvdist.core.shard import Allocate, Buffer, ordinary_memory
 from kvdist.core.table import Table
 from kvdist.core.verdict import scheduler_lost, verdict
 from kvdist.errors import DeviceError, KvdistError
@@ -142,13 +141,15 @@ class Server(Machine):
             case Pull():
                 self.table.pull(sender, message, now)
             case PullState():
-                self.table.pull_state(sender, message, now)
+                self.table.pull_state(sender, message)
             case ReplaceState():
-                self.table.replace_state(sender, message, now)
+                self.table.replace_state(sender, message)
             case Mark():
-                self.table.mark(sender, message, now)
-            case InitValues() | ReplaceValues():
-                self.table.initialise(sender, message, now)
+                self.table.mark(sender, message)
+            case InitValues():
+                self.table.initialise(sender, message)
+            case ReplaceValues():
+                self.table.replace(sender, message)
             case InitRows():
                 self.tables.initialise(sender, message)
             case PushRows():
@@ -200,7 +201,7 @@ class Server(Machine):
         for token in tokens:
             assert isinstance(token, tuple)
             for buffer in token:
-                assert isinstance(buffer, Buffer | GroupBuffer | RowBuffer) and buffer.leases > 0
+                assert isinstance(buffer, Buffer | RowBuffer) and buffer.leases > 0
                 buffer.leases -= 1
         return []
 
@@ -241,7 +242,7 @@ class Server(Machine):
             case Restore():
                 return self._restoring.read(message)
             case TakeRestored() | DropRestored():
-                return self._restoring.end(message, now)
+                return self._restoring.end(message)
             case Perform():
                 return [Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
             case Abort():
@@ -294,7 +295,7 @@ class Server(Machine):
     def _set_optimizer(self, message: SetOptimizer, now: float) -> list[Effect]:
         try:
             optimizer = from_description(message.description)
-            self.table.set_optimizer(message.store, optimizer, now)
+            self.table.set_optimizer(message.store, optimizer)
         except (ValueError, TypeError, DeviceError) as error:
             return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))]
         self.tables.set_optimizer(message.store, optimizer)

@@ -12,6 +12,7 @@ from kvdist.addresses import stays_on_host
 from kvdist.config import Limits
 from kvdist.core.barrier_calls import BarrierCalls
 from kvdist.core.blocking import BlockedReports, Threads, UnknownThreads
+from kvdist.core.buffers import Allocate, ordinary_memory
 from kvdist.core.effects import (
     NEVER,
     Answered,
@@ -47,7 +48,6 @@ from kvdist.core.requests import (
     Transfer,
 )
 from kvdist.core.saving_calls import SavingCalls
-from kvdist.core.shard import Allocate, ordinary_memory
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.transfers import LEADER, Transfers

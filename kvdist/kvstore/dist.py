@@ -10,13 +10,12 @@ future if the call says so. Everything else happens on the node's thread. Rules 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import math
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -63,9 +62,6 @@ from kvdist.protocol.arrays import ALIGNMENT_BYTES
 from kvdist.rowsparse import RowSparse
 
 LOG = logging.getLogger("kvdist")
-
-OBJECTS_PER_COLLECTION = 100_000
-"""Of Python's garbage, while keys are initialised."""
 
 
 class DistStore(KVStore):
@@ -143,10 +139,6 @@ class DistStore(KVStore):
     def init(self, key: Keys, value: Value) -> None:
         """Agree on keys with all workers; rank 0's values win. See `KVStore.init`."""
         self._require_usable()
-        with _collecting_rarely():
-            self._init(key, value)
-
-    def _init(self, key: Keys, value: Value) -> None:
         given = [(one, [as_table(one, array) for array in arrays]) for one, arrays in values.pairs(key, value)]
         fresh = self._keys.undeclared(given)
         if not fresh:
@@ -492,17 +484,6 @@ class DistStore(KVStore):
             # Other stores of the process are open, so the answer still came; nobody is going to call this one again.
             LOG.error("a push to a store that has been closed meanwhile failed: %s", error)
         self._errors.append(error)
-
-
-@contextlib.contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """Garbage is looked for less often meanwhile: what is made for each of many keys stays."""
-    before = gc.get_threshold()
-    gc.set_threshold(before[0] and max(before[0], OBJECTS_PER_COLLECTION), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _declaration(store: int, said: tuple[Any, ...], number: int) -> DeclareKeys:

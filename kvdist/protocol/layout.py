@@ -83,14 +83,15 @@ class PayloadView:
         """
         start = int(self._starts[begin])
         stop = int(self._starts[end]) if end < len(self._starts) else self._total
-        pieces = []
-        for base, last in zip(self._bases, self._ends.tolist(), strict=True):
-            first = last - len(base)
-            piece = base[max(start - first, 0) : max(stop - first, 0)]
-            if len(piece):
-                pieces.append(piece)
-        whole = pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.uint8), *pieces])
-        return whole.view(dtype.storage)
+        last = int(np.searchsorted(self._ends, stop))
+        first = last if last == 0 or start >= self._ends[last - 1] else int(np.searchsorted(self._ends, start, "right"))
+        if first == last:  # nearly always
+            before = int(self._ends[last]) - len(self._bases[last])
+            return self._bases[last][start - before : stop - before].view(dtype.storage)
+        pieces = self._bases[first : last + 1]
+        pieces[0] = pieces[0][start - int(self._ends[first]) :]  # counted from its end
+        pieces[-1] = pieces[-1][: stop - int(self._ends[last - 1])]
+        return np.concatenate(pieces).view(dtype.storage)
 
     def _frames(self, begin: int, end: int) -> list[int]:
         """The frame of each entry."""

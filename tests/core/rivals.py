@@ -1,4 +1,5 @@
-"""The same calls on two clusters, one whose servers make groups and one whose servers never do: nobody may notice.
+"""The same calls on two clusters, one whose servers have blocks of several slices and one whose blocks have one slice
+each: nobody may notice.
 
 A `Story` is a list of steps drawn from a seed. Each step is settled before the next, so that both clusters decide in
 the same order; whatever a worker gets to know (values, errors, explanations) is then the same to the bit.
@@ -7,6 +8,7 @@ the same order; whatever a worker gets to know (values, errors, explanations) is
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +19,16 @@ from unittest import mock
 import numpy as np
 
 from kvdist.config import Limits
-from kvdist.core.group import Group
-from kvdist.core.groups import Groups
+from kvdist.core.block import Block
+from kvdist.core.blocks import Blocks
 from kvdist.protocol.messages import Flag, InitValues, Packet, Push, ReplaceValues, Values
 from tests.core.wired import NAN, Wired
 
 WITH_BYTES = (Push, InitValues, ReplaceValues, Values)
 SETTINGS = [(NAN, NAN, NAN), (0.5, 0.0, 1.0), (0.25, 0.0, 2.0)]
 SIZES = {"a": 3, "b": 1, "c": 0, "d": 4, "e": 2, "f": 5}
+KEY = re.compile("(of )?key '.'")
+"""Of several keys that are refused for one reason, an error names one."""
 LISTS = [list("abcd"), list("abcd"), list("abcd"), list("ab"), list("cdef"), list("dcba"), list("abcdef"), ["a"]]
 """The lists of keys that are moved together: one most of all, parts of it, overlapping ones, another order."""
 
@@ -54,15 +58,15 @@ class Watched(Wired):
         self._sums = kept
 
     def everything(self) -> dict[int, tuple[int, dict[int, int], list[Any]]]:
-        """Slice → version, counted, value, on all servers; takes all groups apart."""
+        """Slice → version, counted, value, on all servers."""
         found = {}
         for server in self.servers:
-            server.table._take_all_apart(self.now)
-            for number, shard in server.table.shards.items():
-                value = None if shard.published is None else shard.published.array.tolist()
-                counted = {rank: count for rank, count in shard.counted.items() if count}
-                found[number] = (shard.version, counted, value)
-        return found
+            for block in server.table.blocks:
+                counted = {rank: count for rank, count in block.round.counted.items() if count}
+                for position, number in enumerate(block.ids.tolist()):
+                    value = None if block.published is None else block.values(position).tolist()
+                    found[number] = (block.version, counted, value)
+        return dict(sorted(found.items()))
 
 
 def checksum(message: Any) -> int:
@@ -87,9 +91,9 @@ class Step:
 
 
 @contextmanager
-def no_groups() -> Iterator[None]:
+def slices_alone() -> Iterator[None]:
     """Servers that handle each slice by itself."""
-    with mock.patch.object(Groups, "is_worth_it", lambda self, ids: False):
+    with mock.patch.object(Blocks, "has_room_for", lambda self, nbytes: False):
         yield
 
 
@@ -143,7 +147,7 @@ def draw(seed: int, workers: int, steps: int, rare: float = 0.12, optimizers: Se
 
 
 def live(story: Sequence[Step], mode: str = "sync", workers: int = 3, servers: int = 1) -> tuple[list[Any], int]:
-    """Play the story; returns all that anybody got to know, and how many rounds groups closed or gave up."""
+    """Play the story; returns all that anybody got to know, and how many rounds were of several slices."""
     wired = Watched(workers, servers, limits=Limits())
     first = {key: list(range(size)) for key, size in SIZES.items()}
     for dtype, keys in (("float32", "abcd"), ("float64", "e"), ("int32", "f")):
@@ -154,7 +158,14 @@ def live(story: Sequence[Step], mode: str = "sync", workers: int = 3, servers: i
     wired.settle()
     known: list[Any] = []
     asked: list[int] = []
-    with mock.patch.object(Group, "close", autospec=True, side_effect=Group.close) as closed:
+    apply, rounds = Block.apply, 0
+
+    def counted(self: Block, *arguments: Any) -> None:
+        nonlocal rounds
+        rounds += len(self) > 1
+        apply(self, *arguments)
+
+    with mock.patch.object(Block, "apply", counted):
         for step in story:
             request = _take(wired, step, known)
             if request is not None:
@@ -168,17 +179,17 @@ def live(story: Sequence[Step], mode: str = "sync", workers: int = 3, servers: i
         error = wired.failed.get(request)
         assert error is not None or request in wired.completed, f"request {request} was never answered"
         values = {key: array.tolist() for key, array in wired.results[request].items()}
-        known.append((type(error).__name__, str(error)) if error is not None else values)
+        known.append((type(error).__name__, KEY.sub("of a key", str(error))) if error is not None else values)
     known.append(wired.everything())
     leases = [
         buffer.leases
         for server in wired.servers
-        for shard in server.table.shards.values()
-        for buffer in (shard.published, *shard.spare)
+        for block in server.table.blocks
+        for buffer in (block.published, *block.pool.spare)
         if buffer is not None
     ]
     assert not any(leases), "nobody reads any more"
-    return known, closed.call_count
+    return known, rounds
 
 
 def _take(wired: Wired, step: Step, known: list[Any]) -> int | None:
@@ -208,9 +219,9 @@ def _take(wired: Wired, step: Step, known: list[Any]) -> int | None:
 
 
 def assert_nobody_notices(story: Sequence[Step], **options: Any) -> int:
-    """Play the story in both clusters and compare; returns how many rounds groups closed or gave up."""
+    """Play the story in both clusters and compare; returns how many rounds were of several slices."""
     grouped, rounds = live(story, **options)
-    with no_groups():
+    with slices_alone():
         alone, none = live(story, **options)
     assert none == 0
     for ours, theirs in zip(grouped, alone, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,11 +13,10 @@ from kvdist.checkpoint.manifest import NAME, read_manifest
 from kvdist.checkpoint.slices import Shards
 from kvdist.checkpoint.works import WriteManifest, WriteShard
 from kvdist.core import saving_calls
+from kvdist.core.block import Block
 from kvdist.core.cuts import Cuts
-from kvdist.core.group import Group, GroupPush
 from kvdist.core.saving_calls import SavingCalls
 from kvdist.dtypes import DType
-from kvdist.kernels.interface import Kernels
 from kvdist.protocol.saving import Mark
 from tests.core.training import (
     SMALL,
@@ -163,17 +163,17 @@ def test_two_checkpoints_at_once_are_two_moments(tmp_path: Path) -> None:
     require_nothing_left(wired)
 
 
-def test_small_slices_that_are_updated_as_a_group_are_saved_one_by_one(tmp_path: Path) -> None:
+def test_small_slices_that_are_updated_as_a_block_are_saved_one_by_one(tmp_path: Path) -> None:
     wired = a_cluster(num_servers=1)
     small: tuple[int | str, ...] = ("b", 3)
     rounds = []
-    close = Group.close
+    apply = Block.apply
 
-    def counted(self: Group, kernels: Kernels) -> list[GroupPush] | None:
-        rounds.append(len(self.shards))
-        return close(self, kernels)
+    def counted(self: Block, *arguments: Any) -> None:
+        rounds.extend([1] * (len(self) > 1))
+        apply(self, *arguments)
 
-    with mock.patch.object(Group, "close", counted):
+    with mock.patch.object(Block, "apply", counted):
         for turn in range(4):
             for rank in (0, 1):
                 wired.push(rank, {key: gradients(rank, turn)[key] for key in small})
@@ -183,7 +183,7 @@ def test_small_slices_that_are_updated_as_a_group_are_saved_one_by_one(tmp_path:
                     wired.save(rank, tmp_path, *VALUES)
             if turn == 1:
                 before = len(rounds)
-    assert 0 < before < len(rounds), "there was a group before, and there is one after it"
+    assert 0 < before < len(rounds), "they are one block before it and after it"
     wired.settle_works()
     require_moment(tmp_path, (0, 1), 2)
     require_nothing_left(wired)

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from kvdist.compression import Half, TopK, TwoBit
+from kvdist.core.block import Block
 from kvdist.core.decoding import decoded
-from kvdist.core.halves import Halves
 from kvdist.core.outbox import DECODED_BYTES_MAX, Outbox, Part, Run
+from kvdist.core.policy import SYNC
 from kvdist.core.requests import DeclareKeys, Encoded, KeyInfo, Kind, RunData, Transfer, make_plan
-from kvdist.core.shard import ordinary_memory
 from kvdist.core.sharding import cut
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
+from kvdist.optimizer.step import Extent
 from kvdist.protocol.coded import as_octets
 from kvdist.protocol.compressed import Coded, CompressedPush
 from kvdist.protocol.layout import PayloadView, views
@@ -160,7 +161,7 @@ def test_encoded_and_plain_contributions_make_one_round():
     assert pulled(wired, 0, "a", "b") == [[10.5, 20, 30], [1.5, 2.5, 3.5, 4.5, 5.5]]
 
 
-def test_encoded_pushes_that_come_together_are_a_group():
+def test_encoded_pushes_that_come_together_are_of_one_block():
     wired = Wired(2, 1)
     wired.settle()
     declared(wired, {"a": 3, "b": 5, "c": 0, "d": 1}, DType.FLOAT16)
@@ -168,8 +169,7 @@ def test_encoded_pushes_that_come_together_are_a_group():
         for rank in range(2):
             pushed(wired, rank, {"a": [1] * 3, "b": [-step] * 5, "c": [], "d": [0]}, codec=Half(DType.BFLOAT16))
         wired.settle()
-        groups = list(wired.processes["server-0"].machine.table._groups)
-        assert [(len(group.ids), group.rounds) for group in groups] == [(4, step)]
+        assert [(len(block), block.version) for block in wired.servers[0].table.blocks] == [(4, step)]
         assert pulled(wired, 1, "a", "b", "c", "d") == [[2] * 3, [-2 * step] * 5, [], [0]]
 
 
@@ -196,7 +196,7 @@ def test_a_slice_of_another_size_is_refused_alone():
     request = wired.ask(0, lambda n: Transfer(n, Kind.PUSH, "push", runs))
     wired.settle()
     assert "another size" in str(wired.failed[request])
-    assert wired.processes["server-0"].machine.table.shards[wired.infos["b"].slices[0].number].version == 1
+    assert wired.servers[0].table.blocks.of(wired.infos["b"].slices[0].number)[0].version == 1
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
@@ -237,14 +237,16 @@ class Counting:
 
 def test_a_version_is_cast_once_and_what_is_read_is_not_written():
     kernels = Counting()
-    halves = Halves(DType.FLOAT16, [3, 1], kernels, ordinary_memory)
-    first = halves.of([np.array([1, 2, 3], np.float32), np.array([4], np.float32)])
-    assert halves.of([]) is first and kernels.casts == 2
-    assert first.array.tolist() == [1, 2, 3, 0, 4, 0, 0, 0] and len(first.payload) == 16
+    extents = [Extent("a", (3,)), Extent("b", (1,))]
+    block = Block.of(0, [0, 1], extents, [3, 1], DType.FLOAT32, SYNC, kernels, pulled_as=DType.FLOAT16)
+    block.replace([np.array([1, 2, 3], np.float32), np.array([4], np.float32)])
+    first = block.outgoing
+    assert block.outgoing is first and kernels.casts == 2
+    assert first.array.tolist() == [1, 2, 3, 0, 4] and len(first.payload) == 16
     first.leases += 1
-    halves.forget()
-    second = halves.of([np.full(3, 9, np.float32), np.full(1, 9, np.float32)])
+    block.replace([np.full(3, 9, np.float32), np.full(1, 9, np.float32)])
+    second = block.outgoing
     assert second is not first and first.array[0] == 1
     first.leases -= 1
-    halves.forget()
-    assert halves.of([np.full(3, 7, np.float32), np.full(1, 7, np.float32)]) is first
+    block.replace([np.full(3, 7, np.float32), np.full(1, 7, np.float32)])
+    assert block.outgoing is first

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from kvdist.core import joined
+from kvdist.core.buffers import ordinary_memory
 from kvdist.core.host_sum import HostRound, Share
 from kvdist.core.joined import Joiner, slices_of
 from kvdist.core.outbox import Ready, Run
 from kvdist.core.requests import Kind, RunData, RunPlan
-from kvdist.core.shard import Setting, ordinary_memory
+from kvdist.core.round import Setting
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvdist.config import Limits
-from kvdist.core.group import Group
+from kvdist.core.block import Block, Contribution
 from kvdist.core.policy import POLICIES
-from kvdist.core.shard import Contribution, Shard
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker
 from kvdist.optimizer import create
 from kvdist.optimizer.offload import DeviceUpdater, arithmetic_on
+from kvdist.optimizer.step import Extent
 from tests.core import training
 from tests.core.wired import Wired
 from tests.devices import NumpyDevice
@@ -77,8 +78,13 @@ def test_workers_read_the_bits_that_they_would_read_from_hosts(
     name: str, numbers: dict[str, float], dtype: str, masters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grouped = []
-    close = Group.close
-    monkeypatch.setattr(Group, "close", lambda self, kernels: grouped.append(1) or close(self, kernels))
+    apply = Block.apply
+
+    def counted(self: Block, *arguments: Any) -> None:
+        grouped.extend([1] * (len(self) > 1))
+        apply(self, *arguments)
+
+    monkeypatch.setattr(Block, "apply", counted)
     for seed in (1, 2):
         here, there = a_pair()
         run = (seed, name, numbers, dtype, masters)
@@ -104,21 +110,21 @@ def test_steady_rounds_upload_contributions_and_download_weights() -> None:
 
 def test_a_value_that_is_replaced_again_and_again_is_the_one_that_is_updated() -> None:
     updater = DeviceUpdater(create("test"), NumpyDevice())
-    shard = Shard("w", 0, DType.FLOAT32, 2, POLICIES["sync"])
-    shard.initialise(np.array([1, 1], np.float32))
+    block = Block.of(0, [0], [Extent("w", (2,))], [2], DType.FLOAT32, POLICIES["sync"])
+    block.initialise(0, [np.array([1, 1], np.float32)])
     member = Member(worker(0), 1)
     step = 0
     for replaced in (0, 1, 2, 3, 4, 0, 2):
         for turn in range(replaced):
-            shard.replace(np.array([10 * turn, 7], np.float32))
-        assert shard.published is not None
-        expected = (shard.published.array + 1).tolist()
+            block.replace([np.array([10 * turn, 7], np.float32)])
+        assert block.published is not None
+        expected = (block.published.array + 1).tolist()
         ones = np.ones(2, np.float32)
         for _ in range(2):
-            shard.offer(Contribution(member, 0, step, 0, 1, 0, (0.0, 0.0, 1.0), ones, pull=False), 0.0)
-            shard.close(updater, REFERENCE)
+            block.offer(Contribution(member, 0, step, 0, 1, 0, (0.0, 0.0, 1.0), ones, pull=False), 0.0)
+            block.apply(block.round.take(), updater)
             step += 1
-        assert shard.published.array.tolist() == [expected[0] + 1, expected[1] + 1]
+        assert block.published.array.tolist() == [expected[0] + 1, expected[1] + 1]
 
 
 # Checkpoints.

@@ -169,7 +169,7 @@ def test_a_pull_too_large_for_a_message_is_refused_before_anything_is_allocated(
     (refused,) = fed.tables.take_answers()
     assert isinstance(refused, Send) and isinstance(refused.message, Refused)
     assert f"key 'lazy': {count} rows are too many for one message" in refused.message.reason
-    assert not fed.allocated and not shard.pulls
+    assert not fed.allocated and not shard.round.pulls
 
 
 def test_a_push_that_is_repeated_counts_once_and_the_first_wins(fed: Fed) -> None:
@@ -348,7 +348,7 @@ def test_whatever_is_said_is_answered_or_waits_and_rounds_go_on(
     assert all(nbytes == BUFFER_UNIT_BYTES for nbytes in fed.allocated), "nothing is as large as somebody says"
     # Both workers go on as they should, and the next round is what it must be.
     shard = fed.tables.shards[1]
-    shard.slots.clear()
+    shard.round.slots.clear()
     shard.arriving.clear()
     version = shard.version
     for member in (A, B):

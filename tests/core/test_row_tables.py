@@ -215,10 +215,10 @@ def test_a_worker_that_leaves_is_counted_once_more_and_waits_for_nothing(wired: 
     wired.pull_rows(1)
     wired.settle()
     (shard,) = wired.servers[0].tables.shards.values()
-    assert len(shard.pulls) == 1
+    assert len(shard.round.pulls) == 1
     wired.leave(1)
     wired.advance(0.1)
-    assert not shard.pulls
+    assert not shard.round.pulls
     for gift, expected in ((10, 11), (7, 7)):
         wired.push_rows(0, {0: gift})
         wired.settle()

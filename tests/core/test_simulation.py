@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import ModuleType
@@ -14,16 +14,18 @@ from unittest import mock
 import pytest
 
 from kvdist.core import cuts
+from kvdist.core.block import Block, Contribution
+from kvdist.core.buffers import Buffer, BufferPool
 from kvdist.core.checkpoints import Checkpoints, Saving
 from kvdist.core.cuts import Cut, Cuts
-from kvdist.core.group import Group, GroupBuffer, GroupPull, GroupPush
 from kvdist.core.host_sum import HostRound, HostSum
+from kvdist.core.keeping import Kept
 from kvdist.core.outbox import Part
 from kvdist.core.reliable import Link, Reliable
 from kvdist.core.restoring import Restoring
+from kvdist.core.round import PullRequest, Round, Verdict
 from kvdist.core.row_shard import RowContribution, RowPull, RowShard
 from kvdist.core.row_tables import RowBuffer, RowTables
-from kvdist.core.shard import Buffer, Contribution, PullRequest, Shard, Verdict
 from kvdist.core.slices import SliceTable
 from kvdist.core.transfers import LEADER, Transfers
 from kvdist.dtypes import DType
@@ -90,7 +92,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         yield "rows in parts"
         yield "PushRows in several frames"
     elif scenario.hosts is None and not scenario.victim:
-        yield "round of a group"  # sums of hosts do not go into groups, and beside tables few seeds have one
+        yield "round of several slices"
     if scenario.hosts is not None and scenario.mode == "sync":
         yield "summed on a host"
     is_short = scenario.pause_s is not None and scenario.pause_s < scenario.limits.patience_s
@@ -155,7 +157,7 @@ def test_one_worker_and_three_servers_work_too() -> None:
 # Mutants: with a rule switched off, some seed must fail.
 
 
-def counts_messages(self: Shard, contribution: Contribution, now: float) -> Verdict:
+def counts_messages(self: Round[Any, Any], contribution: Contribution, now: float) -> Verdict:
     """A round counts messages: whoever comes takes the next free slot."""
     slot = contribution.member.node.rank
     while slot in self.slots:
@@ -197,31 +199,36 @@ def never_repeats(self: Reliable, link: Link, now: float, messages_max: int | No
     return []
 
 
-def writes_into_leased_buffers(self: Shard) -> Buffer:
-    return self.spare.pop(0) if self.spare else Buffer.of(self.count, self.dtype, self.allocate)
+def writes_into_leased_buffers(self: BufferPool) -> Buffer:
+    return self.spare.pop(0) if self.spare else self.fresh()
 
 
-def forgets_the_step(self: Shard, pull: PullRequest) -> bool:
-    return self.published is not None and self.version >= pull.version
+def writes_into_parts(self: BufferPool, buffer: Buffer) -> None:
+    """What a block that was split had published is written, while readers of the whole of it go on."""
+    self.spare.append(buffer)
 
 
-def writes_into_leased_groups(self: Group) -> GroupBuffer:
-    return self._spare.pop(0) if self._spare else self._new_buffer()
+def forgets_the_step(self: Round[Any, Any], pull: PullRequest) -> bool:
+    return self.version >= pull.version
 
 
-def forgets_the_step_of_a_group(self: Group, pull: GroupPull) -> bool:
-    return bool((self.versions >= pull.versions).all())
+def loses_what_is_open(self: Block, begin: int, end: int, apart: int) -> Block:
+    """Splitting a block forgets the contributions to its open round."""
+    part = ORIGINAL_PART(self, begin, end, apart)
+    part.round.slots.clear()
+    return part
 
 
-def loses_what_is_open(self: Group, push: GroupPush) -> None:
-    """Dissolving a group forgets the contributions to its open round."""
+def merges_what_differs(self: Block, other: Block) -> bool:
+    """Neighbours merge although they have had different rounds."""
+    return self.published is not None and other.published is not None and self.round.is_quiet and other.round.is_quiet
 
 
-def holds_nothing(self: Shard, member: Member) -> Buffer | None:
+def holds_nothing(self: Block, member: Member) -> Buffer | None:
     return None
 
 
-def lets_go_too_early(self: Shard, member: Member) -> Buffer | None:
+def lets_go_too_early(self: Block, member: Member) -> Buffer | None:
     """A held version is free as soon as its successor is sent, not when that has arrived."""
     before = ORIGINAL_HOLD(self, member)
     if before is not None:
@@ -255,9 +262,9 @@ def says_nothing_again(self: Transfers) -> None:
     self._outboxes[LEADER].forget()
 
 
-def leases_nothing(self: Cuts, cut: Cut, shard: Shard, is_exact: bool) -> None:
+def leases_nothing(self: Cuts, cut: Cut, some: Sequence[Kept]) -> None:
     """What is being saved may be written again."""
-    ORIGINAL_TAKE(self, cut, shard, is_exact)
+    ORIGINAL_TAKE(self, cut, some)
     taken = dict(cut.taken)
     cut.release()
     cut.taken = taken
@@ -267,19 +274,19 @@ def copies_nothing(self: SliceState) -> SliceState:
     return self
 
 
-def waits_for_all_marks(shard: Shard, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+def waits_for_all_marks(kept: Kept, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
     """The moment has passed by then, if anybody runs ahead."""
-    return ORIGINAL_IS_DUE(shard, marks, workers, False)
+    return ORIGINAL_IS_DUE(kept, marks, workers, False)
 
 
-def waits_for_one_mark(shard: Shard, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+def waits_for_one_mark(kept: Kept, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
     """An asynchronous store is saved without what others have pushed."""
-    return ORIGINAL_IS_DUE(shard, marks, workers, True)
+    return ORIGINAL_IS_DUE(kept, marks, workers, True)
 
 
-def takes_over_a_half(self: Restoring, message: Any, now: float) -> Any:
+def takes_over_a_half(self: Restoring, message: Any) -> Any:
     """What this server could read counts, whatever the others say."""
-    return ORIGINAL_END(self, TakeRestored(message.request, message.store), now)
+    return ORIGINAL_END(self, TakeRestored(message.request, message.store))
 
 
 def restores_no_state(self: Updater, index: Any, state: SliceState) -> None:
@@ -293,19 +300,15 @@ def is_complete_without_servers(self: Checkpoints, saving: Saving) -> bool:
 def counts_messages_of_rows(self: RowShard, contribution: RowContribution, more: bool, now: float) -> Verdict:
     """Each part of a contribution takes the next free slot."""
     slot = contribution.member.node.rank
-    while slot in self.slots:
+    while slot in self.round.slots:
         slot += 1
-    self.slots[slot] = contribution
+    self.round.slots[slot] = contribution
     return Verdict.ACCEPTED
 
 
 def takes_the_last_part(self: RowShard, contribution: RowContribution, more: bool, now: float) -> Verdict:
     self.arriving.pop(contribution.member.node.rank, None)
     return ORIGINAL_OFFER(self, contribution, more, now)
-
-
-def forgets_the_step_of_rows(self: RowShard, pull: RowPull) -> bool:
-    return self.has_value and self.version >= pull.version
 
 
 def writes_into_leased_answers(self: RowTables, nbytes: int) -> RowBuffer:
@@ -323,7 +326,7 @@ def leaves_out_servers_without_rows(*arguments: Any, **options: Any) -> Any:
 
 def answers_pulls_with_the_present(self: RowShard) -> list[RowPull]:
     """What waits for first values is answered without them."""
-    pulls, self.pulls = self.pulls, []
+    pulls, self.round.pulls = self.round.pulls, []
     return pulls
 
 
@@ -336,26 +339,27 @@ ORIGINAL_END = Restoring.end
 ORIGINAL_SEQUENCE = Reliable._sequence
 ORIGINAL_ACKNOWLEDGE = Reliable._acknowledge
 ORIGINAL_ENTER = SliceTable.enter
-ORIGINAL_HOLD = Shard.hold
+ORIGINAL_HOLD = Block.hold
+ORIGINAL_PART = Block._part
 ORIGINAL_WEIGHT = DeviceUpdater._weight
 
 Patches = list[tuple[type | ModuleType, str, Callable[..., Any]]]
 MUTANTS: dict[str, tuple[str, Patches]] = {
     "a round counts messages, and they come twice": (
         "storm",
-        [(Shard, "offer", counts_messages), (Reliable, "_sequence", hands_on_pushes_that_come_twice)],
+        [(Round, "offer", counts_messages), (Reliable, "_sequence", hands_on_pushes_that_come_twice)],
     ),
     "what comes twice is handled twice": ("storm", [(Reliable, "_sequence", hands_on_what_comes_twice)]),
     "gaps are accepted": ("storm", [(Reliable, "_sequence", accepts_gaps)]),
     "what is not there yet is acknowledged": ("storm", [(Reliable, "_acknowledge", acknowledges_too_much)]),
     "nothing is repeated": ("storm", [(Reliable, "_repeat", never_repeats)]),
-    "leased buffers are written": ("async storm", [(Shard, "target", writes_into_leased_buffers)]),
-    "leased buffers of groups are written": ("long async", [(Group, "_target", writes_into_leased_groups)]),
-    "a group's pull does not wait for its own pushes": ("calm", [(Group, "satisfies", forgets_the_step_of_a_group)]),
-    "a group that is dissolved loses its open round": ("calm", [(Group, "_spread", loses_what_is_open)]),
-    "held buffers are written": ("async", [(Shard, "hold", holds_nothing)]),
-    "held buffers are written before their successor is there": ("async storm", [(Shard, "hold", lets_go_too_early)]),
-    "a pull does not wait for its own pushes": ("calm", [(Shard, "_satisfies", forgets_the_step)]),
+    "leased buffers are written": ("async storm", [(BufferPool, "take", writes_into_leased_buffers)]),
+    "parts of leased buffers are written": ("async storm", [(BufferPool, "give_back", writes_into_parts)]),
+    "a block that is split loses its open round": ("calm", [(Block, "_part", loses_what_is_open)]),
+    "blocks merge that differ": ("calm", [(Block, "may_merge", merges_what_differs)]),
+    "held buffers are written": ("async", [(Block, "hold", holds_nothing)]),
+    "held buffers are written before their successor is there": ("async storm", [(Block, "hold", lets_go_too_early)]),
+    "a pull does not wait for its own pushes": ("calm", [(Round, "satisfies", forgets_the_step)]),
     "what was forwarded is handed back": ("one host", [(HostSum, "_complete", hands_back_what_it_forwards)]),
     "followers do not push again when the leader has left": (
         "leader leaves one host",
@@ -385,7 +389,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "two pushes of rows are under way": ("rows", [(SliceTable, "enter", forgets_the_line)]),
     "a round counts messages of rows": ("rows updated", [(RowShard, "offer", counts_messages_of_rows)]),
     "only the last part of a contribution counts": ("rows updated", [(RowShard, "offer", takes_the_last_part)]),
-    "a pull of rows does not wait for its own pushes": ("rows", [(RowShard, "_satisfies", forgets_the_step_of_rows)]),
+    "a pull of rows does not wait for its own pushes": ("rows", [(Round, "satisfies", forgets_the_step)]),
     "a pull of rows waits for nothing": ("rows", [(RowShard, "take_satisfied_pulls", answers_pulls_with_the_present)]),
     "leased answers are written": ("rows async", [(RowTables, "_buffer", writes_into_leased_answers)]),
     "servers without rows get no contribution": (

@@ -272,11 +272,11 @@ def test_what_a_departed_worker_has_pushed_was_for_the_rows_before_the_load(tmp_
     push(wired, 2, 1)
     wired.leave(2)
     wired.advance(1.0)
-    assert any(shard.slots for server in wired.servers for shard in server.tables.shards.values())
+    assert any(shard.round.slots for server in wired.servers for shard in server.tables.shards.values())
     for rank in (0, 1):
         wired.load(rank, tmp_path)
     wired.settle_works()
-    assert all(not shard.slots for server in wired.servers for shard in server.tables.shards.values())
+    assert all(not shard.round.slots for server in wired.servers for shard in server.tables.shards.values())
     assert values_of(wired) == expected((0, 1, 2), 1)
 
 

@@ -92,8 +92,8 @@ def require_nothing_left(wired: Wired) -> None:
     assert not wired.works
     for server in wired.servers:
         assert not len(server.table.cuts) and not server.table.cuts.awaited
-        for shard in server.table.shards.values():
-            buffers = [shard.published, *shard.spare]
+        for block in server.table.blocks:
+            buffers = [block.published, *block.pool.spare]
             assert all(buffer is not None and buffer.leases == 0 for buffer in buffers)
 
 

@@ -59,11 +59,11 @@ def test_no_slice_has_a_new_version_before_all_have_all_contributions() -> None:
     read = wired.pushpull(0, {"w": vector(1)})
     wired.settle()
     other = wired.pushpull(1, {"w": vector(2)})
-    slices = [shard for server in wired.servers for shard in server.table.shards.values()]
+    blocks = [block for server in wired.servers for block in server.table.blocks]
     while wired.wire:
         wired.deliver()
-        assert len({shard.version for shard in slices}) == 1
-    assert {shard.version for shard in slices} == {1}
+        assert len({block.version for block in blocks}) == 1
+    assert {block.version for block in blocks} == {1}
     assert wired.value(read, "w") == wired.value(other, "w")
 
 
@@ -229,7 +229,7 @@ def test_a_key_knows_whether_it_has_been_torn(home: int, shape: tuple[int, ...],
 class Measured(Optimizer):
     """w ← w − lr·g, after lengths were asked for that nothing uses: what it makes is as exact as sums are."""
 
-    name: ClassVar[str] = "measured_of_test_whole"
+    name: ClassVar[str] = "measured_of_whole_parameters"
     norm_count: ClassVar[int] = 1
 
     @property

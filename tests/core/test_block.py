@@ -1,4 +1,4 @@
-"""One slice on its server: rounds are sets, what was handed out never changes."""
+"""A block of one slice: rounds are sets, what was handed out never changes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,35 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvdist.core.block import Block, Contribution
 from kvdist.core.policy import ASYNC, SYNC, Policy
-from kvdist.core.shard import Block, Contribution, PullRequest, Shard, Verdict
+from kvdist.core.round import PullRequest, Verdict
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker
 from kvdist.optimizer.registry import create
+from kvdist.optimizer.step import Extent
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag
 
 OPEN = None
 
 
-def shard(policy: Policy = SYNC, dtype: DType = DType.FLOAT32, first: list[float] | None = None) -> Shard:
-    made = Shard("w", 4, dtype, 3, policy)
-    made.initialise(np.array(first or [1, 2, 3], dtype.storage))
+def fresh(policy: Policy = SYNC, dtype: DType = DType.FLOAT32) -> Block:
+    return Block.of(0, [4], [Extent("w", (3,))], [3], dtype, policy)
+
+
+def block(policy: Policy = SYNC, dtype: DType = DType.FLOAT32, first: list[float] | None = None) -> Block:
+    made = fresh(policy, dtype)
+    made.initialise(0, [np.array(first or [1, 2, 3], dtype.storage)])
     return made
+
+
+def close(made: Block, updater: Updater | None = None) -> list[Contribution]:
+    contributions = made.round.take()
+    made.apply(contributions, updater)
+    return contributions
 
 
 def contribution(rank: int, values: list[float], step: int = 0, **options: Any) -> Contribution:
@@ -36,80 +48,80 @@ def contribution(rank: int, values: list[float], step: int = 0, **options: Any) 
     )
 
 
-def offer_all(made: Shard, *contributions: Contribution) -> None:
+def offer_all(made: Block, *contributions: Contribution) -> None:
     for one in contributions:
         assert made.offer(one, 0.0) is Verdict.ACCEPTED
 
 
-def value(made: Shard) -> list[float]:
+def value(made: Block) -> list[float]:
     assert made.published is not None
     values: list[float] = made.published.array.tolist()
     return values
 
 
 def test_the_first_value_stays_when_another_one_is_given() -> None:
-    made = shard()
-    made.initialise(np.zeros(3, np.float32))
+    made = block()
+    made.initialise(0, [np.zeros(3, np.float32)])
     assert value(made) == [1, 2, 3]
     assert made.version == 0
 
 
 def test_without_an_optimizer_the_sum_replaces_the_value() -> None:
-    made = shard()
+    made = block()
     offer_all(made, contribution(0, [1, 1, 1]), contribution(2, [10, 20, 30]))
     assert made.is_ready({0, 2})
-    made.close(None, REFERENCE)
+    close(made)
     assert value(made) == [11, 21, 31]
-    assert made.version == 1 and made.counted == {0: 1, 2: 1}
+    assert made.version == 1 and made.round.counted == {0: 1, 2: 1}
 
 
 def test_the_first_contribution_of_a_worker_wins() -> None:
-    made = shard()
+    made = block()
     offer_all(made, contribution(0, [1, 1, 1]))
     assert made.offer(contribution(0, [9, 9, 9]), 1.0) is Verdict.REPEATED
-    made.close(None, REFERENCE)
+    close(made)
     assert value(made) == [1, 1, 1]
 
 
 def test_a_push_that_was_counted_before_is_not_added_again() -> None:
-    made = shard()
+    made = block()
     offer_all(made, contribution(0, [1, 1, 1]))
-    made.close(None, REFERENCE)
+    close(made)
     assert made.offer(contribution(0, [1, 1, 1]), 1.0) is Verdict.ALREADY_COUNTED
-    assert not made.slots
+    assert not made.round.slots
 
 
 def test_a_push_from_the_future_is_refused() -> None:
     with pytest.raises(PushRefused, match=r"worker-3 sent its push 2 of key 'w', but only 0"):
-        shard().offer(contribution(3, [1, 1, 1], step=2), 0.0)
+        block().offer(contribution(3, [1, 1, 1], step=2), 0.0)
 
 
 def test_a_round_is_summed_in_rank_order_whoever_comes_first() -> None:
     pushes = [contribution(0, [1e8, 0, 1]), contribution(1, [1, 1, 1]), contribution(2, [-1e8, 1, 1])]
     results = set()
     for order in itertools.permutations(pushes):
-        made = shard()
+        made = block()
         offer_all(made, *order)
-        made.close(None, REFERENCE)
+        close(made)
         results.add(tuple(value(made)))
     assert results == {(0.0, 2.0, 3.0)}, "in float32 1e8 + 1 is 1e8, so the order is visible"
 
 
 def test_what_was_handed_out_never_changes() -> None:
-    made = shard()
+    made = block()
     buffers = []
     for step in range(5):
         assert made.published is not None
         made.published.leases += 1
         buffers.append((made.published, made.published.array.tolist()))
         offer_all(made, contribution(0, [step, step, step], step))
-        made.close(None, REFERENCE)
+        close(made)
     assert len({id(buffer) for buffer, _ in buffers}) == 5
     assert all(buffer.array.tolist() == seen for buffer, seen in buffers)
 
 
 def test_two_buffers_are_enough_while_nobody_reads_and_a_third_serves_one_reader() -> None:
-    made = shard()
+    made = block()
     used = set()
     for step in range(6):
         used.add(id(made.published))
@@ -117,149 +129,149 @@ def test_two_buffers_are_enough_while_nobody_reads_and_a_third_serves_one_reader
             assert made.published is not None
             made.published.leases += 1
         offer_all(made, contribution(0, [1, 1, 1], step))
-        made.close(None, REFERENCE)
+        close(made)
     assert len(used) == 3
 
 
 def test_a_refused_round_keeps_the_value_and_lets_the_counters_go_on() -> None:
-    made = shard()
+    made = block()
     offer_all(made, contribution(0, [1, 1, 1], setting=(0.1, 0, 1)), contribution(1, [1, 1, 1], setting=(0.2, 0, 1)))
     updater = Updater(create("sgd", learning_rate=0.5), REFERENCE)
     with pytest.raises(OptimizerMismatch, match=r"worker-0 says lr 0.1, wd 0; worker-1 says lr 0.2, wd 0"):
-        made.close(updater, REFERENCE)
+        close(made, updater)
     assert value(made) == [1, 2, 3]
-    assert (made.version, made.counted, made.slots) == (1, {0: 1, 1: 1}, {})
+    assert (made.version, made.round.counted, made.round.slots) == (1, {0: 1, 1: 1}, {})
     offer_all(
         made, contribution(0, [1, 1, 1], 1, setting=(0.5, 0, 1)), contribution(1, [1, 1, 1], 1, setting=(0.5, 0, 1))
     )
-    made.close(updater, REFERENCE)
+    close(made, updater)
     assert value(made) == [0, 1, 2]
 
 
 def test_the_learning_rate_of_the_push_wins_over_the_optimizers_own() -> None:
-    made = shard()
+    made = block()
     offer_all(made, contribution(0, [1, 1, 1], setting=(0.25, 0.0, 2.0)))
-    made.close(Updater(create("sgd", learning_rate=100.0), REFERENCE), REFERENCE)
+    close(made, Updater(create("sgd", learning_rate=100.0), REFERENCE))
     assert value(made) == [0.5, 1.5, 2.5]
 
 
 def test_each_contribution_is_rescaled_by_its_own_factor() -> None:
-    made = shard()
+    made = block()
     offer_all(
         made, contribution(0, [1, 1, 1], setting=(OPEN, OPEN, 2)), contribution(1, [1, 1, 1], setting=(OPEN, OPEN, 3))
     )
-    made.close(None, REFERENCE)
+    close(made)
     assert value(made) == [5, 5, 5]
 
 
 def test_an_average_divides_by_all_contributions_the_empty_ones_too() -> None:
-    made = shard()
+    made = block()
     average, empty = int(Flag.AVERAGE), int(Flag.AVERAGE | Flag.EMPTY)
     offer_all(made, contribution(0, [4, 8, 12], flags=average), contribution(1, [], flags=empty))
-    made.close(None, REFERENCE)
+    close(made)
     assert value(made) == [2, 4, 6]
 
 
 def test_a_round_of_empty_contributions_counts_and_changes_nothing() -> None:
-    made = shard()
+    made = block()
     offer_all(made, contribution(0, [], flags=int(Flag.EMPTY)), contribution(1, [], flags=int(Flag.EMPTY)))
-    made.close(None, REFERENCE)
+    close(made)
     assert value(made) == [1, 2, 3]
     assert made.version == 1
 
 
 def test_integers_are_not_updated_by_an_optimizer_and_the_error_names_the_key() -> None:
-    made = shard(dtype=DType.INT32)
+    made = block(dtype=DType.INT32)
     offer_all(made, contribution(0, [1, 1, 1], dtype=DType.INT32))
     with pytest.raises(PushRefused, match="key 'w'"):
-        made.close(Updater(create("sgd"), REFERENCE), REFERENCE)
+        close(made, Updater(create("sgd"), REFERENCE))
     assert value(made) == [1, 2, 3]
 
 
 def test_an_asynchronous_push_without_an_optimizer_is_refused_with_what_to_do() -> None:
-    made = shard(ASYNC)
+    made = block(ASYNC)
     offer_all(made, contribution(0, [1, 1, 1]))
     with pytest.raises(PushRefused, match="call set_optimizer before the first push"):
-        made.close(None, REFERENCE)
+        close(made)
 
 
 def test_asynchronous_pushes_that_wait_for_the_first_value_make_one_version_each() -> None:
-    made = shard(ASYNC)
+    made = block(ASYNC)
     offer_all(made, contribution(1, [10, 0, 0]), contribution(0, [1, 0, 0]))
     updater = Updater(create("test"), REFERENCE)
-    assert [c.member.node.rank for c in made.close(updater, REFERENCE)] == [0]
+    assert [one.member.node.rank for one in close(made, updater)] == [0]
     assert (made.version, value(made)) == (1, [2, 2, 3])
-    assert [c.member.node.rank for c in made.close(updater, REFERENCE)] == [1]
+    assert [one.member.node.rank for one in close(made, updater)] == [1]
     assert (made.version, value(made)) == (2, [12, 2, 3])
 
 
 def test_a_pull_waits_for_the_workers_own_pushes_and_for_its_version() -> None:
-    made = shard()
+    made = block()
     member = Member(worker(0), 1)
-    made.pulls = [PullRequest(member, 1, 0, 0), PullRequest(member, 2, 1, 0), PullRequest(member, 3, 0, 2)]
+    made.round.pulls = [PullRequest(member, 1, 0, 0), PullRequest(member, 2, 1, 0), PullRequest(member, 3, 0, 2)]
     assert [pull.run for pull in made.take_satisfied_pulls()] == [1]
     offer_all(made, contribution(0, [1, 1, 1]))
-    made.close(None, REFERENCE)
+    close(made)
     assert [pull.run for pull in made.take_satisfied_pulls()] == [2]
     offer_all(made, contribution(0, [1, 1, 1], 1))
-    made.close(None, REFERENCE)
+    close(made)
     assert [pull.run for pull in made.take_satisfied_pulls()] == [3]
-    assert not made.pulls
+    assert not made.round.pulls
 
 
 def test_nothing_is_ready_or_answered_before_the_first_value() -> None:
-    made = Shard("w", 4, DType.FLOAT32, 3, SYNC)
+    made = fresh()
     offer_all(made, contribution(0, [1, 1, 1]))
-    made.pulls = [PullRequest(Member(worker(0), 1), 1, 0, 0)]
+    made.round.pulls = [PullRequest(Member(worker(0), 1), 1, 0, 0)]
     assert not made.is_ready({0})
     assert made.take_satisfied_pulls() == []
 
 
 def test_a_replaced_value_keeps_its_version_and_what_was_read_stays() -> None:
-    made = shard()
+    made = block()
     assert made.published is not None
     before = made.published
     before.leases += 1
-    made.replace(np.array([7, 8, 9], np.float32))
+    made.replace([np.array([7, 8, 9], np.float32)])
     assert value(made) == [7, 8, 9] and made.version == 0
     assert before.array.tolist() == [1, 2, 3]
 
 
 def test_values_that_are_replaced_again_and_again_never_come_in_an_array_that_was_shown_and_leave_none_behind() -> None:
-    made = shard()
+    made = block()
     assert made.published is not None
     read = made.published
     read.leases += 1
     shown = [read.array]
     for turn in range(5):
-        made.replace(np.array([turn, 8, 9], np.float32))
+        made.replace([np.array([turn, 8, 9], np.float32)])
         assert not any(made.published.array is array for array in shown)
         shown.append(made.published.array)
-    assert [buffer.leases for buffer in made.spare] == [1], "what somebody reads is kept from others"
+    assert [buffer.leases for buffer in made.pool.spare] == [1], "what somebody reads is kept from others"
     assert read.array.tolist() == [1, 2, 3]
     read.leases -= 1
-    made.replace(np.zeros(3, np.float32))
-    assert made.spare == []
+    made.replace([np.zeros(3, np.float32)])
+    assert made.pool.spare == []
 
 
 def test_a_full_round_that_was_not_closed_is_an_invariant_broken() -> None:
-    made = shard()
+    made = block()
     offer_all(made, contribution(0, [1, 1, 1]))
     with pytest.raises(AssertionError, match="a full round is closed at once"):
-        made.validate({0})
-    made.validate({0, 1})
+        made.validate({0}, jointly=False)
+    made.validate({0, 1}, jointly=False)
 
 
 # Values that are read where they lie.
 
 
-def one_version(made: Shard, step: int, rank: int = 1) -> None:
+def one_version(made: Block, step: int, rank: int = 1) -> None:
     offer_all(made, contribution(rank, [step, step, step], step))
-    made.close(None, REFERENCE)
+    close(made)
 
 
 def test_a_held_version_is_not_written_until_its_successor_has_arrived() -> None:
-    made, reader = shard(), Member(worker(0), 1)
+    made, reader = block(), Member(worker(0), 1)
     assert made.hold(reader) is None
     first = made.held[reader]
     for step in range(5):
@@ -279,7 +291,7 @@ def test_a_held_version_is_not_written_until_its_successor_has_arrived() -> None
 
 
 def test_holding_the_same_version_twice_leaves_it_held_once_it_is_acknowledged() -> None:
-    made, reader = shard(), Member(worker(0), 1)
+    made, reader = block(), Member(worker(0), 1)
     made.hold(reader)
     before = made.hold(reader)
     assert before is made.published and before is not None and before.leases == 2
@@ -290,7 +302,7 @@ def test_holding_the_same_version_twice_leaves_it_held_once_it_is_acknowledged()
 
 
 def test_the_number_of_buffers_stays_bounded_while_one_worker_reads_slowly() -> None:
-    made, slow, fast = shard(), Member(worker(0), 1), Member(worker(1), 2)
+    made, slow, fast = block(), Member(worker(0), 1), Member(worker(1), 2)
     made.hold(slow)
     buffers = set()
     for step in range(50):
@@ -301,30 +313,14 @@ def test_the_number_of_buffers_stays_bounded_while_one_worker_reads_slowly() -> 
         assert made.published is not None
         buffers.add(id(made.published.array))
     assert len(buffers) + 1 <= 5
-    assert len(made.spare) <= 4
+    assert len(made.pool.spare) <= 4
 
 
 def test_a_part_of_a_larger_buffer_is_never_written() -> None:
-    made = shard()
+    made = block()
     assert made.published is not None
     part = made.published
     part.pooled = False
     for step in range(6):
         one_version(made, step)
-    assert part.array.tolist() == [1, 2, 3] and part not in made.spare
-
-
-def test_a_block_gives_small_values_pieces_of_one_allocation_and_large_ones_memory_of_their_own():
-    asked: list[int] = []
-
-    def allocate(nbytes: int) -> np.ndarray:
-        asked.append(nbytes)
-        return np.empty(nbytes, np.uint8)
-
-    block = Block(np.array([8, 1 << 20, 16, 0], np.int64), allocate)
-    pieces = [block.allocate(nbytes) for nbytes in (8, 1 << 20, 16, 0)]
-    assert [len(piece) for piece in pieces] == [8, 1 << 20, 16, 0]
-    assert asked == [24, 1 << 20, 0]
-    assert not np.shares_memory(pieces[0], pieces[2])
-    assert len(block.allocate(8)) == 8, "a value that was not announced has memory too"
-    assert asked[-1] == 8
+    assert part.array.tolist() == [1, 2, 3] and part not in made.pool.spare

@@ -1,4 +1,4 @@
-"""Slices in a group behave as slices alone, whatever happens; and a group costs what it promises."""
+"""Slices in a block together behave as slices alone, whatever happens; and a block costs what it promises."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvdist.core import groups as groups_module
+from kvdist.config import Limits
+from kvdist.core import answers
+from kvdist.core.block import APART_MAX, ROUNDS_WORTH_IT, Block
+from kvdist.core.buffers import BufferPool
 from kvdist.core.effects import Send
-from kvdist.core.group import Group
-from kvdist.core.groups import APART_MAX, ROUNDS_WORTH_IT, STRIKES_MAX
 from kvdist.core.table import Table
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.protocol.arrays import Arrays
 from kvdist.protocol.messages import Flag, Packet, Pull, Push, Stamp, Values
-from tests.core.rivals import LISTS, SIZES, Step, Watched, assert_nobody_notices, draw, live, no_groups
+from tests.core.rivals import LISTS, SIZES, Step, Watched, assert_nobody_notices, draw, live, slices_alone
 from tests.core.wired import JOB, Wired
 
 NAN = math.nan
@@ -35,7 +36,7 @@ def whole(number: float) -> dict[int | str, Sequence[float] | None]:
 
 
 def made(workers: int = 2, mode: str = "sync", optimizer: str = "", **numbers: Any) -> Watched:
-    """A cluster whose list of keys is in a group already."""
+    """A cluster whose list of keys is one block."""
     wired = Watched(workers, 1)
     wired.initialise(LIST, mode)
     if optimizer:
@@ -45,7 +46,7 @@ def made(workers: int = 2, mode: str = "sync", optimizer: str = "", **numbers: A
     for rank in range(workers):
         wired.push(rank, whole(0))
     wired.settle()
-    assert group(wired).rounds == (workers if mode == "async" else 1)
+    assert block(wired).version == (workers if mode == "async" else 1)
     return wired
 
 
@@ -53,24 +54,25 @@ def table(wired: Wired) -> Table:
     return wired.servers[0].table
 
 
-def group(wired: Wired) -> Group:
-    (found,) = table(wired)._groups
+def block(wired: Wired) -> Block:
+    (found,) = table(wired).blocks
     return found
 
 
-def has_group(wired: Wired) -> bool:
-    return bool(list(table(wired)._groups))
+def sizes(wired: Wired) -> list[int]:
+    """How many slices each block has."""
+    return [len(one) for one in sorted(table(wired).blocks, key=lambda one: int(one.ids[0]))]
 
 
 def values(wired: Wired, request: int, keys: Sequence[int | str] = ("a", "b", "c")) -> list[list[float]]:
     return [wired.value(request, key) for key in keys]
 
 
-# The same story with groups and without.
+# The same story with slices together and alone.
 
 
 @pytest.mark.parametrize("optimizers", OPTIMIZERS, ids=["sums", "optimizers"])
-def test_nobody_notices_a_group_in_a_synchronous_store(optimizers: tuple[str, ...]) -> None:
+def test_nobody_notices_a_block_in_a_synchronous_store(optimizers: tuple[str, ...]) -> None:
     rounds = [
         assert_nobody_notices(draw(seed, workers=3, steps=40, optimizers=optimizers), servers=1 + seed % 2)
         for seed in range(STORIES)
@@ -78,7 +80,7 @@ def test_nobody_notices_a_group_in_a_synchronous_store(optimizers: tuple[str, ..
     assert sum(rounds) > STORIES
 
 
-def test_nobody_notices_a_group_in_an_asynchronous_store() -> None:
+def test_nobody_notices_a_block_in_an_asynchronous_store() -> None:
     rounds = []
     for seed in range(STORIES):
         story = [Step("optimizer", optimizer="adam"), *draw(seed, 3, 40, optimizers=("test", "sgd"))]
@@ -87,27 +89,34 @@ def test_nobody_notices_a_group_in_an_asynchronous_store() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nobody_notices_a_group_while_most_calls_are_unusual(seed: int) -> None:
+def test_nobody_notices_a_block_while_most_calls_are_unusual(seed: int) -> None:
     assert_nobody_notices(draw(100 + seed, workers=2, steps=40, rare=0.7, optimizers=("adam",)), workers=2)
 
 
-def forgets_a_contribution(self: Group, push: Any) -> None:
-    """Dissolving loses what is in the slots."""
+def loses_what_is_open(self: Block, begin: int, end: int, apart: int) -> Block:
+    part = PART(self, begin, end, apart)
+    part.round.slots.clear()
+    return part
 
 
-def counts_too_early(self: Group, pull: Any) -> bool:
-    return bool((self.versions >= pull.versions).all())
+def merges_what_differs(self: Block, other: Block) -> bool:
+    return self.published is not None and other.published is not None and self.round.is_quiet and other.round.is_quiet
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("_spread", forgets_a_contribution), ("satisfies", counts_too_early)])
-def test_the_comparison_would_notice_a_broken_group(name: str, wrong: Any) -> None:
-    with mock.patch.object(Group, name, wrong), pytest.raises(AssertionError):
+PART = Block._part
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"), [(Block, "_part", loses_what_is_open), (Block, "may_merge", merges_what_differs)]
+)
+def test_the_comparison_would_notice_a_broken_block(owner: type, name: str, wrong: Any) -> None:
+    with mock.patch.object(owner, name, wrong), pytest.raises(AssertionError):
         for seed in range(20):
             assert_nobody_notices(draw(seed, workers=3, steps=40), servers=1)
 
 
-def test_a_story_without_groups_has_none() -> None:
-    with no_groups():
+def test_a_story_of_slices_alone_has_no_round_of_several() -> None:
+    with slices_alone():
         assert live(draw(1, workers=2, steps=20), workers=2)[1] == 0
 
 
@@ -125,9 +134,8 @@ def test_a_list_that_all_push_is_one_round_and_one_answer() -> None:
     reads = [wired.pushpull(rank, whole(rank + 1)) for rank in (0, 1)]
     wired.settle()
     assert [values(wired, read) for read in reads] == [[[3] * 3, [3], [3] * 2]] * 2
-    assert group(wired).rounds == 2
+    assert block(wired).version == 2
     assert sum("Values(" in line for line in wired.log) == 2
-    assert group(wired).versions.tolist() == [2, 2, 2]
 
 
 def test_a_pull_of_part_of_the_list_in_mid_round_gets_the_value_before_it() -> None:
@@ -137,7 +145,7 @@ def test_a_pull_of_part_of_the_list_in_mid_round_gets_the_value_before_it() -> N
     read = wired.pull(1, "b", "c")
     wired.settle()
     assert values(wired, read, ["b", "c"]) == [[0], [0, 0]]
-    assert not has_group(wired) and first not in wired.completed
+    assert sizes(wired) == [1, 2] and first not in wired.completed
     second = wired.pushpull(1, whole(2))
     wired.settle()
     assert values(wired, first) == values(wired, second) == [[3] * 3, [3], [3] * 2]
@@ -154,16 +162,16 @@ def test_a_pull_of_part_of_the_list_waits_for_the_workers_own_push() -> None:
     assert wired.value(read, "b") == [3]
 
 
-def test_a_pull_of_the_whole_list_waits_in_the_group() -> None:
+def test_a_pull_of_the_whole_list_does_not_split_it() -> None:
     wired = made()
     wired.push(0, whole(1))
     own, other = wired.pull(0, *LIST), wired.pull(1, *LIST)
     wired.settle()
-    assert has_group(wired) and own not in wired.completed
+    assert sizes(wired) == [3] and own not in wired.completed
     assert values(wired, other) == [[0] * 3, [0], [0] * 2]
     wired.push(1, whole(2))
     wired.settle()
-    assert has_group(wired)
+    assert sizes(wired) == [3]
     assert values(wired, own) == [[3] * 3, [3], [3] * 2]
 
 
@@ -172,10 +180,10 @@ def test_an_empty_contribution_to_one_of_the_keys_counts_and_adds_nothing() -> N
     reads = [wired.pushpull(0, {**whole(1), "b": None}), wired.pushpull(1, whole(2))]
     wired.settle()
     assert [values(wired, read) for read in reads] == [[[3] * 3, [2], [3] * 2]] * 2
+    assert sizes(wired) == [1, 1, 1]
     for rank in (0, 1):
         reads.append(wired.pushpull(rank, whole(5)))
     wired.settle()
-    assert has_group(wired)
     assert values(wired, reads[-1]) == [[10] * 3, [10], [10] * 2]
 
 
@@ -184,7 +192,7 @@ def test_an_average_divides_by_the_contributions_of_the_round() -> None:
     reads = [wired.pushpull(rank, whole(4 + 4 * rank), flag=int(Flag.AVERAGE)) for rank in (0, 1)]
     wired.settle()
     assert values(wired, reads[0]) == [[6] * 3, [6], [6] * 2]
-    assert group(wired).rounds == 2
+    assert block(wired).version == 2
 
 
 def test_workers_that_disagree_all_get_an_error_and_the_next_round_works() -> None:
@@ -194,13 +202,12 @@ def test_workers_that_disagree_all_get_an_error_and_the_next_round_works() -> No
     for request in requests:
         assert isinstance(wired.failed[request], OptimizerMismatch)
         assert "worker-0 says lr 0.5, wd 0; worker-1 says lr 1.5, wd 0" in str(wired.failed[request])
-    assert not has_group(wired)
     read = wired.pull(0, *LIST)
     wired.settle()
     assert values(wired, read) == [list(value) for value in LIST.values()]
     reads = [wired.pushpull(rank, whole(1), setting=(0.5, 0.0, 1.0)) for rank in (0, 1)]
     wired.settle()
-    assert has_group(wired)
+    assert sizes(wired) == [3]
     assert values(wired, reads[1]) == [[0, 1, 2], [3], [4, 5]]
 
 
@@ -212,7 +219,7 @@ def test_a_push_that_is_said_twice_is_counted_once() -> None:
     stamp = packet.stamp
     again = Stamp(JOB, stamp.term, stamp.epoch, stamp.source, stamp.destination, stamp.seq + 1, stamp.ack, 0)
     wired.hear(to, Packet(again, packet.message))
-    assert source == "worker-0" and not has_group(wired)
+    assert source == "worker-0" and sizes(wired) == [3]
     read = wired.pushpull(1, whole(2))
     wired.settle()
     assert values(wired, read) == [[3] * 3, [3], [3] * 2]
@@ -224,14 +231,13 @@ def test_a_worker_that_leaves_in_mid_round_is_counted_once_more() -> None:
     wired.push(0, whole(1))
     wired.leave(2)
     wired.advance(0.1)
-    assert not has_group(wired)
     reads = [wired.pushpull(1, whole(2))]
     wired.settle()
     assert values(wired, reads[0]) == [[13] * 3, [13], [13] * 2]
     reads = [wired.pushpull(rank, whole(1)) for rank in (0, 1)]
     wired.settle()
     assert values(wired, reads[0]) == [[2] * 3, [2], [2] * 2]
-    assert has_group(wired)
+    assert sizes(wired) == [3]
 
 
 def test_a_round_that_only_waited_for_somebody_who_leaves_is_closed() -> None:
@@ -245,13 +251,13 @@ def test_a_round_that_only_waited_for_somebody_who_leaves_is_closed() -> None:
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("sgd", {"momentum": 0.5}), ("adam", {})])
-def test_what_an_optimizer_remembers_goes_into_the_group_and_out_again(name: str, numbers: dict[str, Any]) -> None:
+def test_what_an_optimizer_remembers_is_split_and_merged_with_the_values(name: str, numbers: dict[str, Any]) -> None:
     def train(wired: Wired) -> list[list[float]]:
         wired.initialise(LIST)
         for rank in (0, 1):
             wired.set_optimizer(rank, name, learning_rate=0.5, **numbers)
         wired.settle()
-        for turn in range(6):
+        for turn in range(3 + 2 * ROUNDS_WORTH_IT):
             for rank in (0, 1):
                 wired.push(rank, whole(turn + rank) if turn != 3 else {**whole(2), "b": None})
             if turn == 4:
@@ -261,23 +267,18 @@ def test_what_an_optimizer_remembers_goes_into_the_group_and_out_again(name: str
         wired.settle()
         return values(wired, read)
 
-    grouped = train(Wired(2, 1))
-    with no_groups():
-        assert train(Wired(2, 1)) == grouped
+    together = train(Wired(2, 1))
+    with slices_alone():
+        assert train(Wired(2, 1)) == together
 
 
 def test_keys_that_were_updated_more_often_than_others_stay_apart() -> None:
-    wired = Wired(1, 1)
-    wired.initialise(LIST)
-    wired.set_optimizer(0, "adam")
+    wired = made(1, optimizer="adam")
+    wired.push(0, {"a": [1, 1, 1]})
     wired.settle()
-    for push in ({"a": [1, 1, 1]}, whole(1)):
-        wired.push(0, push)
-        wired.settle()
-    assert not has_group(wired), "Adam's correction depends on the number of updates"
-    wired.push(0, {"b": [1], "c": [1, 1]})
-    wired.settle()
-    assert has_group(wired)
+    assert sizes(wired) == [1, 2]
+    rounds(wired, 2 * ROUNDS_WORTH_IT)
+    assert sizes(wired) == [1, 2], "Adam's correction depends on the number of updates"
 
 
 def test_another_optimizer_in_mid_training_begins_with_the_next_round() -> None:
@@ -287,29 +288,43 @@ def test_another_optimizer_in_mid_training_begins_with_the_next_round() -> None:
     for rank in (0, 1):
         wired.set_optimizer(rank, "test")
     wired.settle()
-    assert not has_group(wired)
     read = wired.pushpull(1, whole(2))
     wired.settle()
     assert values(wired, read) == [[3] * 3, [3], [3] * 2]
     reads = [wired.pushpull(rank, whole(1)) for rank in (0, 1)]
     wired.settle()
-    assert has_group(wired)
+    assert sizes(wired) == [3]
     assert values(wired, reads[0]) == [[5] * 3, [5], [5] * 2]
 
 
-def test_new_values_in_mid_round_replace_those_of_the_group() -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_a_rule_that_looks_at_whole_parameters_has_them_in_blocks_of_their_own(before: bool) -> None:
+    wired = Watched(1, 1)
+    if before:
+        wired.set_optimizer(0, "lamb")
+        wired.settle()
+    wired.initialise(LIST)
+    if not before:
+        assert sizes(wired) == [3]
+        wired.set_optimizer(0, "lamb")
+        wired.settle()
+    rounds(wired, 2 * ROUNDS_WORTH_IT)
+    assert sizes(wired) == [1, 1, 1]
+
+
+def test_new_values_in_mid_round_replace_those_of_a_block() -> None:
     wired = made(optimizer="test")
     wired.push(1, whole(1))
     wired.settle()
     request = wired.replace({"a": [10, 10, 10], "b": [20], "c": [30, 30]})
     wired.settle()
-    assert request in wired.completed and not has_group(wired)
+    assert request in wired.completed
     read = wired.pushpull(0, whole(2))
     wired.settle()
     assert values(wired, read) == [[13] * 3, [23], [33] * 2]
 
 
-def test_integers_in_a_group_are_not_updated_by_an_optimizer() -> None:
+def test_integers_in_a_block_are_not_updated_by_an_optimizer() -> None:
     wired = Wired(1, 1)
     wired.declare(0, {"i": (2,), "j": (1,)}, dtype="int32")
     wired.settle()
@@ -325,7 +340,7 @@ def test_integers_in_a_group_are_not_updated_by_an_optimizer() -> None:
     assert (wired.value(read, "i"), wired.value(read, "j")) == ([1, 2], [3])
 
 
-def test_slices_of_several_dtypes_or_named_twice_are_no_group() -> None:
+def test_slices_of_several_dtypes_are_several_blocks_and_one_named_twice_counts_once() -> None:
     wired = Wired(1, 1)
     for dtype, key in (("float32", "x"), ("float64", "y")):
         wired.declare(0, {key: (2,)}, dtype=dtype)
@@ -333,21 +348,20 @@ def test_slices_of_several_dtypes_or_named_twice_are_no_group() -> None:
     wired.give(0, {"x": [1, 1], "y": [1, 1]})
     read = wired.pushpull(0, {"x": [2, 2], "y": [3, 3]})
     wired.settle()
-    assert not has_group(wired)
+    assert sizes(wired) == [1, 1]
     assert (wired.value(read, "x"), wired.value(read, "y")) == ([2, 2], [3, 3])
     column = np.zeros(2, np.uint32)
     arrays = Arrays(np.array([1, 1], np.uint8), np.array([2, 2], np.uint32), bytes(16))
     octets = column.astype(np.uint8)
     twice = Push(False, column, column, column + 1, column, column, octets, ((NAN, NAN, NAN),), octets, arrays)
     table(wired).push(wired.member("worker-0"), twice, 0.0)
-    assert not has_group(wired)
-    assert table(wired).shards[0].counted == {0: 2}
+    assert table(wired).blocks.of(0)[0].round.counted == {0: 2}
 
 
 def test_two_lists_that_overlap_take_turns() -> None:
     wired = Watched(2, 1)
     wired.initialise({"a": [0], "b": [0], "c": [0]})
-    for turn in range(3 * STRIKES_MAX):
+    for turn in range(24):
         keys = ("a", "b") if turn % 2 else ("b", "c")
         reads = [wired.pushpull(rank, {key: [turn + rank] for key in keys}) for rank in (0, 1)]
         wired.settle()
@@ -362,10 +376,8 @@ def test_a_long_round_names_its_key_and_who_is_missing() -> None:
     wired = made()
     wired.pushpull(0, whole(1))
     wired.advance(4.0)
-    assert has_group(wired)
     assert table(wired).explain(wired.now) == "round 1 of key 'a' has waited 4.0 s for worker-1"
     wired.advance(11.0)
-    assert not has_group(wired)
     assert wired.servers[0].explain(wired.now) == "round 1 of key 'a' has waited 15.0 s for worker-1"
     assert wired.workers[0].explain(wired.now) == (
         "worker-0: pushpull of key 'a', 'b', 'c' has waited 15.0 s; round 1 of key 'a' lacks worker-1 (host-1)"
@@ -374,12 +386,12 @@ def test_a_long_round_names_its_key_and_who_is_missing() -> None:
 
 def test_a_pull_that_waits_is_not_younger_because_another_one_comes() -> None:
     wired = made()
-    ids = group(wired).ids
+    ids = block(wired).ids
     runs = np.full(3, 99, np.uint32)
     for rank, now in ((0, 100.0), (1, 105.0)):
         table(wired).pull(wired.member(f"worker-{rank}"), Pull(runs, ids, runs * 0 + 2, runs * 0), now)
-    assert group(wired).open_since == 100.0
-    assert len(group(wired).pulls) == 2
+    assert block(wired).round.open_since == 100.0
+    assert len(block(wired).round.pulls) == 2
 
 
 @pytest.mark.parametrize(
@@ -391,39 +403,74 @@ def test_a_slice_that_can_be_answered_never_waits_for_others_of_its_run(
     steps: list[int], versions: list[int], answered: list[int]
 ) -> None:
     wired = made()
-    ids, runs = group(wired).ids, np.full(3, 99, np.uint32)
+    ids, runs = block(wired).ids, np.full(3, 99, np.uint32)
     pull = Pull(runs, ids, np.array(steps, np.uint32), np.array(versions, np.uint32))
     table(wired).pull(wired.member("worker-0"), pull, 100.0)
     messages = [one.message for one in table(wired).take_answers() if isinstance(one, Send)]
-    assert not has_group(wired)
+    assert len(sizes(wired)) > 1
     said = [number for message in messages if isinstance(message, Values) for number in message.ids.tolist()]
     assert said == ids[answered].tolist()
     table(wired).validate()
 
 
 @pytest.mark.parametrize("steps", [[0, 1, 0], [1, 1, 1], [2, 2, 2]], ids=["earlier", "present", "next"])
-def test_a_pull_that_one_round_answers_for_all_slices_stays_in_the_group(steps: list[int]) -> None:
+def test_a_pull_that_one_round_answers_for_all_slices_does_not_split_them(steps: list[int]) -> None:
     wired = made()
-    ids, runs = group(wired).ids, np.full(3, 99, np.uint32)
+    ids, runs = block(wired).ids, np.full(3, 99, np.uint32)
     table(wired).pull(wired.member("worker-0"), Pull(runs, ids, np.array(steps, np.uint32), runs * 0), 100.0)
-    assert has_group(wired)
+    assert sizes(wired) == [3]
     assert len(table(wired).take_answers()) == (max(steps) < 2)
 
 
-def test_pulls_of_the_same_run_in_one_message_are_answered_each_by_itself() -> None:
+def test_a_pull_that_waits_holds_up_no_other_of_the_same_message() -> None:
     wired = made()
-    ids = np.tile(group(wired).ids, 2)
+    ids = np.tile(block(wired).ids, 2)
     runs = np.array([5] * 3 + [6] * 3, np.uint32)
     member = wired.member("worker-0")
     steps = np.array([9] * 3 + [1] * 3, np.uint32)
     table(wired).pull(member, Pull(runs, ids, steps, runs * 0), 0.0)
     table(wired).pull(member, Pull(runs[:3], ids[:3], steps[3:], runs[:3] * 0), 0.0)
     messages = [one.message for one in table(wired).take_answers() if isinstance(one, Send)]
-    assert [message.runs.tolist() for message in messages if isinstance(message, Values)] == [[6] * 3, [5] * 3]
-    assert len(group(wired).pulls) == 1
+    assert [message.runs.tolist() for message in messages if isinstance(message, Values)] == [[6] * 3 + [5] * 3]
+    assert len(block(wired).round.pulls) == 1
 
 
 # What it costs.
+
+
+def rounds(wired: Wired, count: int = 1) -> None:
+    for _ in range(count):
+        for rank in range(len(wired.workers)):
+            wired.push(rank, whole(1))
+        wired.settle()
+
+
+def split(wired: Wired) -> None:
+    wired.pull(0, "a")
+    wired.settle()
+    assert sizes(wired) == [1, 2]
+
+
+def test_small_keys_are_one_block_from_the_beginning_and_large_ones_alone() -> None:
+    wired = Wired(1, 1, limits=Limits(slice_bytes=64))
+    wired.initialise({"a": [1] * 4, "b": [2] * 4, "c": [3] * 40, "d": [4] * 4, "e": [5] * 12})
+    assert sizes(wired) == [2, 1, 1, 1, 2], "at most 64 bytes, and no part of a larger key"
+
+
+def test_what_was_handed_out_is_never_written_while_a_worker_has_not_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
+    wired = made(mode="async", optimizer="test")
+    late = read_late(wired)
+    buffers = [block(wired).published, *block(wired).pool.spare]
+    assert sum(buffer.leases for buffer in buffers if buffer is not None) == 6
+    assert len(buffers) == 7, "one for each version that is read, and the present one"
+    wired.wire.extend(late)
+    wired.advance(1.0)
+    assert not any(buffer.leases for buffer in buffers if buffer is not None)
+    for _ in range(6):
+        wired.push(1, whole(1))
+        wired.settle()
+    assert {id(buffer) for buffer in (block(wired).published, *block(wired).pool.spare)} == set(map(id, buffers))
 
 
 def read_late(wired: Watched) -> list[tuple[str, str, Packet]]:
@@ -439,29 +486,31 @@ def read_late(wired: Watched) -> list[tuple[str, str, Packet]]:
     return late
 
 
-def test_what_was_handed_out_is_never_written_while_a_worker_has_not_got_it() -> None:
-    wired = made(mode="async", optimizer="test")
-    late = read_late(wired)
-    buffers = [group(wired).published, *group(wired)._spare]
-    assert sum(buffer.leases for buffer in buffers) == 6
-    assert len(buffers) == 7, "one for each version that is read, and the present one"
-    wired.wire.extend(late)
-    wired.advance(1.0)
-    assert not any(buffer.leases for buffer in buffers)
-    for _ in range(6):
-        wired.push(1, whole(1))
-        wired.settle()
-    assert {id(buffer) for buffer in (group(wired).published, *group(wired)._spare)} == set(map(id, buffers))
-
-
-def test_a_group_that_writes_where_somebody_reads_is_noticed() -> None:
+def test_a_block_that_writes_where_somebody_reads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
     wired = made(mode="async", optimizer="test")
 
-    def wrong(self: Group) -> Any:
-        return self._spare.pop(0) if self._spare else self._new_buffer()
+    def wrong(self: BufferPool) -> Any:
+        return self.spare.pop(0) if self.spare else self.fresh()
 
-    with mock.patch.object(Group, "_target", wrong), pytest.raises(AssertionError, match="bytes changed under way"):
+    with mock.patch.object(BufferPool, "take", wrong), pytest.raises(AssertionError, match="bytes changed under way"):
         read_late(wired)
+
+
+def test_what_is_read_of_a_block_is_not_written_when_it_has_been_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
+    wired = made(mode="async", optimizer="test")
+    wired.pull(0, *LIST)
+    wired.deliver()
+    late = wired.wire.pop()
+    split(wired)
+    for turn in range(6):
+        wired.push(1, whole(turn + 1))
+        wired.settle()
+        wired.check_bytes()
+    wired.wire.append(late)
+    wired.advance(1.0)
+    assert not any(buffer.leases for one in table(wired).blocks for buffer in one.pool.spare)
 
 
 def test_memory_does_not_grow_over_a_thousand_rounds() -> None:
@@ -472,83 +521,62 @@ def test_memory_does_not_grow_over_a_thousand_rounds() -> None:
         asked.append(nbytes)
         return np.empty(nbytes, np.uint8)
 
-    group(wired)._allocate = table(wired)._allocate = allocate
-    for shard in table(wired).shards.values():
-        shard.allocate = allocate
+    block(wired).pool.allocate = allocate
     for _ in range(1000):
         for rank in (0, 1):
             wired.pushpull(rank, whole(1))
         wired.settle()
-    assert group(wired).rounds == 1001
-    assert len(asked) <= 2 and len(group(wired)._spare) <= 3
+    assert block(wired).version == 1001
+    assert len(asked) <= 2 and len(block(wired).pool.spare) <= 3
 
 
-def test_memory_does_not_grow_while_groups_are_made_and_dissolved() -> None:
+def test_a_block_that_was_split_early_merges_later_and_later() -> None:
     wired = made()
-    with mock.patch.object(groups_module, "STRIKES_MAX", 1 << 30):
-        for _ in range(50):
-            for rank in (0, 1):
-                wired.pushpull(rank, whole(1))
-            wired.settle()
-            wired.pull(0, "a")
-            wired.settle()
-    assert not has_group(wired)
-    assert all(len(shard.spare) <= 2 for shard in table(wired).shards.values())
-    assert len(table(wired)._groups._records) == 1
+    apart = ROUNDS_WORTH_IT
+    while apart < APART_MAX:
+        split(wired)
+        rounds(wired, apart)
+        assert sizes(wired) == [1, 2]
+        rounds(wired)
+        assert sizes(wired) == [3]
+        apart *= 2
+        if apart > 8 * ROUNDS_WORTH_IT:
+            return
 
 
-def dissolve(wired: Wired) -> None:
-    wired.pull(0, "a")
-    wired.settle()
-    assert not has_group(wired)
-
-
-def one_round(wired: Wired) -> None:
-    for rank in (0, 1):
-        wired.push(rank, whole(1))
-    wired.settle()
-
-
-def test_slices_that_are_taken_apart_again_and_again_stay_apart() -> None:
+def test_a_block_that_lived_long_merges_at_once() -> None:
     wired = made()
-    for strikes in range(1, STRIKES_MAX):
-        dissolve(wired)
-        one_round(wired)
-        assert has_group(wired), strikes
-    dissolve(wired)
-    one_round(wired)
-    assert not has_group(wired)
-    for _ in range(APART_MAX // 2):
-        assert not has_group(wired)
-        one_round(wired)
-    assert has_group(wired), "tried again"
-    dissolve(wired)
-    one_round(wired)
-    assert not has_group(wired)
+    rounds(wired, ROUNDS_WORTH_IT)
+    for _ in range(3):
+        split(wired)
+        rounds(wired)
+        assert sizes(wired) == [3]
+        rounds(wired, ROUNDS_WORTH_IT)
 
 
-def test_a_group_that_lived_long_begins_without_strikes() -> None:
+def test_memory_does_not_grow_while_blocks_are_split_and_merged() -> None:
     wired = made()
-    for _ in range(STRIKES_MAX - 1):
-        dissolve(wired)
-        one_round(wired)
-    for _ in range(ROUNDS_WORTH_IT - 1):
-        one_round(wired)
-    for _ in range(STRIKES_MAX):
-        dissolve(wired)
-        one_round(wired)
-        assert has_group(wired)
+    for _ in range(20):
+        rounds(wired, ROUNDS_WORTH_IT)
+        split(wired)
+        rounds(wired)
+        assert sizes(wired) == [3]
+    assert all(len(one.pool.spare) <= 2 for one in table(wired).blocks)
+    assert len(table(wired).blocks._all) == 1
 
 
-def test_values_that_are_read_where_they_lie_are_not_answered_by_a_group() -> None:
+def test_values_that_are_read_where_they_lie_stay_when_the_block_goes_on() -> None:
     wired = made(mode="async", optimizer="test")
     read = wired.pushpull(0, whole(1), flag=int(Flag.HOLD))
     wired.advance(1.0)
-    assert not has_group(wired)
     assert values(wired, read) == [[2, 3, 4], [5], [6, 7]]
-    held = [shard.held[wired.member("worker-0")] for shard in table(wired).shards.values()]
-    before = [buffer.array.tolist() for buffer in held]
+    held = block(wired).held[wired.member("worker-0")]
+    before = held.array.tolist()
     for turn in range(5):
         wired.push(1, whole(turn + 1))
         wired.settle()
-    assert [buffer.array.tolist() for buffer in held] == before
+    split(wired)
+    for turn in range(5):
+        wired.push(1, whole(turn + 1))
+        wired.settle()
+    assert held.array.tolist() == before

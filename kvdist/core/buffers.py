@@ -1,0 +1,102 @@
+"""Memory for versions of values, laid out as a payload: written once, then shown to any number of readers.
+
+A reader holds a *lease* until it has what it read. What has been handed out never changes: a buffer is written again
+only when nobody reads it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.dtypes import DType
+from kvdist.protocol.arrays import U8, U32
+from kvdist.protocol.layout import offsets
+
+Bits = npt.NDArray[np.generic]
+"""A 1-D array of `DType.storage` elements."""
+Allocate = Callable[[int], npt.NDArray[np.uint8]]
+"""Gives that many bytes of memory, from where they travel best; their content means nothing."""
+
+
+def ordinary_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Bytes of this process alone."""
+    return np.empty(nbytes, np.uint8)
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Memory for one version. While `leases` is not 0 somebody still reads it.
+
+    array: the elements from the first array's first to the last one's last, padding between them included.
+    payload: the bytes of all that and the padding behind it, ready to be sent.
+    pooled: whether it may be written again; not when it is a part of a larger buffer.
+    """
+
+    array: Bits
+    payload: memoryview
+    leases: int = 0
+    pooled: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class BufferPool:
+    """Buffers for arrays of one dtype side by side.
+
+    Attributes:
+        dtype: of them all.
+        counts: (n,) elements of each.
+        dtypes: (n,) their dtype, as a message has it.
+        starts: where each begins, in elements.
+        size: elements of a buffer's array.
+    """
+
+    dtype: DType
+    counts: U32
+    allocate: Allocate
+    dtypes: U8 = field(init=False)
+    starts: list[int] = field(init=False)
+    size: int = field(init=False)
+    spare: list[Buffer] = field(default_factory=list)
+    """Buffers that are not shown any more, though they may still be read."""
+    _nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtypes = np.full(len(self.counts), self.dtype, np.uint8)
+        starts, self._nbytes = offsets(self.dtypes, self.counts)
+        self.starts = (starts // self.dtype.itemsize).tolist()
+        self.size = self.starts[-1] + int(self.counts[-1])
+
+    def fresh(self) -> Buffer:
+        """A new buffer, not initialised but for the padding, which is sent too."""
+        memory = self.allocate(self._nbytes)
+        nbytes = self.size * self.dtype.itemsize
+        memory[0 if len(self.counts) > 1 else nbytes :] = 0
+        return Buffer(memory[:nbytes].view(self.dtype.storage), memory.data)
+
+    def take(self) -> Buffer:
+        """A buffer that nobody reads. There are at most two more than there are readers that lag behind."""
+        for i, buffer in enumerate(self.spare):
+            if buffer.leases == 0:
+                return self.spare.pop(i)
+        return self.fresh()
+
+    def give_back(self, buffer: Buffer) -> None:
+        """It is not shown any more."""
+        if buffer.pooled:
+            self.spare.append(buffer)
+
+    def array(self, buffer: Buffer, position: int) -> Bits:
+        """One of the arrays in a buffer."""
+        start = self.starts[position]
+        return buffer.array[start : start + int(self.counts[position])]
+
+    def part(self, buffer: Buffer, begin: int, end: int) -> Buffer:
+        """Some of the arrays, as a buffer that shows the same memory."""
+        first, last = self.starts[begin], self.starts[end - 1] + int(self.counts[end - 1])
+        itemsize = self.dtype.itemsize
+        stop = self.starts[end] * itemsize if end < len(self.starts) else self._nbytes
+        return Buffer(buffer.array[first:last], buffer.payload[first * itemsize : stop], pooled=False)

@@ -1,0 +1,239 @@
+"""`Round`: contributions to the next version of something, one slot for each worker. Pure; it knows nothing of arrays.
+
+A server's blocks and sparse tables have one each. Rules that hold here:
+
+* A round is a set keyed by worker, never a count of messages: the first contribution of a worker wins.
+* Contributions are taken in rank order, so that two runs give the same bits.
+* Each worker has a counter of its pushes. A contribution fits if it is the next one; an earlier one is in the value.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from kvdist.core.policy import Policy
+from kvdist.errors import OptimizerMismatch, PushRefused
+from kvdist.nodes import Member, worker
+from kvdist.optimizer.base import Optimizer
+from kvdist.protocol.messages import ErrorCode, Flag
+
+# A plain number: operators of enums are written in Python, and this is asked for every block of every push.
+_AVERAGE = int(Flag.AVERAGE)
+
+Setting = tuple[float | None, float | None, float | None]
+"""Learning rate, weight decay, rescale; None where the server's optimizer decides."""
+Refusal = tuple[ErrorCode, str]
+"""Of which kind, and why."""
+
+
+def setting_of(numbers: tuple[float, float, float]) -> Setting:
+    """From the wire, where not-a-number stands for what the server's optimizer decides."""
+    lr, wd, rescale = (None if math.isnan(number) else number for number in numbers)
+    return lr, wd, rescale
+
+
+class Contributed(Protocol):
+    """What a round has to know of a contribution."""
+
+    @property
+    def member(self) -> Member:
+        """Whose it is."""
+
+    @property
+    def step(self) -> int:
+        """How many pushes the worker made before it."""
+
+    @property
+    def setting(self) -> Setting:
+        """The numbers of the optimizer that it came with."""
+
+    @property
+    def flags(self) -> int:
+        """`Flag`s."""
+
+
+C = TypeVar("C", bound=Contributed)
+
+
+class Verdict(enum.Enum):
+    """What `Round.offer` did."""
+
+    ACCEPTED = enum.auto()
+    ALREADY_COUNTED = enum.auto()
+    REPEATED = enum.auto()
+
+
+@dataclass(slots=True)
+class PullRequest:
+    """A worker that waits for a state."""
+
+    member: Member
+    run: int
+    step: int
+    version: int
+
+
+P = TypeVar("P", bound=PullRequest)
+
+
+@dataclass(slots=True, eq=False)
+class Round(Generic[C, P]):
+    """The open round of a block or table, what was counted before it, and who waits for its end."""
+
+    key: int | str
+    """For messages."""
+    policy: Policy
+    version: int = 0
+    """How many rounds have been closed."""
+    slots: dict[int, C] = field(default_factory=dict)
+    """Worker rank → its contribution."""
+    counted: dict[int, int] = field(default_factory=dict)
+    """Worker rank → how many of its pushes are in the value, or were refused for good."""
+    refused: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
+    """Worker rank → the counter of its last push, if that was refused for good. Whoever says that push again is told
+    again: the first answer may have gone to a neighbour that left before it had passed it on."""
+    pulls: list[P] = field(default_factory=list)
+    open_since: float = 0.0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it has no contribution, and nobody waits."""
+        return not self.slots and not self.pulls
+
+    def offer(self, contribution: C, now: float) -> Verdict:
+        """Put a contribution into its slot.
+
+        Raises:
+            PushRefused: the worker's push counter does not fit, which only a broken peer can cause.
+        """
+        verdict = self.place_of(contribution)
+        if verdict is Verdict.ACCEPTED:
+            rank = contribution.member.node.rank
+            if not self.slots:
+                self.open_since = now
+            self.slots[rank] = contribution
+            self.refused.pop(rank, None)  # it was answered, or the worker would not go on
+        return verdict
+
+    def place_of(self, contribution: C) -> Verdict:
+        """What `offer` would do.
+
+        Raises:
+            PushRefused: as `offer`.
+        """
+        rank = contribution.member.node.rank
+        expected = self.counted.get(rank, 0)
+        if contribution.step < expected:
+            return Verdict.ALREADY_COUNTED
+        if contribution.step > expected:
+            raise PushRefused(
+                f"{contribution.member} sent its push {contribution.step} of key {self.key!r},"
+                f" but only {expected} of its pushes have been counted"
+            )
+        return Verdict.REPEATED if rank in self.slots else Verdict.ACCEPTED
+
+    def wait(self, pull: P, now: float) -> None:
+        """Let a worker wait."""
+        if self.is_quiet:
+            self.open_since = now
+        self.pulls.append(pull)
+
+    def is_complete(self, live: Set[int]) -> bool:
+        """Whether it can be closed while these workers are alive."""
+        return bool(self.slots) and self.policy.is_full(self.slots.keys(), live)
+
+    def missing(self, live: Set[int]) -> tuple[int, ...]:
+        """The ranks whose contributions are awaited."""
+        return self.policy.missing(self.slots.keys(), live) if self.slots else ()
+
+    def take(self, ranks: Sequence[int] | None = None) -> list[C]:
+        """Count contributions, in rank order, which makes a version.
+
+        Args:
+            ranks: whose; None for as many as the policy says.
+        """
+        if ranks is None:
+            ranks = sorted(self.slots)[: self.policy.close]
+        contributions = [self.slots.pop(rank) for rank in ranks]
+        self.version += 1
+        for contribution in contributions:
+            self.counted[contribution.member.node.rank] = contribution.step + 1
+        return contributions
+
+    def refuse(self, contributions: Sequence[C], refusal: Refusal) -> None:
+        """Note that these, which are counted, have not been applied."""
+        for contribution in contributions:
+            self.refused[contribution.member.node.rank] = (contribution.step, refusal)
+
+    def refusal_of(self, contribution: C) -> Refusal | None:
+        """What its worker was told when the contribution was refused for good; None if it never was."""
+        step, refusal = self.refused.get(contribution.member.node.rank, (-1, None))
+        return refusal if step == contribution.step else None
+
+    def take_satisfied(self) -> list[P]:
+        """The pulls that the present state answers; they are removed."""
+        ready = [pull for pull in self.pulls if self.satisfies(pull)]
+        if ready:
+            self.pulls = [pull for pull in self.pulls if not self.satisfies(pull)]
+        return ready
+
+    def satisfies(self, pull: P) -> bool:
+        """Whether the present state answers a pull."""
+        return self.counted.get(pull.member.node.rank, 0) >= pull.step and self.version >= pull.version
+
+    def forget(self, gone: Set[int]) -> None:
+        """These workers wait for nothing any more. What they have pushed still counts."""
+        self.pulls = [pull for pull in self.pulls if pull.member.node.rank not in gone]
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        for rank, contribution in self.slots.items():
+            assert contribution.member.node == worker(rank), "a slot holds its own worker's contribution"
+            assert contribution.step == self.counted.get(rank, 0), "a slot holds the worker's next push"
+
+
+def scale_of(contribution: Contributed, total: int, optimizer: Optimizer | None) -> float:
+    """The factor of a contribution in a round of `total`."""
+    rescale = contribution.setting[2]
+    if rescale is None:
+        rescale = 1.0 if optimizer is None else optimizer.rescale_grad
+    return rescale / total if contribution.flags & _AVERAGE else rescale
+
+
+def agreed_settings(key: int | str, present: Sequence[Contributed]) -> tuple[float | None, float | None]:
+    """The learning rate and weight decay of a round; None where the server's optimizer decides.
+
+    Raises:
+        OptimizerMismatch: the workers say different ones.
+    """
+    first = present[0].setting
+    for other in present[1:]:
+        if other.setting != first and other.setting[:2] != first[:2]:
+            said = "; ".join(f"{c.member} {_said(c.setting)}" for c in present)
+            raise OptimizerMismatch(
+                f"workers disagree on the learning rate or weight decay of key {key!r} in one round: {said}."
+                " Set the optimizer on every worker, and change its numbers at the same step"
+            )
+    return first[:2]
+
+
+def require_optimizer(key: int | str, policy: Policy, optimizer: object | None) -> None:
+    """Refuse a contribution that no round sums where nothing updates.
+
+    Raises:
+        PushRefused: the store has neither.
+    """
+    if policy.needs_optimizer and optimizer is None:
+        raise PushRefused(
+            f"key {key!r}: a dist_async store has no rounds to sum, so it needs an optimizer:"
+            " call set_optimizer before the first push"
+        )
+
+
+def _said(setting: Setting) -> str:
+    lr, wd, _ = setting
+    return "has not called set_optimizer" if lr is None or wd is None else f"says lr {lr:g}, wd {wd:g}"
