@@ -124,9 +124,8 @@ def resolves(dotted: str) -> bool:
     return last in dir(importlib.import_module(module))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_every_relative_link_leads_to_a_file_and_a_heading(path: Path) -> None:
-    assert list(dead_links(path)) == []
+def test_every_relative_link_leads_to_a_file_and_a_heading() -> None:
+    assert {name_of(path): dead for path in DOCUMENTS if (dead := list(dead_links(path)))} == {}
 
 
 def test_a_link_to_nowhere_is_noticed(tmp_path: Path) -> None:
@@ -135,9 +134,9 @@ def test_a_link_to_nowhere_is_noticed(tmp_path: Path) -> None:
     assert list(dead_links(page)) == ["gone.md", "#there (no such heading)"]
 
 
-@pytest.mark.parametrize("path", PROSE, ids=name_of)
-def test_every_file_that_is_named_exists(path: Path) -> None:
-    assert sorted(file for file in files_named(path) - OF_USERS if not is_there(file, path.parent)) == []
+def test_every_file_that_is_named_exists() -> None:
+    named = [(path, file) for path in PROSE for file in files_named(path) - OF_USERS]
+    assert sorted((name_of(path), file) for path, file in named if not is_there(file, path.parent)) == []
 
 
 def test_a_file_that_is_not_there_is_noticed() -> None:
@@ -145,9 +144,9 @@ def test_a_file_that_is_not_there_is_noticed() -> None:
     assert not is_there("core/shards.py", ROOT) and not is_there("shards.py", ROOT)
 
 
-@pytest.mark.parametrize("path", PROSE, ids=name_of)
-def test_every_module_that_is_named_exists(path: Path) -> None:
-    assert sorted(word for word in modules_named(path) if not resolves(word)) == []
+def test_every_module_that_is_named_exists() -> None:
+    named = [(name_of(path), word) for path in PROSE for word in modules_named(path)]
+    assert sorted(one for one in named if not resolves(one[1])) == []
 
 
 def test_a_module_that_is_not_there_is_noticed() -> None:
@@ -184,10 +183,11 @@ def variables_that_are_not_offered(path: Path) -> set[str]:
     return {name for line in lines for name in VARIABLE.findall(line.split("| not offered |")[0])}
 
 
-@pytest.mark.parametrize("path", PROSE, ids=name_of)
-def test_every_variable_in_a_document_is_known_to_the_code(path: Path) -> None:
-    told = set(VARIABLE.findall(text_of(path)))
-    assert told - variables_in_the_code() - variables_that_are_not_offered(path) == set()
+def test_every_variable_in_a_document_is_known_to_the_code() -> None:
+    known = variables_in_the_code()
+    for path in PROSE:
+        told = set(VARIABLE.findall(text_of(path)))
+        assert told - known - variables_that_are_not_offered(path) == set(), name_of(path)
 
 
 def test_what_is_said_not_to_be_offered_is_not_read_by_the_code() -> None:
@@ -241,9 +241,8 @@ def test_the_walk_has_ten_steps() -> None:
     assert [int(step.split(".")[0]) for step in walk_steps()] == list(range(1, WALK_STEPS + 1))
 
 
-@pytest.mark.parametrize("number", range(1, WALK_STEPS + 1))
-def test_a_step_of_the_walk_names_functions_of_the_files_it_links(number: int) -> None:
-    assert functions_without_a_home(walk_steps()[number - 1]) == []
+def test_a_step_of_the_walk_names_functions_of_the_files_it_links() -> None:
+    assert [function for step in walk_steps() for function in functions_without_a_home(step)] == []
 
 
 def test_a_step_that_names_what_is_not_there_is_noticed() -> None:
