@@ -5,7 +5,7 @@ of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with o
 code of one's own here, and whoever starts the process chooses it, never a peer.
 
 ``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.commands`. ``kvdist
-doctor`` and ``kvdist estimate`` are the launcher's.
+doctor`` is the launcher's.
 
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
 environment or on the command line, 1 for anything else.
@@ -68,7 +68,6 @@ by default, would take as long as making them."""
 
 LAUNCHER_COMMANDS = {
     "doctor": "look at hosts as before a job, and measure latency and bandwidth between them",
-    "estimate": "say what a step will cost on the network",
 }
 
 

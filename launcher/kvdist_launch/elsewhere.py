@@ -29,7 +29,6 @@ UNDERSTOOD = frozenset(
 )  # fmt: skip
 """The options that mean something for processes that others start."""
 
-CONTAINER_FORMATS = ("kubernetes", "compose")
 SSH_PORT = 22
 CONTAINER_PORT = 9191
 """Nobody else listens in a container."""
@@ -83,9 +82,13 @@ def script_of(
         from kvdist_launch.emit.sbatch import sbatch
 
         return sbatch(parts_of(job, launcher, launcher.python), word, is_secret)
-    if options.emit == "systemd":
-        return _units(job, launcher)
-    return _manifest(options, job, launcher, is_secret)
+    from kvdist_launch.emit.kubernetes import kubernetes
+    from kvdist_launch.emit.parts import parts_of
+
+    # What is true of this machine is not true in a container; only what the user asks for goes there.
+    parts = parts_of(job, replace(launcher, environ={}), "python")
+    secret = base64.b64encode(os.urandom(32)).decode() if is_secret else None
+    return kubernetes(parts, f"kvdist-{job.name[:8]}", options.image, CONTAINER_PORT, secret)
 
 
 def require_understood(options: argparse.Namespace, given: Sequence[str]) -> None:
@@ -107,7 +110,7 @@ def require_understood(options: argparse.Namespace, given: Sequence[str]) -> Non
         raise ConfigError(_IMAGE_IS_FOR)
 
 
-_IMAGE_IS_FOR = "--image is for --emit kubernetes and --emit compose; leave it out"
+_IMAGE_IS_FOR = "--image is for --emit kubernetes; leave it out"
 
 
 def run_script(launcher: str, text: str, environ: Mapping[str, str]) -> None:
@@ -135,38 +138,7 @@ def _require_no_hosts(options: argparse.Namespace) -> None:
     asked = f"--emit {options.emit}" if options.emit else f"--launcher {options.launcher}"
     if options.hostfile is not None:
         raise ConfigError(f"{asked} leaves the choice of hosts to others; leave out -H {options.hostfile}")
-    if options.emit in CONTAINER_FORMATS and options.image is None:
+    if options.emit == "kubernetes" and options.image is None:
         raise ConfigError(f"{asked} needs --image IMAGE, a container image with kvdist and your program")
-    if options.image is not None and options.emit not in CONTAINER_FORMATS:
+    if options.image is not None and options.emit != "kubernetes":
         raise ConfigError(_IMAGE_IS_FOR)
-
-
-def _units(job: Job, launcher: HostFacts) -> str:
-    from kvdist_launch.emit.parts import parts_of
-    from kvdist_launch.emit.systemd import systemd
-
-    name = f"kvdist-{job.name[:8]}"
-    parts = parts_of(job, launcher, launcher.python)
-    path = parts[-1].environment.over(launcher.environ).get("PATH")
-    # systemd does not search where the user's shell does.
-    found = [shutil.which(part.argv[0], path=path) or part.argv[0] for part in parts]
-    parts = [replace(part, argv=(program, *part.argv[1:])) for part, program in zip(parts, found, strict=True)]
-    units = systemd(parts, name, job.port, os.getcwd())
-    head = f"# systemctl daemon-reload && systemctl start {name}.target; journalctl -f -u '{name}-*'\n"
-    return head + "".join(f"\n# {path}\n{text}" for path, text in units.items())
-
-
-def _manifest(options: argparse.Namespace, job: Job, launcher: HostFacts, is_secret: bool) -> str:
-    from kvdist_launch.emit.parts import parts_of
-
-    # What is true of this machine is not true in a container; only what the user asks for goes there.
-    parts = parts_of(job, replace(launcher, environ={}), "python")
-    name = f"kvdist-{job.name[:8]}"
-    if options.emit == "kubernetes":
-        from kvdist_launch.emit.kubernetes import kubernetes
-
-        secret = base64.b64encode(os.urandom(32)).decode() if is_secret else None
-        return kubernetes(parts, name, options.image, CONTAINER_PORT, secret)
-    from kvdist_launch.emit.compose import compose
-
-    return compose(parts, name, options.image, CONTAINER_PORT, is_secret)

@@ -19,7 +19,7 @@ from kvdist.variables import device_names
 from kvdist.version import __version__
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "none")
-FORMATS = ("sbatch", "kubernetes", "compose", "systemd")
+FORMATS = ("sbatch", "kubernetes")
 
 USAGE = "kvdist-launch -n WORKERS [-s SERVERS] [-H HOSTS] [options] [--] COMMAND [ARGUMENT...]"
 
@@ -307,7 +307,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
     )),
     ("other ways in", (
         (("--emit",), _choice(FORMATS, "print what starts this job elsewhere, and start nothing")),
-        (("--image",), valued(_word, "IMAGE", "the container image for --emit kubernetes and compose")),
+        (("--image",), valued(_word, "IMAGE", "the container image for --emit kubernetes")),
         (("--example-hostfile",), {"action": ShowExample, "nargs": 0, "help": "print a hostfile and exit"}),
         (("--print-completion",), {"action": ShowCompletion, **_choice(("bash", "zsh"), "print the script that"
          " completes these options in a shell, and exit")}),

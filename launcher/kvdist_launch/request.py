@@ -39,7 +39,7 @@ GRACE_S = 5.0
 GRACE_WITHOUT_SERVERS_S = 2.0
 """The default of ``--grace``. Without servers the others notice a failure at once or not at all, so more is vain."""
 
-SPREADS = ("--emit sbatch", "--emit kubernetes", "--emit compose", "--launcher slurm")
+SPREADS = ("--emit sbatch", "--emit kubernetes", "--launcher slurm")
 """Ways in that may place processes on several machines, whatever they are."""
 
 OF_SERVERS = ("--server-module", "--optimizer-module", "--server-device", "--env-server", "--scheduler-on")
@@ -51,8 +51,6 @@ ELSEWHERE_WITHOUT_SERVERS = {
     "sbatch": "a batch script with the line srun COMMAND starts it, and needs nothing of kvdist-launch",
     "kubernetes": "take a job whose pods get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, such as a"
     " TrainJob with a torch policy",
-    "compose": "give each service RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
-    "systemd": "let a unit of your own run kvdist-launch -n {n} -s 0 COMMAND",
 }
 """For each way in that starts scheduler and servers beside the workers: how a job without them is started there."""
 
@@ -194,11 +192,6 @@ def _security(
             "-s 0 over several machines: what the workers send to each other is not encrypted, as torch.distributed"
             " cannot do that. If the network between them is trusted, say so with --security none; a job with servers"
             " encrypts everything"
-        )
-    if security.encrypts and way == "--emit systemd":
-        raise ConfigError(
-            "--emit systemd makes no secret, and encryption needs one: leave it out (on one machine only its user"
-            " reaches the sockets), or set KVDIST_SECRET_FILE and KVDIST_SECURITY=curve in the units yourself"
         )
     return security
 

@@ -66,7 +66,7 @@ def security_of(
         environ: the launcher's own variables.
         leaves_machine: whether the job has processes on several machines.
         has_servers: whether it has servers.
-        makes_secret: the way in, such as ``--emit compose``, if that makes a secret itself and cannot take one.
+        makes_secret: the way in, such as ``--emit kubernetes``, if that makes a secret itself and cannot take one.
 
     Raises:
         ConfigError: what is asked for contradicts itself or cannot be done, or the secret cannot be used.

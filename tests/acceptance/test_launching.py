@@ -452,24 +452,6 @@ def test_manifests_of_kubernetes_have_the_jobs_the_service_and_the_secret():
     assert "--image" in refused(LAUNCH, "-n", "1", "--emit", "kubernetes", "true")
 
 
-def test_a_compose_file_has_a_service_for_each_process():
-    yaml = pytest.importorskip("yaml")
-    out, _ = run(LAUNCH, "-n", "2", "-s", "1", "--emit", "compose", "--image", "me/train:1", "python", "train.py")
-    services = yaml.safe_load(out)["services"]
-    assert set(services) == {"scheduler", "server-0", "worker-0", "worker-1"}
-    assert services["worker-1"]["environment"]["KVDIST_RANK"] == "1"
-    assert services["worker-1"]["command"] == ["python", "train.py"]
-
-
-def test_units_of_systemd_are_of_loopback_and_show_no_secret():
-    out, _ = run(LAUNCH, "-n", "2", "-s", "1", "--emit", "systemd", "python", "train.py")
-    paths = re.findall(r"^# (/etc/systemd/system/\S+)$", out, re.M)
-    assert [Path(path).suffix for path in paths] == [".target", ".service", ".service", ".service"]
-    assert "DMLC_PS_ROOT_URI=127.0.0.1" in out and "worker@1.service" in out
-    words = ["-n", "1", "--emit", "systemd", "--env", "MY_TOKEN=x", "true"]
-    assert "MY_TOKEN" in refused(LAUNCH, *words)
-
-
 def test_options_are_completed_by_shells():
     if importlib.util.find_spec("shtab") is None:
         pytest.skip("shtab is not installed")
@@ -481,24 +463,6 @@ def test_options_are_completed_by_shells():
 def test_this_machine_can_be_looked_at_alone():
     out, err = run(KVDIST, "doctor", "-H", "localhost")
     assert kvdist.__version__ in out + err
-
-
-# What a step will cost.
-
-
-def test_an_estimate_is_made_of_shapes_of_a_number_or_of_a_file(tmp_path):
-    lines = ["-n", "2", "-s", "2", "--bandwidth", "100"]
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 1000], "data_offsets": [0, 4_000_000]}}).encode()
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4_000_000))
-    for words in (["--shapes", "500x1000,500000"], ["--params", "1e6"], [str(file)]):
-        out, _ = run(KVDIST, "estimate", *words, *lines)
-        assert "1,000,000 elements, 4.0 MB" in out
-        rows = {row.group(1): row.group(2) for row in re.finditer(r"^ (\S.*?)  +\d.*?([\d.]+)$", out, re.M)}
-        assert (rows["none"], rows["fp16, pull fp16"]) == ("40.0", "20.0"), out
-    for words, said in ((["--shapes", "5y3"], "5y3"), (["--params", "0"], "0"), ([str(tmp_path / "no")], "no")):
-        _, err = run(KVDIST, "estimate", *words, *lines, code=2)
-        assert said in err
 
 
 # Functions on workers.

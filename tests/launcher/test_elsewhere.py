@@ -54,15 +54,13 @@ def run(argv: list[str], env: dict[str, str], **settings: object) -> subprocess.
     [
         (["--launcher", "slurm", "-H", "d1"], "--launcher slurm leaves the choice of hosts to others; leave out -H"),
         (["--emit", "sbatch", "-H", "d1"], "--emit sbatch leaves the choice of hosts to others; leave out -H d1"),
-        (["--launcher", "mpi", "--image", "me/x"], "--image is for --emit kubernetes and --emit compose; leave it out"),
+        (["--launcher", "mpi", "--image", "me/x"], "--image is for --emit kubernetes; leave it out"),
         (["--launcher", "none", "-H", "no-such-host.invalid"], "-H: no-such-host.invalid is no name or address that"),
         (["--emit", "kubernetes"], "--emit kubernetes needs --image IMAGE"),
-        (["--emit", "compose"], "--emit compose needs --image IMAGE"),
-        (["--emit", "sbatch", "--image", "me/x"], "--image is for --emit kubernetes and --emit compose"),
+        (["--emit", "sbatch", "--image", "me/x"], "--image is for --emit kubernetes; leave it out"),
         (["--emit", "sbatch", "--grace", "3"], "--grace is for processes that kvdist-launch itself starts and"),
         (["--launcher", "mpi", "-H", "me@127.0.0.2"], "mpirun takes no ssh user or port with a host, and 127.0.0.2"),
-        (["--emit", "systemd", "-x", "MY_TOKEN=x"], "the name of MY_TOKEN looks secret"),
-        (["--emit", "compose", "--image", "x", "-x", "A=\udcff"], "bytes that are no UTF-8"),
+        (["--emit", "kubernetes", "--image", "x", "-x", "A=\udcff"], "bytes that are no UTF-8"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(capfd, words, message):
@@ -85,7 +83,7 @@ def test_what_is_not_installed_or_no_allocation_is_told(capfd, monkeypatch, name
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_is_printed_and_nothing_is_started(capfd, form):
-    image = ["--image", "me/train:1"] if form in ("kubernetes", "compose") else []
+    image = ["--image", "me/train:1"] if form == "kubernetes" else []
     assert main(["-n", "2", "-s", "1", "--emit", form, *image, "python", "train.py"]) == 0
     shown = capfd.readouterr().out
     assert "DMLC_NUM_WORKER" in shown and "train.py" in shown
@@ -96,9 +94,9 @@ def test_manifests_without_encryption_say_so_to_the_processes(capfd, monkeypatch
     if how == "variable":
         monkeypatch.setenv("KVDIST_SECURITY", "none")
     words = ["--security", "none"] if how == "option" else []
-    assert main(["-n", "1", *words, "--emit", "compose", "--image", "me/train:1", "true"]) == 0
+    assert main(["-n", "1", *words, "--emit", "kubernetes", "--image", "me/train:1", "true"]) == 0
     shown = capfd.readouterr().out
-    assert shown.count('KVDIST_SECURITY: "none"') == 3
+    assert shown.count('name: "KVDIST_SECURITY"') == 3
     assert "secret" not in shown.lower()
 
 

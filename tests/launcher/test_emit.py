@@ -6,7 +6,6 @@ Where a text is meant to change, ``WRITE_GOLDEN=1`` in the environment writes th
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,14 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.errors import ConfigError
-from kvdist_launch.emit.compose import compose
 from kvdist_launch.emit.kubernetes import kubernetes
 from kvdist_launch.emit.manual import manual
 from kvdist_launch.emit.mpi import mpi
 from kvdist_launch.emit.parts import OF_ONE_PROCESS, PLACES, parts_of
 from kvdist_launch.emit.sbatch import SET_PLACES, sbatch
 from kvdist_launch.emit.shell import exports, heredoc
-from kvdist_launch.emit.systemd import systemd
 from kvdist_launch.emit.yaml import document
 from kvdist_launch.environment import Environment
 from kvdist_launch.hosts import Host, parse_hostfile
@@ -33,7 +30,7 @@ AWKWARD = 'it\'s a "value" with\nlines, %i, = and : and $HOME;`id` $(touch pwned
 LAUNCHER = HostFacts(8, "/venv/bin/python", "10.0.0.99", {"PYTHONPATH": "/li b", "CUDA_VISIBLE_DEVICES": "0,1"})
 HOSTS = parse_hostfile("localhost\nme@d1:2222 role=worker\n[fd00::17]\n", "hosts")
 WORD = "KVDIST_0123456789abcdef"
-NEEDS_YAML = "THE YAML OF KUBERNETES AND COMPOSE IS NOT READ BACK: pip install PyYAML"
+NEEDS_YAML = "THE YAML OF KUBERNETES IS NOT READ BACK: pip install PyYAML"
 
 
 def new_job(**settings: object) -> Job:
@@ -63,10 +60,6 @@ TEXTS = {
     "sbatch.sh": lambda: sbatch(parts(), WORD, is_secret=True),
     "mpi.sh": lambda: mpi(new_plan(HOSTS), HOSTS, "here", WORD, is_secret=True),
     "kubernetes.txt": lambda: kubernetes(parts(), "kvdist-0123", "me/train:1", 9191, "c2VjcmV0"),
-    "compose.txt": lambda: compose(parts(), "kvdist-0123", "me/train:1", 9191, is_secret=True),
-    "systemd.txt": lambda: "\n".join(
-        f"# {path}\n{text}" for path, text in systemd(parts(), "kvdist-0123", 9191, "/my job").items()
-    ),
 }
 
 
@@ -241,43 +234,7 @@ def test_without_encryption_there_is_no_secret():
     assert "secret" not in str(found["JobSet"]).lower()
 
 
-def test_a_compose_file_has_a_service_for_every_process():
-    yaml = pytest.importorskip("yaml", reason=NEEDS_YAML)
-    project = yaml.safe_load(compose(parts(), "kvdist-0123", "me/train:1", 9191, is_secret=True))
-    services = project["services"]
-    assert list(services) == ["scheduler", "server-0", "worker-0", "worker-1"]
-    assert [services[name]["environment"]["KVDIST_RANK"] for name in services] == ["0", "0", "0", "1"]
-    assert services["worker-1"]["environment"]["TEXT"].replace("$$", "$") == AWKWARD
-    assert services["worker-1"]["depends_on"] == ["scheduler"]
-    assert project["secrets"] == {"kvdist": {"file": "./kvdist.secret"}}
-    assert {tuple(service["secrets"]) for service in services.values()} == {("kvdist",)}
-
-
-# systemd.
-
-
-def test_systemd_accepts_the_units(tmp_path):
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("THE UNITS ARE NOT VERIFIED: systemd-analyze is not installed")
-    job = new_job(command=("/bin/true", AWKWARD), role_command=("/bin/true",))
-    units = systemd(parts_of(job, LAUNCHER, "/bin/true"), "kvdist-0123", 9191, str(tmp_path))
-    paths = []
-    for path, text in units.items():
-        # A template is verified as one of its instances.
-        paths.append(tmp_path / Path(path).name.replace("@.", "@0."))
-        (tmp_path / Path(path).name).write_text(text, "utf-8")
-        paths[-1].write_text(text, "utf-8")
-    (tmp_path / "kvdist-0123-worker@1.service").write_text(units["/etc/systemd/system/kvdist-0123-worker@.service"])
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", *map(str, paths)],
-        env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, "kvdist" in done.stderr) == (0, False), done.stderr
-
-
-def test_units_show_no_secret_to_everybody():
-    with pytest.raises(ConfigError, match="everybody can read units, and the name of MY_TOKEN looks secret"):
-        systemd(parts(env={"MY_TOKEN": "geheim"}), "kvdist-0123", 9191, "/job")
+# By hand.
 
 
 def test_the_secret_is_copied_to_other_hosts_alone():

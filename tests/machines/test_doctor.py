@@ -1,4 +1,4 @@
-"""kvdist doctor and estimate between machines of their own, over real ssh daemons."""
+"""kvdist doctor between machines of their own, over real ssh daemons."""
 
 from __future__ import annotations
 
@@ -66,10 +66,3 @@ def test_a_way_that_is_closed_is_shown_and_named_and_so_is_a_host_that_cannot_be
     assert "d1 → d2: " in done.stdout
     assert any(line.startswith("nowhere: ") for line in done.stdout.splitlines())
     assert "nowhere" not in found
-
-
-def test_an_estimate_measures_the_lines_between_hosts(machines):
-    done = ask(machines, "estimate", "--shapes", "1000x1000", "-n", "2", "-s", "2", "-H", "d1,d2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 workers and 2 servers on 2 machines; lines of " in done.stdout
-    assert "4.0 MB into d" in done.stdout or "4.0 MB out of d" in done.stdout

@@ -57,14 +57,3 @@ def parts_of(job: Job, launcher: HostFacts, python: str) -> list[Part]:
         settings.update({DEVICES: wished[DEVICES]} if DEVICES in wished else {})
         parts.append(Part(role, count, first.argv, replace(first.environment, settings=settings)))
     return parts
-
-
-def on_one_host(part: Part, local_rank: str) -> dict[str, str]:
-    """How a worker stands among the others where all are on one host; nothing for other roles.
-
-    Args:
-        local_rank: as the other system writes the rank.
-    """
-    if part.role is not Role.WORKER:
-        return {}
-    return dict(zip(PLACES, (local_rank, str(part.count), "0", "1"), strict=True))
