@@ -19,6 +19,7 @@ from tests.ports import held_port
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+WALK = ROOT / "docs" / "walk.md"
 MANUAL = ROOT / "docs" / "manual-start.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -215,13 +216,13 @@ def test_the_limits_and_their_defaults_are_those_of_the_code() -> None:
 
 
 def walk_steps() -> list[str]:
-    return re.findall(r"^\d+\. .*(?:\n +.*)*", section(README, "The walk of one gradient"), re.MULTILINE)
+    return re.findall(r"^\d+\. .*(?:\n +.*)*", text_of(WALK), re.MULTILINE)
 
 
 def definitions(file: str) -> set[str]:
     """``function()`` of the module and ``Class.method`` of its classes."""
     found = set()
-    for node in ast.parse(text_of(ROOT / file)).body:
+    for node in ast.parse(text_of(WALK.parent / file)).body:
         if isinstance(node, ast.FunctionDef):
             found.add(f"{node.name}()")
         elif isinstance(node, ast.ClassDef):
@@ -246,14 +247,20 @@ def test_a_step_of_the_walk_names_functions_of_the_files_it_links() -> None:
 
 
 def test_a_step_that_names_what_is_not_there_is_noticed() -> None:
-    step = "1. `Round.open` and `Round.offer` in [x](kvdist/core/round.py)"
+    step = "1. `Round.open` and `Round.offer` in [x](../kvdist/core/round.py)"
     assert functions_without_a_home(step) == ["Round.open"]
 
 
 # Examples.
 
 
-PYTHON = [(path, body) for path in PROSE for body in fenced(path, "python")]
+def patched(diff: str) -> str:
+    """The script that a difference leads to."""
+    kept = [line for line in diff.splitlines() if not line.startswith("-")]
+    return "\n".join(line[1:] if line[:1] in ("+", " ") else line for line in kept)
+
+
+PYTHON = [(path, body) for path in PROSE for body in [*fenced(path, "python"), *map(patched, fenced(path, "diff"))]]
 
 
 def plain_environment() -> dict[str, str]:
