@@ -1,8 +1,9 @@
 """How threads of the user's program wait in calls of kvdist: which do, whether another may act, and for room.
 
 A deadlock may be declared only if nobody can act any more. So every other thread counts as one that may act, unless it
-is known to make no calls of kvdist: threads of kvdist itself, idle ones of executors, and those of some libraries. One
-that has never called kvdist, such as a server of metrics, counts as one that may until the wait has lasted a minute.
+is known to make no calls of kvdist: threads of kvdist itself, idle ones of executors, and those of some libraries. A
+daemon that has never called kvdist, such as a server of metrics, counts as one that may until the wait has lasted a
+minute.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from concurrent.futures import Future
 from concurrent.futures import thread as executors
 from types import FrameType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 Result = TypeVar("Result")
 
 _waits: dict[int, float] = {}
 """Thread → since when it waits in a call of kvdist without a time-out, in monotonic seconds."""
 
-_callers: set[int] = set()
-"""Threads that have called kvdist. A number that the system gives to a new thread stays: that is on the safe side."""
+_callers: WeakSet[threading.Thread] = WeakSet()
+"""Threads that have called kvdist."""
 
 NEVER_CALLED_S = 60.0
-"""For so long a thread that has never called kvdist is expected to: it may load data first, or compile."""
+"""For so long a daemon that has never called kvdist is expected to: it may load data first, or compile."""
 OWN_THREADS = ("kvdist-node", "kvdist-disk", "kvdist-kernels", "kvdist-profiler", "kvdist-timeline")
 """Threads of kvdist that never wait for the user, and run code of the user's only to bring answers."""
 NAMED_MAX = 4
@@ -50,9 +52,20 @@ os.register_at_fork(after_in_child=_waits.clear)
 os.register_at_fork(after_in_child=_callers.clear)
 
 
+class _Noted(threading.local):
+    """Whether the present thread is among the callers."""
+
+    is_caller = False
+
+
+_noted = _Noted()
+
+
 def note_call() -> None:
     """The present thread calls kvdist."""
-    _callers.add(threading.get_ident())
+    if not _noted.is_caller:
+        _noted.is_caller = True
+        _callers.add(threading.current_thread())
 
 
 class Waiting:
@@ -62,7 +75,7 @@ class Waiting:
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
-        _callers.add(self._thread)
+        note_call()
         self._before = _waits.get(self._thread)  # a signal handler of the user may wait inside a wait
         _waits[self._thread] = time.monotonic()
 
@@ -137,11 +150,12 @@ class UnderWay:
             submit: lays out the push and hands it over.
         """
         self.enter(nbytes, check)
-        counted = [nbytes]
+        counted = {nbytes}
 
         def leave(_: object) -> None:
-            while counted:  # once, even if a signal interrupts us after the callback was added
-                self.leave(counted.pop())
+            with self._changed:  # once, even if a signal interrupts us after the callback was added
+                while counted:
+                    self.leave(counted.pop())
 
         try:
             future = submit()
@@ -198,7 +212,7 @@ class UserThreads:
         if not waits:
             return None
         others = _others(waits)
-        if not _callers.isdisjoint(others):
+        if _has_strangers() or not all(map(_may_never_call, others)):
             return None
         return max(waits.values()) + (NEVER_CALLED_S if others else 0.0)
 
@@ -209,36 +223,41 @@ class UserThreads:
             return ""
         others = _others(waits)
         if now - max(waits.values()) >= NEVER_CALLED_S:
-            others = {number: name for number, name in others.items() if number in _callers}
-        notes = [
-            repr(name) if number in _callers else f"{name!r} (has not called kvdist; counts for {NEVER_CALLED_S:g} s)"
-            for number, name in others.items()
-        ]
-        return ", ".join(notes[:NAMED_MAX]) + (f" and {len(notes) - NAMED_MAX} more" if len(notes) > NAMED_MAX else "")
+            others = [thread for thread in others if not _may_never_call(thread)]
+        names = [repr(thread.name) for thread in others]
+        return ", ".join(names[:NAMED_MAX]) + (f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else "")
 
     def longest_wait_since(self) -> float | None:
         """Since when the thread waits that has waited longest; None if none does."""
         return min(dict(_waits).values(), default=None)
 
 
-def _others(waits: Container[int]) -> dict[int, str]:
-    """The threads that neither wait in kvdist nor are known to make no calls of it: number → name."""
-    threads = {thread.ident: thread for thread in threading.enumerate()}
-    return {
-        number: thread.name if (thread := threads.get(number)) is not None else f"thread {number}"
-        for number, frame in sys._current_frames().items()
-        if number not in waits and not _is_passive(threads.get(number), frame)
-    }
+def _others(waits: Container[int]) -> list[threading.Thread]:
+    """The threads that neither wait in kvdist nor are known to make no calls of it."""
+    frames = sys._current_frames()
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.ident not in waits and not _is_passive(thread, frames.get(thread.ident or 0))
+    ]
 
 
-def _is_passive(thread: threading.Thread | None, frame: FrameType) -> bool:
+def _has_strangers() -> bool:
+    """Whether a thread runs Python now that Python did not start."""
+    return not sys._current_frames().keys() <= {thread.ident for thread in threading.enumerate()}
+
+
+def _may_never_call(thread: threading.Thread) -> bool:
+    """Whether a thread is taken for one that makes no calls of kvdist, after a while."""
+    return thread.daemon and thread not in _callers
+
+
+def _is_passive(thread: threading.Thread, frame: FrameType | None) -> bool:
     """Whether a thread that does not wait in kvdist makes no calls of kvdist either."""
-    if thread is None:
-        return False
     if thread.name in OWN_THREADS:
         return True
     target: Any = getattr(thread, "_target", None)
-    if target is executors._worker and frame.f_code is executors._worker.__code__:
+    if target is executors._worker and frame is not None and frame.f_code is executors._worker.__code__:
         return True  # It waits for work, which only a thread that acts can give to it.
     modules = (type(thread).__module__, getattr(target, "__module__", None) or "")
     return any(module == name or module.startswith(f"{name}.") for module in modules for name in PASSIVE_MODULES)

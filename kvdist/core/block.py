@@ -367,6 +367,7 @@ class Block:
         return (
             self._has_rested
             and other._has_rested
+            and not (self.joint or other.joint)
             and (self.store, self.dtype, self.pulled_as) == (other.store, other.dtype, other.pulled_as)
             and (mine.version, mine.counted) == (its.version, its.counted)
             and self.published is not None

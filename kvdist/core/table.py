@@ -415,7 +415,7 @@ class Table:
 
     def _missing(self, block: Block) -> tuple[int, ...]:
         """The ranks that an open round waits for."""
-        if not self._needs_norms(block):
+        if not block.round.slots or not self._needs_norms(block):
             return block.round.missing(self.workers.keys())
         return block.round.policy.missing(joint_update.contributors(block.joint), self.workers.keys())
 

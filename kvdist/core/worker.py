@@ -263,13 +263,11 @@ class Worker(Machine):
         if joining is not None:
             return joining
         text = self._awaited(now)
-        acting = self._threads.may_act(now)
+        waits_for_workers = self._hint is not None and self._hint.ranks
+        acting = self._threads.may_act(now) if waits_for_workers else ""
         if text is None or not acting:
             return text
-        return (
-            f"{text}. It is not called a deadlock while other threads of this process may call kvdist: {acting};"
-            " KVDIST_STALL_SHUTDOWN_S ends a wait that lasts too long"
-        )
+        return f"{text} (a deadlock is not looked for while these threads may call kvdist: {acting})"
 
     def _awaited(self, now: float) -> str | None:
         oldest = self._pending.oldest

@@ -28,8 +28,6 @@ TOLD_MAX = 10
 """Addresses of which it is said; after that they are only counted elsewhere."""
 FAILURES_MAX = 100
 """Refused at the same time, of which it is remembered why."""
-TRICKLE_BYTES = 4096
-"""So many bring greetings and probes between two looks; who brings more is looked at again soon."""
 TCP_INFO_BYTES = 136
 RECEIVED = struct.Struct("=128xQ")
 """Of Linux's ``struct tcp_info``: how many bytes have come."""
@@ -55,12 +53,10 @@ class Callers:
 
     Attributes:
         shut_down: how many were, for what they took.
-        are_watched: whether some are new or bring bytes, so that `look` must be called soon again.
     """
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self.shut_down = 0
-        self.are_watched = False
         self._bounds = bounds
         self._addresses: dict[int, tuple[str, int]] = {}
         self._brought: dict[int, int] = {}
@@ -73,8 +69,7 @@ class Callers:
     def accepted(self, descriptor: int) -> None:
         """A connection came."""
         self._brought.pop(descriptor, None)
-        address = self._addresses[descriptor] = _address_of(descriptor)
-        self.are_watched |= self._bounds is not None and address != NOWHERE
+        self._addresses[descriptor] = _address_of(descriptor)
         if self._bounds is not None and len(self._addresses) > self._bounds.connections:
             oldest = next(iter(self._addresses))
             self._shut_down(oldest, f"more than {self._bounds.connections} connections have said nothing yet")
@@ -84,12 +79,15 @@ class Callers:
         self._brought.pop(descriptor, None)
         return self._addresses.pop(descriptor, NOWHERE)
 
+    @property
+    def are_watched(self) -> bool:
+        """Whether there are some of the network, so that `look` must be called soon again."""
+        return self._bounds is not None and any(address != NOWHERE for address in self._addresses.values())
+
     def look(self) -> None:
         """See how much they have brought."""
-        before, self._brought = self._brought, {}
         if self._bounds is not None:
             self._brought = {one: _bytes_of(one) for one, address in self._addresses.items() if address != NOWHERE}
-        self.are_watched = any(nbytes - before.get(one, 0) > TRICKLE_BYTES for one, nbytes in self._brought.items())
 
     def judge(self) -> None:
         """Shut down those that had brought too much at the last look.

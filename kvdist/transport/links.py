@@ -368,7 +368,7 @@ class Bound(Link):
 
     @property
     def is_watched(self) -> bool:
-        """Whether connections that have said nothing yet bring bytes, so that `look` must be called soon again."""
+        """Whether there are connections that have said nothing yet, so that `look` must be called soon again."""
         return self._callers.are_watched
 
     def look(self) -> None:

@@ -221,6 +221,22 @@ def test_a_key_knows_whether_it_has_been_torn(home: int, shape: tuple[int, ...],
     assert entry.is_torn(keep, 2, 4096) is torn
 
 
+def test_a_rule_that_needs_the_whole_may_come_after_pushes_in_which_slices_travelled_with_others() -> None:
+    wired = Wired(1, 1, SMALL, bigarray_bound=100)
+    first = {"w": vector(0).tolist(), "b": [1.0]}
+    wired.initialise(first)
+    for _ in range(3):
+        wired.push(0, {"w": vector(1), "b": [2]})
+        wired.settle()
+    wired.set_optimizer(0, "lamb")
+    wired.settle()
+    read = wired.pushpull(0, {"w": vector(2), "b": [3]})
+    wired.settle()
+    updater, weight = Updater(create("lamb")), vector(1)
+    updater.update("w", weight, [vector(2)], [1.0], DType.FLOAT32, weight, extent=Extent("w", (SIZE,)))
+    np.testing.assert_allclose(wired.value(read, "w"), weight, rtol=2e-6, atol=2e-6)
+
+
 # Under faults.
 
 

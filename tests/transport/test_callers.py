@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvdist.limits import Limits
-from kvdist.transport.callers import NOWHERE, TOLD_MAX, TRICKLE_BYTES, Bounds, Callers, shut_down
+from kvdist.transport.callers import NOWHERE, TOLD_MAX, Bounds, Callers, shut_down
 from kvdist.transport.links import Bound
 from kvdist.transport.zeromq import ZeroMQTransport
 
@@ -162,18 +162,16 @@ def test_only_the_connection_that_is_meant_is_shut_down(pairs):
     assert shut_down(accepted.fileno(), theirs.getsockname()) and not is_open(theirs)
 
 
-def test_connections_are_looked_at_soon_while_they_are_new_or_bring_bytes(pairs):
+def test_connections_are_looked_at_soon_until_they_have_said_something(pairs):
     callers = Callers(Bounds(connections=9, bytes_each=1 << 20, bytes_all=1 << 20))
-    theirs, accepted = pairs()
-    callers.accepted(accepted.fileno())
+    _, accepted = pairs()
     watched = [callers.are_watched]
-    for nbytes in (0, 100, TRICKLE_BYTES + 1, 0):
-        theirs.sendall(bytes(nbytes))
-        while nbytes:
-            nbytes -= len(accepted.recv(nbytes))
-        callers.look()
-        watched.append(callers.are_watched)
-    assert watched == [True, False, False, True, False]
+    callers.accepted(accepted.fileno())
+    callers.look()
+    watched.append(callers.are_watched)
+    callers.known(accepted.fileno())
+    watched.append(callers.are_watched)
+    assert watched == [False, True, False]
 
 
 def test_who_says_something_after_the_look_is_not_judged_by_it(pairs):
@@ -228,22 +226,6 @@ def test_where_no_message_is_left_what_is_seen_is_judged_at_once(flooded):
         if link.is_drained:
             link.look()
     assert called == ["look", "judge"]
-
-
-def test_a_stranger_who_only_connects_does_not_wake_the_process_often(monkeypatch):
-    transport = ZeroMQTransport(Limits())
-    port = int(transport.bind("tcp://127.0.0.1:0").rpartition(":")[2])
-    polls = []
-    poll = transport._poller.poll
-    monkeypatch.setattr(transport._poller, "poll", lambda wait_ms: polls.append(wait_ms) or poll(wait_ms))
-    with socket.create_connection(("127.0.0.1", port)):
-        while not transport._bound[0].connections.count:
-            transport.recv(0.05)
-        transport.recv(0.5)
-        polls.clear()
-        transport.recv(1.5)
-    transport.close()
-    assert len(polls) < 8
 
 
 def test_a_window_full_is_not_too_much_for_a_member_whose_first_message_is_not_read_yet():
