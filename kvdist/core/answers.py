@@ -34,8 +34,8 @@ class Answers:
     """(run, slices, version, outcome)"""
     _values: list[tuple[int, Block]] = field(default_factory=list)
     """(run, block)"""
-    _held: list[tuple[int, Block]] = field(default_factory=list)
-    """(run, block)"""
+    _held: list[tuple[int, Block, Buffer, Buffer | None]] = field(default_factory=list)
+    """(run, block, what it shows, what the worker has read until now)"""
     _states: list[Effect] = field(default_factory=list)
     """Messages that are made already."""
     _refused: dict[tuple[ErrorCode, str], list[tuple[int, U32]]] = field(default_factory=dict)
@@ -49,9 +49,10 @@ class Answers:
         """The block's present values are wanted."""
         self._values.append((run, block))
 
-    def held(self, run: int, block: Block) -> None:
+    def held(self, member: Member, run: int, block: Block) -> None:
         """The block's present values are wanted, and will be read where they lie."""
-        self._held.append((run, block))
+        before = block.hold(member)  # at once: what comes next in the message may split the block
+        self._held.append((run, block, block.held[member], before))
 
     def state(self, member: Member, run: int, block: Block, dtype: DType, part: Bits) -> None:
         """This part of what the optimizer remembers of a block of one slice is wanted. It must not change any more."""
@@ -88,13 +89,11 @@ class Answers:
     ) -> list[Effect]:
         effects: list[Effect] = []
         large = _Batch()
-        for run, block in self._held:
-            before = block.hold(member)
-            assert block.published is not None
-            if large.is_full(len(block.published.payload), together_max):
+        for run, block, shown, before in self._held:
+            if large.is_full(len(shown.payload), together_max):
                 effects.append(large.message(member))
                 large = _Batch()
-            large.add(run, block, block.published.payload, before)
+            large.add(run, block, shown.payload, before)
         small: list[tuple[int, Block]] = []
         small_bytes = 0
         for run, block in self._values:

@@ -1,10 +1,10 @@
 """`Block`: slices of a server that are summed, updated and sent as one. It is the server's private layout.
 
-Messages, placement, snapshots and errors name keys and slices; which of them lie in a block together nobody else
-knows. A thousand small parameters are one block, a slice of 4 MiB is a block by itself. Rules that hold here:
+Messages, placement and snapshots name keys and slices, never blocks. A thousand small parameters are one block, a slice
+of 4 MiB is a block by itself. Rules that hold here:
 
 * All slices of a block have the same counters. What happens to some of them only splits the block first.
-* What has been handed out never changes: a new version is written into a buffer that nobody reads.
+* What has been handed out never changes: a new version is written into another buffer than one that is read.
 * Contributions are summed in rank order, so that two runs give the same bits.
 """
 
@@ -43,9 +43,9 @@ _HOLD = int(Flag.HOLD)
 _ADDS_NOTHING = int(Flag.EMPTY | Flag.CARRIED)
 
 ROUNDS_WORTH_IT = 16
-"""A block that was split before it had so many rounds was not worth the copy that made it."""
-APART_MAX = 4096
-"""The most rounds after which parts of such a block may merge again; it begins with `ROUNDS_WORTH_IT` and doubles."""
+"""A block that was split before it had so many rounds since it merged was not worth the copy."""
+MERGE_AFTER_MAX = 4096
+"""The most rounds that parts of such a block wait until they merge again; `ROUNDS_WORTH_IT` at first, then doubled."""
 
 
 @dataclass(slots=True)
@@ -102,14 +102,12 @@ class Block:
     held: dict[Member, Buffer] = field(default_factory=dict)
     """Worker → the version that it reads where it lies. Each is leased once for that; for good, when the worker leaves,
     because its process may go on reading."""
-    made_at: int = 0
-    """The version at which it was split off or merged."""
-    apart: int = 0
-    """How many rounds it has to have before it may merge."""
-    _first: Buffer | None = None
-    """Where first values are collected."""
-    _lacking: set[int] = field(default_factory=set)
-    """Positions of slices without a first value, once one has come."""
+    merged_at: int = -1
+    """The version at which it was merged; -1 if it was not."""
+    merge_after: int = 0
+    """The version from which on it may merge with others."""
+    wait: int = 0
+    """How many rounds its parts wait until they merge again, if it is split too early."""
     _halves: Halves | None = None
 
     @classmethod
@@ -170,30 +168,10 @@ class Block:
 
     # Values that no round makes.
 
-    def initialise(self, begin: int, values: Sequence[Bits]) -> None:
-        """Take the first values of slices, from position `begin`; one copy. One that is there already stays."""
-        if self.published is not None:
-            return
-        if self._first is None:
-            self._first, self._lacking = self.pool.fresh(), set(range(len(self)))
-        for position, array in enumerate(values, begin):
-            if position in self._lacking:
-                self._lacking.discard(position)
-                self.pool.array(self._first, position)[...] = array
-        if not self._lacking:
-            self.publish(self._first)
-            self._first = None
-
-    def has_value(self, position: int) -> bool:
-        """Whether the first value of a slice is there."""
-        return self.published is not None or (self._first is not None and position not in self._lacking)
-
-    @property
-    def lacks(self) -> int | str:
-        """A key whose first value is not there; some key if none lacks it."""
-        found = self.extents[min(self._lacking, default=0)].key
-        assert isinstance(found, int | str)
-        return found
+    def initialise(self, values: Sequence[Bits]) -> None:
+        """Take the first values of all slices; one copy. Those that are there already stay."""
+        if self.published is None:
+            self.replace(values)
 
     def replace(self, values: Sequence[Bits]) -> None:
         """Take other values in place of the present ones; one copy. The version stays: no round made it."""
@@ -203,7 +181,6 @@ class Block:
         for position, array in enumerate(values):
             self.pool.array(target, position)[...] = array
         self.publish(target)
-        self._first = None
         self.pool.spare = [buffer for buffer in self.pool.spare if buffer.leases]
 
     # Rounds.
@@ -288,7 +265,7 @@ class Block:
     def hold(self, member: Member) -> Buffer | None:
         """Let a worker read the present version where it lies, and return the one that it read until now.
 
-        That one stays leased until the worker has the new one; whoever calls sees to it.
+        That one stays leased until the worker has acknowledged the new one; the caller releases it then.
         """
         assert self.published is not None
         before = self.held.get(member)
@@ -326,16 +303,14 @@ class Block:
             bounds: where each begins, from 0, and the number of slices.
             updater: what updates the store.
         """
-        early = self.version - self.made_at < ROUNDS_WORTH_IT
-        apart = min(max(2 * self.apart, ROUNDS_WORTH_IT), APART_MAX) if early else 0
-        parts = [self._part(begin, end, apart) for begin, end in pairwise(bounds)]
+        parts = [self._part(begin, end) for begin, end in pairwise(bounds)]
         for buffer in self.held.values():
             buffer.leases += len(parts) - 1
         if updater is not None:
-            updater.split(self, self._stretches(parts))
+            updater.split(self, self._places_of(parts))
         return parts
 
-    def _part(self, begin: int, end: int, apart: int) -> Block:
+    def _part(self, begin: int, end: int) -> Block:
         pool = BufferPool(self.dtype, self.counts[begin:end], self.pool.allocate)
         first = self.pool.starts[begin]
         key = self.extents[begin].key
@@ -353,20 +328,20 @@ class Block:
         )
         ids, extents = self.ids[begin:end], self.extents[begin:end]
         part = Block(self.store, ids, extents, pool, round_, self.kernels, self.pulled_as)
-        part.held, part.made_at, part.apart = dict(self.held), self.version, apart
+        part.held, part.merge_after, part.wait = dict(self.held), self.merge_after, self.wait
+        if self.merged_at >= 0:
+            is_early = self.version - self.merged_at < ROUNDS_WORTH_IT
+            part.merge_after, part.wait = (self.version + self.wait, self.wait) if is_early else (self.version, 0)
         if self.published is not None:
             part.published = self.pool.part(self.published, begin, end)
-        elif self._first is not None:
-            for position in set(range(begin, end)) - self._lacking:
-                part.initialise(position - begin, [self.pool.array(self._first, position)])
         return part
 
     def may_merge(self, other: Block) -> bool:
         """Whether two neighbours in a message are equal in all that a block has once, and worth a copy."""
         mine, its = self.round, other.round
         return (
-            self._has_rested
-            and other._has_rested
+            self.version >= self.merge_after
+            and other.version >= other.merge_after
             and not (self.joint or other.joint)
             and (self.store, self.dtype, self.pulled_as) == (other.store, other.dtype, other.pulled_as)
             and (mine.version, mine.counted) == (its.version, its.counted)
@@ -377,10 +352,6 @@ class Block:
             and its.is_quiet
         )
 
-    @property
-    def _has_rested(self) -> bool:
-        return self.version - self.made_at >= self.apart
-
     @classmethod
     def merged(cls, blocks: Sequence[Block], updater: SliceUpdater | None) -> Block:
         """One block in place of several, which are not used any more. One copy of values and states."""
@@ -390,7 +361,8 @@ class Block:
         ids = np.concatenate([block.ids for block in blocks])
         extents = [extent for block in blocks for extent in block.extents]
         whole = cls(first.store, ids, extents, pool, replace(first.round), first.kernels, first.pulled_as)
-        whole.made_at, whole.apart = first.version, max(block.apart for block in blocks)
+        whole.merged_at, longest = first.version, max(block.wait for block in blocks)
+        whole.wait = min(max(2 * longest, ROUNDS_WORTH_IT), MERGE_AFTER_MAX)
         target = pool.fresh()
         position = 0
         for block in blocks:
@@ -399,22 +371,21 @@ class Block:
                 position += 1
         whole.published = target
         if updater is not None:
-            updater.join(whole, whole._stretches(blocks), pool.size, first.dtype)
+            updater.join(whole, whole._places_of(blocks), pool.size, first.dtype)
         return whole
 
-    def _stretches(self, parts: Sequence[Block]) -> list[Part]:
+    def _places_of(self, parts: Sequence[Block]) -> list[Part]:
         """Where in this block its parts lie."""
-        stretches, position = [], 0
+        places, position = [], 0
         for part in parts:
-            stretches.append(Part(part, self.pool.starts[position], part.pool.size))
+            places.append(Part(part, self.pool.starts[position], part.pool.size))
             position += len(part)
-        return stretches
+        return places
 
     def validate(self, live: Set[int], jointly: bool) -> None:
         """Check every invariant. If it is updated `jointly`, its round also waits for other blocks."""
         self.round.validate()
         assert self.published is None or self.published not in self.pool.spare, "the published buffer is not spare"
-        assert self.published is None or self._first is None, "first values are collected once"
         waiting = [] if self.published is None else self.round.pulls
         assert not any(self.round.satisfies(pull) for pull in waiting), "a pull that can be answered is answered"
         for contribution in self.round.slots.values():

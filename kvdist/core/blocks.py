@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,9 @@ from kvdist.protocol.messages import Flag
 # A plain number: operators of enums are written in Python.
 _EMPTY = int(Flag.EMPTY)
 
-Stretch = tuple[int, int, Block]
+SLICES_MAX = 1024
+"""Of one block: cutting off one slice after the other costs the square of it."""
+BlockRows = tuple[int, int, Block]
 """(begin, end, block): the rows of a message that are all slices of a block, in order."""
 
 
@@ -48,9 +49,9 @@ class Blocks:
     def __contains__(self, number: int) -> bool:
         return number < len(self._counts) and bool(self._counts[number] >= 0)
 
-    def has_room_for(self, nbytes: int) -> bool:
-        """Whether a block of several slices may have so many bytes."""
-        return nbytes <= self._bytes_max
+    def has_room_for(self, nbytes: int, slices: int) -> bool:
+        """Whether a block of several slices may have so many bytes and slices."""
+        return nbytes <= self._bytes_max and slices <= SLICES_MAX
 
     def of(self, number: int) -> tuple[Block, int]:
         """The block of a slice that is kept here, and its position there."""
@@ -111,90 +112,85 @@ class Blocks:
 
     # Blocks for a message.
 
-    def parts(self, ids: U32, *columns: npt.NDArray[np.generic]) -> Iterator[tuple[int, int, Block, int]]:
-        """The rows of a message as parts of blocks, which are not split: (begin, end, block, position of the first)."""
-        breaks = self._breaks(ids) | _changes(columns, len(ids))
-        for begin, end in pairwise([0, *(np.flatnonzero(breaks) + 1).tolist(), len(ids)]):
-            yield begin, end, *self.of(int(ids[begin]))
-
-    def cover(self, ids: U32, *columns: npt.NDArray[np.generic]) -> Iterator[Stretch]:
+    def cover(self, ids: U32, *columns: npt.NDArray[np.generic]) -> list[BlockRows]:
         """The rows of a message as whole blocks, which are split where they have to be.
 
         Args:
-            ids: slices that are kept here.
+            ids: slices that are kept here, each once.
             columns: what must be equal for all rows of a block.
         """
-        yield from self._cover(ids, self._breaks(ids) | _changes(columns, len(ids)))
+        return self._cover(ids, _changes(columns, len(ids)))
 
-    def cover_merged(self, ids: U32, *columns: npt.NDArray[np.generic]) -> Iterable[Stretch]:
+    def cover_merged(self, ids: U32, *columns: npt.NDArray[np.generic]) -> list[BlockRows]:
         """As `cover`, but that neighbours merge where they may."""
         changes = _changes(columns, len(ids))
-        stretches = self._cover(ids, self._breaks(ids) | changes)
-        if changes.all() or len(set(ids.tolist())) < len(ids):
-            return stretches
-        return self._merge(list(stretches), changes)
+        rows = self._cover(ids, changes)
+        return rows if len(rows) < 2 or changes.all() else self._merge(rows, changes)
 
-    def _breaks(self, ids: U32) -> npt.NDArray[np.bool_]:
-        blocks, positions = self._block[ids], self._position[ids]
-        breaks: npt.NDArray[np.bool_] = (blocks[1:] != blocks[:-1]) | (positions[1:] != positions[:-1] + 1)
-        return breaks
+    def isolate(self, ids: U32) -> list[Block]:
+        """A block for each of these slices, each named once."""
+        return [block for _, _, block in self._cover(ids, np.ones(max(len(ids) - 1, 0), np.bool_))]
 
-    def _cover(self, ids: U32, breaks: npt.NDArray[np.bool_]) -> Iterator[Stretch]:
+    def _cover(self, ids: U32, changes: npt.NDArray[np.bool_]) -> list[BlockRows]:
+        if not len(ids):
+            return []
+        numbers, positions = self._block[ids], self._position[ids]
+        breaks = changes | (numbers[1:] != numbers[:-1]) | (positions[1:] != positions[:-1] + 1)
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(ids)]
-        for begin, end in pairwise(bounds):
-            while begin < end:  # once, unless a slice came before and its block has been split since
-                block, position = self.of(int(ids[begin]))
-                rows = min(end - begin, len(block) - position)
-                yield begin, begin + rows, block if rows == len(block) else self._part(block, position, position + rows)
-                begin += rows
+        found = [(begin, end, self._all[number]) for begin, end, number in _firsts(bounds, numbers)]
+        cuts: dict[int, set[int]] = {}
+        for begin, end, block in found:
+            if end - begin < len(block):
+                first = int(positions[begin])
+                cuts.setdefault(int(numbers[begin]), {0, len(block)}).update((first, first + end - begin))
+        if not cuts:
+            return found
+        for number, cut in cuts.items():
+            self._split(number, sorted(cut))
+        return [(begin, end, self._all[number]) for begin, end, number in _firsts(bounds, self._block[ids])]
 
-    def _merge(self, stretches: Sequence[Stretch], changes: npt.NDArray[np.bool_]) -> list[Stretch]:
-        merged: list[Stretch] = []
-        run: list[Stretch] = []
-        nbytes = 0
-        for stretch in stretches:
-            begin, _, block = stretch
-            fits = bool(run) and self.has_room_for(nbytes + block.nbytes) and not changes[begin - 1]
-            if fits and run[-1][2].may_merge(block):
-                run.append(stretch)
-                nbytes += block.nbytes
-                continue
-            merged += self._merged(run)
-            run, nbytes = [stretch], block.nbytes
-        return merged + list(self._merged(run))
-
-    def alone(self, number: int) -> Block:
-        """The block of this slice and no other."""
-        block, position = self.of(number)
-        return block if len(block) == 1 else self._part(block, position, position + 1)
-
-    def take_apart(self, block: Block) -> list[Block]:
-        """A block for each slice."""
-        return [block] if len(block) == 1 else self._split(block, range(len(block) + 1))
-
-    def _part(self, block: Block, begin: int, end: int) -> Block:
-        bounds = [0] * (begin > 0) + [begin, end] + [len(block)] * (end < len(block))
-        return self._split(block, bounds)[begin > 0]
-
-    def _split(self, block: Block, bounds: Sequence[int]) -> list[Block]:
-        del self._all[int(self._block[block.ids[0]])]
+    def _split(self, number: int, bounds: Sequence[int]) -> None:
+        block = self._all[number]
         parts = block.split(bounds, self._updater_of(block.store))
+        del self._all[number]
         for part in parts:
             self._enter(part)
-        return parts
 
-    def _merged(self, run: Sequence[Stretch]) -> Sequence[Stretch]:
+    def _merge(self, rows: Sequence[BlockRows], changes: npt.NDArray[np.bool_]) -> list[BlockRows]:
+        merged: list[BlockRows] = []
+        run: list[BlockRows] = []
+        nbytes = slices = 0
+        for one in rows:
+            begin, _, block = one
+            fits = bool(run) and self.has_room_for(nbytes + block.nbytes, slices + len(block))
+            if fits and not changes[begin - 1] and run[-1][2].may_merge(block):
+                run.append(one)
+                nbytes, slices = nbytes + block.nbytes, slices + len(block)
+                continue
+            merged += self._merged(run)
+            run, nbytes, slices = [one], block.nbytes, len(block)
+        return merged + list(self._merged(run))
+
+    def _merged(self, run: Sequence[BlockRows]) -> Sequence[BlockRows]:
         if len(run) < 2:
             return run
         blocks = [block for _, _, block in run]
         updater = self._updater_of(blocks[0].store)
         if updater is not None and not updater.joinable(blocks):
             return run
+        try:
+            whole = Block.merged(blocks, updater)
+        except MemoryError:
+            return run  # they do as well apart
         for block in blocks:
             del self._all[int(self._block[block.ids[0]])]
-        whole = Block.merged(blocks, updater)
         self._enter(whole)
         return [(run[0][0], run[-1][1], whole)]
+
+
+def _firsts(bounds: Sequence[int], numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, number of the first row) between these bounds."""
+    return zip(bounds[:-1], bounds[1:], numbers[bounds[:-1]].tolist(), strict=True)
 
 
 def _changes(columns: Sequence[npt.NDArray[np.generic]], rows: int) -> npt.NDArray[np.bool_]:

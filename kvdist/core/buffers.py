@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.dtypes import DType
-from kvdist.protocol.arrays import U8, U32
+from kvdist.protocol.arrays import U32, padded
 from kvdist.protocol.layout import offsets
 
 Bits = npt.NDArray[np.generic]
@@ -49,7 +49,6 @@ class BufferPool:
     Attributes:
         dtype: of them all.
         counts: (n,) elements of each.
-        dtypes: (n,) their dtype, as a message has it.
         starts: where each begins, in elements.
         size: elements of a buffer's array.
     """
@@ -57,7 +56,6 @@ class BufferPool:
     dtype: DType
     counts: U32
     allocate: Allocate
-    dtypes: U8 = field(init=False)
     starts: list[int] = field(init=False)
     size: int = field(init=False)
     spare: list[Buffer] = field(default_factory=list)
@@ -65,8 +63,11 @@ class BufferPool:
     _nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dtypes = np.full(len(self.counts), self.dtype, np.uint8)
-        starts, self._nbytes = offsets(self.dtypes, self.counts)
+        if len(self.counts) == 1:
+            self.starts, self.size = [0], int(self.counts[0])
+            self._nbytes = padded(self.size * self.dtype.itemsize)
+            return
+        starts, self._nbytes = offsets(np.full(len(self.counts), self.dtype, np.uint8), self.counts)
         self.starts = (starts // self.dtype.itemsize).tolist()
         self.size = self.starts[-1] + int(self.counts[-1])
 
@@ -78,7 +79,7 @@ class BufferPool:
         return Buffer(memory[:nbytes].view(self.dtype.storage), memory.data)
 
     def take(self) -> Buffer:
-        """A buffer that nobody reads. There are at most two more than there are readers that lag behind."""
+        """A buffer without leases. There are at most two more than there are readers that lag behind."""
         for i, buffer in enumerate(self.spare):
             if buffer.leases == 0:
                 return self.spare.pop(i)

@@ -114,7 +114,7 @@ class Cuts:
         """
         due: dict[tuple[int, int], list[Kept]] = {}
         cuts: dict[int, Cut] = {}
-        for number in numbers:
+        for number in dict.fromkeys(numbers):
             for cut in self.awaited.get(number, ()):
                 kept = self._kept(number)
                 marks = cut.marks[number]

@@ -146,10 +146,8 @@ class Server(Machine):
                 self.table.replace_state(sender, message)
             case Mark():
                 self.table.mark(sender, message)
-            case InitValues():
+            case InitValues() | ReplaceValues():
                 self.table.initialise(sender, message)
-            case ReplaceValues():
-                self.table.replace(sender, message)
             case InitRows():
                 self.tables.initialise(sender, message)
             case PushRows():

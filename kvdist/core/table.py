@@ -1,13 +1,13 @@
 """All dense slices of a server: what pushes and pulls do to them, and who is answered what. Pure, as the server is.
 
 Walk of a push: `push` → every row is checked (`_checked`) → the blocks that the rows name (`Blocks.cover`) →
-`Block.offer` → when complete `close` → everybody who waited has an entry in its `Answers`. What arises from one message
-for one worker leaves in as few messages as can be (`take_answers`).
+`Block.offer` → when complete `Round.take` and `Block.apply` → everybody who waited has an entry in its `Answers`. What
+arises from one message for one worker leaves in as few messages as can be (`take_answers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,13 +16,14 @@ from kvdist.config import Limits
 from kvdist.core import joint_update, slice_saving, state_parts
 from kvdist.core.answers import Answers
 from kvdist.core.block import Block, Contribution
-from kvdist.core.blocks import Blocks, Stretch
+from kvdist.core.blocks import Blocks
 from kvdist.core.buffers import Allocate, Buffer
 from kvdist.core.cuts import Cuts
 from kvdist.core.effects import Effect, Persisted, Send
 from kvdist.core.joined import require_takable, slices_of
 from kvdist.core.keeping import Kept
 from kvdist.core.policy import POLICIES
+from kvdist.core.requests import travels_alone
 from kvdist.core.round import PullRequest, Verdict, setting_of
 from kvdist.core.rounds import Rounds
 from kvdist.core.sharding import Slice
@@ -35,7 +36,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.interface import Arithmetic, SliceUpdater
 from kvdist.optimizer.step import Extent
 from kvdist.protocol.arrays import U8, U32, Arrays, padded
-from kvdist.protocol.layout import PayloadView, views
+from kvdist.protocol.layout import PayloadView, stretches, views
 from kvdist.protocol.messages import (
     Assign,
     ErrorCode,
@@ -106,17 +107,17 @@ class Table:
                 if piece.server == rank and piece.number not in self.blocks
             ]
             own_bytes = sum(padded(piece.count * itemsizes[code]) for piece, _ in pieces)
-            if types != (code, pulled_as) or alone or not self.blocks.has_room_for(nbytes + own_bytes):
+            if len(pieces) > 1 or travels_alone(own_bytes):
+                blocks = [self._add(message, [piece], code, pulled_as) for piece in pieces]
+                for block in blocks if len(blocks) > 1 else ():
+                    block.joint = blocks
+                continue
+            if types != (code, pulled_as) or alone or not self.blocks.has_room_for(nbytes + own_bytes, len(small) + 1):
                 if small:
                     self._add(message, small, *types)
                 small, nbytes, types = [], 0, (code, pulled_as)
-            if len(pieces) > 1:
-                blocks = [self._add(message, [piece], code, pulled_as) for piece in pieces]
-                for block in blocks:
-                    block.joint = blocks
-            else:
-                small += pieces
-                nbytes += own_bytes
+            small += pieces
+            nbytes += own_bytes
         if small:
             self._add(message, small, *types)
 
@@ -146,9 +147,10 @@ class Table:
         updater = self._new_updater(optimizer)
         self._updaters.pop(store, None)
         if not optimizer.is_elementwise:
-            for block in self._of(store):
-                self.blocks.take_apart(block)
+            for block in list(self._of(store)):
+                self.blocks.isolate(block.ids)
         self._updaters[store] = updater
+        self._close_what_is_ready()
 
     def roster(self, workers: Mapping[int, Member], now: float) -> None:
         """These are the live workers. Who left cannot be waited for any more, and waits for nothing itself."""
@@ -156,6 +158,10 @@ class Table:
         self.workers = workers
         for block in self._open():
             block.round.forget(gone)
+        self._close_what_is_ready()
+
+    def _close_what_is_ready(self) -> None:
+        for block in self._open():
             self._close_if_ready(block)
 
     def _of(self, store: int) -> Iterator[Block]:
@@ -194,9 +200,10 @@ class Table:
             # What those who have left have pushed to open rounds was for the values that there were until now.
             slots = block.round.slots
             block.round.slots = {rank: one for rank, one in slots.items() if rank in self.workers}
-        for one in found:
-            block = self.blocks.alone(one.number)
+        blocks = self.blocks.isolate(np.array([one.number for one in found], np.uint32)) if found else ()
+        for block, one in zip(blocks, found, strict=True):
             slice_saving.restore(block, one, self._updaters.get(store))
+        self._close_what_is_ready()
 
     def persisted(self, event: Persisted) -> list[Effect]:
         """A file of a checkpoint is written, or could not be."""
@@ -229,32 +236,22 @@ class Table:
         """A checkpoint is to have the sender's pushes up to here."""
         self.cuts.mark(sender, message, self.workers, self._name)
 
-    def initialise(self, sender: Member, message: InitValues) -> None:
-        """First values of slices."""
+    def initialise(self, sender: Member, message: InitValues | ReplaceValues) -> None:
+        """First values of slices, or others in place of the present ones."""
         arrays = PayloadView(message.arrays).arrays(0, len(message.ids))
-        for begin, end in _ranges(self._checked(sender, message.runs, message.ids, message.arrays)):
-            ids, runs = message.ids[begin:end], message.runs[begin:end]
-            for first, last, block, position in self.blocks.parts(ids, runs):
-                block.initialise(position, arrays[begin + first : begin + last])
-                self._look(block)
-                self._to(sender).counted(int(runs[first]), ids[first:last], block.version, Outcome.INITIALISED)
-                self._close_if_ready(block)
-
-    def replace(self, sender: Member, message: ReplaceValues) -> None:
-        """Other values in place of the present ones."""
-        arrays = PayloadView(message.arrays).arrays(0, len(message.ids))
-        for begin, end in _ranges(self._checked(sender, message.runs, message.ids, message.arrays)):
-            ids, runs = message.ids[begin:end], message.runs[begin:end]
-            for first, last, block in self.blocks.cover(ids, runs):
-                block.replace(arrays[begin + first : begin + last])
+        for begin, end in self._ranges(sender, message.runs, message.ids, message.arrays):
+            runs = message.runs[begin:end]
+            for first, last, block in self.blocks.cover(message.ids[begin:end], runs):
+                put = block.initialise if isinstance(message, InitValues) else block.replace
+                put(arrays[begin + first : begin + last])
                 self._look(block)
                 self._to(sender).counted(int(runs[first]), block.ids, block.version, Outcome.INITIALISED)
                 self._close_if_ready(block)
 
     def pull_state(self, sender: Member, message: PullState) -> None:
         """Send parts of what the optimizer remembers. The sender waits for none of its pushes."""
-        for row in self._checked(sender, message.runs, message.ids):
-            block, part, run = self.blocks.alone(int(message.ids[row])), int(message.parts[row]), int(message.runs[row])
+        for row, block in self._isolated(sender, message):
+            part, run = int(message.parts[row]), int(message.runs[row])
             try:
                 if block.round.counted.get(sender.node.rank, 0) < message.steps[row]:
                     raise PushRefused(f"a push of {sender} to key {block.key!r} is still under way: pull before")
@@ -269,8 +266,8 @@ class Table:
     def replace_state(self, sender: Member, message: ReplaceState) -> None:
         """Take parts of what the optimizer remembers in place of the present ones."""
         arrays = views(message.arrays)
-        for row in self._checked(sender, message.runs, message.ids):
-            block, part, run = self.blocks.alone(int(message.ids[row])), int(message.parts[row]), int(message.runs[row])
+        for row, block in self._isolated(sender, message):
+            part, run = int(message.parts[row]), int(message.runs[row])
             try:
                 with self.kernels.active():
                     state_parts.replace(block, self._updaters.get(block.store), part, arrays[row], self.kernels)
@@ -279,13 +276,19 @@ class Table:
             else:
                 self._to(sender).counted(run, block.ids, block.version, Outcome.INITIALISED)
 
+    def _isolated(self, sender: Member, message: PullState | ReplaceState) -> list[tuple[int, Block]]:
+        """The rows that are right, each with the block of its slice alone. A slice may be named several times."""
+        good = self._checked(sender, message.runs, message.ids)
+        if good:
+            self.blocks.isolate(np.unique(message.ids[np.array(good)]))
+        return [(row, self.blocks.of(int(message.ids[row]))[0]) for row in good]
+
     def push(self, sender: Member, message: Push, now: float) -> None:
         """Contributions."""
         payload = PayloadView(message.arrays)
         settings = [setting_of(numbers) for numbers in message.settings]
         columns = (message.runs, message.steps, message.flags, message.setting_of)
-        checked = self._checked(sender, message.runs, message.ids, message.arrays, message.flags)
-        for begin, end in _ranges(checked):
+        for begin, end in self._ranges(sender, message.runs, message.ids, message.arrays, message.flags):
             own = [column[begin:end] for column in columns]
             for first, last, block in self.blocks.cover_merged(message.ids[begin:end], *own):
                 row, stop = begin + first, begin + last
@@ -326,13 +329,15 @@ class Table:
             neighbours: rank → worker of that host, also those that have left since.
             now: the time.
         """
+        ids = np.unique(message.ids)
+        self.blocks.isolate(ids[[int(number) in self.blocks for number in ids]])
         for joined in slices_of(sender, message, neighbours):
             ids = np.array([joined.number], np.uint32)
             if joined.number not in self.blocks:
                 obstacle = f"slice {joined.number} is not kept by {self._name}"
                 self._to(sender).refuse(joined.run, ids, ErrorCode.REFUSED, obstacle)
                 continue
-            block = self.blocks.alone(joined.number)
+            block = self.blocks.of(joined.number)[0]
             try:
                 require_takable(joined, block)
                 verdict = block.offer_joined(joined.contributions, now)
@@ -347,20 +352,38 @@ class Table:
 
     def pull(self, sender: Member, message: Pull, now: float) -> None:
         """Values are wanted."""
-        for begin, end in _ranges(self._checked(sender, message.runs, message.ids)):
+        for begin, end in self._ranges(sender, message.runs, message.ids):
             ids, runs = message.ids[begin:end], message.runs[begin:end]
             steps, versions = message.steps[begin:end], message.versions[begin:end]
             for first, last, block in self.blocks.cover(ids, runs):
                 rows = slice(first, last)
-                if _is_even(block, sender.node.rank, steps[rows], versions[rows]):
-                    stretches: Iterable[Stretch] = [(first, last, block)]
-                else:  # some of its slices would wait for the others
-                    some = self.blocks.cover(ids[rows], steps[rows], versions[rows])
-                    stretches = ((first + begin, first + end, part) for begin, end, part in some)
-                for start, stop, part in stretches:
-                    step, version = int(steps[start:stop].max()), int(versions[start:stop].max())
-                    part.round.wait(PullRequest(sender, int(runs[start]), step, version), now)
+                found = [(0, last - first, block)]
+                if not _is_even(block, sender.node.rank, steps[rows], versions[rows]):
+                    found = self.blocks.cover(ids[rows], steps[rows], versions[rows])
+                for start, stop, part in found:
+                    own = slice(first + start, first + stop)
+                    step, version = int(steps[own].max()), int(versions[own].max())
+                    part.round.wait(PullRequest(sender, int(runs[first]), step, version), now)
                     self._answer_pulls(part)
+
+    def _ranges(
+        self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """The rows that are right, as (begin, end) in which no slice is named twice; the others are refused.
+
+        Two pulls of the same key may come in one message. One run that names a slice twice is of a broken peer.
+        """
+        for begin, end in _consecutive(self._checked(sender, runs, ids, arrays, flags)):
+            if len(set(ids[begin:end].tolist())) == end - begin:
+                yield begin, end
+                continue
+            for first, last in stretches(runs[begin:end]):
+                own = slice(begin + first, begin + last)
+                if len(set(ids[own].tolist())) == last - first:
+                    yield begin + first, begin + last
+                else:
+                    reason = "a slice is named twice in one request"
+                    self._to(sender).refuse(int(runs[begin + first]), ids[own], ErrorCode.REFUSED, reason)
 
     def _checked(
         self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
@@ -445,7 +468,7 @@ class Table:
         if (refusal := block.round.refusal_of(contribution)) is not None:
             answers.refuse(run, block.ids, *refusal)
         elif contribution.pull and contribution.holds and block.pulled_as is None:
-            answers.held(run, block)
+            answers.held(contribution.member, run, block)
         elif contribution.pull:
             answers.value(run, block)
         else:
@@ -476,14 +499,14 @@ class Table:
                 continue
             subject, missing = f"round {block.version} of key {block.key!r}", self._missing(block)
             if block.published is None:
-                subject, missing = f"the first value of key {block.lacks!r}", (0,)
+                subject, missing = f"the first value of key {block.key!r}", (0,)
             waiters = [one.member for one in round_.slots.values()] + [pull.member for pull in round_.pulls]
             for member in waiters:
                 hints.setdefault(member, Waiting(subject, missing, now - round_.open_since))
         return [Send(member, hint) for member, hint in hints.items()]
 
 
-def _ranges(rows: Sequence[int]) -> list[tuple[int, int]]:
+def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:
     """Where ascending numbers follow each other: (begin, end) of each stretch."""
     if isinstance(rows, range):
         return [(rows.start, rows.stop)] if rows else []
@@ -508,7 +531,6 @@ def _is_even(block: Block, rank: int, steps: U32, versions: U32) -> bool:
 
 
 def _refuse(block: Block, contributions: Sequence[Contribution], error: Exception) -> None:
-    mismatch = isinstance(error, OptimizerMismatch)
-    block.round.refuse(
-        contributions, (ErrorCode.OPTIMIZER_MISMATCH if mismatch else ErrorCode.REFUSED, str(error))
-    )
+    code = ErrorCode.OPTIMIZER_MISMATCH if isinstance(error, OptimizerMismatch) else ErrorCode.REFUSED
+    others = f". So it is for {len(block) - 1} other keys of the same push" if len(block) > 1 else ""
+    block.round.refuse(contributions, (code, f"{error}{others}"))

@@ -153,10 +153,11 @@ class Updater:
             size: its elements.
             dtype: its element type.
         """
-        states = [(part, self._states.pop(part.index, None)) for part in parts]
-        present = [(part, state) for part, state in states if state is not None]
+        present = [(part, state) for part in parts if (state := self._states.get(part.index)) is not None]
         with self._kernels.active():
             whole = joined(present, size, dtype, self._kernels)
+        for part, _ in present:
+            del self._states[part.index]
         if whole is not None:
             self._states[index] = whole
 

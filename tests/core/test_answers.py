@@ -29,7 +29,7 @@ SMALL, LARGE = 3, module.JOIN_BYTES_MAX // 4 + 1
 def block(number: int, count: int = SMALL, dtype: DType = DType.FLOAT32) -> Block:
     made = Block.of(0, [number], [Extent(f"k{number}", (count,))], [count], dtype, SYNC)
     made.round.version = number + 10
-    made.initialise(0, [np.full(count, number, dtype.storage)])
+    made.initialise([np.full(count, number, dtype.storage)])
     return made
 
 
@@ -117,14 +117,14 @@ def test_held_values_lease_the_new_version_and_give_back_the_old_one_with_the_me
         first.append(one.published)
     answers = Answers()
     for one in blocks:
-        answers.held(7, one)
+        answers.held(READER, 7, one)
     (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert send.token == () and [buffer.leases for buffer in first] == [1, 1, 1]
     assert isinstance(send.message, Values) and len(send.message.arrays.frames) == 2
     for one in blocks:
         one.replace([np.full(one.pool.size, 9, np.float32)])
         answers = Answers()
-        answers.held(8, one)
+        answers.held(READER, 8, one)
         (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
         assert send.token == (first[int(one.ids[0])],) and first[int(one.ids[0])].leases == 1
         assert one.published is not None and one.held[READER] is one.published and one.published.leases == 1
@@ -133,7 +133,7 @@ def test_held_values_lease_the_new_version_and_give_back_the_old_one_with_the_me
 def test_a_held_value_without_elements_alone_has_an_empty_payload() -> None:
     one = block(0, 0)
     answers = Answers()
-    answers.held(7, one)
+    answers.held(READER, 7, one)
     (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert isinstance(send.message, Values) and send.message.arrays.nbytes == 0
     assert len(send.message.arrays.frames) == 1
@@ -142,8 +142,7 @@ def test_a_held_value_without_elements_alone_has_an_empty_payload() -> None:
 def test_a_block_of_several_slices_is_answered_by_one_frame_that_shows_its_buffer() -> None:
     counts = [SMALL, 0, LARGE]
     made = Block.of(0, [4, 5, 6], [Extent(f"k{count}", (count,)) for count in counts], counts, DType.FLOAT32, SYNC)
-    for position, count in enumerate(counts):
-        made.initialise(position, [np.full(count, position, np.float32)])
+    made.initialise([np.full(count, position, np.float32) for position, count in enumerate(counts)])
     answers = Answers()
     answers.value(7, made)
     answers.counted(8, made.ids, made.version, Outcome.COUNTED)

@@ -29,7 +29,7 @@ def fresh(policy: Policy = SYNC, dtype: DType = DType.FLOAT32) -> Block:
 
 def block(policy: Policy = SYNC, dtype: DType = DType.FLOAT32, first: list[float] | None = None) -> Block:
     made = fresh(policy, dtype)
-    made.initialise(0, [np.array(first or [1, 2, 3], dtype.storage)])
+    made.initialise([np.array(first or [1, 2, 3], dtype.storage)])
     return made
 
 
@@ -61,7 +61,7 @@ def value(made: Block) -> list[float]:
 
 def test_the_first_value_stays_when_another_one_is_given() -> None:
     made = block()
-    made.initialise(0, [np.zeros(3, np.float32)])
+    made.initialise([np.zeros(3, np.float32)])
     assert value(made) == [1, 2, 3]
     assert made.version == 0
 

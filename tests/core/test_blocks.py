@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from kvdist.config import Limits
-from kvdist.core import answers
-from kvdist.core.block import APART_MAX, ROUNDS_WORTH_IT, Block
+from kvdist.core import answers, outbox, requests
+from kvdist.core.block import ROUNDS_WORTH_IT, Block
 from kvdist.core.buffers import BufferPool
 from kvdist.core.effects import Send
 from kvdist.core.table import Table
+from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.protocol.arrays import Arrays
 from kvdist.protocol.messages import Flag, Packet, Pull, Push, Stamp, Values
@@ -93,8 +94,8 @@ def test_nobody_notices_a_block_while_most_calls_are_unusual(seed: int) -> None:
     assert_nobody_notices(draw(100 + seed, workers=2, steps=40, rare=0.7, optimizers=("adam",)), workers=2)
 
 
-def loses_what_is_open(self: Block, begin: int, end: int, apart: int) -> Block:
-    part = PART(self, begin, end, apart)
+def loses_what_is_open(self: Block, begin: int, end: int) -> Block:
+    part = PART(self, begin, end)
     part.round.slots.clear()
     return part
 
@@ -277,7 +278,7 @@ def test_keys_that_were_updated_more_often_than_others_stay_apart() -> None:
     wired.push(0, {"a": [1, 1, 1]})
     wired.settle()
     assert sizes(wired) == [1, 2]
-    rounds(wired, 2 * ROUNDS_WORTH_IT)
+    rounds(wired, 2)
     assert sizes(wired) == [1, 2], "Adam's correction depends on the number of updates"
 
 
@@ -340,7 +341,7 @@ def test_integers_in_a_block_are_not_updated_by_an_optimizer() -> None:
     assert (wired.value(read, "i"), wired.value(read, "j")) == ([1, 2], [3])
 
 
-def test_slices_of_several_dtypes_are_several_blocks_and_one_named_twice_counts_once() -> None:
+def test_slices_of_several_dtypes_are_several_blocks() -> None:
     wired = Wired(1, 1)
     for dtype, key in (("float32", "x"), ("float64", "y")):
         wired.declare(0, {key: (2,)}, dtype=dtype)
@@ -350,12 +351,111 @@ def test_slices_of_several_dtypes_are_several_blocks_and_one_named_twice_counts_
     wired.settle()
     assert sizes(wired) == [1, 1]
     assert (wired.value(read, "x"), wired.value(read, "y")) == ([2, 2], [3, 3])
-    column = np.zeros(2, np.uint32)
-    arrays = Arrays(np.array([1, 1], np.uint8), np.array([2, 2], np.uint32), bytes(16))
-    octets = column.astype(np.uint8)
-    twice = Push(False, column, column, column + 1, column, column, octets, ((NAN, NAN, NAN),), octets, arrays)
-    table(wired).push(wired.member("worker-0"), twice, 0.0)
-    assert table(wired).blocks.of(0)[0].round.counted == {0: 2}
+
+
+def raw_push(wired: Wired, numbers: Sequence[int], steps: Sequence[int], runs: Sequence[int], flag: int = 0) -> None:
+    """A push of ones as a broken peer may send it, of slices of `LIST`."""
+    ids, n = np.array(numbers, np.uint32), len(numbers)
+    counts = np.array([len(list(LIST.values())[number]) for number in numbers], np.uint32)
+    payload = b"".join(np.ones(count + count % 2, np.float32).tobytes() for count in counts.tolist())
+    zeros = np.zeros(n, np.uint32)
+    columns = (np.array(runs, np.uint32), ids, np.array(steps, np.uint32), zeros, zeros, np.full(n, flag, np.uint8))
+    arrays = Arrays(np.full(n, DType.FLOAT32, np.uint8), counts, payload)
+    message = Push(bool(flag), *columns, ((NAN, NAN, NAN),), np.zeros(n, np.uint8), arrays)
+    table(wired).push(wired.member("worker-0"), message, 0.0)
+
+
+def acknowledged(wired: Wired) -> list[Any]:
+    """Take what the table has to say, as if each message had arrived."""
+    messages = []
+    for send in [effect for effect in table(wired).take_answers() if isinstance(effect, Send)]:
+        messages.append(send.message)
+        if isinstance(send.token, tuple):
+            wired.servers[0].acknowledged(send.to, [send.token], 0.0)
+    return messages
+
+
+def test_a_run_that_names_a_slice_twice_is_refused_and_the_others_are_not() -> None:
+    wired = made(1)
+    raw_push(wired, [0, 0, 1], [1, 1, 1], [7, 7, 8])
+    assert [type(message).__name__ for message in acknowledged(wired)] == ["Counted", "Refused"]
+    assert [table(wired).blocks.of(number)[0].version for number in range(3)] == [1, 2, 1]
+    table(wired).validate()
+
+
+def test_what_is_held_may_be_split_by_what_follows_in_the_same_message() -> None:
+    wired = made(1)
+    hold = int(Flag.HOLD)
+    raw_push(wired, [0, 1, 2], [1, 1, 1], [1, 1, 1], hold)
+    acknowledged(wired)
+    raw_push(wired, [0, 1, 2, 1], [2, 2, 2, 3], [2, 2, 2, 3], hold)
+    acknowledged(wired)
+    for number in range(3):
+        raw_push(wired, [number], [3 + (number == 1)], [4 + number], hold)
+        acknowledged(wired)
+    held = [one.held[wired.member("worker-0")] for one in table(wired).blocks]
+    assert all(buffer is one.published for buffer, one in zip(held, table(wired).blocks, strict=True))
+    table(wired).validate()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_first_values_may_come_slice_by_slice_while_others_wait_for_them(mode: str) -> None:
+    wired = Wired(2, 1)
+    for rank in (0, 1):
+        wired.declare(rank, {key: (len(value),) for key, value in LIST.items()}, mode)
+    wired.settle()
+    if mode == "async":
+        for rank in (0, 1):
+            wired.set_optimizer(rank, "test")
+        wired.settle()
+    all_of_them = wired.pull(1, *LIST)
+    pushed = wired.push(1, whole(1)) if mode == "async" else all_of_them
+    wired.settle()
+    one = wired.pull(0, "b")
+    for key, value in LIST.items():
+        wired.give(0, {key: value})
+        wired.settle()
+    assert {one, all_of_them, pushed} <= wired.completed.keys()
+
+
+def test_small_keys_between_large_ones_are_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "ALONE_BYTES_MIN", 64)
+    monkeypatch.setattr(outbox, "ALONE_BYTES_MIN", 64)
+    wired = Wired(2, 1)
+    keys = {f"{kind}{i}": [0.0] * (20 if kind == "large" else 2) for i in range(4) for kind in ("large", "s", "t")}
+    wired.initialise(keys)
+    for turn in range(3):
+        reads = [wired.pushpull(rank, {key: [1.0] * len(value) for key, value in keys.items()}) for rank in (0, 1)]
+        wired.settle()
+        assert sorted(sizes(wired)) == [1, 1, 1, 1, 8], turn
+    assert wired.value(reads[1], "t3") == [2, 2]
+
+
+def test_no_memory_for_a_merge_leaves_slices_apart() -> None:
+    wired = made()
+    split(wired)
+
+    def nothing_left(nbytes: int) -> Any:
+        raise MemoryError
+
+    for one in table(wired).blocks:
+        one.pool.fresh().leases = 0
+        one.pool.spare.append(one.pool.fresh())
+    blocks = list(table(wired).blocks)
+    with mock.patch.object(BufferPool, "fresh", nothing_left):
+        for rank in (0, 1):
+            wired.push(rank, whole(1))
+        wired.settle()
+    assert list(table(wired).blocks) == blocks and sizes(wired) == [1, 2]
+    rounds(wired)
+    assert sizes(wired) == [3]
+
+
+def test_one_message_cuts_a_block_once() -> None:
+    wired = made(1)
+    with mock.patch.object(Block, "split", autospec=True, side_effect=Block.split) as splits:
+        raw_push(wired, [0, 1, 2], [1, 1, 1], [7, 8, 9])
+    assert splits.call_count == 1 and sizes(wired) == [1, 1, 1]
 
 
 def test_two_lists_that_overlap_take_turns() -> None:
@@ -453,8 +553,9 @@ def split(wired: Wired) -> None:
 
 def test_small_keys_are_one_block_from_the_beginning_and_large_ones_alone() -> None:
     wired = Wired(1, 1, limits=Limits(slice_bytes=64))
-    wired.initialise({"a": [1] * 4, "b": [2] * 4, "c": [3] * 40, "d": [4] * 4, "e": [5] * 12})
-    assert sizes(wired) == [2, 1, 1, 1, 2], "at most 64 bytes, and no part of a larger key"
+    wired.declare(0, {"a": (4,), "b": (4,), "c": (40,), "d": (4,), "e": (12,)})
+    wired.settle()
+    assert sizes(wired) == [3, 1, 1, 1, 1], "at most 64 bytes, and no part of a larger key"
 
 
 def test_what_was_handed_out_is_never_written_while_a_worker_has_not_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,21 +633,31 @@ def test_memory_does_not_grow_over_a_thousand_rounds() -> None:
 
 def test_a_block_that_was_split_early_merges_later_and_later() -> None:
     wired = made()
-    apart = ROUNDS_WORTH_IT
-    while apart < APART_MAX:
+    split(wired)
+    rounds(wired)
+    assert sizes(wired) == [3], "it was one from the beginning, and did not cost a copy"
+    for wait in (ROUNDS_WORTH_IT, 2 * ROUNDS_WORTH_IT, 4 * ROUNDS_WORTH_IT):
         split(wired)
-        rounds(wired, apart)
+        rounds(wired, wait)
         assert sizes(wired) == [1, 2]
         rounds(wired)
         assert sizes(wired) == [3]
-        apart *= 2
-        if apart > 8 * ROUNDS_WORTH_IT:
-            return
+
+
+def test_several_cuts_by_one_message_or_several_count_once() -> None:
+    wired = made()
+    split(wired)
+    rounds(wired)
+    for key in LIST:
+        wired.pull(0, key)
+        wired.settle()
+    assert sizes(wired) == [1, 1, 1]
+    rounds(wired, ROUNDS_WORTH_IT + 1)
+    assert sizes(wired) == [3]
 
 
 def test_a_block_that_lived_long_merges_at_once() -> None:
     wired = made()
-    rounds(wired, ROUNDS_WORTH_IT)
     for _ in range(3):
         split(wired)
         rounds(wired)

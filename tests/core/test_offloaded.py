@@ -111,7 +111,7 @@ def test_steady_rounds_upload_contributions_and_download_weights() -> None:
 def test_a_value_that_is_replaced_again_and_again_is_the_one_that_is_updated() -> None:
     updater = DeviceUpdater(create("test"), NumpyDevice())
     block = Block.of(0, [0], [Extent("w", (2,))], [2], DType.FLOAT32, POLICIES["sync"])
-    block.initialise(0, [np.array([1, 1], np.float32)])
+    block.initialise([np.array([1, 1], np.float32)])
     member = Member(worker(0), 1)
     step = 0
     for replaced in (0, 1, 2, 3, 4, 0, 2):

@@ -212,9 +212,9 @@ def forgets_the_step(self: Round[Any, Any], pull: PullRequest) -> bool:
     return self.version >= pull.version
 
 
-def loses_what_is_open(self: Block, begin: int, end: int, apart: int) -> Block:
+def loses_what_is_open(self: Block, begin: int, end: int) -> Block:
     """Splitting a block forgets the contributions to its open round."""
-    part = ORIGINAL_PART(self, begin, end, apart)
+    part = ORIGINAL_PART(self, begin, end)
     part.round.slots.clear()
     return part
 
