@@ -155,6 +155,21 @@ def test_a_module_that_is_not_there_is_noticed() -> None:
     assert not resolves("kvdist.core.shards") and not resolves("kvdist.nothing.here") and not resolves("kvdist.Nothing")
 
 
+def test_the_classes_of_the_glossary_are_there() -> None:
+    lines = text_of(ROOT / "docs" / "glossary.md").splitlines()
+    cells = [line.split("|")[3] for line in lines if line.startswith("| *")]
+    named = {word for cell in cells for word in CODE.findall(cell) if word[0].isupper()}
+    defined = {
+        node.id if isinstance(node, ast.Name) else node.name
+        for path in (ROOT / "kvdist").rglob("*.py")
+        for top in ast.parse(text_of(path)).body
+        for node in ([top] if isinstance(top, ast.ClassDef) else getattr(top, "targets", []))
+        if isinstance(node, ast.ClassDef | ast.Name)
+    }
+    assert len(named) > 25
+    assert sorted(name for name in named if name.partition(".")[0] not in defined) == []
+
+
 # Variables and limits.
 
 
