@@ -43,7 +43,7 @@ from kvdist.core.effects import ChildEnded, LauncherGone, Placed
 from kvdist.core.scheduler import Scheduler
 from kvdist.core.server import Server
 from kvdist.disk import ThreadedDisk
-from kvdist.errors import ConfigError, DeadlockError, KvdistError, PeerLostError
+from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
 from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import begin_profiling, introduction
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     if node.failure is None:
         return 0
-    lost = isinstance(node.failure, PeerLostError | DeadlockError)  # which is a failure of workers
+    lost = isinstance(node.failure, PeerLostError)
     return _told(node.failure, EXIT_PEER_LOST if lost else EXIT_CONFIG if isinstance(node.failure, ConfigError) else 1)
 
 

@@ -262,12 +262,17 @@ class Worker(Machine):
         joining = self.joining.explain(now)
         if joining is not None:
             return joining
-        text = self._awaited(now)
-        waits_for_workers = self._hint is not None and self._hint.ranks
-        acting = self._threads.may_act(now) if waits_for_workers else ""
-        if text is None or not acting:
+        text, oldest = self._awaited(now), self._pending.oldest
+        if text is None or oldest is None:
+            return None
+        is_for_workers = self._hint is not None or not self.transfers.awaited_servers(oldest.request)
+        acting = self._threads.may_act(now) if is_for_workers else ""
+        if not acting:
             return text
-        return f"{text} (a deadlock is not looked for while these threads may call kvdist: {acting})"
+        return (
+            f"{text} (a deadlock is not looked for while these threads may call kvdist: {acting};"
+            " KVDIST_STALL_SHUTDOWN_S ends such a wait)"
+        )
 
     def _awaited(self, now: float) -> str | None:
         oldest = self._pending.oldest

@@ -91,13 +91,13 @@ LEAVES = """
 
     store = kv.create("dist")
     store.init("w", np.zeros(4, np.float32))
+    own, sys.excepthook = sys.excepthook, lambda *words: (own(*words), print("the program's own hook", flush=True))
     store.barrier()
     print("trains", flush=True)
     if store.rank == 1 and sys.argv[1] == "bug":
         raise ValueError("a bug")
     if store.rank == 1 and sys.argv[1] == "gone":
         os._exit(0)
-    own, sys.excepthook = sys.excepthook, lambda *words: (own(*words), print("the program's own hook", flush=True))
     while True:
         store.pushpull("w", np.ones(4, np.float32))
 """
