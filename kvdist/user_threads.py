@@ -49,7 +49,6 @@ PASSIVE_MODULES = (
 
 
 os.register_at_fork(after_in_child=_waits.clear)
-os.register_at_fork(after_in_child=_callers.clear)
 
 
 class _Noted(threading.local):

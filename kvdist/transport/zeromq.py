@@ -56,8 +56,7 @@ LOOKS_PER_SILENCE, SILENCE_LOOK_S_MAX = 8, 1.0
 """How often silent connections are looked for."""
 
 LOOK_MS = 100
-"""How often connections are looked at that bring bytes and have said nothing yet, and how long a refused one stays to
-hear why. Those that bring none are looked at with the silent ones."""
+"""How often connections are looked at that have said nothing yet, and how long a refused one stays to hear why."""
 SILENT_SHARE = 4
 """Of the descriptors that this process may have open, the part that these may take."""
 

@@ -45,7 +45,7 @@ def values(generator: random.Random, key: str, dtype: str) -> list[float]:
 
 
 def trained(wired: Wired, seed: int, name: str, numbers: dict[str, float], dtype: str, masters: bool) -> list[bytes]:
-    """What workers read in a life with all that servers know: groups, lone pushes, replaced values, a leaver."""
+    """What workers read in a life with all that servers know: blocks of several slices, lone pushes, replaced values, a leaver."""
     generator = random.Random(seed)
     training.set_optimizer(wired, name, multi_precision=masters, **numbers)
     wired.initialise({key: values(generator, key, dtype) for key in SIZES}, dtype=dtype)
@@ -77,11 +77,11 @@ def trained(wired: Wired, seed: int, name: str, numbers: dict[str, float], dtype
 def test_workers_read_the_bits_that_they_would_read_from_hosts(
     name: str, numbers: dict[str, float], dtype: str, masters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grouped = []
+    rounds = []
     apply = Block.apply
 
     def counted(self: Block, *arguments: Any) -> None:
-        grouped.extend([1] * (len(self) > 1))
+        rounds.extend([1] * (len(self) > 1))
         apply(self, *arguments)
 
     monkeypatch.setattr(Block, "apply", counted)
@@ -91,7 +91,7 @@ def test_workers_read_the_bits_that_they_would_read_from_hosts(
         assert trained(there, *run) == trained(here, *run)
         devices = [device for device in there.devices if isinstance(device, NumpyDevice)]
         assert all(device.downloaded_bytes for device in devices)
-    assert bool(grouped) == (name not in ("lars", "lamb")), "slices were joined and split"
+    assert bool(rounds) == (name not in ("lars", "lamb")), "blocks were split and merged"
 
 
 def test_steady_rounds_upload_contributions_and_download_weights() -> None:

@@ -18,7 +18,7 @@ from tests.core.wired import Wired
 FULL = "the disk is full"
 SMALL = Limits(slice_bytes=64)
 VALUES: dict[int | str, list[float]] = {"w": [float(i) for i in range(50)], "b": [1, 2], 3: [7], "none": []}
-"""One key that is cut over all servers, in several slices on each; small ones that come as a group; an empty one."""
+"""One key that is cut over all servers, in several slices on each; small ones that are one block; an empty one."""
 
 
 def a_cluster(num_workers: int = 2, num_servers: int = 2, mode: str = "sync", **options: Any) -> Wired:
