@@ -45,7 +45,7 @@ def values(generator: random.Random, key: str, dtype: str) -> list[float]:
 
 
 def trained(wired: Wired, seed: int, name: str, numbers: dict[str, float], dtype: str, masters: bool) -> list[bytes]:
-    """What workers read in a life with all that servers know: blocks of several slices, lone pushes, replaced values, a leaver."""
+    """What workers read in a life of all kinds: blocks of several slices, lone pushes, replaced values, a leaver."""
     generator = random.Random(seed)
     training.set_optimizer(wired, name, multi_precision=masters, **numbers)
     wired.initialise({key: values(generator, key, dtype) for key in SIZES}, dtype=dtype)
