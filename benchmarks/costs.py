@@ -20,7 +20,7 @@ import numpy as np
 from cluster import environment, worker_command
 from modelled import CACHES, COLD_BYTES, Costs
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.dtypes import DType
 from kvdist.kernels.choice import choose
 from kvdist.optimizer.registry import create

@@ -140,9 +140,7 @@ def table(measured: dict[str, dict[str, Cost]], options: argparse.Namespace) -> 
         f" through {HOSTS} servers over sockets only, on {os.cpu_count()} cores\nthat all of them share. Medians over"
         f" {options.turns} turns of {options.steps} steps on each worker, least of all\nsteps, and processor time of a"
         " step in all processes; *times* as much as unencrypted. Made by\n"
-        "`python benchmarks/encryption.py --write`.\n\n"
-        + "\n".join(lines)
-        + "\n"
+        "`python benchmarks/encryption.py --write`.\n\n" + "\n".join(lines) + "\n"
     )
 
 

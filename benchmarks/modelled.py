@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import cluster  # noqa: F401  # puts the checkout on the path
 import numpy as np
 
-from kvdist.node import Node
+from kvdist.runtime.node import Node
 from kvdist.transport.base import Arrived, Buffer, Connected, Event, Route, Transport
 
 COLD_BYTES = 32 << 20

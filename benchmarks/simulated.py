@@ -15,10 +15,13 @@ import numpy as np
 from modelled import Card, Clock, Costs, Host, ModelledTransport, Network, Process
 from workers.workload import Spec
 
-from kvdist.config import ClusterConfig, Limits
-from kvdist.core import answers, outbox, requests
+from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import Introduction
-from kvdist.core.requests import (
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server import replies as answers
+from kvdist.core.server.server import Server
+from kvdist.core.worker import outbox, requests
+from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
@@ -30,15 +33,13 @@ from kvdist.core.requests import (
     Transfer,
     make_plan,
 )
-from kvdist.core.scheduler import Scheduler
-from kvdist.core.server import Server
-from kvdist.core.worker import Worker
+from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array
 from kvdist.kernels.reference import REFERENCE
-from kvdist.node import Node
 from kvdist.nodes import Role
 from kvdist.optimizer.registry import create
+from kvdist.runtime.node import Node
 from kvdist.version import __version__
 
 ENDPOINT = "memory://scheduler"

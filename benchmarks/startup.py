@@ -1,6 +1,6 @@
 """How long it takes to import kvdist, to start a cluster, create a store in every worker and end, and to make keys.
 
-    python benchmarks/startup.py
+python benchmarks/startup.py
 """
 
 from __future__ import annotations

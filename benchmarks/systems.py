@@ -138,9 +138,7 @@ SYSTEMS: dict[str, System] = {
     "kvdist-shared": kvdist_system("kvdist, resident and shown", "shared"),
     "kvdist-tcp": kvdist_system("kvdist, TCP", **PLAIN_TCP),
     "collective": _without_servers("kvdist, collective"),
-    "mxnet": System(
-        "MXNet 1.9.1", lambda work, words: mxnet_starts(work.workers, work.servers, words), _mxnet_refuses
-    ),
+    "mxnet": System("MXNet 1.9.1", lambda work, words: mxnet_starts(work.workers, work.servers, words), _mxnet_refuses),
     "horovod": System(
         "Horovod 0.28.1 (gloo)", lambda work, words: horovod_starts(work.workers, words), _collective_refuses
     ),

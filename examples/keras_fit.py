@@ -87,7 +87,5 @@ history = model.fit(
 ).history
 
 _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
-sys.stdout.write(
-    f"rank {hvd.rank()} of {hvd.size()}: Train_loss {history['loss'][-1]:.6f} Test_acc {accuracy:.6f}\n"
-)
+sys.stdout.write(f"rank {hvd.rank()} of {hvd.size()}: Train_loss {history['loss'][-1]:.6f} Test_acc {accuracy:.6f}\n")
 hvd.shutdown()

@@ -36,14 +36,14 @@ from kvdist.version import __version__
 
 if TYPE_CHECKING:
     from kvdist import collective, horovod, kv, lr_scheduler, optimizer, profiler
-    from kvdist.buffers import sync_buffers
-    from kvdist.data import SplitSampler, split_and_load, split_data
-    from kvdist.embedding import Embedding
     from kvdist.kvstore.base import KVStore
     from kvdist.kvstore.saved import Checkpoint
-    from kvdist.replicas import Replicas, replicate
     from kvdist.rowsparse import LazyRows, RowSparse
-    from kvdist.trainer import Trainer
+    from kvdist.training.buffers import sync_buffers
+    from kvdist.training.data import SplitSampler, split_and_load, split_data
+    from kvdist.training.embedding import Embedding
+    from kvdist.training.replicas import Replicas, replicate
+    from kvdist.training.trainer import Trainer
 
 __all__ = [
     "BarrierTimeout",
@@ -98,17 +98,17 @@ _MODULES = {
 }
 _NAMES = {
     "Checkpoint": "kvdist.kvstore.saved",
-    "Embedding": "kvdist.embedding",
+    "Embedding": "kvdist.training.embedding",
     "KVStore": "kvdist.kvstore.base",
     "LazyRows": "kvdist.rowsparse",
-    "Replicas": "kvdist.replicas",
+    "Replicas": "kvdist.training.replicas",
     "RowSparse": "kvdist.rowsparse",
-    "SplitSampler": "kvdist.data",
-    "Trainer": "kvdist.trainer",
-    "replicate": "kvdist.replicas",
-    "split_and_load": "kvdist.data",
-    "split_data": "kvdist.data",
-    "sync_buffers": "kvdist.buffers",
+    "SplitSampler": "kvdist.training.data",
+    "Trainer": "kvdist.training.trainer",
+    "replicate": "kvdist.training.replicas",
+    "split_and_load": "kvdist.training.data",
+    "split_data": "kvdist.training.data",
+    "sync_buffers": "kvdist.training.buffers",
 }
 
 

@@ -27,10 +27,11 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from kvdist.addresses import local_address_towards, own_addresses_of, split_endpoint, tcp_endpoint
 from kvdist.checkpoint.commands import add_commands
 from kvdist.checkpoint.locks import release_when_terminated
-from kvdist.config import (
+from kvdist.config.addresses import local_address_towards, own_addresses_of, split_endpoint, tcp_endpoint
+from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
+from kvdist.config.settings import (
     ClusterConfig,
     checkpoint_root_from_env,
     kernels_from_env,
@@ -39,25 +40,24 @@ from kvdist.config import (
     profile_dir_from_env,
     server_modules_from_env,
 )
+from kvdist.config.variables import device_names
 from kvdist.core.effects import ChildEnded, LauncherGone, Placed
-from kvdist.core.scheduler import Scheduler
-from kvdist.core.server import Server
-from kvdist.disk import ThreadedDisk
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.server import Server
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
-from kvdist.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
 from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import begin_profiling, introduction
 from kvdist.kvstore.commands import HANDLERS
 from kvdist.kvstore.server_device import open_server_device
-from kvdist.node import Node
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import registered
-from kvdist.process_name import name_process
-from kvdist.profiling import PROFILER_HEAD, Profiler
+from kvdist.runtime.io_thread import ThreadedDisk
+from kvdist.runtime.node import Node
+from kvdist.runtime.process_name import name_process
+from kvdist.runtime.profiling import PROFILER_HEAD, Profiler
 from kvdist.transport.inherited import endpoint_of_listener
 from kvdist.transport.opening import bind_port, open_sockets, open_transport
-from kvdist.variables import device_names
 from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")

@@ -75,9 +75,9 @@ from kvdist.errors import CollectiveError
 from kvdist.kvstore import collective_store
 from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.meeting import ENGAGEMENTS
-from kvdist.opening import make_optimizer
 from kvdist.optimizer.base import Optimizer
-from kvdist.trainer import Trainer
+from kvdist.training.opening import make_optimizer
+from kvdist.training.trainer import Trainer
 
 __all__ = [
     "Adasum",

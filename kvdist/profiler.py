@@ -20,10 +20,10 @@ import json
 import logging
 import os
 
-from kvdist.core.requests import SendCommand
+from kvdist.core.worker.requests import SendCommand
 from kvdist.errors import KvdistError
 from kvdist.kvstore.cluster import MEMBERSHIP
-from kvdist.profiling import PROFILER_HEAD, TraceSettings, require_plain
+from kvdist.runtime.profiling import PROFILER_HEAD, TraceSettings, require_plain
 
 __all__ = ["dump", "pause", "resume", "set_config", "set_state", "start", "stop"]
 

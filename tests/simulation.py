@@ -25,30 +25,32 @@ from unittest import mock
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvdist.config import ClusterConfig, Limits
-from kvdist.core import answers, outbox, requests, server
-from kvdist.core.block import Block, Contribution
-from kvdist.core.buffers import Buffer
-from kvdist.core.decoding import decoded
+from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.host_sum import HostRound, HostSum
 from kvdist.core.joined import Joiner
 from kvdist.core.joining import Introduction
-from kvdist.core.outbox import Ready
 from kvdist.core.round import Verdict
-from kvdist.core.row_shard import RowContribution, RowShard
-from kvdist.core.scheduler import Scheduler
-from kvdist.core.server import Server
-from kvdist.core.worker import Worker
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server import replies as answers
+from kvdist.core.server import server
+from kvdist.core.server.block import Block, Contribution
+from kvdist.core.server.buffers import Buffer
+from kvdist.core.server.decoding import decoded
+from kvdist.core.server.row_shard import RowContribution, RowShard
+from kvdist.core.server.server import Server
+from kvdist.core.worker import outbox, requests
+from kvdist.core.worker.outbox import Ready
+from kvdist.core.worker.worker import Worker
 from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.node import Node
 from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.optimizer import offload
 from kvdist.optimizer.interface import SliceUpdater
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import Push
+from kvdist.runtime.node import Node
 from kvdist.version import __version__
 from tests.core.network import Network, Process, SimulatedTransport, Weather
 from tests.core.shelf import FULL, Shelf, SimulatedDisk

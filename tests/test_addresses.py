@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from kvdist import addresses
-from kvdist.addresses import (
+from kvdist.config import addresses
+from kvdist.config.addresses import (
     OwnAddress,
     address_of_interface,
     local_address_towards,

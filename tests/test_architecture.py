@@ -22,133 +22,49 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "kvdist.errors": 0,
     "kvdist.version": 0,
-    "kvdist.addresses": 1,
-    "kvdist.collective_settings": 1,
     "kvdist.config": 1,
     "kvdist.dtypes": 1,
-    "kvdist.exit_codes": 1,
     "kvdist.initializer": 1,
-    "kvdist.limits": 1,
-    "kvdist.local_sockets": 1,
     "kvdist.nodes": 1,
-    "kvdist.open_files": 1,
-    "kvdist.process_name": 1,
     "kvdist.rowsparse": 1,
     "kvdist.schema": 1,
-    "kvdist.secret": 1,
-    "kvdist.slurm": 1,
-    "kvdist.variables": 1,
-    "kvdist.world": 1,
     "kvdist.kernels": 2,
     "kvdist.protocol": 2,
-    "kvdist.trace": 2,
     "kvdist.transport": 2,
     "kvdist.buckets": 3,
     "kvdist.checkpoint": 3,
-    "kvdist.compression": 3,
     "kvdist.lr_scheduler": 3,
     "kvdist.optimizer": 3,
     "kvdist.core": 4,
-    "kvdist.collective": 5,
-    "kvdist.disk": 5,
-    "kvdist.mailbox": 5,
-    "kvdist.node": 5,
-    "kvdist.profiling": 5,
-    "kvdist.tracing": 5,
-    "kvdist.user_threads": 5,
-    "kvdist.kvstore": 6,
-    "kvdist.__main__": 7,
-    "kvdist.averaging": 7,
-    "kvdist.buffers": 7,
-    "kvdist.data": 7,
-    "kvdist.decision": 7,
-    "kvdist.embedding": 7,
-    "kvdist.exchange": 7,
-    "kvdist.finite": 7,
-    "kvdist.graphs": 7,
-    "kvdist.local_update": 7,
-    "kvdist.opening": 7,
-    "kvdist.overlap": 7,
-    "kvdist.parameters": 7,
-    "kvdist.profiler": 7,
-    "kvdist.refusals": 7,
-    "kvdist.replicas": 7,
-    "kvdist.sampling": 7,
-    "kvdist.shared_weights": 7,
-    "kvdist.torch_optimizer": 7,
-    "kvdist.trainer": 7,
-    "kvdist.training_state": 7,
-    "kvdist.watch": 7,
-    "kvdist.horovod": 8,
-    "kvdist.kv": 7,
-    "kvdist.keras": 8,
-    "kvdist.tensorflow": 8,
-    "kvdist": 9,
+    "kvdist.runtime": 5,
+    "kvdist.collective": 6,
+    "kvdist.kvstore": 7,
+    "kvdist.__main__": 8,
+    "kvdist.kv": 8,
+    "kvdist.profiler": 8,
+    "kvdist.training": 8,
+    "kvdist.horovod": 9,
+    "kvdist.keras": 9,
+    "kvdist.tensorflow": 9,
+    "kvdist": 10,
 }
 """A module belongs to the longest entry that begins its name. It may import from lower floors and its own."""
 
 SIDEWAYS = {
-    ("kvdist.buffers", "kvdist.replicas"),
     ("kvdist.checkpoint", "kvdist.optimizer"),
-    ("kvdist.collective_settings", "kvdist.limits"),
-    ("kvdist.collective_settings", "kvdist.variables"),
-    ("kvdist.config", "kvdist.addresses"),
-    ("kvdist.config", "kvdist.collective_settings"),
-    ("kvdist.config", "kvdist.limits"),
-    ("kvdist.config", "kvdist.local_sockets"),
     ("kvdist.config", "kvdist.nodes"),
-    ("kvdist.config", "kvdist.variables"),
-    ("kvdist.config", "kvdist.world"),
     ("kvdist.initializer", "kvdist.dtypes"),
-    ("kvdist.keras", "kvdist.horovod"),
     ("kvdist.initializer", "kvdist.schema"),
-    ("kvdist.node", "kvdist.disk"),
-    ("kvdist.node", "kvdist.mailbox"),
-    ("kvdist.node", "kvdist.tracing"),
-    ("kvdist.node", "kvdist.user_threads"),
-    ("kvdist.profiling", "kvdist.node"),
-    ("kvdist.profiling", "kvdist.tracing"),
-    ("kvdist.data", "kvdist.sampling"),
-    ("kvdist.exchange", "kvdist.parameters"),
-    ("kvdist.exchange", "kvdist.shared_weights"),
-    ("kvdist.finite", "kvdist.parameters"),
-    ("kvdist.graphs", "kvdist.averaging"),
-    ("kvdist.local_update", "kvdist.parameters"),
-    ("kvdist.opening", "kvdist.decision"),
-    ("kvdist.opening", "kvdist.parameters"),
+    ("kvdist.keras", "kvdist.horovod"),
     ("kvdist.optimizer", "kvdist.lr_scheduler"),
-    ("kvdist.overlap", "kvdist.parameters"),
     ("kvdist.rowsparse", "kvdist.dtypes"),
     ("kvdist.rowsparse", "kvdist.initializer"),
-    ("kvdist.shared_weights", "kvdist.parameters"),
     ("kvdist.tensorflow", "kvdist.horovod"),
     ("kvdist.tensorflow", "kvdist.keras"),
-    ("kvdist.torch_optimizer", "kvdist.parameters"),
-    ("kvdist.trainer", "kvdist.data"),
-    ("kvdist.trainer", "kvdist.exchange"),
-    ("kvdist.trainer", "kvdist.finite"),
-    ("kvdist.trainer", "kvdist.local_update"),
-    ("kvdist.trainer", "kvdist.opening"),
-    ("kvdist.trainer", "kvdist.overlap"),
-    ("kvdist.trainer", "kvdist.parameters"),
-    ("kvdist.trainer", "kvdist.refusals"),
-    ("kvdist.trainer", "kvdist.shared_weights"),
-    ("kvdist.trainer", "kvdist.torch_optimizer"),
-    ("kvdist.trainer", "kvdist.training_state"),
-    ("kvdist.trainer", "kvdist.watch"),
-    ("kvdist.training_state", "kvdist.local_update"),
-    ("kvdist.training_state", "kvdist.parameters"),
-    ("kvdist.watch", "kvdist.parameters"),
-    ("kvdist.world", "kvdist.addresses"),
-    ("kvdist.world", "kvdist.slurm"),
-    ("kvdist.world", "kvdist.variables"),
 }
 """(importer, imported): pairs of entries on one floor where the first may know the second."""
 
-LAUNCHER_MAY_IMPORT = {
-    "kvdist.addresses", "kvdist.config", "kvdist.errors", "kvdist.exit_codes", "kvdist.local_sockets", "kvdist.nodes",
-    "kvdist.open_files", "kvdist.secret", "kvdist.variables", "kvdist.version",
-}  # fmt: skip
+LAUNCHER_MAY_IMPORT = {"kvdist.config", "kvdist.errors", "kvdist.nodes", "kvdist.version"}
 
 ONLY_IMPORTER = {
     "cupy": {"kvdist/kernels/cupy_gpu.py"},
@@ -173,13 +89,13 @@ ONLY_IMPORTER = {
     "zmq": {
         "kvdist/transport/curve.py",
         "kvdist/transport/links.py",
-        "kvdist/transport/releaser.py",
+        "kvdist/transport/shared_memory/releaser.py",
         "kvdist/transport/zeromq.py",
     },
 }
 """Libraries that only these files of `kvdist` and the launcher may import."""
 
-ENVIRONMENT_READER = "kvdist/config.py"
+ENVIRONMENT_READER = "kvdist/config/settings.py"
 
 IMPURE = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "select",
@@ -196,7 +112,7 @@ BANNED_CALLS = {
 BANNED_METHODS = {"recv_pyobj", "send_pyobj"}
 MAY_EXIT = {"kvdist/__main__.py", "launcher/kvdist_launch/__main__.py", "launcher/kvdist_launch/cli.py"}
 """Programs, not libraries: `sys.exit` is theirs to call."""
-MAY_EXIT_AT_THE_END = "kvdist/exit_codes.py"
+MAY_EXIT_AT_THE_END = "kvdist/config/exit_codes.py"
 """It calls `os._exit` when the interpreter ends anyway, which is the only way left to change the exit code."""
 
 MAY_IMPORT_BY_NAME = {"kvdist/__init__.py", "kvdist/__main__.py"}
@@ -326,7 +242,7 @@ def launcher_faults(source: Source, modules: Iterable[str]) -> list[str]:
     return [
         f"{source.path}:{line}: the launcher may not import {module}"
         for module, line in imported_modules(source, modules)
-        if not module.startswith("kvdist_launch") and module not in LAUNCHER_MAY_IMPORT
+        if not module.startswith("kvdist_launch") and entry_of(module) not in LAUNCHER_MAY_IMPORT
     ]
 
 
@@ -515,25 +431,26 @@ def test_every_entry_of_the_tables_is_of_use() -> None:
 # And each fault would be found: the same functions on a few wrong lines.
 
 
-def wrong(text: str, module: str = "kvdist.core.block") -> Source:
+def wrong(text: str, module: str = "kvdist.core.server.block") -> Source:
     return Source(module.replace(".", "/") + ".py", module, text)
 
 
 SOME_MODULES = {
-    "kvdist", "kvdist.errors", "kvdist.config", "kvdist.protocol", "kvdist.protocol.wire", "kvdist.transport.base",
-    "kvdist.core.block", "kvdist.core.server", "kvdist.kvstore.dist", "kvdist.nodes", "kvdist.node",
+    "kvdist", "kvdist.errors", "kvdist.config.settings", "kvdist.protocol", "kvdist.protocol.wire", "kvdist.nodes",
+    "kvdist.transport.base", "kvdist.core.server.block", "kvdist.core.server.server", "kvdist.kvstore.dist",
+    "kvdist.runtime.node",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("kvdist.core.block", "from kvdist.kvstore.dist import DistKVStore"),
-        ("kvdist.core.block", "def late():\n    import kvdist.node"),
-        ("kvdist.core.block", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvdist import node"),
-        ("kvdist.core.block", "from .. import node"),
-        ("kvdist.core.block", "from ..kvstore.dist import DistKVStore"),
-        ("kvdist.core.block", "from kvdist import Trainer"),
+        ("kvdist.core.server.block", "from kvdist.kvstore.dist import DistKVStore"),
+        ("kvdist.core.server.block", "def late():\n    import kvdist.runtime.node"),
+        ("kvdist.protocol.wire", "if TYPE_CHECKING:\n    from kvdist.runtime import node"),
+        ("kvdist.core.server.block", "from ...runtime import node"),
+        ("kvdist.core.server.block", "from ...kvstore.dist import DistKVStore"),
+        ("kvdist.core.server.block", "from kvdist import Trainer"),
         ("kvdist.protocol.wire", "from kvdist.transport.base import Route"),
         ("kvdist.novelty", "import math"),
     ],
@@ -556,20 +473,20 @@ def test_a_circle_is_found_with_its_members() -> None:
 
 
 def test_a_launcher_that_knows_too_much_is_found() -> None:
-    text = "from kvdist.config import ClusterConfig\nfrom kvdist.core.server import Server"
+    text = "from kvdist.config.settings import ClusterConfig\nfrom kvdist.core.server.server import Server"
     assert len(launcher_faults(wrong(text, "kvdist_launch.cli"), SOME_MODULES)) == 1
 
 
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("kvdist.node", "import zmq"),
+        ("kvdist.runtime.node", "import zmq"),
         ("kvdist.protocol.messages", "import msgpack"),
-        ("kvdist.core.block", "import time"),
-        ("kvdist.core.block", "from threading import Lock"),
-        ("kvdist.core.block", "from numpy import random"),
-        ("kvdist.trainer", "import torch.distributed"),
-        ("kvdist.trainer", "from torch import distributed"),
+        ("kvdist.core.server.block", "import time"),
+        ("kvdist.core.server.block", "from threading import Lock"),
+        ("kvdist.core.server.block", "from numpy import random"),
+        ("kvdist.training.trainer", "import torch.distributed"),
+        ("kvdist.training.trainer", "from torch import distributed"),
     ],
 )
 def test_a_library_in_the_wrong_place_is_found(module: str, text: str) -> None:

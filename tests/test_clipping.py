@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvdist import Trainer, kv
-from kvdist.opening import statement
 from kvdist.optimizer import create
-from kvdist.parameters import collect
+from kvdist.training.opening import statement
+from kvdist.training.parameters import collect
 
 PLAIN_SGD = {"learning_rate": 0.5}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvdist.collective_settings import CollectiveSettings
-from kvdist.config import collective_settings_from_env
+from kvdist.config.collective_settings import CollectiveSettings
+from kvdist.config.settings import collective_settings_from_env
 from kvdist.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from kvdist.compression import Compression, Half, OneBit, TopK, TwoBit, decode, from_params
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
+from kvdist.optimizer.compression import Compression, Half, OneBit, TopK, TwoBit, decode, from_params
 from kvdist.protocol.coded import coded_size
 
 SIZES = [0, 1, 3, 15, 16, 17, 31, 32, 33, 1001]

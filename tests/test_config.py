@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist.addresses import is_loopback, local_address_towards, stays_on_host, tcp_endpoint
-from kvdist.config import (
+from kvdist.config.addresses import is_loopback, local_address_towards, stays_on_host, tcp_endpoint
+from kvdist.config.local_sockets import local_endpoint, port_of_local
+from kvdist.config.settings import (
     FOREIGN_LAUNCHERS,
     TWINS,
     ClusterConfig,
@@ -21,7 +22,6 @@ from kvdist.config import (
     without_effect,
 )
 from kvdist.errors import ConfigError
-from kvdist.local_sockets import local_endpoint, port_of_local
 from kvdist.nodes import Role
 
 MXNET = {

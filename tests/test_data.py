@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from kvdist.data import SplitSampler, split_and_load, split_data
+from kvdist.training.data import SplitSampler, split_and_load, split_data
 
 
 @pytest.mark.parametrize(("length", "num_parts"), [(0, 1), (1, 1), (10, 1), (10, 3), (50_000, 7), (12, 12)])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist import decision
 from kvdist.core.policy import ASYNC
-from kvdist.decision import ASYNCHRONOUS, store_updates, would_only_copy
 from kvdist.kvstore.names import DIST_NAMES
+from kvdist.training import decision
+from kvdist.training.decision import ASYNCHRONOUS, store_updates, would_only_copy
 
 ROUNDS = ["device", "nccl", "dist", "dist_sync", "dist_device_sync", "p3", "p3store_dist", "mine"]
 

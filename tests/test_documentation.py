@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.config import TWINS, WITHOUT_EFFECT, Limits
+from kvdist.config.settings import TWINS, WITHOUT_EFFECT, Limits
 from kvdist_launch.environment import OWNED_VARIABLES
 from tests.ports import held_port
 
@@ -175,7 +175,7 @@ def test_the_classes_of_the_glossary_are_there() -> None:
 
 def variables_in_the_code() -> set[str]:
     """What the configuration reads and what the launcher sets."""
-    files = [ROOT / "kvdist" / name for name in ("config.py", "variables.py", "collective_settings.py")]
+    files = [ROOT / "kvdist" / "config" / name for name in ("settings.py", "variables.py", "collective_settings.py")]
     tree = ast.parse("\n".join(text_of(file).replace("from __future__ import annotations", "") for file in files))
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     literal = {text for text in strings if VARIABLE_ALONE.match(text)}

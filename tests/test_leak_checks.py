@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LEAKY_TESTS = '''
+LEAKY_TESTS = """
 import os, socket, subprocess, sys, threading
 
 import pytest
@@ -52,7 +52,7 @@ def test_file():
 
 def test_file_of_another_job():
     open("kvdist-of-others.sock", "w").close()
-'''
+"""
 
 
 def test_whatever_a_test_leaves_behind_makes_the_run_red(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist.limits import Limits
+from kvdist.config.limits import Limits
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import sys
 
 import pytest
 
-from kvdist import local_sockets
-from kvdist.errors import ConfigError
-from kvdist.local_sockets import (
+from kvdist.config import local_sockets
+from kvdist.config.local_sockets import (
     SCHEME,
     further_endpoint,
     is_bound,
@@ -25,10 +24,11 @@ from kvdist.local_sockets import (
     remove,
     require_private_folder,
 )
+from kvdist.errors import ConfigError
 
 LISTEN = """
 import sys, time
-from kvdist import local_sockets
+from kvdist.config import local_sockets
 local_sockets.private_folder = lambda: sys.argv[1]
 listening = local_sockets.listen_at(sys.argv[2])
 print("listens", flush=True)

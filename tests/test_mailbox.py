@@ -8,8 +8,8 @@ from typing import Any
 
 from kvdist.core.effects import NEVER, Connected
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.requests import Register
-from kvdist.mailbox import Errand, Mailbox
+from kvdist.core.worker.requests import Register
+from kvdist.runtime.mailbox import Errand, Mailbox
 
 
 @dataclass

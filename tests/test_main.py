@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvdist import __main__ as command
-from kvdist.config import optimizer_modules_from_env
+from kvdist.config.settings import optimizer_modules_from_env
 from kvdist.core.effects import ChildEnded, Placed
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels import gpu

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvdist.config import ClusterConfig
+from kvdist.config.settings import ClusterConfig
 from kvdist.core.effects import Effect
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
-from kvdist.core.requests import Register
-from kvdist.core.scheduler import Scheduler
-from kvdist.core.worker import Worker
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.worker.requests import Register
+from kvdist.core.worker.worker import Worker
 from kvdist.errors import AuthenticationError, ConfigError, FencedError
-from kvdist.node import GARBAGE_REPORTS_MAX, Node
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import Ack, Packet, Stamp
 from kvdist.protocol.registration import Hello, Peer, Rejected, Roster, Welcome
 from kvdist.protocol.wire import decode, encode
+from kvdist.runtime.node import GARBAGE_REPORTS_MAX, Node
 from kvdist.transport.base import Arrived, Buffer, Disconnected, Event, Refused, Route, Transport
 from kvdist.version import __version__
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from kvdist import trainer as trainer_module
 from kvdist.errors import ForkError, PeerLostError
 from kvdist.kvstore.local import LocalStore
-from kvdist.overlap import Overlap
-from kvdist.trainer import Trainer
+from kvdist.training import trainer as trainer_module
+from kvdist.training.overlap import Overlap
+from kvdist.training.trainer import Trainer
 
 torch.set_num_threads(1)
 
@@ -347,7 +347,7 @@ def test_an_error_in_step_waits_for_what_is_under_way(monkeypatch):
     pending = store.instead["push"] = Future()
     backward(late)
     store.instead["push"] = OSError("gone")
-    monkeypatch.setattr("kvdist.overlap.wait", waited.append)
+    monkeypatch.setattr("kvdist.training.overlap.wait", waited.append)
     with pytest.raises(OSError, match="gone"):
         trainer.step()
     assert waited == [[pending]]

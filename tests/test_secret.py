@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from kvdist.config.secret import SECRET_BYTES_MAX, read_secret
 from kvdist.errors import ConfigError
-from kvdist.secret import SECRET_BYTES_MAX, read_secret
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from torch import nn
 
 from kvdist.kvstore.local import LocalStore
 from kvdist.lr_scheduler import FactorScheduler
-from kvdist.torch_optimizer import base_and_factors
-from kvdist.trainer import Trainer
+from kvdist.training.torch_optimizer import base_and_factors
+from kvdist.training.trainer import Trainer
 
 torch.set_num_threads(1)
 

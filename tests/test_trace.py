@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvdist.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable, write
+from kvdist.runtime.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable, write
 
 
 def document(trace, process="server-1"):

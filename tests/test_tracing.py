@@ -7,14 +7,14 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.requests import EnterBarrier, SendCommand
+from kvdist.core.worker.requests import EnterBarrier, SendCommand
 from kvdist.errors import KvdistError
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Perform
 from kvdist.protocol.messages import Ack, Message, Packet, Pull, Stamp
-from kvdist.trace import Trace
-from kvdist.tracing import NodeTrace, TracedRounds
+from kvdist.runtime.trace import Trace
+from kvdist.runtime.tracing import NodeTrace, TracedRounds
 from tests.core.wired import Wired
 
 

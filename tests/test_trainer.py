@@ -1,16 +1,15 @@
 """The trainer against torch's own optimizers, and what it asks of a store."""
 
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from kvdist import decision
-from kvdist import trainer as trainer_module
 from kvdist.kvstore.local import LocalStore
 from kvdist.optimizer import create
-from kvdist.trainer import Trainer
+from kvdist.training import decision
+from kvdist.training import trainer as trainer_module
+from kvdist.training.trainer import Trainer
 
 torch.set_num_threads(1)
 

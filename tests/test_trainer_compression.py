@@ -7,7 +7,7 @@ import torch
 
 from kvdist import kv
 from kvdist.kvstore.base import KVStore
-from kvdist.trainer import Trainer
+from kvdist.training.trainer import Trainer
 
 torch.set_num_threads(1)
 TWO_BIT = {"type": "2bit", "threshold": 0.5}

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvdist import user_threads
-from kvdist.user_threads import NEVER_CALLED_S, AwaitedFuture, UnderWay, UserThreads, note_call
+from kvdist.runtime import user_threads
+from kvdist.runtime.user_threads import NEVER_CALLED_S, AwaitedFuture, UnderWay, UserThreads, note_call
 
 THREADS = UserThreads(UnderWay(100))
 

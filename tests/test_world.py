@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist.config import world_from_env
+from kvdist.config.environment import LAUNCHERS, PORTS, Meeting, World, placed, world_of
+from kvdist.config.settings import world_from_env
+from kvdist.config.slurm import hosts_of, tasks_of
 from kvdist.errors import ConfigError
-from kvdist.slurm import hosts_of, tasks_of
-from kvdist.world import LAUNCHERS, PORTS, Meeting, World, placed, world_of
 
 PARENT = 4242
 KVDIST = {

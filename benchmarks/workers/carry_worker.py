@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cluster  # noqa: F401  # puts the checkout on the path
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.transport.base import Arrived, Route
 from kvdist.transport.zeromq import ZeroMQTransport
 

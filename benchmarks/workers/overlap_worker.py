@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import kvdist.trainer
+import kvdist.training.trainer
 from kvdist import KVStore, Trainer, kv
-from kvdist.overlap import Overlap
+from kvdist.training.overlap import Overlap
 
 SIZES = (784, 2048, 2048, 2048, 10)
 BATCH = 64
@@ -48,7 +48,7 @@ class Side:
 def main() -> None:
     optimizer, update, bucket_mib, turns, folder = sys.argv[1:]
     if float(bucket_mib):
-        kvdist.trainer.Overlap = functools.partial(Overlap, bucket_bytes=int(float(bucket_mib) * (1 << 20)))
+        kvdist.training.trainer.Overlap = functools.partial(Overlap, bucket_bytes=int(float(bucket_mib) * (1 << 20)))
     torch.set_num_threads(1)
     sides = [Side(optimizer, update, overlap) for overlap in (False, True)]
     torch.manual_seed(1 + sides[0].store.rank)

@@ -1,6 +1,6 @@
 """Runs a Gluon script as it is, with the stores ``kvdist`` and ``kvdist_async`` known to MXNet.
 
-    kvdist-launch -n 2 -s 2 python examples/mxnet_bridge/run.py your_script.py its arguments
+kvdist-launch -n 2 -s 2 python examples/mxnet_bridge/run.py your_script.py its arguments
 """
 
 import runpy

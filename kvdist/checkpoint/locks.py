@@ -28,8 +28,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from kvdist.addresses import host_name
 from kvdist.checkpoint.files import make_durable, make_folder, open_regular, read_regular
+from kvdist.config.addresses import host_name
 from kvdist.errors import CheckpointError
 
 LOG = logging.getLogger("kvdist")

@@ -19,12 +19,13 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from kvdist.addresses import host_name
 from kvdist.collective.coordinator import Answers, Coordinator, named
 from kvdist.collective.member import Member
 from kvdist.collective.sockets import listen, open_transport
 from kvdist.collective.stalls import StallWatch
-from kvdist.collective_settings import CollectiveSettings
+from kvdist.config.addresses import host_name
+from kvdist.config.collective_settings import CollectiveSettings
+from kvdist.config.environment import World
 from kvdist.errors import CollectiveError, ProtocolError
 from kvdist.nodes import worker
 from kvdist.protocol.collective import (
@@ -41,7 +42,6 @@ from kvdist.protocol.collective import (
 )
 from kvdist.transport.base import Arrived, Connected, Disconnected, Event, Refused, Route
 from kvdist.version import __version__
-from kvdist.world import World
 
 LOG = logging.getLogger("kvdist")
 

@@ -23,9 +23,9 @@ from kvdist.collective.places import own_address
 from kvdist.collective.referee import Referee, Trusting
 from kvdist.collective.rendezvous import meet
 from kvdist.collective.timeline import NO_TIMELINE, FileTimeline, Timeline
-from kvdist.collective_settings import CollectiveSettings
+from kvdist.config.collective_settings import CollectiveSettings
+from kvdist.config.environment import World, placed
 from kvdist.errors import CollectiveError, ForkError
-from kvdist.world import World, placed
 
 EVERYBODY = 0
 """The number of the group of all ranks."""

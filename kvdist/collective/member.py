@@ -20,8 +20,8 @@ from typing import Protocol
 from kvdist.collective.habits import Habits
 from kvdist.collective.referee import Referee
 from kvdist.collective.signature import ALWAYS_AGREED, Signature
+from kvdist.config.exit_codes import exit_with_peer_lost
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
-from kvdist.exit_codes import exit_with_peer_lost
 from kvdist.protocol.collective import (
     ENTRY_BYTES,
     WHOLE_JOB,

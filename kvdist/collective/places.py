@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 
-from kvdist.addresses import address_of_interface, host_name, is_loopback, own_addresses
-from kvdist.collective_settings import CollectiveSettings
+from kvdist.config.addresses import address_of_interface, host_name, is_loopback, own_addresses
+from kvdist.config.collective_settings import CollectiveSettings
+from kvdist.config.environment import World
 from kvdist.errors import CollectiveError
-from kvdist.world import World
 
 LOOPBACK = "127.0.0.1"
 

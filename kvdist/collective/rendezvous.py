@@ -20,11 +20,11 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from kvdist.addresses import host_name
 from kvdist.collective.places import LOOPBACK
+from kvdist.config.addresses import host_name
+from kvdist.config.environment import Meeting, World
+from kvdist.config.local_sockets import private_folder, require_private_folder
 from kvdist.errors import CollectiveError
-from kvdist.local_sockets import private_folder, require_private_folder
-from kvdist.world import Meeting, World
 
 LOOK_AGAIN_S = 0.02
 """How often a rank looks whether rank 0 has left its port."""

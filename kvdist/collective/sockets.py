@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvdist.addresses import is_loopback, tcp_endpoint
-from kvdist.collective_settings import CollectiveSettings
+from kvdist.config.addresses import is_loopback, tcp_endpoint
+from kvdist.config.collective_settings import CollectiveSettings
+from kvdist.config.limits import Limits
+from kvdist.config.local_sockets import further_endpoint, require_private_folder
 from kvdist.errors import ConfigError
-from kvdist.limits import Limits
-from kvdist.local_sockets import further_endpoint, require_private_folder
 from kvdist.protocol.collective import MESSAGE_BYTES_MAX
 from kvdist.transport.endpoints import AddressInUse
 

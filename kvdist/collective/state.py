@@ -15,10 +15,10 @@ from kvdist.collective.present import of_process
 from kvdist.collective.present import using as using
 from kvdist.collective.process_sets import ProcessSet, add_process_set
 from kvdist.collective.rendezvous import forget_port, leave_port, meet, meet_again
-from kvdist.config import collective_settings_from_env, world_from_env
+from kvdist.config.environment import World
+from kvdist.config.settings import collective_settings_from_env, world_from_env
 from kvdist.errors import CollectiveError
-from kvdist.process_name import name_process
-from kvdist.world import World
+from kvdist.runtime.process_name import name_process
 
 
 class _Meeting:

@@ -15,7 +15,7 @@ import logging
 import threading
 from pathlib import Path
 
-from kvdist.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable
+from kvdist.runtime.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable
 
 LOG = logging.getLogger("kvdist")
 

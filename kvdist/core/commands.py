@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvdist.core.effects import Effect, Send
-from kvdist.core.seats import Seats
-from kvdist.core.servers_asked import ServersAsked
+from kvdist.core.scheduler.membership import Seats
+from kvdist.core.scheduler.servers_asked import ServersAsked
 from kvdist.nodes import Member
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Command, Perform
 from kvdist.protocol.messages import Done, ErrorCode, Failed, Waiting

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvdist.core.buffers import Bits
 from kvdist.core.effects import NEVER
-from kvdist.core.outbox import Part, Run
 from kvdist.core.round import Setting, setting_of
+from kvdist.core.server.buffers import Bits
+from kvdist.core.worker.outbox import Part, Run
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import Arrays
 from kvdist.protocol.layout import PayloadView

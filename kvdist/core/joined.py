@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvdist.core.block import Block, Contribution
-from kvdist.core.buffers import Allocate, Bits
 from kvdist.core.host_sum import HostRound, Share
-from kvdist.core.outbox import SETTINGS_PER_MESSAGE_MAX, Ready
-from kvdist.core.requests import ALONE_BYTES_MIN
 from kvdist.core.round import Setting, setting_of
+from kvdist.core.server.block import Block, Contribution
+from kvdist.core.server.buffers import Allocate, Bits
 from kvdist.core.traffic import Traffic
+from kvdist.core.worker.outbox import SETTINGS_PER_MESSAGE_MAX, Ready
+from kvdist.core.worker.requests import ALONE_BYTES_MIN
 from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvdist.config import Limits
-from kvdist.core.buffers import Allocate
+from kvdist.config.settings import Limits
 from kvdist.core.effects import NEVER, Connect, Effect, Forget, Send
 from kvdist.core.host_sum import HostSum, parts_of
 from kvdist.core.joined import Joiner
-from kvdist.core.requests import travels_alone
-from kvdist.core.transfers import LEADER, Transfers
+from kvdist.core.server.buffers import Allocate
+from kvdist.core.worker.requests import travels_alone
+from kvdist.core.worker.transfers import LEADER, Transfers
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
 from kvdist.protocol.arrays import U32, Arrays

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from kvdist.limits import Limits
+from kvdist.config.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)

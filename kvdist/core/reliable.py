@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvdist.core.dues import Dues
 from kvdist.core.effects import (
     NEVER,
     Adopt,
@@ -30,6 +29,7 @@ from kvdist.core.effects import (
     Transmit,
     Unreachable,
 )
+from kvdist.core.timers import Dues
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import (

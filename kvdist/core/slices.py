@@ -13,7 +13,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.core.outbox import Part, Run
+from kvdist.core.worker.outbox import Part, Run
 from kvdist.protocol.arrays import U32
 
 

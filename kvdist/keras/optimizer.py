@@ -15,8 +15,8 @@ from typing import Any
 
 import keras
 
-from kvdist.averaging import Averaging
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
+from kvdist.collective.averaging import Averaging
 from kvdist.collective.compression import NoneCompressor
 from kvdist.keras.values import averaged
 

@@ -493,5 +493,3 @@ def _translated(name: str) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-

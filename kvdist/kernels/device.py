@@ -137,4 +137,3 @@ class Device(Protocol):
 
     def all_finite(self, arrays: Sequence[Array], dtype: DType) -> bool:
         """Whether no element is infinite or NaN: one launch over all arrays, and one wait for one number."""
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvdist.config import (
+from kvdist.config.settings import (
     gpu_from_env,
     has_servers_from_env,
     kernels_from_env,

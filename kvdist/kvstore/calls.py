@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from kvdist.core.requests import KeyInfo
 from kvdist.core.sharding import row_length
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, Value
 from kvdist.kvstore.contribution import Terms
@@ -26,7 +26,7 @@ from kvdist.kvstore.staging import Lending
 from kvdist.kvstore.tables import Ids, Rows, as_table, gradient, require_rows, wanted
 from kvdist.kvstore.values import Bits, Key
 from kvdist.rowsparse import RowSparse
-from kvdist.user_threads import AwaitedFuture
+from kvdist.runtime.user_threads import AwaitedFuture
 
 LOG = logging.getLogger("kvdist")
 

@@ -20,8 +20,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvdist.addresses import crosses_network, host_name
-from kvdist.config import (
+from kvdist.config.addresses import crosses_network, host_name
+from kvdist.config.settings import (
     ClusterConfig,
     kernels_from_env,
     profile_dir_from_env,
@@ -29,28 +29,28 @@ from kvdist.config import (
     without_effect,
 )
 from kvdist.core.joining import Introduction
-from kvdist.core.requests import Leave, Register, Request, RunPlan
-from kvdist.core.scheduler import Scheduler
-from kvdist.core.server import Server
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker import Worker
+from kvdist.core.worker.requests import Leave, Register, Request, RunPlan
+from kvdist.core.worker.worker import Worker
 from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore import saved as saved  # whose handler of the interpreter's end is to run after that of this module
 from kvdist.kvstore.commands import HANDLERS
 from kvdist.kvstore.server_device import open_server_device
-from kvdist.mailbox import Finish
-from kvdist.node import Node, run_together
 from kvdist.nodes import Role
 from kvdist.optimizer.offload import arithmetic_on
-from kvdist.process_name import name_process
-from kvdist.profiling import PROFILER_HEAD, Profiler
+from kvdist.runtime.mailbox import Finish
+from kvdist.runtime.node import Node, run_together
+from kvdist.runtime.process_name import name_process
+from kvdist.runtime.profiling import PROFILER_HEAD, Profiler
+from kvdist.runtime.user_threads import UnderWay, UserThreads
 from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
-from kvdist.transport.memory import Memory, OrdinaryMemory
 from kvdist.transport.opening import bind_port, open_transport
-from kvdist.user_threads import UnderWay, UserThreads
+from kvdist.transport.shared_memory.memory import Memory, OrdinaryMemory
 from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")

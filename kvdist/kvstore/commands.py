@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvdist.core.commands import Handler
-from kvdist.core.requests import SendCommand
+from kvdist.core.worker.requests import SendCommand
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX
 from kvdist.protocol.limits import DEFAULT
 

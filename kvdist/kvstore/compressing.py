@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.compression import Compression, decode, from_params
-from kvdist.core.requests import Bits, KeyInfo
+from kvdist.core.worker.requests import Bits, KeyInfo
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Kernels
 from kvdist.kvstore.devices import OnDevice
 from kvdist.kvstore.handed import EncodedSlices
 from kvdist.kvstore.values import Key
+from kvdist.optimizer.compression import Compression, decode, from_params
 from kvdist.protocol.coded import coded_size
 
 KEYS_NAMED_MAX = 5
@@ -37,7 +37,7 @@ class Compressing:
         kernels: what does the arithmetic.
 
     Raises:
-        TypeError, ValueError: see `kvdist.compression.from_params`.
+        TypeError, ValueError: see `kvdist.optimizer.compression.from_params`.
     """
 
     def __init__(self, params: Any, exempt: Collection[Key], kernels: Kernels) -> None:
@@ -178,9 +178,7 @@ def require_uncompressed(compressing: Compressing | None, keys: Iterable[Key], k
     """
     for key in keys:
         if compressing is not None and key in known and compressing.covers(key):
-            raise ValueError(
-                f"key {key!r} is initialised and compressed; call leave_uncompressed before its init"
-            )
+            raise ValueError(f"key {key!r} is initialised and compressed; call leave_uncompressed before its init")
 
 
 def _key_of(name: Any) -> Any:

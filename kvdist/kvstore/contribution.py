@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvdist.core.requests import RunData, RunPlan
+from kvdist.core.worker.requests import RunData, RunPlan
 from kvdist.kernels.device import Mark
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore.descent import Descent

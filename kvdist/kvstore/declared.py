@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kvdist.compression import Half, from_params
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values
@@ -20,6 +19,7 @@ from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.summing import dtype_of
 from kvdist.kvstore.tables import as_dense, as_table, is_sparse
 from kvdist.kvstore.values import Key, Shape
+from kvdist.optimizer.compression import Half, from_params
 from kvdist.rowsparse import LazyRows, RowSparse
 
 ROWS_ADVICE = (

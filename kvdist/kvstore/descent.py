@@ -17,7 +17,7 @@ from itertools import groupby
 
 import numpy as np
 
-from kvdist.core.requests import Piece, Plan, RunPlan
+from kvdist.core.worker.requests import Piece, Plan, RunPlan
 from kvdist.dtypes import DType
 from kvdist.kernels.device import Device, Mark
 from kvdist.kernels.interface import Array, Kernels

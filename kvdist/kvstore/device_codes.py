@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvdist.compression import EachCodec, Half, TopK, TwoBit, room
-from kvdist.core.requests import KeyInfo
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.kernels.device import Device, Mark
 from kvdist.kernels.interface import Array
@@ -20,6 +19,7 @@ from kvdist.kvstore.device_sum import moved, summed
 from kvdist.kvstore.devices import OnDevice, Part, as_host_bits, uploaded
 from kvdist.kvstore.handed import EncodedSlices, Given
 from kvdist.kvstore.values import Bits, Key
+from kvdist.optimizer.compression import EachCodec, Half, TopK, TwoBit, room
 from kvdist.protocol.coded import coded_size
 
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvdist.core.requests import KeyInfo
 from kvdist.core.sharding import row_length
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.kernels.device import Device
 from kvdist.kernels.interface import Array

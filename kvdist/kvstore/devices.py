@@ -70,9 +70,7 @@ class Devices:
         open_device: gives the GPU of a number, driven as the setting says.
     """
 
-    def __init__(
-        self, setting: str, insists: bool, open_device: Callable[[int, str], Device] = open_gpu
-    ) -> None:
+    def __init__(self, setting: str, insists: bool, open_device: Callable[[int, str], Device] = open_gpu) -> None:
         self._setting = setting
         self._insists = insists
         self._open = open_device

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.core.policy import SYNC, Policy
-from kvdist.core.requests import (
+from kvdist.core.worker.requests import (
     KEYS_PER_MESSAGE,
     DeclareKeys,
     EnterBarrier,
@@ -170,9 +170,7 @@ class DistStore(KVStore):
             futures.append(self._moves.submit(make, None))
         return [info for future in futures for info in self._cluster.wait(future)]
 
-    def _pulled_as(
-        self, names: Sequence[Key], dtypes: Sequence[DType], forms: Sequence[str]
-    ) -> tuple[DType, ...]:
+    def _pulled_as(self, names: Sequence[Key], dtypes: Sequence[DType], forms: Sequence[str]) -> tuple[DType, ...]:
         """In which types values come back: tables of rows, of which little travels, as they are."""
         compressing = self._moves.compressing
         if compressing is None:
@@ -242,9 +240,7 @@ class DistStore(KVStore):
         self._raise_lost_error()
         return result
 
-    def row_sparse_pull_async(
-        self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None
-    ) -> Future[Any]:
+    def row_sparse_pull_async(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Future[Any]:
         """`row_sparse_pull`, with a future of its result."""
         self._require_usable()
         return self._calls.row_sparse_pull(key, out, priority, row_ids)

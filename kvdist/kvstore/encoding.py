@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvdist.compression import Compression
-from kvdist.core.requests import Encoded, Plan, RunData, RunPlan
+from kvdist.core.worker.requests import Encoded, Plan, RunData, RunPlan
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore.compressing import Compressing
 from kvdist.kvstore.contribution import Contribution, Terms, contribute
@@ -17,6 +16,7 @@ from kvdist.kvstore.device_codes import encode_all
 from kvdist.kvstore.handed import EncodedSlices, Given
 from kvdist.kvstore.settings import Settings
 from kvdist.kvstore.staging import Reads, Staging
+from kvdist.optimizer.compression import Compression
 from kvdist.protocol.arrays import U32
 
 EncodedRun = tuple[memoryview, U32]
@@ -72,8 +72,6 @@ def as_encoded(
     """The runs of a push, those that are encoded saying so. They are sent from ordinary memory."""
     codec = compression.codec
     return [
-        run
-        if own is None
-        else replace(run, encoded=Encoded(codec.encoding, codec.parameter, own[1]), stays=False)
+        run if own is None else replace(run, encoded=Encoded(codec.encoding, codec.parameter, own[1]), stays=False)
         for run, own in zip(runs, payloads, strict=True)
     ]

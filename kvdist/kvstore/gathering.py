@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvdist.core.effects import NEVER
-from kvdist.core.requests import Bits, KeyInfo, Kind, RunData, Transfer
+from kvdist.core.worker.requests import Bits, KeyInfo, Kind, RunData, Transfer
 from kvdist.kvstore.contribution import Contribution, Terms
 from kvdist.kvstore.handed import EncodedSlices, Given, named
 from kvdist.kvstore.pulling import PullFuture, fail, fulfil
 from kvdist.kvstore.settings import Setting
 from kvdist.kvstore.values import Key
-from kvdist.mailbox import AnswerByKey, Finish, Growing
 from kvdist.protocol.arrays import padded
+from kvdist.runtime.mailbox import AnswerByKey, Finish, Growing
 
 SMALL_BYTES_MAX = 16 << 10
 """Larger values are worth a request of their own."""

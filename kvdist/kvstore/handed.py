@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.core.requests import Bits, KeyInfo, RunPlan
+from kvdist.core.worker.requests import Bits, KeyInfo, RunPlan
 from kvdist.kvstore import values
 from kvdist.kvstore.ascent import Ascent, Blocks, WrittenThere
 from kvdist.kvstore.base import Keys, Value

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.core.requests import KeyInfo
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from kvdist.core.requests import KeyInfo
-from kvdist.core.row_block import RowBlock, obstacle
+from kvdist.core.server.row_block import RowBlock, obstacle
 from kvdist.core.sharding import slices_of
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.initializer import initializer_from
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore.contribution import Terms

@@ -26,8 +26,8 @@ from kvdist.checkpoint.works import (
     WriteShard,
     perform,
 )
-from kvdist.core import row_saving
-from kvdist.core.row_block import RowBlock
+from kvdist.core.server import row_saving
+from kvdist.core.server.row_block import RowBlock
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved

@@ -1,6 +1,6 @@
 """How stores without servers come to an engine: the one of this process, begun by whoever needs it first.
 
-Three ways of becoming a rank: a launcher has said who this process is (`kvdist.world`); the job has servers, and the
+Three ways of becoming a rank: a launcher has said who this process is (`environment`); the job has servers, and the
 ranks meet through their cluster; or neither, and the process is alone. Rules that hold here:
 
 * One engine serves everybody: `kvdist.collective.init`, `kvdist.horovod.init` and all stores.
@@ -21,16 +21,16 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvdist.addresses import host_name, is_loopback, local_address_towards
 from kvdist.collective import state
 from kvdist.collective.engine import Engine
 from kvdist.collective.process_sets import ProcessSet
-from kvdist.config import ClusterConfig, has_servers_from_env
+from kvdist.config.addresses import host_name, is_loopback, local_address_towards
+from kvdist.config.environment import Meeting, World, placed
+from kvdist.config.settings import ClusterConfig, has_servers_from_env
 from kvdist.core.policy import SYNC
 from kvdist.errors import ConfigError, KvdistError
 from kvdist.kvstore.cluster import MEMBERSHIP
 from kvdist.kvstore.dist import DistStore
-from kvdist.world import Meeting, World, placed
 
 LOOPBACK = "127.0.0.1"
 ADDRESS_BYTES = 256

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvdist.core.policy import Policy
-from kvdist.core.requests import Bits, KeyInfo, Kind, Plan, Request, RunData, RunPlan, Transfer
+from kvdist.core.worker.requests import Bits, KeyInfo, Kind, Plan, Request, RunData, RunPlan, Transfer
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore import values
 from kvdist.kvstore.ascent import Blocks
@@ -32,9 +32,9 @@ from kvdist.kvstore.settings import Setting, Settings, gathered, setting_of, set
 from kvdist.kvstore.staging import Lending, Reads, Shares, Staging, Stagings, lend, reaches_another
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.views import Views
-from kvdist.mailbox import Finish
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import padded
+from kvdist.runtime.mailbox import Finish
 
 
 class Moves:
@@ -315,5 +315,3 @@ class Moves:
 def _is_gathered(info: KeyInfo, result: Bits) -> bool:
     """Whether a pull of this key alone may travel with others: it is small, and one answer brings all of it."""
     return result.nbytes <= SMALL_BYTES_MAX and len(info.slices) == 1
-
-

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvdist.core.requests import KeyInfo
+from kvdist.core.worker.requests import KeyInfo
 
 PART_BYTES = 8 << 20
 """Of values: a millisecond of encoding, and some four messages."""

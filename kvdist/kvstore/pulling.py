@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from kvdist.user_threads import AwaitedFuture
+from kvdist.runtime.user_threads import AwaitedFuture
 
 # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
 _LOCK = threading.RLock()

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.core.requests import Bits, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.core.sharding import row_length
+from kvdist.core.worker.requests import Bits, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.contribution import Terms
 from kvdist.kvstore.moves import Moves
@@ -25,7 +25,7 @@ from kvdist.kvstore.tables import Ids, Rows
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import padded
 from kvdist.protocol.messages import Flag
-from kvdist.transport.memory import Memory
+from kvdist.transport.shared_memory.memory import Memory
 
 MESSAGE_BYTES_MAX = 16 << 20
 """More rows are pulled by several messages, so that a server gathers some while others are under way."""

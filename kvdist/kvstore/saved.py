@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvdist import exit_codes
 from kvdist.checkpoint import folders
 from kvdist.checkpoint.files import FileRecord, explained, write_file
 from kvdist.checkpoint.manifest import Manifest
 from kvdist.checkpoint.workers import STATE_BYTES_MAX, read_workers
+from kvdist.config import exit_codes
 from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.protocol.limits import DEFAULT
 

@@ -18,13 +18,13 @@ from typing import Any
 from kvdist.checkpoint.folders import directory_of
 from kvdist.checkpoint.locks import require_run
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
-from kvdist.core.requests import ClaimFolder, KeyInfo, LoadStore, Request, SaveStore
+from kvdist.core.worker.requests import ClaimFolder, KeyInfo, LoadStore, Request, SaveStore
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
 from kvdist.kvstore.saved import CheckpointFuture, LastSave
-from kvdist.mailbox import Finish
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.saving import SavedFile
+from kvdist.runtime.mailbox import Finish
 
 LOG = logging.getLogger("kvdist")
 

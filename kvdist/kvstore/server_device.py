@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvdist.config import gpu_from_env
+from kvdist.config.settings import gpu_from_env
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels import gpu
 from kvdist.kernels.device import Device
@@ -18,7 +18,7 @@ def open_server_device(name: str) -> Device | None:
     There is no falling back: who asks for a GPU gets it, or this error.
 
     Args:
-        name: ``cpu``, or ``cuda:0`` and so on, as `kvdist.variables.device_names` lets through.
+        name: ``cpu``, or ``cuda:0`` and so on, as `kvdist.config.variables.device_names` lets through.
 
     Raises:
         ConfigError: ``KVDIST_GPU`` keeps all arithmetic on the host.

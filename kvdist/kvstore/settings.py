@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.core.requests import KeyInfo, Plan
+from kvdist.core.worker.requests import KeyInfo, Plan
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import U8

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.core.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunPlan, make_plan
 from kvdist.core.traffic import Traffic
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunPlan, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.device import Mark
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore.descent import Descent
 from kvdist.kvstore.devices import OnDevice, Part
 from kvdist.kvstore.values import Key
-from kvdist.transport.memory import Memory
+from kvdist.transport.shared_memory.memory import Memory
 
 STAGED_BYTES_MIN = 64 << 20
 STAGED_MODELS_MAX = 4
@@ -208,9 +208,7 @@ def lend(
     if len(parts) != 1 or isinstance(parts[0], OnDevice):
         return None
     bytes_ = parts[0][piece.start : piece.stop].view(np.uint8)
-    if len(bytes_) < run.nbytes or not (
-        memory.owns(bytes_) or (lending is Lending.EVERYTHING and not reads(run))
-    ):
+    if len(bytes_) < run.nbytes or not (memory.owns(bytes_) or (lending is Lending.EVERYTHING and not reads(run))):
         return None
     return bytes_.data
 

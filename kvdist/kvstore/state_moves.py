@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvdist.core.requests import Bits, KeyInfo, Kind, Piece, Request, RunData, RunPlan, Transfer
-from kvdist.core.state_parts import MASTER, NUMBERS, wide
+from kvdist.core.server.state_parts import MASTER, NUMBERS, wide
+from kvdist.core.worker.requests import Bits, KeyInfo, Kind, Piece, Request, RunData, RunPlan, Transfer
 from kvdist.dtypes import DType
 from kvdist.kvstore.handed import named
 from kvdist.optimizer.base import Optimizer

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.core.requests import KeyInfo
 from kvdist.core.sharding import row_length
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.kvstore import values
 from kvdist.kvstore.device_rows import dense_there, merged_gradient
 from kvdist.kvstore.devices import Devices

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.core.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunData, RunPlan
 from kvdist.core.traffic import Traffic
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunData, RunPlan
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.staging import Shares
 from kvdist.protocol.messages import Flag
-from kvdist.transport.memory import Memory
+from kvdist.transport.shared_memory.memory import Memory
 
 
 class Views:

@@ -95,9 +95,7 @@ def has_master(optimizer: Optimizer, dtype: DType) -> bool:
     return optimizer.multi_precision and dtype.storage != dtype.accumulate
 
 
-def joined(
-    states: Sequence[tuple[Part, SliceState]], size: int, dtype: DType, kernels: Kernels
-) -> SliceState | None:
+def joined(states: Sequence[tuple[Part, SliceState]], size: int, dtype: DType, kernels: Kernels) -> SliceState | None:
     """One state of `size` elements out of those of its parts, all of one history; one copy. The rest is zeros."""
     if not states:
         return None

@@ -1,6 +1,6 @@
 """The message of contributions that travel in fewer bytes than their elements have: like those of `messages`.
 
-What the bytes of each encoding mean is in WIRE.md; who computes them is `kvdist.compression`.
+What the bytes of each encoding mean is in WIRE.md; who computes them is `kvdist.optimizer.compression`.
 """
 
 from __future__ import annotations

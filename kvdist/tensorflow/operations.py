@@ -8,11 +8,11 @@ import tensorflow as tf
 import torch
 
 from kvdist import collective
-from kvdist.averaging import Averaging
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
+from kvdist.collective.averaging import Averaging
 from kvdist.collective.compression import NoneCompressor
+from kvdist.collective.graphs import averaged_gradients, call, same_shapes
 from kvdist.collective.reduction import op_of
-from kvdist.graphs import averaged_gradients, call, same_shapes
 
 
 def allreduce(
@@ -141,4 +141,3 @@ def grouped_allreduce(
 
 def _of_gradient(name: str | None) -> str | None:
     return None if name is None else f"gradient of {name}"
-

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kvdist.averaging import Averaging
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
+from kvdist.collective.averaging import Averaging
 from kvdist.collective.compression import NoneCompressor
-from kvdist.graphs import averaged_gradients
+from kvdist.collective.graphs import averaged_gradients
 from kvdist.keras.optimizer import DistributedOptimizer as OfKeras
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kvdist import graphs
-from kvdist.collective import ProcessSet, global_process_set
+from kvdist.collective import ProcessSet, global_process_set, graphs
 
 
 def broadcast_variables(

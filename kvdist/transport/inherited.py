@@ -6,9 +6,9 @@ import os
 import socket
 import stat
 
-from kvdist.addresses import tcp_endpoint
+from kvdist.config.addresses import tcp_endpoint
+from kvdist.config.local_sockets import SCHEME
 from kvdist.errors import ConfigError
-from kvdist.local_sockets import SCHEME
 
 
 def endpoint_of_listener(descriptor: int) -> str:
@@ -20,9 +20,7 @@ def endpoint_of_listener(descriptor: int) -> str:
     name = f"KVDIST_LISTEN_FD is {descriptor}"
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            raise ConfigError(
-                f"{name}, which is no socket; it must be a listening socket that this process inherits"
-            )
+            raise ConfigError(f"{name}, which is no socket; it must be a listening socket that this process inherits")
         duplicate = os.dup(descriptor)
     except (OSError, OverflowError) as error:
         raise ConfigError(

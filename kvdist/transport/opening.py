@@ -10,18 +10,18 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from kvdist.addresses import tcp_endpoint
-from kvdist.config import ClusterConfig
+from kvdist.config.addresses import tcp_endpoint
+from kvdist.config.local_sockets import further_endpoint, require_private_folder
+from kvdist.config.open_files import open_files_warning, raise_open_files_limit
+from kvdist.config.secret import read_secret
+from kvdist.config.settings import ClusterConfig
 from kvdist.errors import ConfigError
-from kvdist.local_sockets import further_endpoint, require_private_folder
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
-from kvdist.open_files import open_files_warning, raise_open_files_limit
-from kvdist.secret import read_secret
-from kvdist.transport.arena import Arena
 from kvdist.transport.base import Transport
 from kvdist.transport.endpoints import AddressInUse
-from kvdist.transport.memory import Memory, OrdinaryMemory, SharedMemory
-from kvdist.transport.shared_memory import SharedMemoryTransport
+from kvdist.transport.shared_memory.arena import Arena
+from kvdist.transport.shared_memory.memory import Memory, OrdinaryMemory, SharedMemory
+from kvdist.transport.shared_memory.transport import SharedMemoryTransport
 from kvdist.transport.window import WindowCache
 
 if TYPE_CHECKING:

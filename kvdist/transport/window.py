@@ -13,8 +13,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvdist.transport.mapping import PAGE_BYTES, Bytes, address_of, map_side_by_side
-from kvdist.transport.segments import Segment, SegmentTable
+from kvdist.transport.shared_memory.mapping import PAGE_BYTES, Bytes, address_of, map_side_by_side
+from kvdist.transport.shared_memory.segments import Segment, SegmentTable
 
 LOG = logging.getLogger("kvdist")
 

@@ -32,20 +32,20 @@ from collections.abc import Sequence
 
 import zmq
 
+from kvdist.config.limits import REDIAL_S_MIN, Limits
+from kvdist.config.local_sockets import SCHEME, listen_at, remove
+from kvdist.config.open_files import BASE, RAISED_MAX
 from kvdist.errors import ConfigError, StoreClosed
-from kvdist.limits import REDIAL_S_MIN, Limits
-from kvdist.local_sockets import SCHEME, listen_at, remove
 from kvdist.nodes import NodeId
-from kvdist.open_files import BASE, RAISED_MAX
 from kvdist.transport.alarm import Alarm
 from kvdist.transport.base import Buffer, Event, Route, Transport
 from kvdist.transport.callers import Bounds
 from kvdist.transport.curve import Credentials, Doorkeeper
 from kvdist.transport.endpoints import bind_error, check_form
-from kvdist.transport.heap import keep_freed_memory
 from kvdist.transport.inherited import endpoint_of_listener
 from kvdist.transport.links import ZERO_COPY_FROM_BYTES, Bound, Dialled, Link, Peer, transmit
-from kvdist.transport.releaser import releaser_use
+from kvdist.transport.shared_memory.heap import keep_freed_memory
+from kvdist.transport.shared_memory.releaser import releaser_use
 from kvdist.transport.silence import CAN_JUDGE
 
 BACKLOG = 4096

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError, KvdistError
 from kvdist.nodes import NodeId
 from kvdist_launch import messages

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.errors import PeerLostError
-from kvdist.exit_codes import EXIT_PEER_LOST
 from kvdist_launch.cargo import CargoError, pack_result, unpack_call
 
 

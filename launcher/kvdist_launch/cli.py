@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvdist.addresses import host_name
-from kvdist.config import patience_from_env
+from kvdist.config.addresses import host_name
+from kvdist.config.exit_codes import EXIT_CONFIG
+from kvdist.config.open_files import open_files_warning, raise_open_files_limit
+from kvdist.config.settings import patience_from_env
+from kvdist.config.variables import with_twins
 from kvdist.errors import ConfigError
-from kvdist.exit_codes import EXIT_CONFIG
 from kvdist.nodes import Role
-from kvdist.open_files import open_files_warning, raise_open_files_limit
-from kvdist.variables import with_twins
 from kvdist_launch.chronicle import Chronicle, remove_summary, write_summary
 from kvdist_launch.command import CommandError
 from kvdist_launch.course import Patience
@@ -151,9 +151,7 @@ def _run(request: Request, screen: Screen) -> int:
     return code
 
 
-def _run_once(
-    request: Request, job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor
-) -> int:
+def _run_once(request: Request, job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor) -> int:
     if all(host.is_local for host in hosts):
         return _run_here(job, hosts, launcher, supervisor, request.is_verbose)
     return _run_on_hosts(request, job, hosts, launcher, supervisor)
@@ -188,9 +186,7 @@ def _run_elsewhere(options: argparse.Namespace, job: Job, hosts: Sequence[Host],
     return 0
 
 
-def _run_here(
-    job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor, is_verbose: bool
-) -> int:
+def _run_here(job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor, is_verbose: bool) -> int:
     """Run a job all of whose hosts are this machine."""
     facts = [_assumed_facts(host, launcher) for host in hosts]
     variables = {**launcher.environ, **job.env}

@@ -133,9 +133,7 @@ class Child:
         OSError: it could not be started.
     """
 
-    def __init__(
-        self, process: Process, settings: Mapping[str, str], listening: socket.socket | None = None
-    ) -> None:
+    def __init__(self, process: Process, settings: Mapping[str, str], listening: socket.socket | None = None) -> None:
         self.node = process.node
         env = {**process.environment.over(os.environ), **settings}
         inherited = list(process.descriptors)

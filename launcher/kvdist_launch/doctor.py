@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvdist.addresses import address_of_interface
+from kvdist.config.addresses import address_of_interface
 from kvdist.errors import ConfigError
 from kvdist_launch.course import Patience
 from kvdist_launch.fleet import Fleet

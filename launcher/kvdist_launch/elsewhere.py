@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvdist.addresses import local_address_towards
+from kvdist.config.addresses import local_address_towards
 from kvdist.errors import ConfigError
 from kvdist_launch.hosts import Host
 from kvdist_launch.plan import HostFacts, Job, Process

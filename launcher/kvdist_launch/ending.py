@@ -6,8 +6,8 @@ import re
 import signal
 from dataclasses import dataclass
 
+from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.errors import PeerLostError, RankLostError
-from kvdist.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import NodeId, Role
 
 PEER_LOST_TRACEBACK = re.compile(

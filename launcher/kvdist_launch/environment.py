@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvdist.config import CLUSTER_VARIABLES, TWINS
+from kvdist.config.settings import CLUSTER_VARIABLES, TWINS
 from kvdist.errors import ConfigError
 
 SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
@@ -235,7 +235,7 @@ def _unquoted(text: str) -> str:
     inside = r"[^']*" if quote == "'" else r'(?:[^"\\]|\\.)*'
     match = re.fullmatch(rf"{quote}({inside}){quote}(?:[ \t]*|[ \t]+#.*)", text)
     if match is None:
-        raise ConfigError('the quotes do not match; a line end inside double quotes is written \\n')
+        raise ConfigError("the quotes do not match; a line end inside double quotes is written \\n")
     if quote == "'":
         return match.group(1)
     return re.sub(r"\\(.)", lambda found: ESCAPES.get(found.group(1), found.group(1)), match.group(1))

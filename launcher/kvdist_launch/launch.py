@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvdist.config.open_files import open_files_warning
 from kvdist.errors import ConfigError
-from kvdist.open_files import open_files_warning
 from kvdist_launch.crew import Crew, LocalCrew
 from kvdist_launch.fleet import Fleet, Station
 from kvdist_launch.guarded import Guard
@@ -52,9 +52,7 @@ class Wishes:
     is_verbose: bool = False
 
 
-def run(
-    job: Job, hosts: Sequence[Host], wishes: Wishes, supervisor: Supervisor, environ: Mapping[str, str]
-) -> int:
+def run(job: Job, hosts: Sequence[Host], wishes: Wishes, supervisor: Supervisor, environ: Mapping[str, str]) -> int:
     """Run a job on hosts. Returns its exit code.
 
     Args:

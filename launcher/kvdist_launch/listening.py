@@ -13,9 +13,9 @@ import random
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
+from kvdist.config.local_sockets import SCHEME, listen_at, local_endpoint, port_of_local, remove, require_private_folder
+from kvdist.config.variables import port_range
 from kvdist.errors import ConfigError
-from kvdist.local_sockets import SCHEME, listen_at, local_endpoint, port_of_local, remove, require_private_folder
-from kvdist.variables import port_range
 
 VARIABLE = "KVDIST_LISTEN_FD"
 

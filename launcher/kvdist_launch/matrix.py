@@ -96,9 +96,7 @@ def measure(fleet: Fleet, selector: selectors.BaseSelector, interface: str | Non
     here = _Here(selector, interface)
     parties.insert(0, here)
     try:
-        speeds = {
-            (source, target): _speed(parties[source], parties[target]) for source, target in _pairs(len(parties))
-        }
+        speeds = {(source, target): _speed(parties[source], parties[target]) for source, target in _pairs(len(parties))}
     finally:
         here.close()
     return Matrix(tuple(party.name for party in parties), speeds)

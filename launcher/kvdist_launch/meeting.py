@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 
-from kvdist.addresses import address_of_interface
+from kvdist.config.addresses import address_of_interface
 from kvdist.errors import ConfigError
 from kvdist_launch.fleet import Station
 

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from kvdist.config.variables import device_names
 from kvdist.errors import ConfigError
-from kvdist.variables import device_names
 from kvdist.version import __version__
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "none")
@@ -111,6 +111,7 @@ def asked(options: argparse.Namespace) -> list[str]:
 
 
 SHOW_VERSION = {"action": "version", "version": f"%(prog)s {__version__}", "help": "print the version and exit"}
+
 
 class ShowExample(argparse.Action):
     """Print a hostfile and exit."""

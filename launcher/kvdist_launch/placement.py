@@ -90,9 +90,7 @@ def neighbours(seats: Sequence[Seat]) -> Mapping[NodeId, Neighbours]:
     for seat in workers:
         across.setdefault(seat.local_rank, []).append(seat.host)
     return {
-        seat.node: Neighbours(
-            sizes[seat.host], across[seat.local_rank].index(seat.host), len(across[seat.local_rank])
-        )
+        seat.node: Neighbours(sizes[seat.host], across[seat.local_rank].index(seat.host), len(across[seat.local_rank]))
         for seat in workers
     }
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvdist.config import ClusterConfig
+from kvdist.config.settings import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId, Role
 from kvdist_launch.environment import (

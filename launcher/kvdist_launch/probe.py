@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvdist.addresses import address_of_interface
+from kvdist.config.addresses import address_of_interface
+from kvdist.config.open_files import raise_open_files_limit
 from kvdist.errors import ConfigError
-from kvdist.open_files import raise_open_files_limit
 from kvdist.version import __version__
 
 DIAL_S = 3.0

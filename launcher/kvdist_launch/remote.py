@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId
 from kvdist_launch import messages
@@ -182,9 +182,7 @@ class RemoteCrew(Crew):
         self.failure = reason
         self._writer.close()
         self._stdin.close()  # should its agent be there after all, it ends what it has
-        endings = [
-            Ending(node, pid, HOST_LOST, host=self.host, lost=f"{reason}") for node, pid in self._alive.items()
-        ]
+        endings = [Ending(node, pid, HOST_LOST, host=self.host, lost=f"{reason}") for node, pid in self._alive.items()]
         self._alive.clear()
         if endings:
             self._listener.ended(endings)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvdist.config import module_names, patience_from_env
+from kvdist.config.settings import module_names, patience_from_env
 from kvdist.errors import ConfigError
 from kvdist_launch.command import parse_command
 from kvdist_launch.course import Patience

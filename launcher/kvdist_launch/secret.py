@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvdist.config.secret import read_secret
+from kvdist.config.variables import one_of
 from kvdist.errors import ConfigError
-from kvdist.secret import read_secret
-from kvdist.variables import one_of
 
 SECRET_BYTES = 32
 VARIABLE = "KVDIST_SECRET_FILE"

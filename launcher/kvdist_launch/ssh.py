@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist_launch.hosts import Host
 
 CONNECT_S = 7

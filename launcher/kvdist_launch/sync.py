@@ -110,9 +110,7 @@ class Copy:
                 argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
         except FileNotFoundError:
-            raise SyncError(
-                "rsync is not installed on this machine; install it, or leave out --sync-dst-dir"
-            ) from None
+            raise SyncError("rsync is not installed on this machine; install it, or leave out --sync-dst-dir") from None
         pipes = {"out": self._rsync.stdout, "err": self._rsync.stderr}
         self._open = {name: pipe for name, pipe in pipes.items() if pipe is not None}
         for name, pipe in self._open.items():

@@ -21,6 +21,7 @@ def stores(*quick: str, of: str = "local dist dist_async collective hybrid") -> 
         "kind", [kind if kind in quick else pytest.param(kind, marks=slow) for kind in of.split()]
     )
 
+
 TRAIN = """
     import sys, time
     from pathlib import Path

@@ -89,9 +89,7 @@ def test_what_takes_longer_than_the_patience_crosses_a_slow_link_encrypted(
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(range(64)))
     secret.chmod(0o600)
-    cluster_over_link(
-        1, 1, script(ONE_KEY), "100000", KVDIST_SECURITY="curve", KVDIST_SECRET_FILE=str(secret), **SHORT
-    )
+    cluster_over_link(1, 1, script(ONE_KEY), "100000", KVDIST_SECURITY="curve", KVDIST_SECRET_FILE=str(secret), **SHORT)
     succeed(job, 1)
 
 

@@ -18,9 +18,9 @@ from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.manifest import EVERYTHING, NAME, Manifest, SavedKey
 from kvdist.checkpoint.slices import SavedSlice, WantedSlice
 from kvdist.checkpoint.works import ReadManifest, ReadShards, Sweep, WriteManifest, WriteShard
-from kvdist.disk import ThreadedDisk, outcome
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from kvdist.runtime.io_thread import ThreadedDisk, outcome
 from tests.checkpoint.faults import Faults, Killed, failing
 
 RUN = "0123456789abcdef"

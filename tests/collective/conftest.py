@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from kvdist.collective.engine import Engine
-from kvdist.world import World
+from kvdist.config.environment import World
 
 
 @pytest.fixture(scope="session", autouse=True)

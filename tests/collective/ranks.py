@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 
 from kvdist.collective.engine import DEFAULTS, Engine
 from kvdist.collective.state import using
-from kvdist.collective_settings import CollectiveSettings
-from kvdist.world import World
+from kvdist.config.collective_settings import CollectiveSettings
+from kvdist.config.environment import World
 
 PATIENCE_S = 120.0
 

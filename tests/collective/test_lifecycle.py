@@ -22,13 +22,13 @@ from kvdist.collective.member import Member
 from kvdist.collective.opening import Opening
 from kvdist.collective.rendezvous import forget_port, meet
 from kvdist.collective.state import current, using
-from kvdist.collective_settings import CollectiveSettings
+from kvdist.config.collective_settings import CollectiveSettings
+from kvdist.config.environment import Meeting, World
+from kvdist.config.limits import Limits
 from kvdist.errors import CollectiveError, CollectiveMismatch, ConfigError, ForkError, RankLostError
 from kvdist.kvstore import meeting
-from kvdist.limits import Limits
 from kvdist.protocol.collective import Complete, Gone, Hello, encode
 from kvdist.transport.zeromq import ZeroMQTransport
-from kvdist.world import Meeting, World
 from tests.collective.ranks import returned, run_ranks, world_of
 from tests.ports import held_port
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdist.core.row_block import RowBlock
+from kvdist.core.server.row_block import RowBlock
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater

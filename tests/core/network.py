@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from kvdist.core.effects import Effect
-from kvdist.node import Node
 from kvdist.nodes import Member, NodeId
 from kvdist.protocol.messages import Message
+from kvdist.runtime.node import Node
 from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
 
 KINDS: dict[int, str] = {message.KIND: message.__name__ for message in get_args(Message)}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.core.requests import DeclareKeys, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.core.sharding import Slice
+from kvdist.core.worker.requests import DeclareKeys, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.dtypes import from_name
 from kvdist.protocol.messages import Flag
 from kvdist.protocol.rows import ROWS

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.core.requests import DeclareKeys, KeyInfo, Kind, Transfer
+from kvdist.core.worker.requests import DeclareKeys, KeyInfo, Kind, Transfer
 from kvdist.dtypes import DType
 from kvdist.protocol.rows import ROWS
 from kvdist.rowsparse import canonical

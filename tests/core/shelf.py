@@ -27,8 +27,8 @@ from kvdist.checkpoint.works import (
     WriteManifest,
     WriteShard,
 )
-from kvdist.disk import Disk, Done
 from kvdist.optimizer.states import SliceState
+from kvdist.runtime.io_thread import Disk, Done
 from tests.core.network import Network
 
 WORK_S = 0.04

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from kvdist.checkpoint.manifest import EVERYTHING, Manifest, SavedKey, read_manifest
 from kvdist.checkpoint.slices import Shards, WantedSlice
-from kvdist.core.requests import DeclareKeys, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.core.sharding import row_length
+from kvdist.core.worker.requests import DeclareKeys, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.dtypes import DType
 from kvdist.protocol.rows import ROWS
 from tests.core.training import SMALL, set_optimizer

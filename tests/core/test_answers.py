@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvdist.core import answers as module
-from kvdist.core.answers import Answers
-from kvdist.core.block import Block
-from kvdist.core.buffers import Buffer
 from kvdist.core.effects import Effect, Send
 from kvdist.core.policy import SYNC
+from kvdist.core.server import replies as module
+from kvdist.core.server.block import Block
+from kvdist.core.server.buffers import Buffer
+from kvdist.core.server.replies import Answers
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, worker

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.core.block import Block, Contribution
 from kvdist.core.policy import ASYNC, SYNC, Policy
 from kvdist.core.round import PullRequest, Verdict
+from kvdist.core.server.block import Block, Contribution
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.reference import REFERENCE

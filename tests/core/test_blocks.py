@@ -11,12 +11,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvdist.config import Limits
-from kvdist.core import answers, outbox, requests
-from kvdist.core.block import ROUNDS_WORTH_IT, Block
-from kvdist.core.buffers import BufferPool
+from kvdist.config.settings import Limits
 from kvdist.core.effects import Send
-from kvdist.core.table import Table
+from kvdist.core.server import replies as answers
+from kvdist.core.server.block import ROUNDS_WORTH_IT, Block
+from kvdist.core.server.buffers import BufferPool
+from kvdist.core.server.table import Table
+from kvdist.core.worker import outbox, requests
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.protocol.arrays import Arrays

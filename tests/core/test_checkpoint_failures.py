@@ -10,7 +10,7 @@ import pytest
 from kvdist.checkpoint.manifest import EVERYTHING, WEIGHTS
 from kvdist.checkpoint.works import CheckFolder, LockFolder, Sweep, UnlockFolder, WriteManifest, WriteShard
 from kvdist.core.effects import Connected, Disconnected
-from kvdist.core.requests import ClaimFolder
+from kvdist.core.worker.requests import ClaimFolder
 from kvdist.protocol.saving import Mark, SavedFile
 from tests.core.training import (
     FULL,

@@ -12,10 +12,10 @@ import pytest
 from kvdist.checkpoint.manifest import NAME, read_manifest
 from kvdist.checkpoint.slices import Shards
 from kvdist.checkpoint.works import WriteManifest, WriteShard
-from kvdist.core import saving_calls
-from kvdist.core.block import Block
-from kvdist.core.cuts import Cuts
-from kvdist.core.saving_calls import SavingCalls
+from kvdist.core.server.block import Block
+from kvdist.core.server.cuts import Cuts
+from kvdist.core.worker import saving_calls
+from kvdist.core.worker.saving_calls import SavingCalls
 from kvdist.dtypes import DType
 from kvdist.protocol.saving import Mark
 from tests.core.training import (

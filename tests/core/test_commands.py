@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist.core.requests import SendCommand
+from kvdist.core.worker.requests import SendCommand
 from kvdist.errors import KvdistError
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX
 from tests.core.wired import Wired

@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from kvdist.compression import Half, TopK, TwoBit
-from kvdist.core.block import Block
-from kvdist.core.decoding import decoded
-from kvdist.core.outbox import DECODED_BYTES_MAX, Outbox, Part, Run
 from kvdist.core.policy import SYNC
-from kvdist.core.requests import DeclareKeys, Encoded, KeyInfo, Kind, RunData, Transfer, make_plan
+from kvdist.core.server.block import Block
+from kvdist.core.server.decoding import decoded
 from kvdist.core.sharding import cut
+from kvdist.core.worker.outbox import DECODED_BYTES_MAX, Outbox, Part, Run
+from kvdist.core.worker.requests import DeclareKeys, Encoded, KeyInfo, Kind, RunData, Transfer, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
+from kvdist.optimizer.compression import Half, TopK, TwoBit
 from kvdist.optimizer.step import Extent
 from kvdist.protocol.coded import as_octets
 from kvdist.protocol.compressed import Coded, CompressedPush

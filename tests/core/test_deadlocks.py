@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.core.requests import (
+from kvdist.config.limits import Limits
+from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
@@ -30,7 +31,6 @@ from kvdist.core.requests import (
 )
 from kvdist.dtypes import DType
 from kvdist.errors import DeadlockError
-from kvdist.limits import Limits
 from kvdist.nodes import Role
 from tests.core.network import Network, Process, Weather
 from tests.simulation import Cluster, Scenario, _node

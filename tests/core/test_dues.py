@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist.core.dues import SPARE_ENTRIES, Dues
 from kvdist.core.effects import NEVER
+from kvdist.core.timers import SPARE_ENTRIES, Dues
 
 
 @dataclass(eq=False)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from kvdist.core import joined
-from kvdist.core.buffers import ordinary_memory
 from kvdist.core.host_sum import HostRound, Share
 from kvdist.core.joined import Joiner, slices_of
-from kvdist.core.outbox import Ready, Run
-from kvdist.core.requests import Kind, RunData, RunPlan
 from kvdist.core.round import Setting
+from kvdist.core.server.buffers import ordinary_memory
 from kvdist.core.traffic import Traffic
+from kvdist.core.worker.outbox import Ready, Run
+from kvdist.core.worker.requests import Kind, RunData, RunPlan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker

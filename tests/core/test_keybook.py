@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist.core.keybook import KeyBook, KeyRequest
+from kvdist.core.scheduler.keybook import KeyBook, KeyRequest
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch
 from kvdist.nodes import Member, worker

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.core.effects import Disconnected
 from kvdist.errors import OptimizerMismatch, PeerLostError
 from kvdist.nodes import Member, worker

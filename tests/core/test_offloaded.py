@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.config import Limits
-from kvdist.core.block import Block, Contribution
+from kvdist.config.settings import Limits
 from kvdist.core.policy import POLICIES
+from kvdist.core.server.block import Block, Contribution
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels.reference import REFERENCE

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdist.core import outbox as module
-from kvdist.core.outbox import Credit, Outbox, Part, Run
-from kvdist.core.requests import ALONE_BYTES_MIN, KeyInfo, Kind, RunData, make_plan
 from kvdist.core.sharding import cut
+from kvdist.core.worker import outbox as module
+from kvdist.core.worker.outbox import Credit, Outbox, Part, Run
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Kind, RunData, make_plan
 from kvdist.dtypes import DType
 from kvdist.protocol.layout import views
 from kvdist.protocol.limits import DEFAULT

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvdist.config.limits import Limits
 from kvdist.core.policy import ASYNC, P3, P3_ASYNC, POLICIES, SYNC, with_priority_slices
-from kvdist.limits import Limits
 
 
 def test_a_synchronous_version_needs_every_live_worker() -> None:

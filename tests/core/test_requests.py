@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from kvdist.core.requests import ALONE_BYTES_MIN, SLICES_PER_RUN_MAX, KeyInfo, Kind, make_plan
 from kvdist.core.sharding import cut
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, SLICES_PER_RUN_MAX, KeyInfo, Kind, make_plan
 from kvdist.dtypes import DType
 from kvdist.protocol.messages import Placement
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdist.core.row_index import RowIndex
-from kvdist.core.row_memory import GrowingRows, stretch_of
+from kvdist.core.server.row_index import RowIndex
+from kvdist.core.server.row_memory import GrowingRows, stretch_of
 
 MANY = 300_000
 

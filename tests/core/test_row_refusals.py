@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdist.config import Limits
-from kvdist.core.cuts import Cuts
+from kvdist.config.settings import Limits
 from kvdist.core.effects import Send
-from kvdist.core.row_tables import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, RowBuffer, RowTables
+from kvdist.core.server.cuts import Cuts
+from kvdist.core.server.row_tables import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, RowBuffer, RowTables
 from kvdist.core.traffic import Traffic
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, server, worker

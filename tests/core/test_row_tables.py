@@ -7,10 +7,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvdist.config import Limits
-from kvdist.core import row_memory
-from kvdist.core.requests import DeclareKeys, Kind, Transfer
-from kvdist.core.row_tables import BUFFERS_KEPT_MAX
+from kvdist.config.settings import Limits
+from kvdist.core.server import row_memory
+from kvdist.core.server.row_tables import BUFFERS_KEPT_MAX
+from kvdist.core.worker.requests import DeclareKeys, Kind, Transfer
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.protocol.messages import Flag

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvdist.config import ClusterConfig, Limits
+from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.effects import Adopt, ChildEnded, Connected, Disconnected, LauncherGone, Placed, Send, Stop
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.requests import Register
-from kvdist.core.scheduler import ROSTER_GAP_S, Scheduler
+from kvdist.core.scheduler.scheduler import ROSTER_GAP_S, Scheduler
+from kvdist.core.worker.requests import Register
 from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import Alive, Barrier, Goodbye, Waiting

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from kvdist.core import answers
-from kvdist.core.buffers import Buffer
+from kvdist.config.limits import Limits
 from kvdist.core.effects import Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.server import replies as answers
+from kvdist.core.server.buffers import Buffer
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
-from kvdist.limits import Limits
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol import wire
 from kvdist.protocol.arrays import Arrays

@@ -13,21 +13,21 @@ from unittest import mock
 
 import pytest
 
-from kvdist.core import cuts
-from kvdist.core.block import Block, Contribution
-from kvdist.core.buffers import Buffer, BufferPool
-from kvdist.core.checkpoints import Checkpoints, Saving
-from kvdist.core.cuts import Cut, Cuts
 from kvdist.core.host_sum import HostRound, HostSum
-from kvdist.core.keeping import Kept
-from kvdist.core.outbox import Part
 from kvdist.core.reliable import Link, Reliable
-from kvdist.core.restoring import Restoring
 from kvdist.core.round import PullRequest, Round, Verdict
-from kvdist.core.row_shard import RowContribution, RowPull, RowShard
-from kvdist.core.row_tables import RowBuffer, RowTables
+from kvdist.core.scheduler.checkpoints import Checkpoints, Saving
+from kvdist.core.server import cuts
+from kvdist.core.server.block import Block, Contribution
+from kvdist.core.server.buffers import Buffer, BufferPool
+from kvdist.core.server.cuts import Cut, Cuts
+from kvdist.core.server.keeping import Kept
+from kvdist.core.server.restoring import Restoring
+from kvdist.core.server.row_shard import RowContribution, RowPull, RowShard
+from kvdist.core.server.row_tables import RowBuffer, RowTables
 from kvdist.core.slices import SliceTable
-from kvdist.core.transfers import LEADER, Transfers
+from kvdist.core.worker.outbox import Part
+from kvdist.core.worker.transfers import LEADER, Transfers
 from kvdist.dtypes import DType
 from kvdist.nodes import Member
 from kvdist.optimizer.offload import DeviceUpdater

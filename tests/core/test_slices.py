@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from kvdist.core.outbox import Part, Run
-from kvdist.core.requests import Kind, RunData, RunPlan
 from kvdist.core.slices import SliceTable
+from kvdist.core.worker.outbox import Part, Run
+from kvdist.core.worker.requests import Kind, RunData, RunPlan
 
 
 def run(number: int, *ids: int) -> Run:

@@ -10,8 +10,8 @@ import pytest
 
 from kvdist.checkpoint.manifest import NAME, STATES, WEIGHTS
 from kvdist.checkpoint.works import ReadShards, Sweep, WriteManifest, WriteShard
-from kvdist.core.requests import Kind
-from kvdist.core.row_block import RowBlock
+from kvdist.core.server.row_block import RowBlock
+from kvdist.core.worker.requests import Kind
 from tests.core.table_training import (
     NUMBERS,
     TABLES,

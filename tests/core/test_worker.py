@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.core.effects import ACK_BYTES_MAX, Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.outbox import FAR_BYTES_MAX
-from kvdist.core.requests import Kind, Register, RunData, Transfer, make_plan
+from kvdist.core.worker.outbox import FAR_BYTES_MAX
+from kvdist.core.worker.requests import Kind, Register, RunData, Transfer, make_plan
 from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
 from tests.core.wired import Wired
 

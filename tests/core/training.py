@@ -10,7 +10,7 @@ import numpy as np
 
 from kvdist.checkpoint.manifest import Manifest, read_manifest
 from kvdist.checkpoint.slices import ReadSlice, Shards, WantedSlice
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.dtypes import from_name
 from kvdist.errors import CheckpointError
 from tests.core.wired import Wired

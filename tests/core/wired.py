@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.manifest import EVERYTHING
 from kvdist.checkpoint.works import Work
-from kvdist.config import ClusterConfig, Limits
+from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.commands import Handler
 from kvdist.core.effects import (
     Adopt,
@@ -39,7 +39,9 @@ from kvdist.core.effects import (
 )
 from kvdist.core.joining import Introduction
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
-from kvdist.core.requests import (
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.server import Server
+from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
@@ -55,10 +57,7 @@ from kvdist.core.requests import (
     Transfer,
     make_plan,
 )
-from kvdist.core.scheduler import Scheduler
-from kvdist.core.server import Server
-from kvdist.core.worker import Worker
-from kvdist.disk import outcome
+from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType, from_name
 from kvdist.kernels.device import Device
 from kvdist.kernels.reference import REFERENCE
@@ -70,6 +69,7 @@ from kvdist.protocol.layout import views
 from kvdist.protocol.messages import Flag, Message, Packet
 from kvdist.protocol.saving import SavedFile
 from kvdist.protocol.wire import encode
+from kvdist.runtime.io_thread import outcome
 from kvdist.version import __version__
 
 LOCKS = Locks()

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.checkpoint.manifest import EVERYTHING, WEIGHTS
-from kvdist.compression import Codec, Half, TopK
-from kvdist.core.requests import (
+from kvdist.core.worker.requests import (
     DeclareKeys,
     Encoded,
     EnterBarrier,
@@ -42,11 +41,12 @@ from kvdist.core.requests import (
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError, KvdistError
 from kvdist.kernels.reference import REFERENCE
-from kvdist.mailbox import AnswerByKey
-from kvdist.node import Node
+from kvdist.optimizer.compression import Codec, Half, TopK
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Flag
 from kvdist.protocol.saving import SavedFile
+from kvdist.runtime.mailbox import AnswerByKey
+from kvdist.runtime.node import Node
 from tests.core.row_workload import TABLES, RowOracle, RowUser
 from tests.core.shelf import Shelf
 

@@ -67,18 +67,20 @@ def test_arrays_are_joined_split_saved_and_restored_there(device, dtype):
         for part in parts:
             updated(each, drawn(part.start, dtype, part.count), 1, dtype, part.index)
         each.join("all", parts, 8, dtype)
-    assert updated(there, drawn(5, dtype, 8), 2, dtype, "all").tobytes() == updated(
-        here, drawn(5, dtype, 8), 2, dtype, "all"
-    ).tobytes()
+    assert (
+        updated(there, drawn(5, dtype, 8), 2, dtype, "all").tobytes()
+        == updated(here, drawn(5, dtype, 8), 2, dtype, "all").tobytes()
+    )
     for each in (here, there):
         each.split("all", parts)
     again = DeviceUpdater(rule, device)
     for part in parts:
         again.restore(part.index, there.states[part.index])
         weight = drawn(9, dtype, part.count)
-        assert updated(again, weight, 3, dtype, part.index).tobytes() == updated(
-            here, weight, 3, dtype, part.index
-        ).tobytes()
+        assert (
+            updated(again, weight, 3, dtype, part.index).tobytes()
+            == updated(here, weight, 3, dtype, part.index).tobytes()
+        )
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvdist.limits import Limits
-from kvdist.local_sockets import local_endpoint
+from kvdist.config.limits import Limits
+from kvdist.config.local_sockets import local_endpoint
 from tests.integration.processes import EXIT_CONFIG, HOST, program
 
 BRIEF = {"KVDIST_CONNECT_TIMEOUT_S": "1"}

@@ -65,9 +65,7 @@ def test_a_trainer_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(job, tmp
     variables = {**PIECES, "KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
     found = []
     for what, servers in (("train", 2), ("resume", 1)):
-        launcher = job.launch(
-            2, servers, "checkpoints.py", "trainer", str(tmp_path / "run"), what, where, **variables
-        )
+        launcher = job.launch(2, servers, "checkpoints.py", "trainer", str(tmp_path / "run"), what, where, **variables)
         job.succeed()
         found.append(results(launcher))
     assert found[0] == found[1] and len(found[0]) == 2, job.transcript()

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kvdist.addresses import own_addresses
+from kvdist.config.addresses import own_addresses
 from kvdist.transport.greeting import mechanism_at
 from tests.integration.processes import EXIT_CONFIG, HOST, program
 from tests.integration.test_bad_input import listening_port

@@ -14,20 +14,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from kvdist.addresses import tcp_endpoint
-from kvdist.config import ClusterConfig
+from kvdist.config.addresses import tcp_endpoint
+from kvdist.config.settings import ClusterConfig
 from kvdist.core.policy import SYNC
-from kvdist.core.scheduler import Scheduler
-from kvdist.core.server import Server
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker import Worker
+from kvdist.core.worker.worker import Worker
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.cluster import Cluster, introduction
 from kvdist.kvstore.dist import DistStore
-from kvdist.node import Node
 from kvdist.nodes import Role
+from kvdist.runtime.node import Node
 from kvdist.transport.opening import open_transport
-from kvdist.transport.shared_memory import SharedMemoryTransport
+from kvdist.transport.shared_memory.transport import SharedMemoryTransport
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.integration.processes import HOST
 from tests.ports import free_port
@@ -99,9 +99,7 @@ def running(transport: str, local_reduce: str = "auto") -> Iterator[Job]:
     # A worker whose leader waits for a processor would push by itself after half the wait that is explained.
     limits = replace(PATIENT, explain_after_s=2 * PATIENCE_S)
     ways = {"transport": transport, "local_reduce": local_reduce}
-    config = ClusterConfig(
-        Role.SCHEDULER, HOST, free_port(), WORKERS, SERVERS, security="none", limits=limits, **ways
-    )
+    config = ClusterConfig(Role.SCHEDULER, HOST, free_port(), WORKERS, SERVERS, security="none", limits=limits, **ways)
     scheduler, _ = node_of(config)
     servers = [node_of(replace(config, role=Role.SERVER, rank=rank))[0] for rank in range(SERVERS)]
     threads = [threading.Thread(target=node.run) for node in (scheduler, *servers)]

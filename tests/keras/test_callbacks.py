@@ -15,7 +15,6 @@ from tests.keras.models import data, linear, of_keras, weights
 pytestmark = of_keras
 
 
-
 class Watch:
     """Makes a callback that keeps what it sees of the optimizer in every batch."""
 

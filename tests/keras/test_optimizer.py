@@ -13,7 +13,6 @@ from tests.keras.models import SAMPLES, data, linear, of_keras, weights
 pytestmark = of_keras
 
 
-
 def variables(keras, *shapes):
     return [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
 
@@ -128,9 +127,7 @@ def test_what_cannot_be_wrapped_is_refused_with_a_reason(keras, hvd):
     with pytest.raises(ValueError, match="at least 1"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=0)
     with pytest.raises(ValueError, match="use one of them"):
-        hvd.DistributedOptimizer(
-            keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), backward_passes_per_step=2
-        )
+        hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), backward_passes_per_step=2)
     with pytest.raises(ValueError, match="belongs to op=Average"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum, gradient_predivide_factor=2.0)
     with pytest.raises(ValueError, match="Average or Sum"):

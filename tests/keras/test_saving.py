@@ -14,7 +14,6 @@ from tests.keras.models import data, linear, of_keras, weights
 pytestmark = of_keras
 
 
-
 def states(keras, optimizer):
     return [np.array(keras.ops.convert_to_numpy(variable)) for variable in optimizer.variables]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvdist import ConfigError, KVStore, kv
-from kvdist.config import WITHOUT_EFFECT
+from kvdist.config.settings import WITHOUT_EFFECT
 from kvdist.kvstore import DIST_NAMES, LOCAL_NAMES, dist, local
 
 SYNC_NAMES = ["dist", "dist_sync", "dist_device_sync", "dist_sync_device", "p3", "p3store_dist"]

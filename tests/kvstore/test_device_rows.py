@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.core.requests import KeyInfo
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.device_rows import merged, merged_gradient

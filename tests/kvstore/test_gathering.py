@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.core.requests import KeyInfo, Kind, Transfer, make_plan
 from kvdist.core.sharding import cut
 from kvdist.core.traffic import Traffic
+from kvdist.core.worker.requests import KeyInfo, Kind, Transfer, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import gathering
@@ -22,8 +22,8 @@ from kvdist.kvstore.handed import Given
 from kvdist.kvstore.pulling import PullFuture
 from kvdist.kvstore.settings import SERVER_DECIDES, gathered
 from kvdist.kvstore.staging import Staging
-from kvdist.mailbox import Growing
-from kvdist.transport.memory import OrdinaryMemory
+from kvdist.runtime.mailbox import Growing
+from kvdist.transport.shared_memory.memory import OrdinaryMemory
 
 KEYS = [KeyInfo(i, (3,), DType.FLOAT32, tuple(cut(3, 4, 0, 1, i, 1 << 20))) for i in range(8)]
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvdist.core.requests import KeyInfo, make_plan
 from kvdist.core.sharding import cut
+from kvdist.core.worker.requests import KeyInfo, make_plan
 from kvdist.dtypes import DType
 from kvdist.errors import KeyNotInitialised
 from kvdist.kvstore import handed

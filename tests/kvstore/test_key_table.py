@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvdist.core.requests import KeyInfo
 from kvdist.core.sharding import cut
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore.key_table import KeyTable

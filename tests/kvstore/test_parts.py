@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist.core.requests import KeyInfo
 from kvdist.core.sharding import cut
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.kvstore.parts import parts_of
 

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from kvdist.core.requests import KeyInfo, Kind, Transfer
+from kvdist.config.limits import Limits
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
+from kvdist.core.worker.requests import KeyInfo, Kind, Transfer
 from kvdist.dtypes import DType
 from kvdist.kvstore import row_moves, tables
 from kvdist.kvstore.calls import combined
 from kvdist.kvstore.contribution import Terms
 from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.row_moves import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowBuffers, RowMoves
-from kvdist.limits import Limits
 from kvdist.protocol.messages import Flag, Placement
 from kvdist.protocol.rows import ROWS
 from kvdist.rowsparse import RowSparse
-from kvdist.transport.memory import OrdinaryMemory
-from kvdist.user_threads import UnderWay
+from kvdist.runtime.user_threads import UnderWay
+from kvdist.transport.shared_memory.memory import OrdinaryMemory
 
 
 def info_of(shape: tuple[int, ...] = (10, 3), dtype: DType = DType.FLOAT32, servers: int = 2) -> KeyInfo:

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from kvdist import kv
-from kvdist.core.requests import ALONE_BYTES_MIN, KeyInfo, make_plan
 from kvdist.core.sharding import cut
 from kvdist.core.traffic import Traffic
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.staging import SETS_KEPT_MAX, Lending, Staging, lend, reaches_another
-from kvdist.transport.memory import OrdinaryMemory
+from kvdist.transport.shared_memory.memory import OrdinaryMemory
 
 LARGE = ALONE_BYTES_MIN // 4
 

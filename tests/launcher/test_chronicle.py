@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvdist.exit_codes import EXIT_PEER_LOST
+from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import SCHEDULER, server, worker
 from kvdist.version import __version__
 from kvdist_launch.chronicle import Chronicle, remove_summary, write_summary

@@ -276,9 +276,7 @@ def test_a_failure_is_concluded_with_its_last_lines_and_how_the_others_ended(lau
     begin = lines.index("kvdist-launch: the last lines of worker-1:")
     last = lines[begin + 1 : -2]
     assert len(last) == 10 and last[-1] == "    ValueError: mine" and any("    step " in line for line in last)
-    assert others == (
-        "kvdist-launch: 1 server and the scheduler lost a peer; 1 worker was ended by the launcher"
-    )
+    assert others == ("kvdist-launch: 1 server and the scheduler lost a peer; 1 worker was ended by the launcher")
     assert "failed with exit code 1 after" in sentence
     found = json.loads(summary.read_text())
     assert (code, found["exit_code"], found["outcome"]) == (1, 1, "failed")
@@ -339,9 +337,7 @@ def test_the_scheduler_of_one_machine_keeps_to_the_range_of_ports(launch, way):
 
 
 @pytest.mark.parametrize(("variable", "interface"), [("KVDIST_INTERFACE", "eth7"), ("DMLC_INTERFACE", "10.1.0.0/16")])
-def test_the_scheduler_of_several_machines_follows_the_variables_that_servers_follow(
-    monkeypatch, variable, interface
-):
+def test_the_scheduler_of_several_machines_follows_the_variables_that_servers_follow(monkeypatch, variable, interface):
     wishes = []
     monkeypatch.setattr("kvdist_launch.launch.run", lambda job, hosts, wanted, *_: wishes.append(wanted) or 0)
     monkeypatch.setenv(variable, interface)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from kvdist.exit_codes import EXIT_PEER_LOST
+from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import SCHEDULER, NodeId, server, worker
 from kvdist_launch.course import Course, Patience, Say, SendSignal
 from kvdist_launch.ending import Ending

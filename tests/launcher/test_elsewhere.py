@@ -16,7 +16,7 @@ from kvdist_launch.options import FORMATS
 from tests.ports import held_port
 
 PACKAGES = [str(Path(package.__file__).parents[1]) for package in (kvdist, kvdist_launch)]
-AWKWARD = "it's $(id)\nand \"more\""
+AWKWARD = 'it\'s $(id)\nand "more"'
 TRAIN = """
 import os
 import numpy as np

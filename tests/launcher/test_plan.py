@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.config import ClusterConfig, world_from_env
+from kvdist.config.settings import ClusterConfig, world_from_env
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.hosts import Host, parse_hostfile

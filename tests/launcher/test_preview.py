@@ -21,7 +21,9 @@ def test_a_preview_names_host_folder_layers_and_words_and_hides_secrets():
         Process(SCHEDULER, LAUNCHER, ("python", "-m", "kvdist"), Environment()),
         Process(worker(0), 0, ("python", "a b.py"), environment, "/my job"),
     ]
-    assert preview(processes, [Host("d1")]) == """\
+    assert (
+        preview(processes, [Host("d1")])
+        == """\
 scheduler on the launching machine
   run     python -m kvdist
 
@@ -33,6 +35,7 @@ worker-0 on d1 in '/my job'
   set     Z=1
   run     python 'a b.py'
 """
+    )
 
 
 AWKWARD = ["", "a", "a b", "it's", "$(id)", "é", "a\nb", "\x1b[31m'", "\\\n", "tab\t", "\udcff\n", "\x01f"]

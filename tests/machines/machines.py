@@ -168,9 +168,7 @@ class Machines:
             for one in chosen
         ]
         (ssh / "config").write_text("\n".join(texts))
-        keys = [
-            f"{one.address} {(one.folder / 'host_key.pub').read_text().rsplit(' ', 1)[0]}\n" for one in chosen
-        ]
+        keys = [f"{one.address} {(one.folder / 'host_key.pub').read_text().rsplit(' ', 1)[0]}\n" for one in chosen]
         (ssh / "known_hosts").write_text("".join(keys))
 
 
@@ -263,9 +261,7 @@ def _start_daemon(machines: Machines, machine: Machine) -> None:
     Path("/run/sshd").mkdir(exist_ok=True)
     config = machine.folder / "sshd_config"
     config.write_text(
-        SSHD_CONFIG.format(
-            address=machine.address, port=machine.port, folder=machine.folder, pythonpath=PYTHONPATH
-        )
+        SSHD_CONFIG.format(address=machine.address, port=machine.port, folder=machine.folder, pythonpath=PYTHONPATH)
     )
     mounts = _mounts(machine.folder / "home", machine.destination, machines.destination)
     inside = f"{mounts} && exec {SSHD} -D -e -f {config}"

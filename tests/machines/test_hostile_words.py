@@ -85,7 +85,7 @@ def test_destinations_of_that_kind_hurt_nobody(machines, launch, mark, number):
 
 
 def test_a_folder_with_blanks_and_quotes_is_copied_to_and_run_in(machines, launch):
-    destination = f"{machines.destination}/it's my \"project\" $HOME"
+    destination = f'{machines.destination}/it\'s my "project" $HOME'
     job = launch("-n", "2", "-s", "2", "-H", "d1,d2", "--sync-dst-dir", destination, "python", "rounds.py", "end", "2")
     assert job.finish() == 0, job.text
     assert len(job.lines_with(f"found what lies beside in {destination}")) == 2

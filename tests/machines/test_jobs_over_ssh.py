@@ -15,6 +15,7 @@ from tests.machines.machines import GONE_S
 
 pytestmark = pytest.mark.machines
 
+
 def tutorial(machines, *program):
     """The tutorial's words, with the worker's own."""
     return (

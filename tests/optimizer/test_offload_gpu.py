@@ -11,7 +11,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater, create
 from kvdist.optimizer.offload import SUMMED_BYTES_MIN, DeviceUpdater, offloaded
-from kvdist.transport.arena import Arena
+from kvdist.transport.shared_memory.arena import Arena
 from tests.kernels.test_gpu import BACKENDS, opened
 from tests.optimizer.formulas import IDS, NO_DECAY, TABLE, shape_of
 from tests.optimizer.test_offload import drawn, updated

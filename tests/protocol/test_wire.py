@@ -215,9 +215,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Blocked: (LENGTHS | st.just(0)).flatmap(blocked),
     m.CheckBlocked: st.just(m.CheckBlocked()),
     saving.Mark: (LENGTHS | st.just(0)).flatmap(
-        lambda n: st.builds(
-            saving.Mark, U32, U64, NAMES, CONTENTS, NAMES, U64, st.booleans(), numbers(n), numbers(n)
-        )
+        lambda n: st.builds(saving.Mark, U32, U64, NAMES, CONTENTS, NAMES, U64, st.booleans(), numbers(n), numbers(n))
     ),
     saving.Claim: st.builds(saving.Claim, U64, U32, U64, NAMES, CONTENTS),
     saving.Claimed: st.builds(saving.Claimed, U64, NAMES),
@@ -309,7 +307,6 @@ def test_a_sentence_with_half_a_surrogate_pair_arrives_without_it(stamped):
     assert wire.decode(wire.encode(packet)).message.failure == "cannot read '?'"
 
 
-
 def bare_rows(*counts: int) -> Arrays:
     """Arrays of int64 that say these counts."""
     return Arrays(np.full(len(counts), 7, np.uint8), np.array(counts, np.uint32), b"")
@@ -351,8 +348,14 @@ REFUSED_CHANGES = [
     ("Push", {"ids": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
     ("Push", {"flags": np.array([0, 17, 0], np.uint8)}, "unknown flags 16"),
     ("Push", {"flags": np.array([1, 1, 0], np.uint8)}, "empty or carried contribution has elements"),
-    ("JoinedPush", {"flags": np.array([4, 0, 17], np.uint8), "arrays": Arrays(
-        np.ones(3, np.uint8), np.array([1, 0, 1], np.uint32), b"\0" * 16)}, "empty or carried contribution has"),
+    (
+        "JoinedPush",
+        {
+            "flags": np.array([4, 0, 17], np.uint8),
+            "arrays": Arrays(np.ones(3, np.uint8), np.array([1, 0, 1], np.uint32), b"\0" * 16),
+        },
+        "empty or carried contribution has",
+    ),
     ("JoinedPush", {"flags": np.array([4, 32, 1], np.uint8)}, "unknown flags 32"),
     ("PushRows", {"flags": np.array([2, 1, 0], np.uint8)}, "unknown flags 2"),
     ("PushRows", {"flags": np.array([1, 1, 0], np.uint8)}, "an empty contribution has rows"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.nodes import SCHEDULER, NodeId, server, worker
 from kvdist.transport.base import Route
 from kvdist.transport.curve import Credentials

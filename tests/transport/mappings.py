@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvdist.transport.mapping import address_of
+from kvdist.transport.shared_memory.mapping import address_of
 
 
 def segments_mapped() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 
 PATIENCE_S = 60.0
 """For anything that must happen at all. Nothing that does waits so long."""

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.errors import ForkError, StoreClosed
-from kvdist.transport.arena import LINE_BYTES, PAGES_FROM_BYTES, Arena
-from kvdist.transport.mapping import PAGE_BYTES, address_of
-from kvdist.transport.segments import HEADER_BYTES
+from kvdist.transport.shared_memory.arena import LINE_BYTES, PAGES_FROM_BYTES, Arena
+from kvdist.transport.shared_memory.mapping import PAGE_BYTES, address_of
+from kvdist.transport.shared_memory.segments import HEADER_BYTES
 from tests.transport.mappings import Pins, segments_mapped
 
 SEGMENT = 1 << 20

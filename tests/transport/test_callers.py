@@ -12,7 +12,7 @@ import sys
 import pytest
 import zmq
 
-from kvdist.limits import Limits
+from kvdist.config.limits import Limits
 from kvdist.transport.callers import NOWHERE, TOLD_MAX, Bounds, Callers, shut_down
 from kvdist.transport.links import Bound
 from kvdist.transport.zeromq import ZeroMQTransport

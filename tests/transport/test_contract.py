@@ -20,11 +20,11 @@ import pytest
 import zmq
 
 from kvdist.errors import ConfigError, StoreClosed
-from kvdist.transport.arena import Arena
 from kvdist.transport.base import Arrived, Connected, Disconnected, Event, Route, Transport
 from kvdist.transport.endpoints import split_host
 from kvdist.transport.inproc import InprocNetwork
-from kvdist.transport.shared_memory import SharedMemoryTransport
+from kvdist.transport.shared_memory.arena import Arena
+from kvdist.transport.shared_memory.transport import SharedMemoryTransport
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.ports import free_port
 from tests.transport.encrypted import Encrypted
@@ -557,7 +557,7 @@ def test_a_guest_that_stays_is_not_taken_for_the_one_before_it(tcp: Place) -> No
 
 FORKED = """
 import os, sys
-from kvdist.config import Limits
+from kvdist.config.settings import Limits
 from kvdist.transport.zeromq import ZeroMQTransport
 transport = ZeroMQTransport(Limits())
 transport.bind(sys.argv[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.config import ClusterConfig
+from kvdist.config.settings import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, Role, server, worker
 from kvdist.transport.endpoints import AddressInUse, bind_error

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.transport import descriptors
-from kvdist.transport.arena import Arena
 from kvdist.transport.base import Arrived, Connected, Disconnected, Route, Transport
 from kvdist.transport.endpoints import split_host, with_host
-from kvdist.transport.mapping import address_of
-from kvdist.transport.memory import SharedMemory
-from kvdist.transport.segments import HEADER_BYTES, MAGIC, NAME, Exhausted
-from kvdist.transport.shared_memory import DESCRIBE_FROM_BYTES, SharedMemoryTransport
+from kvdist.transport.shared_memory import descriptors
+from kvdist.transport.shared_memory.arena import Arena
+from kvdist.transport.shared_memory.mapping import address_of
+from kvdist.transport.shared_memory.memory import SharedMemory
+from kvdist.transport.shared_memory.segments import HEADER_BYTES, MAGIC, NAME, Exhausted
+from kvdist.transport.shared_memory.transport import DESCRIBE_FROM_BYTES, SharedMemoryTransport
 from kvdist.transport.window import WindowCache
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.transport.mappings import Pins, segments_mapped
@@ -90,9 +90,9 @@ def filled(transport: SharedMemoryTransport, nbytes: int, seed: int) -> np.ndarr
 PEER = """
 import hashlib, sys
 import numpy as np
-from kvdist.transport.arena import Arena
+from kvdist.transport.shared_memory.arena import Arena
 from kvdist.transport.base import Arrived
-from kvdist.transport.shared_memory import SharedMemoryTransport
+from kvdist.transport.shared_memory.transport import SharedMemoryTransport
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.transport.patience import PATIENT
 
@@ -380,7 +380,7 @@ def test_each_side_greets_at_most_twice(monkeypatch: pytest.MonkeyPatch) -> None
         packed.append(greeting(*arguments))
         return packed[-1]
 
-    monkeypatch.setattr("kvdist.transport.shared_memory.greeting", counted)
+    monkeypatch.setattr("kvdist.transport.shared_memory.transport.greeting", counted)
     with shared() as server, shared() as worker:
         to_server, _ = greeted(server, worker, server.bind("tcp://127.0.0.1:0"))
         for _ in range(3):
@@ -613,7 +613,7 @@ def test_what_a_peer_cannot_map_any_more_is_reported_as_lost_and_then_sent_whole
         def exhausted(owner: int, number: int, token: bytes) -> object:
             raise Exhausted(f"cannot open the shared memory of process {owner}: no more files")
 
-        monkeypatch.setattr("kvdist.transport.shared_memory.open_file", exhausted)
+        monkeypatch.setattr("kvdist.transport.shared_memory.transport.open_file", exhausted)
         array = filled(worker, LARGE, 1)
         worker.send(to_server, [b"first", array])
         worker.send(to_server, [b"second"])

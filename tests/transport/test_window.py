@@ -9,8 +9,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from kvdist.transport.arena import Arena
-from kvdist.transport.mapping import PAGE_BYTES
+from kvdist.transport.shared_memory.arena import Arena
+from kvdist.transport.shared_memory.mapping import PAGE_BYTES
 from kvdist.transport.window import WindowCache
 from tests.transport.mappings import segments_mapped
 

@@ -91,9 +91,7 @@ def add_rows(engine: Engine, table: Array, indices: Array, rows: Array) -> None:
         return
     lanes, blocks = _lanes(indices.size, -(-length * dtype.itemsize // PACK_BYTES))
     pointers = [np.uint64(engine.address(array)) for array in (table, indices, rows)]
-    engine.launch(
-        f"add_rows<{ELEMENT[dtype]}>", blocks, *pointers, np.int64(indices.size), np.int64(length), lanes
-    )
+    engine.launch(f"add_rows<{ELEMENT[dtype]}>", blocks, *pointers, np.int64(indices.size), np.int64(length), lanes)
 
 
 def _where(engine: Engine, arrays: Sequence[Array]) -> tuple[Array, Array]:

@@ -308,5 +308,3 @@ def _address_of(engine: Engine, array: Array | None) -> np.uint64:
 def _require_half(dtype: DType) -> None:
     if dtype not in HALVES:
         raise TypeError(f"{dtype.label} is not a half: only float16 and bfloat16 are cast from and to float32")
-
-

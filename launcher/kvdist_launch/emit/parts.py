@@ -12,9 +12,7 @@ from kvdist_launch.plan import DEVICES, HostFacts, Job, plan
 PLACES = ("KVDIST_LOCAL_RANK", "KVDIST_LOCAL_SIZE", "KVDIST_CROSS_RANK", "KVDIST_CROSS_SIZE")
 """How a worker stands among the others, which depends on the hosts that the other system chooses."""
 
-OF_ONE_PROCESS = frozenset(
-    {"KVDIST_RANK", *PLACES, "KVDIST_SUPERVISED", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"}
-)
+OF_ONE_PROCESS = frozenset({"KVDIST_RANK", *PLACES, "KVDIST_SUPERVISED", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"})
 """What differs within a role or is known only where a process runs; and nobody tells a scheduler of endings."""
 
 

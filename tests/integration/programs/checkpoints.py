@@ -1,14 +1,14 @@
 """Stores and trainers that are saved while they train, and others that go on from there.
 
-    checkpoints.py train FOLDER       6 steps in every store, saved after 3, not waited for; prints what came out
-    checkpoints.py resume FOLDER      other first values, loaded, the last 3 steps; prints the same
-    checkpoints.py train_tables|resume_tables FOLDER     the same with tables of rows
-    checkpoints.py asynchronous FOLDER
-    checkpoints.py trainer FOLDER train|resume here|there
-    checkpoints.py refused FOLDER     a checkpoint that servers cannot write, between two that they can
-    checkpoints.py disagree FOLDER    workers call it at different steps
-    checkpoints.py states FOLDER
-    checkpoints.py unclosed|broken FOLDER, elsewhere|mistaken|fewer FOLDER here|there
+checkpoints.py train FOLDER       6 steps in every store, saved after 3, not waited for; prints what came out
+checkpoints.py resume FOLDER      other first values, loaded, the last 3 steps; prints the same
+checkpoints.py train_tables|resume_tables FOLDER     the same with tables of rows
+checkpoints.py asynchronous FOLDER
+checkpoints.py trainer FOLDER train|resume here|there
+checkpoints.py refused FOLDER     a checkpoint that servers cannot write, between two that they can
+checkpoints.py disagree FOLDER    workers call it at different steps
+checkpoints.py states FOLDER
+checkpoints.py unclosed|broken FOLDER, elsewhere|mistaken|fewer FOLDER here|there
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ import sys
 import time
 from dataclasses import replace
 
-from kvdist.config import ClusterConfig
-from kvdist.core.requests import Register
-from kvdist.core.worker import Worker
+from kvdist.config.settings import ClusterConfig
+from kvdist.core.worker.requests import Register
+from kvdist.core.worker.worker import Worker
 from kvdist.kvstore.cluster import introduction
-from kvdist.node import Node
+from kvdist.runtime.node import Node
 from kvdist.transport.opening import open_transport
 
 

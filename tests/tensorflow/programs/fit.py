@@ -79,6 +79,4 @@ def training_func(epochs=24, steps=500):
 
 
 # horovod.run(...)
-kvdist_launch.run(
-    training_func, tuple(map(int, sys.argv[1:])), np=2, verbose=False, disable_cache=True, use_mpi=True
-)
+kvdist_launch.run(training_func, tuple(map(int, sys.argv[1:])), np=2, verbose=False, disable_cache=True, use_mpi=True)

@@ -1,0 +1,185 @@
+"""The scheduler's search for deadlocks: workers all of whose threads wait for each other. Pure.
+
+A worker that reports (`core.worker.blocking`) waits with all its threads. It is in a deadlock if everything that it
+waits for needs another worker of the deadlock to act: to push a slice once more, to initialise a key, to arrive at a
+barrier. So from all that report, those that can go on are removed until none can; those that are left wait for ever.
+
+Nobody is judged by one look. The same set with the same reports must be found again after `CONFIRM_S`, and then each of
+its members must confirm its report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvdist.core.effects import NEVER, Effect, Send
+from kvdist.nodes import Member
+from kvdist.protocol.arrays import U32
+from kvdist.protocol.messages import Blocked, CheckBlocked
+
+LOOK_AFTER_S = 0.5
+"""Reports that come within this time are looked at together."""
+CONFIRM_S = 2.0
+NAMED_MAX = 8
+"""Workers that the sentence names."""
+
+Waits = Mapping[tuple[int, int], Set[int]]
+"""(rank of a worker, its request) → the ranks of the workers that have to act first."""
+KeyOf = Callable[[int], int | str]
+"""Names the key of a slice, by its number."""
+
+
+@dataclass(slots=True)
+class _Blocked:
+    """A report, and who sent it."""
+
+    member: Member
+    said: Blocked
+
+
+class Deadlocks:
+    """What workers have reported, and the set of them that is being checked."""
+
+    def __init__(self) -> None:
+        self.due = NEVER
+        """When `look` should run."""
+        self._blocked: dict[int, _Blocked] = {}
+        self._found: dict[int, int] = {}
+        """Rank → number of its report, of those found at the last look."""
+        self._unconfirmed: set[int] | None = None
+        """Of those, who has been asked and not answered yet; None before they are asked."""
+
+    def report(self, sender: Member, message: Blocked, now: float) -> None:
+        """A worker waits, goes on, or confirms."""
+        rank = sender.node.rank
+        if message.place:
+            self._blocked[rank] = _Blocked(sender, message)
+        else:
+            self._blocked.pop(rank, None)
+        if self._unconfirmed is not None and self._found.get(rank) == message.number:
+            self._unconfirmed.discard(rank)
+        self.due = min(self.due, now + LOOK_AFTER_S)
+
+    def look(self, live: Set[int], waits: Waits, key_of: KeyOf, now: float) -> tuple[list[Effect], str]:
+        """Search again.
+
+        Args:
+            live: the ranks of the workers that have not left.
+            waits: what the scheduler knows of requests that wait for workers.
+            key_of: names the key of a slice.
+            now: the time.
+
+        Returns:
+            What there is to ask, and the sentence of a deadlock that is certain, or ''.
+        """
+        self._blocked = {rank: one for rank, one in self._blocked.items() if rank in live}
+        members = self._stuck(waits)
+        found = {rank: one.said.number for rank, one in members.items()}
+        if not found:
+            self._found, self._unconfirmed, self.due = {}, None, NEVER
+            return [], ""
+        if found != self._found:
+            self._found, self._unconfirmed = found, None
+            self.due = now + CONFIRM_S
+            return [], ""
+        if self._unconfirmed is None:
+            self._unconfirmed = set(found)
+            self.due = NEVER  # until they answer
+            return [Send(one.member, CheckBlocked()) for one in members.values()], ""
+        if self._unconfirmed:
+            self.due = NEVER
+            return [], ""
+        return [], _sentence(members, waits, key_of)
+
+    def _stuck(self, waits: Waits) -> dict[int, _Blocked]:
+        members = dict(self._blocked)
+        while members:
+            bounds = np.unique(np.concatenate([one.said.firsts for one in members.values()]))
+            columns = [_at(one.said.firsts, one.said.pushed, bounds) for one in members.values()]
+            fewest = np.min(columns, axis=0, initial=np.iinfo(np.uint32).max)
+            stuck = {
+                rank: one
+                for rank, one in members.items()
+                if _waits_for(rank, one.said, members.keys(), waits, bounds, fewest)
+            }
+            if len(stuck) == len(members):
+                return members
+            members = stuck
+        return {}
+
+
+def _at(firsts: U32, column: U32, bounds: U32) -> U32:
+    """The value of a column in each of these stretches; 0 before the first one."""
+    places = np.searchsorted(firsts, bounds, side="right")
+    return np.concatenate([np.zeros(1, np.uint32), column])[places]
+
+
+def _waits_for(rank: int, said: Blocked, members: Set[int], waits: Waits, bounds: U32, fewest: U32) -> bool:
+    """Whether everything that a worker waits for needs one of these to act first."""
+    awaited = _at(said.firsts, said.awaited, bounds)
+    waits_for_rounds = awaited > 0
+    if not (said.requests or waits_for_rounds.any()):
+        return False
+    if any(members.isdisjoint(waits.get((rank, request), ())) for request in said.requests):
+        return False
+    return bool((fewest < awaited)[waits_for_rounds].all())
+
+
+# The sentence.
+
+
+def _sentence(members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> str:
+    chain = _cycle(members, waits)
+    others = [rank for rank in sorted(members) if rank not in chain]
+    shown = (chain + others)[:NAMED_MAX]
+    texts = [_place(rank, members, waits, key_of) for rank in shown]
+    if len(shown) < len(members):
+        texts.append(f"{len(members) - len(shown)} more workers wait as well")
+    return f"deadlock: {'; '.join(texts)}. Every worker must make the same calls in the same order"
+
+
+def _cycle(members: Mapping[int, _Blocked], waits: Waits) -> list[int]:
+    """Workers of which each waits for the next one, and the last for the first; the lowest rank first."""
+    chain: list[int] = []
+    rank = min(members)
+    while rank not in chain:
+        chain.append(rank)
+        rank = min(_awaited(rank, members, waits))
+    chain = chain[chain.index(rank) :]
+    lowest = chain.index(min(chain))
+    return chain[lowest:] + chain[:lowest]
+
+
+def _awaited(rank: int, members: Mapping[int, _Blocked], waits: Waits) -> list[int]:
+    """The members that the newest call of a worker waits for."""
+    number, awaited = _slice(members[rank].said)
+    if number < 0:
+        return sorted(members.keys() & waits[rank, members[rank].said.requests[-1]])
+    return [other for other, one in sorted(members.items()) if _pushes(one.said.pushed, one.said, number) < awaited]
+
+
+def _slice(said: Blocked) -> tuple[int, int]:
+    """The slice whose round a worker waits for, and how often all must have pushed it; -1 if it waits for no round."""
+    if said.slice >= 0 and (awaited := _pushes(said.awaited, said, said.slice)):
+        return said.slice, awaited
+    if said.requests:
+        return -1, 0
+    place = int(np.flatnonzero(said.awaited)[0])
+    return int(said.firsts[place]), int(said.awaited[place])
+
+
+def _pushes(column: U32, said: Blocked, number: int) -> int:
+    return int(_at(said.firsts, column, np.array([number], np.uint32))[0])
+
+
+def _place(rank: int, members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> str:
+    one = members[rank]
+    names = ", ".join(f"worker-{other}" for other in _awaited(rank, members, waits)[:NAMED_MAX])
+    number, awaited = _slice(one.said)
+    text = f"worker-{rank} waits in {one.said.place}"
+    if number < 0:
+        return f"{text} for {names}"
+    return f"{text}, which lacks push {awaited} of {names} to key {key_of(number)!r}"

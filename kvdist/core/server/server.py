@@ -1,0 +1,300 @@
+"""The server: joins the cluster, obeys the scheduler, lets its table answer the workers. Pure: no socket, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+from kvdist.config.addresses import crosses_network
+from kvdist.config.settings import Limits
+from kvdist.core.commands import Handler, perform
+from kvdist.core.effects import (
+    NEVER,
+    Disconnected,
+    Effect,
+    Event,
+    Forget,
+    Machine,
+    Persisted,
+    Report,
+    Send,
+    Stop,
+    Unreachable,
+)
+from kvdist.core.error_mapping import scheduler_lost, verdict
+from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
+from kvdist.core.policy import POLICIES
+from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
+from kvdist.core.server.decoding import decoded
+from kvdist.core.server.restoring import Restoring
+from kvdist.core.server.row_tables import RowBuffer, RowTables
+from kvdist.core.server.table import Table
+from kvdist.core.worker.outbox import PRIORITY_MESSAGES_PER_WINDOW
+from kvdist.errors import DeviceError, KvdistError
+from kvdist.kernels.interface import Kernels
+from kvdist.nodes import Member, Role, host_of
+from kvdist.optimizer.interface import Arithmetic
+from kvdist.optimizer.registry import from_description
+from kvdist.optimizer.updater import Updater
+from kvdist.protocol.commands import Perform
+from kvdist.protocol.compressed import CompressedPush
+from kvdist.protocol.messages import (
+    Abort,
+    Alive,
+    Assign,
+    Done,
+    ErrorCode,
+    Failed,
+    Goodbye,
+    InitValues,
+    JoinedPush,
+    Message,
+    Pull,
+    PullState,
+    Push,
+    ReplaceState,
+    ReplaceValues,
+    SetOptimizer,
+    Waiting,
+)
+from kvdist.protocol.messages import (
+    Stop as StopMessage,
+)
+from kvdist.protocol.registration import Rejected, Roster, Welcome
+from kvdist.protocol.rows import InitRows, PullRows, PushRows
+from kvdist.protocol.saving import DropRestored, Mark, Prepare, Restore, TakeRestored
+
+
+class Server(Machine):
+    """The pure machine of a server.
+
+    Args:
+        introduction: who this process is and where it listens.
+        limits: sizes and times.
+        kernels: who does the arithmetic of this host: all of it for tables of rows.
+        now: the time.
+        allocate: gives memory for values.
+        handlers: what runs when a worker sends a command, by the command's number.
+        arithmetic: who computes for slices of arrays; None for this host.
+    """
+
+    def __init__(
+        self,
+        introduction: Introduction,
+        limits: Limits,
+        kernels: Kernels,
+        now: float,
+        allocate: Allocate = ordinary_memory,
+        handlers: Mapping[int, Handler] = MappingProxyType({}),
+        arithmetic: Arithmetic | None = None,
+    ) -> None:
+        self.limits = limits
+        self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
+        self.epoch = 0
+        self.step = 0
+        self.steps: dict[Member, int] = {}
+        self.workers: dict[int, Member] = {}
+        """Rank → the live worker there."""
+        self._host_of: dict[Member, str] = {}
+        self._on_host: dict[str, dict[int, Member]] = {}
+        """Host → rank → worker, of all that were ever here: what they have pushed may come when they have left."""
+        self._left: set[Member] = set()
+        """Workers that said goodbye; their last words are not worth an answer."""
+        own = Arithmetic(kernels, partial(Updater, kernels=kernels))
+        self.table = Table(limits, arithmetic or own, allocate)
+        self.tables = RowTables(limits, kernels, allocate, self.table.traffic, self.table.cuts)
+        self._restoring = Restoring((self.table, self.tables))
+        self._handlers = handlers
+        self._next_alive = NEVER
+        self._next_look = NEVER
+        self._scheduler_lost_at = NEVER
+        self._stopping = False
+
+    @property
+    def me(self) -> Member:  # type: ignore[override]  # read-only here: the joining decides
+        """Who this process is."""
+        return self.joining.me
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` should run next."""
+        return min(self.joining.deadline, self._next_alive, self._next_look, self._scheduler_lost_at)
+
+    def refuses(self, source: Member, message: Message) -> str | None:
+        """Listen to the scheduler and to the live workers of the roster."""
+        if source == SCHEDULER_MEMBER or self.workers.get(source.node.rank) == source:
+            return None
+        if source in self._left:
+            return ""
+        return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
+
+    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+        """React to a message of a worker or of the scheduler."""
+        match message:
+            case Push():
+                self.table.push(sender, message, now)
+            case CompressedPush():
+                self.table.push(sender, decoded(message, self.table.kernels), now)
+            case JoinedPush():
+                self.table.push_joined(sender, message, self._neighbours_of(sender), now)
+            case Pull():
+                self.table.pull(sender, message, now)
+            case PullState():
+                self.table.pull_state(sender, message)
+            case ReplaceState():
+                self.table.replace_state(sender, message)
+            case Mark():
+                self.table.mark(sender, message)
+            case InitValues() | ReplaceValues():
+                self.table.initialise(sender, message)
+            case InitRows():
+                self.tables.initialise(sender, message)
+            case PushRows():
+                self.tables.push(sender, message, now)
+            case PullRows():
+                self.tables.pull(sender, message, now)
+            case _:
+                return self._control(message, now) if sender.node.role is Role.SCHEDULER else []
+        return self._answers()
+
+    def observe(self, event: Event, now: float) -> list[Effect]:
+        """React to a broken or mended connection; only the scheduler's matters, it judges the others."""
+        if isinstance(event, Disconnected):
+            if event.member == SCHEDULER_MEMBER and not self._stopping:
+                # What is said now leaves with the next connection, and tells the scheduler whose it is.
+                self.joining.disconnected(now)
+                if self.joining.welcomed:
+                    self._next_alive = now
+                    self._scheduler_lost_at = now + self.limits.reconnect_grace_s(event.after_silence)
+        elif isinstance(event, Unreachable):
+            if event.member == SCHEDULER_MEMBER:
+                return [Stop(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
+            return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {event.member}: {event.reason}"))]
+        elif isinstance(event, Persisted):
+            is_read = isinstance(event.token, Restore | Prepare)
+            return self._restoring.persisted(event) if is_read else self.table.persisted(event)
+        elif getattr(event, "member", None) == SCHEDULER_MEMBER:
+            self._scheduler_lost_at = NEVER
+        return []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Heartbeat, hints to those who wait, deadlines."""
+        try:
+            effects = self.joining.tick(now)
+        except KvdistError as error:
+            return [Stop(error)]
+        if now >= self._scheduler_lost_at:
+            return [Stop(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))]
+        if now >= self._next_alive:
+            self._next_alive = now + self.limits.heartbeat_s
+            effects.append(Send(SCHEDULER_MEMBER, Alive()))
+        if now >= self._next_look:
+            self._next_look = now + self.limits.explain_after_s / 2
+            effects += [*self.table.hints(now), *self.tables.hints(now)]
+        return effects
+
+    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
+        """Values have arrived: the buffers they showed are free again."""
+        for token in tokens:
+            assert isinstance(token, tuple)
+            for buffer in token:
+                assert isinstance(buffer, Buffer | RowBuffer) and buffer.leases > 0
+                buffer.leases -= 1
+        return []
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when this server waits for the cluster to form; its open rounds are explained by the workers."""
+        return None if self.joining.complete else self.joining.started_at
+
+    def explain(self, now: float) -> str | None:
+        """The oldest open round, and who is missing in it."""
+        waiting = self.joining.explain(now)
+        if waiting is not None:
+            return waiting
+        return self.table.explain(now) or self.tables.explain(now)
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        self.table.validate()
+        self.tables.validate()
+
+    # What the scheduler says.
+
+    def _control(self, message: Message, now: float) -> list[Effect]:
+        match message:
+            case Welcome():
+                self.joining.welcome(message, now)
+                self._next_alive = now + self.limits.heartbeat_s
+            case Rejected():
+                return [Stop(self.joining.refusal(message))]
+            case Roster():
+                return self._roster(message, now)
+            case Assign():
+                return [Send(SCHEDULER_MEMBER, self._assigned(message))]
+            case SetOptimizer():
+                return self._set_optimizer(message, now)
+            case Prepare():
+                return self._restoring.prepare(message, str(self.me.node))
+            case Restore():
+                return self._restoring.read(message)
+            case TakeRestored() | DropRestored():
+                return self._restoring.end(message)
+            case Perform():
+                return [Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
+            case Abort():
+                return [Stop(verdict(message))]
+            case Waiting():
+                pass  # A hint for whoever joins; the scheduler prints it too.
+            case StopMessage():
+                self._stopping = True
+                return [Stop()]
+            case _:
+                return [Report(f"ignored an unexpected {type(message).__name__} from the scheduler")]
+        return []
+
+    def _assigned(self, message: Assign) -> Done | Failed:
+        where = (self.me.node.rank, self.joining.introduction.num_servers)
+        if POLICIES[message.mode].by_priority:
+            self.ack_bytes_max = self.limits.priority_window_bytes // where[1] // PRIORITY_MESSAGES_PER_WINDOW
+        self.table.assign(message, *where)
+        failure = self.tables.assign(message, *where)
+        return Failed(message.request, ErrorCode.CONFIG, failure) if failure else Done(message.request)
+
+    def _roster(self, message: Roster, now: float) -> list[Effect]:
+        peers = self.joining.roster(message)
+        before = self.workers
+        self.workers = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
+        mine = self.joining.introduction.endpoint
+        for peer in peers:
+            host = host_of(peer.endpoint)
+            if crosses_network(mine) and not (host and host == host_of(mine)):
+                self.table.far.add(peer.member)
+            if host and peer.member.node.role is Role.WORKER:
+                self._host_of[peer.member] = host
+                self._on_host.setdefault(host, {})[peer.member.node.rank] = peer.member
+        self.epoch += 1
+        self._next_look = now + self.limits.explain_after_s
+        gone = before.keys() - self.workers.keys()
+        self._left |= {before[rank] for rank in gone}
+        self.table.roster(self.workers, now)
+        self.tables.roster(self.workers)
+        self.table.cuts.roster(self.workers)
+        return [*self._answers(), *(Forget(before[rank]) for rank in sorted(gone))]
+
+    def _answers(self) -> list[Effect]:
+        return [*self.table.take_answers(), *self.tables.take_answers()]
+
+    def _neighbours_of(self, sender: Member) -> dict[int, Member]:
+        """For whom a worker may speak."""
+        return self._on_host.get(self._host_of.get(sender, ""), {sender.node.rank: sender})
+
+    def _set_optimizer(self, message: SetOptimizer, now: float) -> list[Effect]:
+        try:
+            optimizer = from_description(message.description)
+            self.table.set_optimizer(message.store, optimizer)
+        except (ValueError, TypeError, DeviceError) as error:
+            return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))]
+        self.tables.set_optimizer(message.store, optimizer)
+        return [*self._answers(), Send(SCHEDULER_MEMBER, Done(message.request))]

@@ -1,0 +1,536 @@
+"""All dense slices of a server: what pushes and pulls do to them, and who is answered what. Pure, as the server is.
+
+Walk of a push: `push` → every row is checked (`_checked`) → the blocks that the rows name (`Blocks.cover`) →
+`Block.offer` → when complete `Round.take` and `Block.apply` → everybody who waited has an entry in its `Answers`. What
+arises from one message for one worker leaves in as few messages as can be (`take_answers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
+from kvdist.config.settings import Limits
+from kvdist.core.effects import Effect, Persisted, Send
+from kvdist.core.joined import require_takable, slices_of
+from kvdist.core.policy import POLICIES
+from kvdist.core.round import PullRequest, Verdict, setting_of
+from kvdist.core.server import joint_update, slice_saving, state_parts
+from kvdist.core.server.block import Block, Contribution
+from kvdist.core.server.blocks import Blocks
+from kvdist.core.server.buffers import Allocate, Buffer
+from kvdist.core.server.cuts import Cuts
+from kvdist.core.server.keeping import Kept
+from kvdist.core.server.replies import Answers
+from kvdist.core.server.rounds import Rounds
+from kvdist.core.sharding import Slice
+from kvdist.core.sharding import slices_of as cut_slices
+from kvdist.core.traffic import Traffic
+from kvdist.core.worker.requests import travels_alone
+from kvdist.dtypes import DType
+from kvdist.errors import OptimizerMismatch, PushRefused
+from kvdist.nodes import Member, server
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.interface import Arithmetic, SliceUpdater
+from kvdist.optimizer.step import Extent
+from kvdist.protocol.arrays import U8, U32, Arrays, padded
+from kvdist.protocol.layout import PayloadView, stretches, views
+from kvdist.protocol.messages import (
+    Assign,
+    ErrorCode,
+    Flag,
+    InitValues,
+    JoinedPush,
+    Outcome,
+    Pull,
+    PullState,
+    Push,
+    ReplaceState,
+    ReplaceValues,
+    Waiting,
+)
+from kvdist.protocol.saving import Mark
+
+# A plain number: operators of enums are written in Python, and this is asked for every block of every push.
+_EMPTY = int(Flag.EMPTY)
+_NO_VALUES = np.zeros(0, np.uint8)
+
+
+class Table:
+    """The slices that live on one server, but for those of tables of rows.
+
+    Args:
+        limits: sizes and times.
+        arithmetic: who computes.
+        allocate: gives memory for values.
+    """
+
+    def __init__(self, limits: Limits, arithmetic: Arithmetic, allocate: Allocate) -> None:
+        self.limits = limits
+        self.kernels = arithmetic.kernels
+        self.workers: Mapping[int, Member] = {}
+        """Rank → the live worker there."""
+        self.far: set[Member] = set()
+        """The workers to whom values cross a network."""
+        self.traffic = Traffic()
+        self.rounds = Rounds()
+        self._name = "this server"
+        self._allocate = allocate
+        self._new_updater = arithmetic.new_updater
+        self._updaters: dict[int, SliceUpdater] = {}
+        """Store → what updates its values; absent while a sum replaces them."""
+        self.blocks = Blocks(limits.slice_bytes, self._updaters.get)
+        self._answers: dict[Member, Answers] = {}
+        self.cuts = Cuts()
+        self.cuts.add(self)
+
+    # What the scheduler decides.
+
+    def assign(self, message: Assign, rank: int, num_servers: int) -> None:
+        """Keep the slices of these keys that are cut for the server of this rank; small neighbours are one block."""
+        self._name = str(server(rank))
+        placement, alone = message.placement, not self._may_share_blocks(message.store)
+        columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
+        places = (placement.first_slices, placement.homes)
+        itemsizes = {code: DType(code).itemsize for code in set(message.dtypes)}
+        small: list[tuple[Slice, Extent]] = []
+        types, nbytes = (0, 0), 0
+        for key, shape, code, pulled_as, form, first, home in zip(*columns, *places, strict=True):
+            if form or (home != rank and home < num_servers):
+                continue  # a table of rows, or all of it is kept by another server
+            where = (form, home, num_servers, first, placement.slice_bytes)
+            pieces = [
+                (piece, Extent(key, shape, piece.start))
+                for piece in cut_slices(shape, itemsizes[code], *where)
+                if piece.server == rank and piece.number not in self.blocks
+            ]
+            own_bytes = sum(padded(piece.count * itemsizes[code]) for piece, _ in pieces)
+            if len(pieces) > 1 or travels_alone(own_bytes):
+                blocks = [self._add(message, [piece], code, pulled_as) for piece in pieces]
+                for block in blocks if len(blocks) > 1 else ():
+                    block.joint = blocks
+                continue
+            if types != (code, pulled_as) or alone or not self.blocks.has_room_for(nbytes + own_bytes, len(small) + 1):
+                if small:
+                    self._add(message, small, *types)
+                small, nbytes, types = [], 0, (code, pulled_as)
+            small += pieces
+            nbytes += own_bytes
+        if small:
+            self._add(message, small, *types)
+
+    def _add(self, message: Assign, pieces: Sequence[tuple[Slice, Extent]], code: int, pulled_as: int) -> Block:
+        """A block of these slices."""
+        block = Block.of(
+            message.store,
+            [piece.number for piece, _ in pieces],
+            [extent for _, extent in pieces],
+            [piece.count for piece, _ in pieces],
+            DType(code),
+            POLICIES[message.mode],
+            self.kernels,
+            self._allocate,
+            None if pulled_as == code else DType(pulled_as),
+        )
+        self.blocks.add(block)
+        return block
+
+    def _may_share_blocks(self, store: int) -> bool:
+        """Whether a rule updates several slices as one: it does not look at where they begin and end."""
+        updater = self._updaters.get(store)
+        return updater is None or updater.optimizer.is_elementwise
+
+    def set_optimizer(self, store: int, optimizer: Optimizer) -> None:
+        """From now on pushes to the store are gradients. Raises `DeviceError` where the optimizer cannot run."""
+        updater = self._new_updater(optimizer)
+        self._updaters.pop(store, None)
+        if not optimizer.is_elementwise:
+            for block in list(self._of(store)):
+                self.blocks.isolate(block.ids)
+        self._updaters[store] = updater
+        self._close_what_is_ready()
+
+    def roster(self, workers: Mapping[int, Member], now: float) -> None:
+        """These are the live workers. Who left cannot be waited for any more, and waits for nothing itself."""
+        gone = self.workers.keys() - workers.keys()
+        self.workers = workers
+        for block in self._open():
+            block.round.forget(gone)
+        self._close_what_is_ready()
+
+    def _close_what_is_ready(self) -> None:
+        for block in self._open():
+            self._close_if_ready(block)
+
+    def _of(self, store: int) -> Iterator[Block]:
+        return (block for block in self.blocks if block.store == store)
+
+    def _open(self) -> Iterator[Block]:
+        """The blocks with an open round or waiting pulls, in the order of their slices."""
+        return iter(sorted((one for one in self.blocks if not one.round.is_quiet), key=lambda one: int(one.ids[0])))
+
+    # Checkpoints: see `Keeper`.
+
+    def keeps(self, number: int) -> bool:
+        """Whether a slice is here."""
+        return number in self.blocks
+
+    def kept(self, number: int) -> Kept:
+        """A slice that is here."""
+        return slice_saving.KeptSlice(*self.blocks.of(number))
+
+    def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
+        """Slices of one block as they are now."""
+        block = self.blocks.of(numbers[0])[0]
+        positions = [self.blocks.of(number)[1] for number in numbers]
+        return slice_saving.taken(block, positions, self._updaters.get(block.store), contents)
+
+    def wanted(self, store: int) -> list[WantedSlice]:
+        """What a checkpoint must have of the arrays of a store."""
+        updater = self._updaters.get(store)
+        return [
+            slice_saving.wanted(block, position, updater) for block in self._of(store) for position in range(len(block))
+        ]
+
+    def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
+        """Go on from what was found."""
+        for block in self._of(store):
+            # What those who have left have pushed to open rounds was for the values that there were until now.
+            slots = block.round.slots
+            block.round.slots = {rank: one for rank, one in slots.items() if rank in self.workers}
+        blocks = self.blocks.isolate(np.array([one.number for one in found], np.uint32)) if found else ()
+        for block, one in zip(blocks, found, strict=True):
+            slice_saving.restore(block, one, self._updaters.get(store))
+        self._close_what_is_ready()
+
+    def persisted(self, event: Persisted) -> list[Effect]:
+        """A file of a checkpoint is written, or could not be."""
+        return self.cuts.persisted(event, self.workers, self._name)
+
+    def explain(self, now: float) -> str | None:
+        """The oldest open round, and who is missing in it."""
+        oldest = min(
+            (block for block in self._open() if block.round.slots), key=lambda one: one.round.open_since, default=None
+        )
+        if oldest is None:
+            return None
+        missing = ", ".join(f"worker-{rank}" for rank in self._missing(oldest))
+        waited = now - oldest.round.open_since
+        return f"round {oldest.version} of key {oldest.key!r} has waited {waited:.1f} s for {missing}"
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        assert not self._answers, "answers leave with the message that caused them"
+        self.cuts.validate(self.workers)
+        live = self.workers.keys()
+        for block in self.blocks:
+            jointly = self._needs_norms(block)
+            block.validate(live, jointly)
+            assert not jointly or not joint_update.next_round(block.joint, live), "a full round is closed"
+
+    # What workers say.
+
+    def mark(self, sender: Member, message: Mark) -> None:
+        """A checkpoint is to have the sender's pushes up to here."""
+        self.cuts.mark(sender, message, self.workers, self._name)
+
+    def initialise(self, sender: Member, message: InitValues | ReplaceValues) -> None:
+        """First values of slices, or others in place of the present ones."""
+        arrays = PayloadView(message.arrays).arrays(0, len(message.ids))
+        for begin, end in self._ranges(sender, message.runs, message.ids, message.arrays):
+            runs = message.runs[begin:end]
+            for first, last, block in self.blocks.cover(message.ids[begin:end], runs):
+                put = block.initialise if isinstance(message, InitValues) else block.replace
+                put(arrays[begin + first : begin + last])
+                self._look(block)
+                self._to(sender).counted(int(runs[first]), block.ids, block.version, Outcome.INITIALISED)
+                self._close_if_ready(block)
+
+    def pull_state(self, sender: Member, message: PullState) -> None:
+        """Send parts of what the optimizer remembers. The sender waits for none of its pushes."""
+        for row, block in self._isolated(sender, message):
+            part, run = int(message.parts[row]), int(message.runs[row])
+            try:
+                if block.round.counted.get(sender.node.rank, 0) < message.steps[row]:
+                    raise PushRefused(f"a push of {sender} to key {block.key!r} is still under way: pull before")
+                with self.kernels.active():
+                    found = state_parts.read(block, self._updaters.get(block.store), part, self.kernels)
+            except PushRefused as error:
+                self._to(sender).refuse(run, block.ids, ErrorCode.REFUSED, str(error))
+            else:
+                dtype = DType.FLOAT64 if part == state_parts.NUMBERS else state_parts.wide(block.dtype)
+                self._to(sender).state(sender, run, block, dtype, found)
+
+    def replace_state(self, sender: Member, message: ReplaceState) -> None:
+        """Take parts of what the optimizer remembers in place of the present ones."""
+        arrays = views(message.arrays)
+        for row, block in self._isolated(sender, message):
+            part, run = int(message.parts[row]), int(message.runs[row])
+            try:
+                with self.kernels.active():
+                    state_parts.replace(block, self._updaters.get(block.store), part, arrays[row], self.kernels)
+            except PushRefused as error:
+                self._to(sender).refuse(run, block.ids, ErrorCode.REFUSED, str(error))
+            else:
+                self._to(sender).counted(run, block.ids, block.version, Outcome.INITIALISED)
+
+    def _isolated(self, sender: Member, message: PullState | ReplaceState) -> list[tuple[int, Block]]:
+        """The rows that are right, each with the block of its slice alone. A slice may be named several times."""
+        good = self._checked(sender, message.runs, message.ids)
+        if good:
+            self.blocks.isolate(np.unique(message.ids[np.array(good)]))
+        return [(row, self.blocks.of(int(message.ids[row]))[0]) for row in good]
+
+    def push(self, sender: Member, message: Push, now: float) -> None:
+        """Contributions."""
+        payload = PayloadView(message.arrays)
+        settings = [setting_of(numbers) for numbers in message.settings]
+        columns = (message.runs, message.steps, message.flags, message.setting_of)
+        for begin, end in self._ranges(sender, message.runs, message.ids, message.arrays, message.flags):
+            own = [column[begin:end] for column in columns]
+            for first, last, block in self.blocks.cover_merged(message.ids[begin:end], *own):
+                row, stop = begin + first, begin + last
+                flags, versions = int(message.flags[row]), message.versions
+                values = _NO_VALUES
+                if not flags & _EMPTY:
+                    values = payload.stretch(row, stop, block.dtype)[: block.pool.size]
+                contribution = Contribution(
+                    sender,
+                    int(message.runs[row]),
+                    int(message.steps[row]),
+                    int(versions[row] if stop - row == 1 else versions[row:stop].min()),
+                    int(message.samples[row]),
+                    flags,
+                    settings[int(message.setting_of[row])],
+                    values,
+                    message.pull,
+                )
+                self._offer(block, contribution, now)
+
+    def _offer(self, block: Block, contribution: Contribution, now: float) -> None:
+        try:
+            verdict = block.offer(contribution, now)
+        except PushRefused as error:
+            self._to(contribution.member).refuse(contribution.run, block.ids, ErrorCode.REFUSED, str(error))
+            return
+        if verdict is Verdict.ACCEPTED:
+            self._close_if_ready(block)
+        elif verdict is Verdict.ALREADY_COUNTED:
+            self._answer_contribution(block, contribution)
+
+    def push_joined(self, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float) -> None:
+        """The contributions of several workers of the sender's host; the sender is answered for all of them.
+
+        Args:
+            sender: who sums for its host.
+            message: one row per slice and worker.
+            neighbours: rank → worker of that host, also those that have left since.
+            now: the time.
+        """
+        ids = np.unique(message.ids)
+        self.blocks.isolate(ids[[int(number) in self.blocks for number in ids]])
+        for joined in slices_of(sender, message, neighbours):
+            ids = np.array([joined.number], np.uint32)
+            if joined.number not in self.blocks:
+                obstacle = f"slice {joined.number} is not kept by {self._name}"
+                self._to(sender).refuse(joined.run, ids, ErrorCode.REFUSED, obstacle)
+                continue
+            block = self.blocks.of(joined.number)[0]
+            try:
+                require_takable(joined, block)
+                verdict = block.offer_joined(joined.contributions, now)
+            except PushRefused as error:
+                self._to(sender).refuse(joined.run, ids, ErrorCode.REFUSED, str(error))
+                continue
+            if verdict is Verdict.ACCEPTED:
+                self._close_if_ready(block)
+            else:
+                for contribution in joined.contributions:
+                    self._answer_contribution(block, contribution)
+
+    def pull(self, sender: Member, message: Pull, now: float) -> None:
+        """Values are wanted."""
+        for begin, end in self._ranges(sender, message.runs, message.ids):
+            ids, runs = message.ids[begin:end], message.runs[begin:end]
+            steps, versions = message.steps[begin:end], message.versions[begin:end]
+            for first, last, block in self.blocks.cover(ids, runs):
+                rows = slice(first, last)
+                found = [(0, last - first, block)]
+                if not _is_even(block, sender.node.rank, steps[rows], versions[rows]):
+                    found = self.blocks.cover(ids[rows], steps[rows], versions[rows])
+                for start, stop, part in found:
+                    own = slice(first + start, first + stop)
+                    step, version = int(steps[own].max()), int(versions[own].max())
+                    part.round.wait(PullRequest(sender, int(runs[first]), step, version), now)
+                    self._answer_pulls(part)
+
+    def _ranges(
+        self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """The rows that are right, as (begin, end) in which no slice is named twice; the others are refused.
+
+        Two pulls of the same key may come in one message. One run that names a slice twice is of a broken peer.
+        """
+        for begin, end in _consecutive(self._checked(sender, runs, ids, arrays, flags)):
+            if len(set(ids[begin:end].tolist())) == end - begin:
+                yield begin, end
+                continue
+            for first, last in stretches(runs[begin:end]):
+                own = slice(begin + first, begin + last)
+                if len(set(ids[own].tolist())) == last - first:
+                    yield begin + first, begin + last
+                else:
+                    reason = "a slice is named twice in one request"
+                    self._to(sender).refuse(int(runs[begin + first]), ids[own], ErrorCode.REFUSED, reason)
+
+    def _checked(
+        self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
+    ) -> Sequence[int]:
+        """The rows whose slice is kept here and whose array has its shape; the others are refused."""
+        if self.blocks.fit(ids, arrays):
+            return range(len(ids))
+        wrong = dict(self.blocks.misfits(ids, arrays, flags))
+        for row, is_kept in wrong.items():
+            number = int(ids[row])
+            what = "has another size or dtype than was declared" if is_kept else f"is not kept by {self._name}"
+            reason = f"slice {number} {what}"
+            self._to(sender).refuse(int(runs[row]), ids[row : row + 1], ErrorCode.REFUSED, reason)
+        return [row for row in range(len(ids)) if row not in wrong]
+
+    # Rounds.
+
+    def _close_if_ready(self, block: Block) -> None:
+        updater, live = self._updaters.get(block.store), self.workers.keys()
+        if updater is not None and self._needs_norms(block):
+            self._close_jointly_if_ready(block.joint, updater)
+            return
+        while block.is_ready(live):
+            contributions = block.round.take()
+            try:
+                self.rounds.apply(block, contributions, updater)
+            except (OptimizerMismatch, PushRefused) as error:
+                _refuse(block, contributions, error)
+            self._answer_round(block, contributions)
+            self._look(block)
+        self._answer_pulls(block)
+
+    def _close_jointly_if_ready(self, blocks: Sequence[Block], updater: SliceUpdater) -> None:
+        while rounds := joint_update.next_round(blocks, self.workers.keys()):
+            for block, contributions in zip(blocks, rounds, strict=True):
+                block.round.take([contribution.member.node.rank for contribution in contributions])
+            try:
+                self.rounds.apply_jointly(blocks, rounds, updater)
+            except (OptimizerMismatch, PushRefused) as error:
+                for block, contributions in zip(blocks, rounds, strict=True):
+                    _refuse(block, contributions, error)
+            for block, contributions in zip(blocks, rounds, strict=True):
+                self._answer_round(block, contributions)
+                self._look(block)
+        for block in blocks:
+            self._answer_pulls(block)
+
+    def _needs_norms(self, block: Block) -> bool:
+        """Whether what updates the block needs to see all slices of the parameter, and there are several."""
+        updater = self._updaters.get(block.store)
+        return bool(block.joint) and updater is not None and updater.optimizer.needs_norms
+
+    def _missing(self, block: Block) -> tuple[int, ...]:
+        """The ranks that an open round waits for."""
+        if not block.round.slots or not self._needs_norms(block):
+            return block.round.missing(self.workers.keys())
+        return block.round.policy.missing(joint_update.contributors(block.joint), self.workers.keys())
+
+    def _look(self, block: Block) -> None:
+        """Its counters have changed: this may be the moment of a checkpoint."""
+        if self.cuts.awaited:
+            self.cuts.look(block.ids.tolist(), self.workers)
+
+    # What workers are told.
+
+    def _to(self, member: Member) -> Answers:
+        answers = self._answers.get(member)
+        if answers is None:
+            answers = self._answers[member] = Answers()
+        return answers
+
+    def _answer_round(self, block: Block, contributions: Sequence[Contribution]) -> None:
+        for contribution in contributions:
+            if block.round.refusal_of(contribution) is None and not contribution.is_empty:
+                self.traffic.summed += contribution.values.nbytes
+            self._answer_contribution(block, contribution)
+
+    def _answer_contribution(self, block: Block, contribution: Contribution) -> None:
+        if contribution.silent:
+            return
+        answers, run = self._to(contribution.member), contribution.run
+        if (refusal := block.round.refusal_of(contribution)) is not None:
+            answers.refuse(run, block.ids, *refusal)
+        elif contribution.pull and contribution.holds and block.pulled_as is None:
+            answers.held(contribution.member, run, block)
+        elif contribution.pull:
+            answers.value(run, block)
+        else:
+            answers.counted(run, block.ids, block.version, Outcome.COUNTED)
+
+    def _answer_pulls(self, block: Block) -> None:
+        for pull in block.take_satisfied_pulls():
+            self._to(pull.member).value(pull.run, block)
+
+    def take_answers(self) -> list[Effect]:
+        """All that has arisen since the last time."""
+        effects: list[Effect] = []
+        for member, answers in self._answers.items():
+            if self.workers.get(member.node.rank) != member:
+                continue  # It left, or was replaced, while others were still in the round.
+            effects += answers.messages(member, self.limits.slice_bytes, self.traffic, member not in self.far)
+        self._answers = {}
+        if self.cuts.ready:
+            effects += self.cuts.take_effects(self.workers, self._name)
+        return effects
+
+    def hints(self, now: float) -> list[Effect]:
+        """Tell those who have waited long in which round, and for whom."""
+        hints: dict[Member, Waiting] = {}
+        for block in self._open():
+            round_ = block.round
+            if now - round_.open_since < self.limits.explain_after_s:
+                continue
+            subject, missing = f"round {block.version} of key {block.key!r}", self._missing(block)
+            if block.published is None:
+                subject, missing = f"the first value of key {block.key!r}", (0,)
+            waiters = [one.member for one in round_.slots.values()] + [pull.member for pull in round_.pulls]
+            for member in waiters:
+                hints.setdefault(member, Waiting(subject, missing, now - round_.open_since))
+        return [Send(member, hint) for member, hint in hints.items()]
+
+
+def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Where ascending numbers follow each other: (begin, end) of each stretch."""
+    if isinstance(rows, range):
+        return [(rows.start, rows.stop)] if rows else []
+    ranges: list[tuple[int, int]] = []
+    for row in rows:
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = (ranges[-1][0], row + 1)
+        else:
+            ranges.append((row, row + 1))
+    return ranges
+
+
+def _is_even(block: Block, rank: int, steps: U32, versions: U32) -> bool:
+    """Whether one and the same round answers a pull for all slices of a block."""
+    if len(block) == 1:
+        return True
+    for wanted, present in ((steps, block.round.counted.get(rank, 0)), (versions, block.version)):
+        lag = np.maximum(wanted, np.uint32(present))
+        if (lag != lag[0]).any():
+            return False
+    return True
+
+
+def _refuse(block: Block, contributions: Sequence[Contribution], error: Exception) -> None:
+    code = ErrorCode.OPTIMIZER_MISMATCH if isinstance(error, OptimizerMismatch) else ErrorCode.REFUSED
+    others = f". So it is for {len(block) - 1} other keys of the same push" if len(block) > 1 else ""
+    block.round.refuse(contributions, (code, f"{error}{others}"))

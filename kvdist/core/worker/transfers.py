@@ -1,0 +1,324 @@
+"""The data plane of a worker: runs on their way to the servers, and the answers that come back.
+
+A transfer is finished when every slice of every run has its answer: counted, valued or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvdist.config.settings import Limits
+from kvdist.core.slices import SliceTable
+from kvdist.core.traffic import Traffic
+from kvdist.core.worker.outbox import Credit, DataMessage, Outbox, Part, Ready, RowPart, Run
+from kvdist.core.worker.requests import Bits, Kind, Transfer
+from kvdist.dtypes import DType
+from kvdist.kernels.interface import Kernels
+from kvdist.kernels.reference import REFERENCE
+from kvdist.protocol.arrays import U32
+from kvdist.protocol.layout import stretches, views
+from kvdist.protocol.messages import Counted, HandedBack, Refused, Values
+from kvdist.protocol.rows import RowValues
+
+LEADER = -1
+"""In place of a server's rank: the worker of this host that pushes to servers for the others."""
+
+
+_HALVES = (int(DType.FLOAT16), int(DType.BFLOAT16))
+
+
+@dataclass(slots=True)
+class Finished:
+    """What an answer of a server has brought to an end.
+
+    Attributes:
+        requests: complete now.
+        keys: (request, indices of keys) of requests that are answered key by key.
+    """
+
+    requests: list[int] = field(default_factory=list)
+    keys: list[tuple[int, list[int]]] = field(default_factory=list)
+
+
+class Transfers:
+    """All transfers of a worker.
+
+    Args:
+        limits: the window and the size of joined messages.
+        traffic: where passes are counted.
+    """
+
+    def __init__(self, limits: Limits, traffic: Traffic) -> None:
+        self._limits = limits
+        self.traffic = traffic
+        self.kernels: Kernels = REFERENCE
+        """What widens values that come as halves."""
+        self.slices = SliceTable()
+        self._outboxes: dict[int, Outbox] = {}
+        self._ready: set[int] = set()
+        """Servers to whom something may have become free to leave. Looking at all of them at each answer would cost a
+        worker with a hundred servers more than the answer."""
+        self._keeps_little_flying = False
+        self._runs: dict[int, Run] = {}
+        self._runs_left: dict[int, int] = {}
+        """Request → its runs without all their answers."""
+        self._next_run = 0
+        self._flying_messages = 0
+        self._detours: list[Part] = []
+        """What may leave, and is summed with the pushes of other workers of this host."""
+
+    def add_server(self, rank: int, is_near: bool) -> None:
+        """There is a server to send to, or a leader; `is_near` if the way there is memory, though a socket's."""
+        self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes, is_near)
+        if self._keeps_little_flying:
+            self.keep_little_flying()
+
+    def keep_little_flying(self) -> None:
+        """A store has priority slices: from now on they share one small window on the lines of this worker."""
+        self._keeps_little_flying = True
+        limits = self._limits
+        far = [outbox for outbox in self._outboxes.values() if not outbox.is_near]
+        for outbox in far:
+            share = limits.priority_window_bytes // len(far)
+            outbox.keep_little_flying(max(share, limits.priority_slice_bytes))
+
+    def start(self, request: Transfer) -> None:
+        """Queue the runs of a transfer that has some."""
+        self._runs_left[request.request] = len(request.runs)
+        for data in request.runs:
+            ids = data.plan.ids
+            self._next_run = (self._next_run + 1) & 0xFFFFFFFF
+            run = Run(
+                self._next_run,
+                request.request,
+                request.kind,
+                data,
+                self.slices.pushed[ids],
+                self.slices.versions[ids],
+                len(ids),
+                request.priority,
+                request.key_by_key,
+            )
+            self._runs[run.number] = run
+            part = self.slices.enter(run) if request.kind.pushes else Part(run)
+            if part is not None:
+                self._leave(part)
+
+    def _leave(self, part: Part) -> None:
+        """All slices of a run are on one server and of one store, so they go the same way."""
+        data = part.run.data
+        # What is encoded cannot be summed as it is, and is small.
+        if part.run.kind.pushes and data.encoded is None and self.slices.detour[data.plan.ids[0]]:
+            self._detours.append(part)
+        else:
+            self.send_directly(part)
+
+    def send_directly(self, part: Part) -> None:
+        """This goes to its server."""
+        server, chunks = part.run.data.plan.server, part.run.data.chunks
+        if not chunks:
+            self._add(server, part)
+        for index in range(len(chunks)):
+            self._add(server, RowPart(part.run, index))
+
+    def send_ready(self, ready: Ready) -> None:
+        """This goes to a server as it is."""
+        self._outboxes[ready.server].add_ready(ready)
+        self._ready.add(ready.server)
+
+    def take_detours(self) -> list[Part]:
+        """What may leave and is summed on this host first."""
+        detours, self._detours = self._detours, []
+        return detours
+
+    def give_to_leader(self, part: Part) -> None:
+        """This goes to the leader, who answers for the server."""
+        self.slices.lend(part)
+        self._add(LEADER, part)
+
+    def handed_back(self, message: HandedBack) -> None:
+        """The leader does not push these."""
+        for run, begin, end in self._segments(message.runs):
+            positions = run.data.plan.positions
+            part = Part(run, sorted(positions[number] for number in message.ids[begin:end].tolist()))
+            self.slices.regain(part.ids)
+            self.send_directly(part)
+
+    def take_back(self) -> None:
+        """The leader has left: what it has not answered goes to the servers, who may have it in a sum."""
+        self._outboxes[LEADER].forget()
+        for number, positions in self.slices.take_lent().items():
+            run = self._runs[number]
+            self.send_directly(Part(run, sorted(run.data.plan.positions[one] for one in positions)))
+
+    def take(self) -> Iterator[tuple[int, DataMessage, Credit]]:
+        """Everything that may leave now: (server, message, credit)."""
+        for rank in sorted(self._ready):
+            outbox = self._outboxes[rank]
+            while (taken := outbox.take()) is not None:
+                self._flying_messages += 1
+                yield rank, *taken
+            self._ready.discard(rank)
+
+    def release(self, credit: Credit) -> None:
+        """A message has arrived; its bytes are back in the window."""
+        self._flying_messages -= 1
+        self._outboxes[credit.server].release(credit)
+        self._ready.add(credit.server)
+
+    def received(self, message: Values | RowValues | Counted | Refused) -> Finished:
+        """An answer of a server; returns what is finished."""
+        if isinstance(message, Values):
+            return self.values(message)
+        if isinstance(message, RowValues):
+            self._place_rows(message)
+        return self.answered(message)
+
+    def _place_rows(self, message: RowValues) -> None:
+        """Copy rows to where they are wanted."""
+        arrays = views(message.arrays)
+        for run, begin, end in self._segments(message.runs):
+            for sink, array in zip(run.data.sinks, arrays[begin:end], strict=True):
+                sink[...] = array  # one pass: from the transport's memory into the user's
+                self.traffic.copied_out += array.nbytes
+
+    def values(self, message: Values) -> Finished:
+        """Copy values to where they are wanted; returns what is finished."""
+        arrays = views(message.arrays)
+        for run, begin, end in self._segments(message.runs):
+            if not run.kind.pulls:
+                continue  # another worker of this host wanted them
+            positions = run.data.plan.places(message.ids[begin:end])
+            if run.data.kept is not None:
+                run.data.kept.update(zip(positions, arrays[begin:end], strict=True))
+                continue
+            sinks = run.data.sinks
+            if (message.arrays.dtypes[begin:end] != run.data.plan.dtypes[positions]).any():
+                codes = message.arrays.dtypes[begin:end].tolist()
+                self._widen([sinks[position] for position in positions], arrays[begin:end], codes)
+                continue
+            for position, array in zip(positions, arrays[begin:end], strict=True):
+                # The one copy of a pulled value on this side: from the transport's memory into the user's.
+                sinks[position][...] = array
+            self.traffic.copied_out += sum([array.nbytes for array in arrays[begin:end]])
+        return self.answered(message)
+
+    def _widen(self, sinks: Sequence[Bits], arrays: Sequence[Bits], codes: Sequence[int]) -> None:
+        """Write values of which some have come as halves: the one pass over them on this side."""
+        for sink, array, code in zip(sinks, arrays, codes, strict=True):
+            if code in _HALVES and sink.dtype == DType.FLOAT32.storage:
+                self.kernels.to_float32(array, DType(code), sink)
+            else:
+                sink[...] = array
+            self.traffic.copied_out += sink.nbytes
+
+    def refused(self, message: Refused) -> dict[int, int]:
+        """The requests in which slices were refused, each with the server that keeps them."""
+        return {run.request: run.data.plan.server for run, _, _ in self._segments(message.runs)}
+
+    def pushed_stretches(self, runs: U32) -> list[tuple[int, int]]:
+        """The stretches of an answer that belong to pushes."""
+        return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
+
+    def answered(self, message: Values | RowValues | Counted | Refused) -> Finished:
+        """These slices of these runs have their answer; returns what is finished."""
+        if not isinstance(message, Refused):
+            self.slices.saw(message.ids, message.versions)
+        finished = Finished()
+        for run, begin, end in self._segments(message.runs):
+            if run.kind.pushes:
+                self.slices.regain(message.ids[begin:end])
+                for freed in self.slices.counted(message.ids[begin:end]):
+                    self._leave(freed)
+            if run.key_by_key:
+                plan = run.data.plan
+                finished.keys.append((run.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
+            run.left -= end - begin
+            if run.left == 0:
+                del self._runs[run.number]
+                self._runs_left[run.request] -= 1
+                if not self._runs_left[run.request]:
+                    del self._runs_left[run.request]
+                    finished.requests.append(run.request)
+        return finished
+
+    def awaited_servers(self, request: int) -> Sequence[int]:
+        """The ranks of the servers that have not answered a request."""
+        return sorted({run.data.plan.server for run in self._runs.values() if run.request == request})
+
+    def is_open(self, request: int) -> bool:
+        """Whether this is a transfer without all its answers."""
+        return request in self._runs_left
+
+    def awaited_rounds(self) -> tuple[U32, U32] | None:
+        """What the rounds wait for without which no answer can come; None if one can.
+
+        Returns:
+            (n,) how often this worker has pushed each slice that has rounds, and (n,) how often every worker must have
+            pushed it before the next answer; 0 where no answer is awaited.
+        """
+        slices, counted = self.slices, self.slices.counted_pushes()
+        for run in self._runs.values():
+            ids = run.data.plan.ids
+            if run.kind.pushes:
+                waits = counted[ids] <= run.steps
+            elif run.kind in (Kind.PULL, Kind.PULL_ROWS):
+                waits = counted[ids] < run.steps
+            else:
+                return None
+            if np.count_nonzero(waits & slices.has_rounds[ids]) != run.left:
+                return None
+        pushed = np.where(slices.has_rounds, slices.pushed, np.uint32(0))
+        return pushed, np.where(pushed > counted, counted + np.uint32(1), np.uint32(0))
+
+    def first_awaited(self, request: int, awaited: U32) -> int:
+        """The first slice of a request for whose round it waits; -1 if there is none."""
+        for run in self._runs.values():
+            if run.request == request:
+                waited = run.data.plan.ids[awaited[run.data.plan.ids] > 0]
+                if len(waited):
+                    return int(waited[0])
+        return -1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was ever submitted has its answer."""
+        return not self._runs_left
+
+    @property
+    def everything_arrived(self) -> bool:
+        """Whether all that was ever submitted has been received by its server."""
+        waiting = self._flying_messages or self.slices.has_lines or self._detours
+        return not waiting and all(outbox.is_empty for outbox in self._outboxes.values())
+
+    def clear(self) -> None:
+        """Forget everything: nobody will answer any more."""
+        self._runs.clear()
+        self._runs_left.clear()
+        self._outboxes.clear()
+        self._ready.clear()
+        self._detours.clear()
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        self.slices.validate()
+        for run in self._runs.values():
+            assert run.request in self._runs_left, "a run belongs to a transfer that is not finished"
+            assert 0 < run.left <= len(run.data.plan.ids)
+        for rank, outbox in self._outboxes.items():
+            assert outbox.flying_bytes >= 0
+            assert rank in self._ready or outbox.take() is None, "what may leave has left"
+
+    def _add(self, rank: int, part: Part | RowPart) -> None:
+        self._outboxes[rank].add(part)
+        self._ready.add(rank)
+
+    def _segments(self, runs: U32) -> Iterator[tuple[Run, int, int]]:
+        """The stretches of an answer that belong to one run that still waits: (run, begin, end)."""
+        for begin, end in stretches(runs):
+            run = self._runs.get(int(runs[begin]))
+            if run is not None:
+                yield run, begin, end

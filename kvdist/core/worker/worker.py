@@ -1,0 +1,558 @@
+"""The worker: turns the user's calls into messages to the scheduler and the servers, and their answers into results.
+
+Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (steps and places in line) → `Outbox` →
+`settle` (as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays → `Complete`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvdist.config.addresses import stays_on_host
+from kvdist.config.settings import Limits
+from kvdist.core.effects import (
+    NEVER,
+    Answered,
+    Connect,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    Fail,
+    Forget,
+    Machine,
+    Send,
+    Stop,
+    Unreachable,
+)
+from kvdist.core.error_mapping import link_lost, refusal, scheduler_lost, unreachable, verdict
+from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
+from kvdist.core.neighbours import Neighbours
+from kvdist.core.policy import POLICIES
+from kvdist.core.server.buffers import Allocate, ordinary_memory
+from kvdist.core.sharding import slices_of
+from kvdist.core.traffic import Traffic
+from kvdist.core.worker.barrier_calls import BarrierCalls
+from kvdist.core.worker.blocking import BlockedReports, Threads, UnknownThreads
+from kvdist.core.worker.outbox import Credit
+from kvdist.core.worker.pending import Pending, PendingRequests
+from kvdist.core.worker.requests import (
+    ClaimFolder,
+    DeclareKeys,
+    EnterBarrier,
+    KeyInfo,
+    Leave,
+    LoadStore,
+    Register,
+    Request,
+    SaveStore,
+    SendCommand,
+    SetStoreOptimizer,
+    Transfer,
+)
+from kvdist.core.worker.saving_calls import SavingCalls
+from kvdist.core.worker.transfers import LEADER, Transfers
+from kvdist.errors import DeadlineExceeded, FencedError, KvdistError, StoreClosed
+from kvdist.kernels.interface import Kernels
+from kvdist.kernels.reference import REFERENCE
+from kvdist.nodes import Member, Role, server
+from kvdist.protocol.messages import (
+    Abort,
+    Alive,
+    CheckBlocked,
+    Counted,
+    Done,
+    Failed,
+    Goodbye,
+    HandedBack,
+    Message,
+    Placed,
+    Push,
+    Refused,
+    Values,
+    Waiting,
+)
+from kvdist.protocol.registration import Peer, Rejected, Roster, Welcome
+from kvdist.protocol.rows import RowValues
+from kvdist.protocol.saving import Claimed
+
+VERDICT_WAIT_S = 2.0
+"""How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""
+
+NEIGHBOUR_WAIT_S = 10.0
+"""The same for another worker of this host, which hangs up when it has left; the roster may say so late."""
+
+
+class Worker(Machine):
+    """The pure machine of a worker.
+
+    Args:
+        introduction: who this process is.
+        limits: sizes and times.
+        now: the time.
+        local_reduce: whether the workers of a host sum their pushes before they cross the network: see `Neighbours`.
+        allocate: gives memory for such sums, and for values on their way to the other workers.
+        kernels: what sums.
+    """
+
+    def __init__(
+        self,
+        introduction: Introduction,
+        limits: Limits,
+        now: float,
+        local_reduce: str = "off",
+        allocate: Allocate = ordinary_memory,
+        kernels: Kernels = REFERENCE,
+    ) -> None:
+        self.limits = limits
+        self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
+        self.epoch = 0
+        self.step = 0
+        self.steps: dict[Member, int] = {}
+        self.servers: dict[int, Member] = {}
+        self.peers: tuple[Peer, ...] = ()
+        self.traffic = Traffic()
+        self.transfers = Transfers(limits, self.traffic)
+        self.neighbours = Neighbours(local_reduce, limits, self.transfers, kernels, allocate)
+        self.failure: Exception | None = None
+        """Why every request fails from now on."""
+        self._pending = PendingRequests()
+        self._declared: dict[int, DeclareKeys] = {}
+        self._barriers = BarrierCalls(self._pending, self._named)
+        self._saving = SavingCalls(self.transfers)
+        self._threads: Threads = UnknownThreads()
+        self._blocked = BlockedReports(self._threads, self._pending, self.transfers)
+        self._registering: list[int] = []
+        self._leaving: Leave | None = None
+        self._goodbye_said = False
+        self._hint: Waiting | None = None
+        self._lost_links: dict[Member, tuple[float, str]] = {}
+        """Member → when the broken connection counts as lost, and why it broke."""
+        self._next_alive = NEVER
+
+    def watch(self, threads: Threads) -> None:
+        """Take the user's threads into account; to be called before anything else."""
+        self._threads = threads
+        self._blocked = BlockedReports(threads, self._pending, self.transfers)
+
+    @property
+    def me(self) -> Member:  # type: ignore[override]  # read-only here: the joining decides
+        """Who this process is."""
+        return self.joining.me
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` should run next."""
+        if self.failure is not None:
+            return NEVER
+        links = min((due for due, _ in self._lost_links.values()), default=NEVER)
+        requests, neighbours = self._pending.deadline, self.neighbours.deadline
+        return min(self.joining.deadline, self._next_alive, requests, links, neighbours, self._blocked.next_look)
+
+    def submit(self, requests: Sequence[Request], now: float) -> list[Effect]:
+        """Take calls of the user's thread, in order. Small transfers among them leave joined."""
+        effects: list[Effect] = []
+        for request in requests:
+            if self.failure is not None and not isinstance(request, Leave):
+                effects.append(Fail(request.request, self.failure))
+            elif self._leaving is not None:
+                effects.append(Fail(request.request, StoreClosed("this worker has left the cluster")))
+            else:
+                effects += self._accept(request, now)
+        return effects + self._settle(now)
+
+    def refuses(self, source: Member, message: Message) -> str | None:
+        """Listen to the scheduler, to the servers of the roster, and to workers of this host that push together."""
+        if source == SCHEDULER_MEMBER or self._is_peer(source):
+            return None
+        if self.neighbours.has_left(source):
+            return ""
+        return f"{source} is not a server of {self.me}'s cluster"
+
+    def _is_peer(self, source: Member) -> bool:
+        return self.servers.get(source.node.rank) == source or self.neighbours.is_member(source)
+
+    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+        """React to a message of the scheduler, of a server, or of a worker of this host."""
+        effects: list[Effect] = []
+        match message:
+            case Values() | RowValues() | Counted() | Refused():
+                effects = self._answered(message)
+            case Push():
+                self.neighbours.pushed(sender, message, now)
+            case HandedBack():
+                self.transfers.handed_back(message)
+            case Goodbye():
+                self.neighbours.farewell(sender, message)
+            case Done() if sender.node.role is Role.WORKER:
+                self.neighbours.released()
+            case Waiting():
+                effects = self._hinted(message, now)
+            case Rejected(reason):
+                refusal = FencedError(reason) if self.joining.complete else self.joining.refusal(message)
+                effects = self._fail_all(refusal)
+            case _ if sender.node.role is Role.SCHEDULER:
+                effects = self._control(message, now)
+        return effects + self._settle(now)
+
+    def observe(self, event: Event, now: float) -> list[Effect]:
+        """React to a broken or mended connection."""
+        match event:
+            case Disconnected(member, reason, after_silence) if member == SCHEDULER_MEMBER:
+                # What is said now leaves with the next connection, and tells the scheduler whose it is.
+                self.joining.disconnected(now)
+                if self.joining.welcomed:
+                    self._next_alive = now
+                    self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence), reason)
+            case Disconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
+                wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else VERDICT_WAIT_S
+                self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
+            case Connected(member):
+                self._lost_links.pop(member, None)
+            case Unreachable(member, reason) if member == SCHEDULER_MEMBER:
+                endpoint = self.joining.introduction.scheduler_endpoint
+                return self._fail_all(scheduler_lost(endpoint, self.me, reason))
+            case Unreachable(member, reason):
+                return [
+                    Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {member}: {reason}")),
+                    *self._fail_all(unreachable(member, self._host(member), self.me, reason)),
+                ]
+            case _:
+                pass
+        return []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Hello, heartbeat, deadlines."""
+        try:
+            effects = self.joining.tick(now)
+        except KvdistError as error:
+            return self._fail_all(error)
+        for member, (due, reason) in list(self._lost_links.items()):
+            if now >= due:
+                return self._lost_link(member, reason)
+        if now >= self._next_alive:
+            self._next_alive = now + self.limits.heartbeat_s
+            effects.append(Send(SCHEDULER_MEMBER, Alive()))
+        for pending in [pending for pending in self._pending.timed if now >= pending.due]:
+            effects += self._late(pending, now)
+        self.neighbours.tick(now)
+        if now >= self._blocked.next_look:
+            report = self._blocked.look(self._leave_in_line, now)
+            effects += [Send(SCHEDULER_MEMBER, report)] if report else self._stalled(now)
+        return effects + self._settle(now)
+
+    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
+        """Messages have arrived: their bytes are back in the window."""
+        if self.failure is not None:
+            return []
+        for token in tokens:
+            assert isinstance(token, Credit)
+            self.transfers.release(token)
+            self.neighbours.arrived(token.members)
+        return self._settle(now)
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when the oldest request waits."""
+        oldest = self._pending.oldest
+        return None if oldest is None else oldest.since
+
+    def explain(self, now: float) -> str | None:
+        """The oldest request, and what it waits for."""
+        joining = self.joining.explain(now)
+        if joining is not None:
+            return joining
+        text, oldest = self._awaited(now), self._pending.oldest
+        if text is None or oldest is None:
+            return None
+        is_for_workers = self._hint is not None or not self.transfers.awaited_servers(oldest.request)
+        acting = self._threads.may_act(now) if is_for_workers else ""
+        if not acting:
+            return text
+        return (
+            f"{text} (a deadlock is not looked for while these threads may call kvdist: {acting};"
+            " KVDIST_STALL_SHUTDOWN_S ends such a wait)"
+        )
+
+    def _awaited(self, now: float) -> str | None:
+        oldest = self._pending.oldest
+        if oldest is None:
+            return None
+        text = f"{self.me}: {oldest.label} has waited {now - oldest.since:.1f} s"
+        room_wait = self._threads.room_wait()
+        if room_wait:
+            text += f", and another push waits {room_wait}"
+        hint = self._saving.hint if oldest.in_background else self._hint
+        if hint is not None:
+            names = ", ".join(self._named(rank) for rank in hint.ranks)
+            return f"{text}; {hint.subject} lacks {names or 'an answer'}"
+        servers = self.transfers.awaited_servers(oldest.request)
+        awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
+        leader = self.neighbours.leader
+        if leader is not None and self.transfers.slices.has_lent:
+            awaited += f", through worker-{leader.node.rank} ({self._host(leader)}), which pushes for its host"
+        return f"{text} for {awaited or 'the scheduler'}"
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        self.transfers.validate()
+        self.neighbours.validate()
+
+    # Calls of the user.
+
+    def _accept(self, request: Request, now: float) -> list[Effect]:
+        match request:
+            case Register():
+                self._open(request.request, "joining the cluster", now)
+                self._registering.append(request.request)
+                return self._registered() if self.joining.complete else []
+            case DeclareKeys():
+                self._open(request.request, f"init of {_keys(request.keys)}", now)
+                self._declared[request.request] = request
+                if POLICIES[request.mode].by_priority:
+                    self.transfers.keep_little_flying()
+                return [Send(SCHEDULER_MEMBER, request.message)]
+            case Transfer():
+                return self._transfer(request, now)
+            case SetStoreOptimizer() | SendCommand():
+                self._open(request.request, request.label, now)
+                return [Send(SCHEDULER_MEMBER, request.message)]
+            case EnterBarrier():
+                label = f"barrier ({request.statement})" if request.statement else "barrier"
+                self._open(request.request, label, now, request.timeout_s)
+                return self._barriers.enter(request)
+            case ClaimFolder():
+                self._open(request.request, f"lock of the folder of {request.folder}", now)
+                return self._saving.claim(request)
+            case SaveStore():
+                self._open(request.request, f"checkpoint of step {request.step}", now).in_background = True
+                return self._saving.save(request, self.servers)
+            case LoadStore():
+                self._open(request.request, "loading of a checkpoint", now)
+                self._saving.load(request)
+                return []
+            case Leave():
+                return self._leave(request, now)
+
+    def _open(self, request: int, label: str, now: float, timeout_s: float | None = None) -> Pending:
+        pending = self._pending.open(request, label, now, NEVER if timeout_s is None else now + timeout_s)
+        self._hint = None if len(self._pending) == 1 else self._hint
+        self._blocked.look_later(now)
+        return pending
+
+    def _transfer(self, request: Transfer, now: float) -> list[Effect]:
+        pending = self._open(request.request, request.label, now)
+        if not request.runs:
+            return [self._close(pending)]
+        self.transfers.start(request)
+        if request.kind.pushes:
+            self.step = max(self.step, int(self.transfers.slices.pushed[request.runs[0].plan.ids[0]]))
+        return []
+
+    def _leave(self, request: Leave, now: float) -> list[Effect]:
+        self._leaving = request
+        self.neighbours.stop_leading()
+        timeout_s = self.limits.farewell_s if request.failure else None
+        pending = self._open(request.request, "leaving the cluster", now, timeout_s)
+        if self.failure is not None or not self.joining.complete:
+            return [self._close(pending), Stop()]
+        return []
+
+    @property
+    def _leave_in_line(self) -> int | None:
+        """The request to leave, while pushes are in line before it."""
+        leaving = self._leaving
+        return leaving.request if leaving is not None and self.transfers.slices.has_lines else None
+
+    def _stalled(self, now: float) -> list[Effect]:
+        """End the job if the user has waited for as long as `Limits.stall_shutdown_s`."""
+        since = self._threads.longest_wait_since() if len(self._pending) else None
+        if since is None or not 0 < self.limits.stall_shutdown_s <= now - since:
+            return []
+        limit_s = self.limits.stall_shutdown_s
+        text = f"{self._awaited(now)}; the job ends after {limit_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)"
+        return [Send(SCHEDULER_MEMBER, Goodbye(0, text)), *self._fail_all(DeadlineExceeded(text))]
+
+    def _settle(self, now: float) -> list[Effect]:
+        """Let everything leave that may."""
+        if self.failure is not None:
+            return []
+        effects = self.neighbours.settle(now)
+        if self._saving.waiting:
+            effects += self._saving.settle()
+        for rank, message, credit in self.transfers.take():
+            leader = self.neighbours.leader
+            to = leader if rank == LEADER and leader is not None else self.servers[rank]
+            effects.append(Send(to, message, credit))
+        leaving = self._leaving
+        if leaving is None or self._goodbye_said:
+            return effects
+        if not leaving.failure and self.transfers.everything_arrived:
+            effects += self.neighbours.leave(leaving.request)
+        if leaving.failure or (self.transfers.everything_arrived and self.neighbours.may_leave):
+            self._goodbye_said = True
+            effects.append(Send(SCHEDULER_MEMBER, Goodbye(leaving.request, leaving.failure)))
+        return effects
+
+    # Answers of the scheduler.
+
+    def _control(self, message: Message, now: float) -> list[Effect]:
+        match message:
+            case Welcome():
+                self.joining.welcome(message, now)
+                self._next_alive = now + self.limits.heartbeat_s
+            case Roster():
+                return self._roster(message)
+            case Placed():
+                return self._placed(message)
+            case Done():
+                return self._done(message.request)
+            case Claimed(request, run):
+                pending = self._pending.get(request)
+                return [] if pending is None else [self._close(pending, run)]
+            case Failed():
+                pending = self._pending.get(message.request)
+                self._barriers.answered(message.request)
+                if pending is not None:
+                    pending.error = refusal(message.code, message.reason)
+                    return [self._close(pending)]
+            case CheckBlocked():
+                return [Send(SCHEDULER_MEMBER, self._blocked.report(self._leave_in_line, now))]
+            case Abort():
+                return self._fail_all(verdict(message))
+            case _:
+                pass
+        return []
+
+    def _roster(self, message: Roster) -> list[Effect]:
+        self.peers = self.joining.roster(message)
+        self.epoch += 1
+        effects: list[Effect] = []
+        for peer in self.peers:
+            rank = peer.member.node.rank
+            if peer.member.node.role is Role.SERVER and rank not in self.servers:
+                self.servers[rank] = peer.member
+                self.transfers.add_server(rank, stays_on_host(peer.endpoint))
+                effects.append(Connect(peer.member, peer.endpoint))
+        for effect in self.neighbours.roster(self.me, self.peers):
+            if isinstance(effect, Forget):
+                self._lost_links.pop(effect.member, None)
+            effects.append(effect)
+        return effects + self._registered()
+
+    def _registered(self) -> list[Effect]:
+        requests, self._registering = self._registering, []
+        return [self._close(self._pending[request], self.me.node.rank) for request in requests]
+
+    def _placed(self, message: Placed) -> list[Effect]:
+        declared = self._declared.pop(message.request, None)
+        if declared is None:
+            return []
+        placement = message.placement
+        infos, detours, last = [], [], -1
+        in_rounds: list[int] = []
+        has_rounds, num_servers = POLICIES[declared.mode].has_rounds, len(self.servers)
+        sums = self.neighbours.sums if self.neighbours.detoured else None
+        pulled = declared.pulled_as or declared.dtypes
+        columns = (declared.keys, declared.shapes, declared.dtypes, pulled, declared.message.forms)
+        homes = (placement.first_slices, placement.homes, message.givers)
+        for key, shape, dtype, pulled_as, form, first, home, giver in zip(*columns, *homes, strict=True):
+            slices = slices_of(shape, dtype.itemsize, form, home, num_servers, first, placement.slice_bytes)
+            last = max(last, slices[-1].number)
+            if has_rounds:
+                in_rounds += range(first, slices[-1].number + 1)
+            if sums is not None and has_rounds and not form:  # what is applied one by one is not summed on the way
+                detours += [piece.number for piece in slices if sums(piece.server, piece.count * dtype.itemsize)]
+            other = None if pulled_as is dtype else pulled_as
+            infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
+        self.transfers.slices.grow(last + 1)
+        self.transfers.slices.detour[detours] = True
+        self.transfers.slices.has_rounds[in_rounds] = True
+        return [self._close(self._pending[message.request], tuple(infos))]
+
+    def _done(self, request: int) -> list[Effect]:
+        pending = self._pending.get(request)
+        if pending is None:
+            return []
+        self._barriers.answered(request)
+        if self._leaving is not None and request == self._leaving.request:
+            return [self._close(pending), *self._fail_rest(StoreClosed("the store was closed meanwhile")), Stop()]
+        return [self._close(pending)]
+
+    # Answers of servers.
+
+    def _answered(self, message: Values | RowValues | Counted | Refused) -> list[Effect]:
+        effects: list[Effect] = []
+        if self.neighbours.leads and not isinstance(message, RowValues):
+            effects = self.neighbours.passed_on(message, self.transfers.pushed_stretches(message.runs))
+        errors: dict[int, Exception] = {}
+        if isinstance(message, Refused):
+            for request, rank in self.transfers.refused(message).items():
+                errors[request] = refusal(message.code, f"{server(rank)} refused: {message.reason}")
+        finished = self.transfers.received(message)
+        for request in errors.keys() - {request for request, _ in finished.keys}:
+            self._pending[request].error = errors[request]
+        effects += [Answered(request, keys, errors.get(request)) for request, keys in finished.keys]
+        return [*effects, *(self._close(self._pending[request]) for request in finished.requests)]
+
+    # Ends.
+
+    def _close(self, pending: Pending, result: object = None) -> Effect:
+        if pending.in_background:
+            self._saving.hint = None
+        else:
+            self._hint = None
+        return self._pending.close(pending, result)
+
+    def _fail_rest(self, error: Exception) -> list[Effect]:
+        self.transfers.clear()
+        return self._pending.fail_all(error)
+
+    def _fail_all(self, error: Exception) -> list[Effect]:
+        """Nothing can go on: fail what waits now and what will be asked later."""
+        if self.failure is not None:
+            return []
+        self.failure = error
+        self._lost_links.clear()
+        return [*self._fail_rest(error), Stop(error)]
+
+    def _lost_link(self, member: Member, reason: str) -> list[Effect]:
+        if member == SCHEDULER_MEMBER and self._goodbye_said and self._leaving is not None:
+            # It has heard the goodbye and ended, or died: either way nobody will answer.
+            return self._done(self._leaving.request)
+        if member == SCHEDULER_MEMBER:
+            return self._fail_all(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))
+        return [
+            Send(SCHEDULER_MEMBER, Goodbye(0, f"lost its connection to {member} ({reason})")),
+            *self._fail_all(link_lost(member, self._host(member), self.me, reason)),
+        ]
+
+    def _late(self, pending: Pending, now: float) -> list[Effect]:
+        """A deadline has passed: of a barrier or of a goodbye."""
+        effects = self._barriers.late(pending, now)
+        self._hint = None
+        return [self._close(pending), Stop()] if effects is None else effects
+
+    def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
+        if not self.joining.complete:
+            self.joining.hint = hint.subject
+            return []
+        if self._saving.hinted(hint):
+            return []
+        effects = self._barriers.hinted(hint, now)
+        self._hint = None if effects else hint
+        return effects
+
+    def _host(self, member: Member) -> str:
+        return next((peer.host for peer in self.peers if peer.member == member), "unknown host")
+
+    def _named(self, rank: int) -> str:
+        for peer in self.peers:
+            if peer.member.node.role is Role.WORKER and peer.member.node.rank == rank:
+                return f"worker-{rank} ({peer.host})"
+        return f"worker-{rank}"
+
+
+def _keys(keys: Sequence[int | str]) -> str:
+    shown = ", ".join(repr(key) for key in keys[:3])
+    return f"key {shown}" if len(keys) == 1 else f"{len(keys)} keys ({shown}{', …' if len(keys) > 3 else ''})"

@@ -1,0 +1,559 @@
+"""The only loop: runs any machine over any transport, and hands calls and answers between threads.
+
+One thread owns a `Node` and everything in it. Other threads may only `submit` and `post`, which put something into
+the mailbox and wake the loop; answers come back as futures. This is the one place that knows machines, bytes and
+sockets at once, and the one place where effects are carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from typing import Any
+
+from kvdist.checkpoint.works import Product
+from kvdist.config.exit_codes import exit_with_peer_lost
+from kvdist.core.effects import (
+    NEVER,
+    Adopt,
+    Answered,
+    Complete,
+    Connect,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    Fail,
+    Forget,
+    Machine,
+    Persist,
+    Persisted,
+    Report,
+    Send,
+    Stop,
+    Transmit,
+)
+from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.reliable import ACK_DELAY_S, Reliable
+from kvdist.core.worker.requests import Request
+from kvdist.core.worker.worker import Worker
+from kvdist.errors import (
+    AuthenticationError,
+    ConfigError,
+    ForkError,
+    KvdistError,
+    PeerLostError,
+    ProtocolError,
+    StoreClosed,
+)
+from kvdist.nodes import UNRANKED, Member, NodeId, Role
+from kvdist.protocol.messages import Packet
+from kvdist.protocol.registration import Hello, Rejected
+from kvdist.protocol.wire import VersionMismatch, decode, encode
+from kvdist.runtime.io_thread import Disk, ThreadedDisk
+from kvdist.runtime.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
+from kvdist.runtime.trace import now_ns
+from kvdist.runtime.tracing import NodeTrace
+from kvdist.runtime.user_threads import AwaitedFuture, note_call
+from kvdist.transport.base import Arrived, Buffer, Route, Transport
+from kvdist.transport.base import Connected as RouteUp
+from kvdist.transport.base import Disconnected as RouteDown
+from kvdist.transport.base import Refused as RouteRefused
+
+LOG = logging.getLogger("kvdist")
+
+MESSAGES_TOGETHER = 8
+"""Messages to one peer that wait for each other at most; more would let the peer wait for its first work."""
+TURN_S = 1.0
+"""The longest the loop sleeps."""
+LINGER_S = 0.5
+"""How long last words may take to leave."""
+GARBAGE_REPORTS_MAX = 5
+"""Invalid messages that are reported one by one; the rest is only counted."""
+
+_living: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+class Node:
+    """One machine, one transport, one thread.
+
+    Args:
+        machine: what reacts.
+        transport: what carries.
+        job: the tag of the job.
+        explain_after_s: a wait longer than this is explained, again at every multiple.
+        clock: monotonic seconds.
+        disk: where the machine's state is kept; None for the disk of this machine.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        transport: Transport,
+        job: int,
+        explain_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        disk: Disk | None = None,
+    ) -> None:
+        self.machine = machine
+        self._disk = ThreadedDisk() if disk is None else disk
+        self.transport = transport
+        self.reliable = Reliable(machine, job)
+        self.stopped = False
+        self.failure: Exception | None = None
+        """Why the machine stopped; None if it stopped well."""
+        self.garbage_dropped = 0
+        """Messages that were not valid."""
+        self.forgeries = 0
+        """Messages whose sender is not whom its key belongs to."""
+        self.trace: NodeTrace | None = None
+        """Notes what happens here; None while nobody wants to know. Any thread sets it, so read it once."""
+        self._explain_after_s = explain_after_s
+        self._explained_until = NEVER
+        self._clock = clock
+        self._forked = False
+        self._routes: dict[Member, Route] = {}
+        self._members: dict[Route, Member] = {}
+        self._mailbox = Mailbox(transport.wake, clock)
+        self._outgoing: dict[Route, list[list[Buffer]]] = {}
+        """What one turn has to say, so that it leaves together."""
+        self._closed = False
+        self._dialled: dict[Route, Member] = {}
+        """Routes that this process has dialled, and who is expected there."""
+        self._introduced: dict[Route, Member] = {}
+        """Who has introduced itself last by a route that others have dialled, and has no seat yet."""
+        self._refused_routes: set[Route] = set()
+        """Routes of strangers, of other versions or of others' names: told so once, and not listened to any more."""
+        self._answers: dict[int, tuple[Answer | AnswerByKey, Finish | None]] = {}
+        self._numbers = count(1)
+        _living.add(self)
+
+    # For other threads.
+
+    def submit(self, make: Callable[[int], Request], finish: Finish | None = None) -> Future[Any]:
+        """Hand the machine a request; `make` gets its number. Every error comes through the future."""
+        self.check_fork()
+        future: Future[Any] = AwaitedFuture()
+        # It cannot be cancelled: what was asked has left, and the answer may be under way into the user's arrays.
+        future.set_running_or_notify_cancel()
+        self.submit_for(future, make, finish)
+        return future
+
+    def submit_for(
+        self,
+        answer: Answer | AnswerByKey,
+        make: Callable[[int], Request],
+        finish: Finish | None = None,
+        growing: Growing | None = None,
+    ) -> None:
+        """`submit` for whoever takes the outcome without a future.
+
+        Args:
+            answer: gets it, on the node's thread.
+            make: makes the request out of its number, on the node's thread.
+            finish: as in `submit`.
+            growing: lets it wait a little, so that `make` may take in what is submitted meanwhile; see `hurry`.
+        """
+        self.check_fork()
+        trace = self.trace
+        since_ns = 0 if trace is None else trace.take_since()
+        if not self._mailbox.put(Errand(make, answer, finish, growing, since_ns)):
+            answer.set_exception(self._reason())
+
+    def hurry(self) -> None:
+        """What was submitted and may wait a little is wanted now."""
+        self._mailbox.hurry()
+
+    def post(self, event: Event) -> None:
+        """Hand the machine an event."""
+        self._mailbox.put(event)
+
+    def shares_memory_with(self, member: Member) -> bool:
+        """Whether what lies in the transport's memory is not carried to this member."""
+        route = self._routes.get(member)
+        return route is not None and self.transport.shares(route)
+
+    def begin_call(self) -> None:
+        """A call of the user: note its thread, and the time for the trace; raise `ForkError` in a forked child."""
+        if self._forked:
+            self.check_fork()
+        note_call()
+        trace = self.trace
+        if trace is not None:
+            trace.called()
+
+    def check_fork(self) -> None:
+        """Raise `ForkError` in a forked child: threads and sockets stay with the parent."""
+        if self._forked:
+            raise ForkError(
+                "this process was forked from one with a kvdist store, and a store does not survive a fork;"
+                " use it in the parent only, or create it after the fork"
+            )
+
+    # For the thread that owns the node.
+
+    def run(self) -> None:
+        """Turn until the machine stops, then close the transport."""
+        try:
+            while not self.stopped:
+                self.turn(TURN_S)
+        except BaseException as error:
+            self._stop(error if isinstance(error, Exception) else None)
+            raise
+        finally:
+            self.finish()
+
+    def turn(self, timeout_s: float) -> bool:
+        """One round of the loop: what has arrived, what was asked, what is due. True if there was anything.
+
+        Args:
+            timeout_s: how long to wait for something to happen.
+        """
+        now = self._clock()
+        timeout_s = max(0.0, min(timeout_s, self.deadline - now))
+        events = self.transport.recv(timeout_s)
+        # What is due is due by the time at which the line was last listened to: if this process then stands still, or
+        # computes for seconds, others are not late, for what they said meanwhile lies unread.
+        heard_at = self._clock()
+        for event in events:
+            if self.stopped:
+                break
+            match event:
+                case Arrived(route, frames, sender):
+                    self._arrived(route, frames, sender)
+                case RouteUp(route):
+                    self._came_back(self._members.get(route))
+                case RouteDown(route, reason, after_silence):
+                    self._went_away(route, reason, after_silence)
+                    self._forget_stranger(route)
+                case RouteRefused(_, reason):
+                    self._stop(AuthenticationError(reason))
+        asked = self._take_mail()
+        due = self.reliable.deadline <= heard_at
+        if due:
+            self._carry_out(self.reliable.tick(heard_at))
+        self._explain(heard_at)
+        self._send_outgoing()
+        return bool(events) or asked or due
+
+    @property
+    def deadline(self) -> float:
+        """When `turn` has something to do, whatever arrives."""
+        return min(self.reliable.deadline, self._mailbox.due)
+
+    def finish(self) -> None:
+        """Say the last acknowledgements, free the transport, and fail what nobody will answer any more."""
+        self._stop(None)
+        if not self._closed:
+            self._closed = True
+            self._carry_out(self.reliable.tick(self._clock() + ACK_DELAY_S))
+            self._send_outgoing()
+            self.transport.close(LINGER_S)
+            self._disk.close(LINGER_S)
+        for item in self._mailbox.close():
+            if isinstance(item, Errand):
+                item.answer.set_exception(self._reason())
+        for answer, _ in self._answers.values():
+            answer.set_exception(self._reason())
+        self._answers.clear()
+
+    def _stop(self, failure: Exception | None) -> None:
+        if not self.stopped:
+            if isinstance(failure, PeerLostError):
+                exit_with_peer_lost()
+            self.failure = failure
+            self.stopped = True
+
+    def _reason(self) -> Exception:
+        return self.failure or StoreClosed("the store is closed: this process has left the cluster")
+
+    def _arrived(self, route: Route, frames: Sequence[memoryview], sender: NodeId | None) -> None:
+        if route in self._refused_routes:
+            self.reliable.strangers_refused += 1
+            return
+        try:
+            packet = decode(frames)
+        except VersionMismatch as error:
+            self._other_version(route, error)
+            return
+        except ProtocolError as error:
+            self._garbage(route, error)
+            return
+        source = packet.stamp.source
+        if sender is not None and source.node != sender and not _introduces(packet, sender):
+            self._forged(route, packet, sender)
+            return
+        if self._routes.get(source) != route and not self._adopt(route, packet):
+            return
+        trace = self.trace
+        since_ns = 0 if trace is None else now_ns()
+        self._carry_out(self.reliable.receive(packet, self._clock()))
+        if trace is not None:
+            trace.handled(packet, since_ns)
+
+    def _adopt(self, route: Route, packet: Packet) -> bool:
+        """Take a route for that of whoever speaks there, if it is one who may; whether the message is to be read."""
+        source = packet.stamp.source
+        refusal = self.reliable.refusal(packet) if self._may_speak(route, packet) else ""
+        if refusal is not None:
+            self.reliable.strangers_refused += 1
+            if refusal:
+                self._refuse(route, self.reliable.rejection(refusal, packet.stamp))
+            else:
+                self.transport.hang_up(route)
+            return False
+        if isinstance(packet.message, Rejected):
+            return True
+        known = self._routes.get(source)
+        if known is not None:
+            # The peer dialled anew. What was said under the old connection may be lost, noticed or not.
+            self._went_away(known, "a new connection took its place")
+            self._members.pop(known, None)
+        if source.node.rank == UNRANKED:
+            self._routes.pop(self._introduced.get(route, source), None)
+            self._introduced[route] = source
+        self._routes[source] = route
+        self._members[route] = source
+        if known is not None:
+            self._came_back(source)
+        return True
+
+    def _may_speak(self, route: Route, packet: Packet) -> bool:
+        """Whether the sender of a message can be at the other end of its route.
+
+        Only the scheduler and servers are dialled, by everybody and by workers; workers dial each other too. So nobody
+        who dials this process can be believed to be another one.
+        """
+        dialled, source = self._dialled.get(route), packet.stamp.source
+        if dialled is not None:
+            return source == dialled or isinstance(packet.message, Rejected)
+        is_scheduler = self.machine.me.node.role is Role.SCHEDULER
+        return source.node.role is Role.WORKER or (is_scheduler and source.node.role is Role.SERVER)
+
+    def _refuse(self, route: Route, packet: Packet) -> None:
+        """Say why a route is not listened to any more, once: whoever does not read would leave the rest in memory."""
+        if route not in self._refused_routes:
+            self._refused_routes.add(route)
+            self.transport.send(route, encode(packet))
+            self.transport.hang_up(route)
+
+    def _other_version(self, route: Route, error: VersionMismatch) -> None:
+        """Whoever joins learns from the scheduler's first answer that it cannot; the scheduler answers once."""
+        if self._members.get(route) == SCHEDULER_MEMBER:
+            self._stop(ConfigError(f"{error}: install the same version of kvdist on every machine"))
+        else:
+            self._garbage(route, error)
+            self._refuse(route, self.reliable.rejection(str(error)))
+
+    def _forged(self, route: Route, packet: Packet, sender: NodeId) -> None:
+        """Somebody with a key of this job speaks in another's name. Whoever does so by mistake is told."""
+        self.forgeries += 1
+        stamp = packet.stamp
+        claimed = stamp.source.node
+        if isinstance(packet.message, Hello):
+            claimed = NodeId(claimed.role, max(packet.message.wanted_rank, -1) % (UNRANKED + 1))
+        reason = f"the key of this connection is that of {sender}, but what it says is signed {claimed}"
+        if self.forgeries <= GARBAGE_REPORTS_MAX:
+            LOG.warning("%s dropped a forged message: %s", self.machine.me, reason)
+        advice = "role and KVDIST_RANK must be those for which its key was made"
+        self._refuse(route, self.reliable.rejection(f"{reason}; {advice}", stamp))
+
+    def _garbage(self, route: Route, error: ProtocolError) -> None:
+        self.garbage_dropped += 1
+        sender: Member | str = self._members.get(route, "a stranger")
+        if sender == "a stranger":
+            self.transport.hang_up(route)
+        if self.garbage_dropped <= GARBAGE_REPORTS_MAX:
+            LOG.warning("%s dropped an invalid message from %s: %s", self.machine.me, sender, error)
+
+    def _came_back(self, member: Member | None) -> None:
+        if member is not None:
+            self._carry_out(self.reliable.observe(Connected(member), self._clock()))
+
+    def _went_away(self, route: Route, reason: str, after_silence: bool = False) -> None:
+        member = self._members.get(route)
+        # A member that is heard under another route by now has come back already.
+        if member is not None and self._routes.get(member) == route:
+            self._carry_out(self.reliable.observe(Disconnected(member, reason, after_silence), self._clock()))
+
+    def _forget_stranger(self, route: Route) -> None:
+        """The connection of a route is over: nothing of a stranger's is kept."""
+        self._refused_routes.discard(route)
+        stranger = self._introduced.pop(route, None)
+        if stranger is not None and self._routes.get(stranger) == route:
+            del self._routes[stranger]
+            self._members.pop(route, None)
+
+    def _take_mail(self) -> bool:
+        requests: list[Request] = []
+        events: list[Event] = []
+        trace = self.trace
+        for item in self._mailbox.take(self._clock()):
+            if not isinstance(item, Errand):
+                events.append(item)
+                continue
+            try:
+                request = item.make(next(self._numbers))
+            except Exception as error:  # noqa: BLE001  # whatever the making raised belongs to its caller
+                item.answer.set_exception(error)
+            else:
+                self._answers[request.request] = (item.answer, item.finish)
+                requests.append(request)
+                if trace is not None:
+                    trace.asked(request, item.since_ns)
+        now = self._clock()
+        for event in events:
+            if isinstance(event, Persisted) and event.failure:
+                LOG.error("%s: %s", self.machine.me, event.failure)
+            self._carry_out(self.reliable.observe(event, now))
+        machine = self.machine
+        if requests and isinstance(machine, Worker):
+            self._carry_out(self.reliable.perform(lambda: machine.submit(requests, now), now))
+        return bool(requests or events)
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Transmit(to, packet):
+                    self._transmit(to, packet)
+                case Complete(request, result):
+                    self._complete(request, result)
+                case Answered(request, keys, refusal):
+                    self._keys_answered(request, keys, refusal)
+                case Fail(request, error):
+                    answer, _ = self._answers.pop(request, (None, None))
+                    trace = self.trace
+                    if trace is not None:
+                        trace.answered(request, error)
+                    if answer is not None:
+                        answer.set_exception(error)
+                case Connect(to, endpoint):
+                    route = self.transport.connect(endpoint, to.node)
+                    self._routes[to] = route
+                    self._members[route] = self._dialled[route] = to
+                case Adopt(stranger, member):
+                    route = self._routes.pop(stranger)
+                    self._introduced.pop(route, None)
+                    self._routes[member] = route
+                    self._members[route] = member
+                case Report(text):
+                    LOG.warning("%s", text)
+                case Persist(token, work):
+                    self._disk.begin(work, partial(self._persisted, token))
+                case Stop(failure):
+                    self._stop(failure)
+                case Send() | Forget():
+                    raise AssertionError("Reliable takes these")
+
+    def _persisted(self, token: object, product: Product, failure: str) -> None:
+        self.post(Persisted(token, product, failure))
+
+    def _transmit(self, to: Member, packet: Packet) -> None:
+        route = self._routes.get(to)
+        # Without a route the peer is away: what matters is repeated when it is back.
+        if route is None:
+            return
+        if isinstance(packet.message, Rejected):
+            self._refuse(route, packet)
+            return
+        try:
+            frames = encode(packet)
+        except ValueError as error:
+            # What a user may hand in is checked at the call; what slips through must not leave others waiting.
+            self._stop(KvdistError(f"{self.machine.me} has something to say that no message can carry: {error}"))
+            return
+        if route not in self._outgoing and not self.transport.shares(route):
+            self.transport.send(route, frames)
+            return
+        together = self._outgoing.setdefault(route, [])
+        together.append(frames)
+        if len(together) >= MESSAGES_TOGETHER:
+            self.transport.send_all(route, self._outgoing.pop(route))
+
+    def _send_outgoing(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for route, messages in outgoing.items():
+            self.transport.send_all(route, messages)
+
+    def _complete(self, request: int, result: object) -> None:
+        answer, finish = self._answers.pop(request, (None, None))
+        if answer is None:
+            return
+        trace = self.trace
+        try:
+            outcome = result if finish is None else finish()
+            if trace is not None:
+                trace.answered(request)
+            answer.set_result(outcome)
+        except Exception as error:  # noqa: BLE001  # whatever the finishing raised belongs to its caller
+            if trace is not None:
+                trace.answered(request, error)
+            answer.set_exception(error)
+
+    def _keys_answered(self, request: int, keys: Sequence[int], error: Exception | None) -> None:
+        answer, _ = self._answers.get(request, (None, None))
+        if isinstance(answer, AnswerByKey):
+            answer.set_keys(keys, error)
+
+    def _explain(self, now: float) -> None:
+        since = self.machine.waiting_since
+        if since is None:
+            self._explained_until = NEVER
+            return
+        waits = int((now - since) / self._explain_after_s)
+        if waits < 1:
+            self._explained_until = since
+        elif now >= min(self._explained_until, NEVER) + self._explain_after_s or self._explained_until == NEVER:
+            self._explained_until = since + waits * self._explain_after_s
+            LOG.warning("%s", self.machine.explain(now))
+
+
+def _introduces(packet: Packet, sender: NodeId) -> bool:
+    """Whether this is from a process that has no seat yet, of that role, and wants the very rank of its key."""
+    source, message = packet.stamp.source.node, packet.message
+    if source.rank != UNRANKED or source.role is not sender.role:
+        return False
+    return not isinstance(message, Hello) or message.wanted_rank == sender.rank
+
+
+def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None:
+    """Run several nodes in one thread until all have stopped, first to last in every round.
+
+    Args:
+        nodes: the nodes; their transports must share what `wait` waits for.
+        wait: sleeps for at most so many seconds, or until something happens for any of the nodes.
+    """
+    running = list(nodes)
+    try:
+        while running:
+            busy = False
+            for node in running:
+                try:
+                    busy = node.turn(0.0) or busy
+                except Exception as error:
+                    node._stop(error)
+                    raise
+            for node in [node for node in running if node.stopped]:
+                # At once, so that the others see it go.
+                node.finish()
+                running.remove(node)
+            if running and not busy:
+                now = time.monotonic()
+                wait(max(0.0, min(TURN_S, *(node.deadline - now for node in running))))
+    finally:
+        for node in nodes:
+            node.finish()
+
+
+def _poison_children() -> None:
+    for node in list(_living):
+        node._forked = True
+
+
+os.register_at_fork(after_in_child=_poison_children)

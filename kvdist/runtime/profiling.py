@@ -1,0 +1,389 @@
+"""`Profiler`: traces one node into one file, from `start` to `dump`; by a call, or by a command of a worker.
+
+While it runs, a thread renews the file now and then, each time a whole one. So however the process ends there is a
+valid file, in which at most the last moments are missing. Renewing takes at most a twentieth of one processor.
+
+Rules that hold here:
+
+* No file of a trace is written under the lock of a `Profiler`, so whoever begins or pauses a trace waits for none.
+* A command of a worker, which runs on the server's only thread, takes a snapshot; the profiler's thread writes it. The
+  command is answered before that. What a look at the place cannot tell, such as a full disk, is logged then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import queue
+import re
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdist.core.server.rounds import Rounds
+from kvdist.core.server.server import Server
+from kvdist.errors import KvdistError
+from kvdist.nodes import UNRANKED
+from kvdist.protocol.commands import HEAD_OF_USERS_MAX
+from kvdist.runtime.node import Node
+from kvdist.runtime.trace import EVENTS_MAX, Trace, TraceCopy, TraceFiles, now_ns, require_writable
+from kvdist.runtime.tracing import NodeTrace, TracedRounds
+from kvdist.version import __version__
+
+LOG = logging.getLogger("kvdist")
+
+PROFILER_HEAD = HEAD_OF_USERS_MAX + 1
+"""The number of the command that controls the profiler of a server."""
+REST = 20
+"""How many times as long as it took to renew the file it is then left alone."""
+DUMP_PERIOD_MAX_S = 86_400.0
+"""The most that may lie between two renewals."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """Where a trace goes and how large it becomes.
+
+    Raises (on construction):
+        TypeError: something has a wrong type.
+        ValueError: a number is out of range, or the name cannot be that of a file.
+    """
+
+    filename: str = "profile.json"
+    events_max: int = 100_000
+    dump_period_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_file_name(self.filename)
+        if not isinstance(self.events_max, int) or isinstance(self.events_max, bool):
+            raise TypeError(f"max_events is an int, not {type(self.events_max).__name__}")
+        if not 1 <= self.events_max <= EVENTS_MAX:
+            raise ValueError(f"a trace keeps 1 to {EVENTS_MAX} events, not {self.events_max}")
+        if not isinstance(self.dump_period_s, int | float) or isinstance(self.dump_period_s, bool):
+            raise TypeError(f"dump_period is a number of seconds, not {type(self.dump_period_s).__name__}")
+        if not 0 < self.dump_period_s <= DUMP_PERIOD_MAX_S:
+            raise ValueError(
+                f"the time between two dumps is {self.dump_period_s}; it must be more than 0 s and at most"
+                f" {DUMP_PERIOD_MAX_S:.0f} s, which is a day"
+            )
+
+    def as_command(self) -> str:
+        """The body of the command that gives these to a server."""
+        return json.dumps({"do": "set_config", **vars(self), "dump_period_s": float(self.dump_period_s)})
+
+
+def _require_file_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the file name of a trace is a str or a path, not {type(name).__name__}")
+    if not name:
+        raise ValueError("the file name of a trace is empty")
+    if os.path.basename(name) in ("", ".", ".."):
+        raise ValueError(f"{name[:80]!r} names a directory: a trace needs the name of a file, such as profile.json")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        raise ValueError(f"{name[:80]!r} cannot be the name of a file: it has characters that files' cannot") from None
+    if "\0" in name:
+        raise ValueError(f"{name[:80]!r} cannot be the name of a file: it has a NUL")
+
+
+def require_plain(filename: str) -> None:
+    """Refuse a name that could lead out of the directory that whoever started the server chose.
+
+    Raises:
+        ValueError: it is anything but letters, digits, dots, dashes and underlines.
+    """
+    if not _PLAIN_NAME.fullmatch(filename) or filename in (".", ".."):
+        raise ValueError(
+            f"{filename[:80]!r} cannot be the file name of a server's trace: it has 1 to 64 of the characters A-Z a-z"
+            " 0-9 . _ - and no directory; KVDIST_PROFILE_DIR of the server chooses where it lies"
+        )
+
+
+class Profiler:
+    """Traces one node. Every method may be called again, and does nothing then.
+
+    Args:
+        find_folder: says where files lie whose names have no directory; asked when a trace begins.
+    """
+
+    def __init__(self, find_folder: Callable[[], Path]) -> None:
+        self._find_folder = find_folder
+        self._folder = Path()
+        self._settings = TraceSettings()
+        self._node: Node | None = None
+        self._trace: Trace | None = None
+        self._trace_number = 0
+        self._records = False
+        self._claimed = False
+        """A call has begun the present trace, or joined in; else the environment began it."""
+        # Reentrant, because Ctrl-C may interrupt the thread that holds it, whose handler may dump.
+        self._lock = threading.RLock()
+        self._files = TraceFiles()
+        self._copies: queue.SimpleQueue[TraceCopy | None] = queue.SimpleQueue()
+        """What the thread shall write; None to look whether it is wanted."""
+        self._thread: threading.Thread | None = None
+        self._thread_wanted = False
+        self._pid = os.getpid()
+
+    def attach(self, node: Node) -> None:
+        """Trace this node from now on, at once if the profiler runs already."""
+        with self._lock:
+            self._node = node
+            if self._records:
+                self._engage()
+
+    def set_config(self, settings: TraceSettings) -> None:
+        """Choose where the next trace goes; the present one too, if the environment began it and no call joined in.
+
+        Raises:
+            KvdistError: a trace is being made that a call began, with other settings; or the place cannot be written.
+        """
+        with self._lock:
+            if settings == self._settings:
+                return
+            if self._trace is not None and self._claimed:
+                raise KvdistError("a trace is being made: finish it with profiler.dump() before it is configured anew")
+            before, self._settings = self._settings, settings
+            if self._trace is None:
+                return
+            try:
+                self._require_place()
+            except KvdistError:
+                self._settings = before
+                raise
+            self._trace.keep(settings.events_max)
+            self._trace_number += 1
+            self._hand_over(self._copy())
+
+    def start(self, by_call: bool = False) -> None:
+        """Record from now on, into the trace that there is, if it has not been finished.
+
+        Args:
+            by_call: somebody asked for it, and not the environment.
+
+        Raises:
+            KvdistError: its file cannot be written.
+        """
+        with self._lock:
+            if not self._records:
+                if self._trace is None:
+                    self._begin()
+                self._records = True
+                self._engage()
+                self._thread_wanted = True
+                self._hand_over(self._copy())
+            self._claimed = self._claimed or by_call
+
+    def stop(self, waits: bool = True) -> None:
+        """Record no more, and write what there is.
+
+        Args:
+            waits: until it is written; else the profiler's thread writes it.
+        """
+        with self._lock:
+            self.pause()
+            self._thread_wanted = False
+        try:
+            self._write_out(waits)
+        finally:
+            self._look()
+
+    def pause(self) -> None:
+        """Record no more until `resume`."""
+        with self._lock:
+            self._records = False
+            if self._node is not None:
+                self._node.trace = None
+                if isinstance(self._node.machine, Server):
+                    self._node.machine.table.rounds = Rounds()
+
+    def resume(self) -> None:
+        """Record again, if a trace is being made."""
+        with self._lock:
+            if self._trace is not None:
+                self.start()
+
+    def dump(self, finished: bool, waits: bool = True) -> Path | None:
+        """Write what there is, and return where; None if no node has been traced.
+
+        Args:
+            finished: end the trace; another `start` makes a new one.
+            waits: until it is written; else the profiler's thread writes it.
+
+        Raises:
+            KvdistError: it cannot be written. What was there is there still.
+        """
+        path = self._write_out(waits)
+        if finished:
+            with self._lock:
+                self.pause()
+                if path is not None:
+                    self._files.finish(path, self._trace_number)
+                self._trace, self._claimed, self._thread_wanted = None, False, False
+                if self._thread is None:
+                    atexit.unregister(self._at_exit)
+            self._look()
+        return path
+
+    def perform(self, head: int, body: str, rank: int) -> None:
+        """The handler of the command by which a worker controls this profiler; see `Handler`. It writes no trace.
+
+        Raises:
+            TypeError, ValueError: the body is none of the calls that there are, or the file name is not plain.
+            KvdistError: a place cannot be written, or a trace is being made.
+        """
+        match json.loads(body):
+            case {"do": "set_config", "filename": str(name), "events_max": int(most), "dump_period_s": float(period)}:
+                require_plain(name)
+                self.set_config(TraceSettings(name, most, period))
+            case {"do": "dump", "finished": bool(finished)}:
+                self.dump(finished, waits=False)
+            case {"do": "start"}:
+                self.start(by_call=True)
+            case {"do": "stop"}:
+                self.stop(waits=False)
+            case {"do": "pause"}:
+                self.pause()
+            case {"do": "resume"}:
+                self.resume()
+            case _:
+                raise ValueError(f"the profiler knows no call {body[:80]!r}")
+
+    # Under the lock.
+
+    def _begin(self) -> None:
+        self._folder, self._pid = self._find_folder(), os.getpid()
+        self._trace = Trace(self._settings.events_max)
+        self._trace_number += 1
+        try:
+            self._require_place()
+        except KvdistError:
+            self._trace = None
+            raise
+
+    def _engage(self) -> None:
+        if self._node is not None and self._trace is not None:
+            self._node.trace = NodeTrace(self._trace)
+            if isinstance(self._node.machine, Server):
+                self._node.machine.table.rounds = TracedRounds(self._trace)
+
+    def _path(self) -> Path | None:
+        node = self._node
+        # A forked child has a copy of this, but the file is its parent's.
+        if node is None or self._trace is None or node.machine.me.node.rank == UNRANKED or os.getpid() != self._pid:
+            return None
+        named = self._folder / self._settings.filename
+        return named.with_name(f"{named.stem}.{node.machine.me}{named.suffix}").absolute()
+
+    def _require_place(self) -> None:
+        path, node = self._path(), self._node
+        if path is not None and node is not None:
+            try:
+                require_writable(path)
+            except OSError as error:
+                raise _unwritable(path, str(node.machine.me), error) from error
+
+    def _copy(self) -> TraceCopy | None:
+        """What there is to write; None if all that is known stands there already."""
+        path, node, trace = self._path(), self._node, self._trace
+        if path is None or node is None or trace is None or self._files.has(path, (self._trace_number, trace.last)):
+            return None
+        about = {"version": __version__, "host": socket.gethostname(), "clock": "time.monotonic_ns"}
+        return TraceCopy(path, self._trace_number, trace.snapshot(), str(node.machine.me), about)
+
+    def _hand_over(self, copy: TraceCopy | None) -> None:
+        """Let the thread write this."""
+        self._copies.put(copy)
+        if not self._thread_wanted:
+            self._copies.put(None)
+        if self._thread is None:
+            atexit.unregister(self._at_exit)
+            atexit.register(self._at_exit)
+            thread = threading.Thread(target=self._run, name="kvdist-profiler", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    # Without it.
+
+    def _write_out(self, waits: bool) -> Path | None:
+        with self._lock:
+            path, copy = self._path(), self._copy()
+            if copy is not None and not waits:
+                self._require_place()
+                self._hand_over(copy)
+        if copy is not None and waits:
+            self._write(copy)
+        return path
+
+    def _write(self, copy: TraceCopy) -> None:
+        try:
+            self._files.put(copy)
+        except OSError as error:
+            raise _unwritable(copy.path, copy.process, error) from error
+
+    def _look(self) -> None:
+        """Let the thread end when it has written what it was handed, if it is not wanted any more."""
+        if self._thread is not None:
+            self._copies.put(None)
+
+    def _run(self) -> None:
+        """The thread's work: write what it is handed, and renew the file again and again."""
+        pause_s, complaint = self._settings.dump_period_s, ""
+        while True:
+            try:
+                copy = self._copies.get(timeout=pause_s)
+            except queue.Empty:
+                with self._lock:
+                    copy = self._copy()
+            else:
+                if copy is None and self._ends():
+                    return
+            began = now_ns()
+            try:
+                if copy is not None:
+                    self._write(copy)
+            except Exception as error:  # noqa: BLE001  # whatever went wrong, the next time it may go well
+                if str(error) != complaint:
+                    complaint = str(error)
+                    LOG.warning("%s", error)
+            pause_s = max(self._settings.dump_period_s, REST * (now_ns() - began) / 1e9)
+            del copy  # or a finished trace would stay
+
+    def _ends(self) -> bool:
+        with self._lock:
+            if self._thread_wanted or not self._copies.empty():
+                return False
+            self._thread = None
+            if self._trace is None:
+                atexit.unregister(self._at_exit)
+            return True
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._thread_wanted = False
+            thread = self._thread
+        self._look()
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            copy = self._copy()
+        try:
+            if copy is not None:
+                self._write(copy)
+        except KvdistError as error:
+            LOG.warning("%s", error)
+
+
+def _unwritable(path: Path, process: str, error: OSError) -> KvdistError:
+    return KvdistError(
+        f"the trace of {process} cannot be written to {path} ({error}); KVDIST_PROFILE_DIR and"
+        " profiler.set_config(filename=...) choose where it goes"
+    )

@@ -1,0 +1,262 @@
+"""How threads of the user's program wait in calls of kvdist: which do, whether another may act, and for room.
+
+A deadlock may be declared only if nobody can act any more. So every other thread counts as one that may act, unless it
+is known to make no calls of kvdist: threads of kvdist itself, idle ones of executors, and those of some libraries. A
+daemon that has never called kvdist, such as a server of metrics, counts as one that may until the wait has lasted a
+minute.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Container
+from concurrent.futures import Future
+from concurrent.futures import thread as executors
+from types import FrameType
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+Result = TypeVar("Result")
+
+_waits: dict[int, float] = {}
+"""Thread → since when it waits in a call of kvdist without a time-out, in monotonic seconds."""
+
+_callers: WeakSet[threading.Thread] = WeakSet()
+"""Threads that have called kvdist."""
+
+NEVER_CALLED_S = 60.0
+"""For so long a daemon that has never called kvdist is expected to: it may load data first, or compile."""
+OWN_THREADS = ("kvdist-node", "kvdist-disk", "kvdist-kernels", "kvdist-profiler", "kvdist-timeline")
+"""Threads of kvdist that never wait for the user, and run code of the user's only to bring answers."""
+NAMED_MAX = 4
+"""Threads that a sentence names."""
+PASSIVE_MODULES = (
+    "IPython",
+    "ipykernel",
+    "multiprocessing.queues",
+    "tensorboard",
+    "tensorboardX",
+    "torch.utils.data",
+    "torch.utils.tensorboard",
+    "tqdm",
+    "wandb",
+    "zmq",
+)
+"""Libraries whose threads make no calls of kvdist: progress bars, loggers, loaders of data, the collector of pyzmq."""
+
+
+os.register_at_fork(after_in_child=_waits.clear)
+
+
+class _Noted(threading.local):
+    """Whether the present thread is among the callers."""
+
+    is_caller = False
+
+
+_noted = _Noted()
+
+
+def note_call() -> None:
+    """The present thread calls kvdist."""
+    if not _noted.is_caller:
+        _noted.is_caller = True
+        _callers.add(threading.current_thread())
+
+
+class Waiting:
+    """A context in which the present thread waits in a call of kvdist, without a time-out."""
+
+    __slots__ = ("_before", "_thread")
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        note_call()
+        self._before = _waits.get(self._thread)  # a signal handler of the user may wait inside a wait
+        _waits[self._thread] = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            del _waits[self._thread]
+        else:
+            _waits[self._thread] = self._before
+
+
+class AwaitedFuture(Future[Result]):
+    """A future of a call; who waits for it without a time-out is known."""
+
+    def result(self, timeout: float | None = None) -> Result:
+        """See `concurrent.futures.Future.result`."""
+        if timeout is not None or self.done():
+            return super().result(timeout)
+        with Waiting():
+            return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `concurrent.futures.Future.exception`."""
+        if timeout is not None or self.done():
+            return super().exception(timeout)
+        with Waiting():
+            return super().exception()
+
+
+class UnderWay:
+    """Bytes that were pushed and that the servers have not counted yet. A push for which there is no room waits here.
+
+    Args:
+        bytes_max: the room, if it is not less than two contributions to all keys. With so much, workers that push the
+            same keys in opposite orders do not wait for each other.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.nbytes = 0
+        self.waiting = 0
+        """Pushes that wait for room."""
+        self.room = bytes_max
+        """Bytes that may be under way."""
+        self._contribution_bytes = 0
+        # Reentrant, because a signal handler of the user may push while the thread it interrupted holds it.
+        self._changed = threading.Condition(threading.RLock())
+
+    def grow(self, nbytes: int) -> None:
+        """A contribution to all keys has so many bytes more."""
+        with self._changed:
+            self._contribution_bytes += nbytes
+            self.room = max(self.room, 2 * self._contribution_bytes)
+            self._changed.notify_all()
+
+    def enter(self, nbytes: int, check: Callable[[], None]) -> None:
+        """Count the bytes of a push, as soon as there is room.
+
+        Args:
+            nbytes: of the values, before any compression.
+            check: raises why the push cannot be made any more. Called after each wait.
+        """
+        with self._changed:
+            # A callback of a future pushes on the thread that brings the answers, which must not wait for them.
+            if self.nbytes + nbytes > self.room and threading.current_thread().name not in OWN_THREADS:
+                self._wait_for_room(nbytes, check)
+            self.nbytes += nbytes
+
+    def count(self, nbytes: int, check: Callable[[], None], submit: Callable[[], Future[Result]]) -> Future[Result]:
+        """Submit a push whose bytes are under way until its future is done, or until `submit` has raised.
+
+        Args:
+            nbytes, check: as in `enter`.
+            submit: lays out the push and hands it over.
+        """
+        self.enter(nbytes, check)
+        counted = {nbytes}
+
+        def leave(_: object) -> None:
+            with self._changed:  # once, even if a signal interrupts us after the callback was added
+                while counted:
+                    self.leave(counted.pop())
+
+        try:
+            future = submit()
+            future.add_done_callback(leave)
+        except BaseException:
+            leave(None)
+            raise
+        return future
+
+    def _wait_for_room(self, nbytes: int, check: Callable[[], None]) -> None:
+        self.waiting += 1
+        try:
+            with Waiting():
+                while self.nbytes and self.nbytes + nbytes > self.room:
+                    self._changed.wait()
+                    check()
+        finally:
+            self.waiting -= 1
+
+    def leave(self, nbytes: int) -> None:
+        """So many bytes are counted, or never will be."""
+        with self._changed:
+            self.nbytes -= nbytes
+            if self.waiting:
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let pushes that wait check whether they still can be made."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class UserThreads:
+    """The threads of the user's program, as `kvdist.core.worker.blocking.Threads` asks for them.
+
+    Args:
+        under_way: where pushes wait for room.
+    """
+
+    def __init__(self, under_way: UnderWay) -> None:
+        self._under_way = under_way
+
+    def room_wait(self) -> str:
+        """What a push waits for that has no room; '' if none does."""
+        under_way = self._under_way
+        if not under_way.waiting:
+            return ""
+        nbytes, room = under_way.nbytes, under_way.room
+        return f"for room: {nbytes:,} bytes are under way, and KVDIST_UNDER_WAY_BYTES allows {room:,}"
+
+    def blocked_since(self) -> float | None:
+        """Since when every thread that may act waits in a call of kvdist; None while one does not."""
+        waits = dict(_waits)
+        if not waits:
+            return None
+        others = _others(waits)
+        if _has_strangers() or not all(map(_may_never_call, others)):
+            return None
+        return max(waits.values()) + (NEVER_CALLED_S if others else 0.0)
+
+    def may_act(self, now: float) -> str:
+        """Threads that may act while others wait, such as ``'MainThread'``; '' if none does, or nobody waits."""
+        waits = dict(_waits)
+        if not waits:
+            return ""
+        others = _others(waits)
+        if now - max(waits.values()) >= NEVER_CALLED_S:
+            others = [thread for thread in others if not _may_never_call(thread)]
+        names = [repr(thread.name) for thread in others]
+        return ", ".join(names[:NAMED_MAX]) + (f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else "")
+
+    def longest_wait_since(self) -> float | None:
+        """Since when the thread waits that has waited longest; None if none does."""
+        return min(dict(_waits).values(), default=None)
+
+
+def _others(waits: Container[int]) -> list[threading.Thread]:
+    """The threads that neither wait in kvdist nor are known to make no calls of it."""
+    frames = sys._current_frames()
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.ident not in waits and not _is_passive(thread, frames.get(thread.ident or 0))
+    ]
+
+
+def _has_strangers() -> bool:
+    """Whether a thread runs Python now that Python did not start."""
+    return not sys._current_frames().keys() <= {thread.ident for thread in threading.enumerate()}
+
+
+def _may_never_call(thread: threading.Thread) -> bool:
+    """Whether a thread is taken for one that makes no calls of kvdist, after a while."""
+    return thread.daemon and thread not in _callers
+
+
+def _is_passive(thread: threading.Thread, frame: FrameType | None) -> bool:
+    """Whether a thread that does not wait in kvdist makes no calls of kvdist either."""
+    if thread.name in OWN_THREADS:
+        return True
+    target: Any = getattr(thread, "_target", None)
+    if target is executors._worker and frame is not None and frame.f_code is executors._worker.__code__:
+        return True  # It waits for work, which only a thread that acts can give to it.
+    modules = (type(thread).__module__, getattr(target, "__module__", None) or "")
+    return any(module == name or module.startswith(f"{name}.") for module in modules for name in PASSIVE_MODULES)

@@ -1,0 +1,382 @@
+"""Splitting data: over workers (`SplitSampler`) and over the devices of one worker (`split_and_load`).
+
+A `SplitSampler` hands out examples; `Batches` tells it which of them a training step has used. Importing this module
+does not import torch: a sampler is anything that can be iterated and measured, and a tensor moves itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvdist.kvstore.values import is_tensor
+from kvdist.training.sampling import Place, State, part_length, resume
+
+_READS_AHEAD = (
+    "the DataLoader has num_workers > 0, so it has asked for examples that no step has used yet, and the position in"
+    " the data is not known. Iterate `for batch in trainer.batches(loader)`, which counts the batches that reached"
+    " step(); or give the number that was used: state_dict(visited=...)"
+)
+_UNKNOWN_BATCHES = (
+    "how many examples each batch has is not known, because the DataLoader has num_workers > 0 and a batch sampler of"
+    " its own, or in_order=False. Use batch_size or torch's BatchSampler, or num_workers=0, or give the number that was"
+    " used: state_dict(visited=...)"
+)
+
+
+class SplitSampler:
+    """Indices of one of several equal, contiguous parts of a data set, for ``DataLoader(sampler=...)``.
+
+    Each worker takes the part of its rank: ``SplitSampler(len(dataset), store.num_workers, store.rank)``. All parts
+    have the same length, so all workers make the same number of steps.
+
+    Train on ``for batch in trainer.batches(loader)``: then `state_dict` is the position after the last step. Without
+    it, every example that was asked for counts as visited. A ``DataLoader`` with ``num_workers`` above 0 asks for
+    examples before a step uses them, so there `state_dict` raises unless it is given the number that was used:
+    ``state_dict(visited=batches_done * batch_size)``, less what a shorter last batch lacks. It counts from the
+    beginning of the epoch, also after a resume within it; where the number of workers changed within the epoch, it
+    counts from there. Either way, ``state_dict()["visited"]`` after `load_state_dict` is the number to count on from.
+
+    Args:
+        length: examples in the data set.
+        num_parts: parts, normally `store.num_workers`.
+        part_index: which part, normally `store.rank`.
+        shuffle: a new order within the part in each epoch; otherwise ascending.
+        seed: makes the orders the same in every run; they differ from epoch to epoch. None: they are new each time.
+        drop_last: leave out the last ``length % num_parts`` examples, which no part ever visits. With False no
+            example is lost: parts are one longer where needed, and those at the end go on with the first examples of
+            the data set, which are then visited twice.
+
+    Raises:
+        ValueError: a number is out of range, or every part would be empty.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        num_parts: int = 1,
+        part_index: int = 0,
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+        drop_last: bool = True,
+    ) -> None:
+        _check_parts(length, num_parts, part_index)
+        if drop_last and 0 < length < num_parts:
+            raise ValueError(
+                f"{length} examples in {num_parts} equal parts leave every part empty;"
+                " use fewer workers or drop_last=False"
+            )
+        self._next = Place(length, shuffle, seed, num_parts, part_index, drop_last)
+        """Where the next iteration begins."""
+        self._rest: list[int] | None = None
+        """What the next iteration visits, where that is the rest of an epoch."""
+        self._begun: Place | None = None
+        """Where the latest iteration began; None if there was none since the next one was set."""
+        self._order: list[int] = []
+        """What the latest iteration visits."""
+        self._visited = 0
+        """How many examples of its epoch the latest iteration has been asked for."""
+        self._iterations = 0
+        """Counts iterations, and the calls that set the next one."""
+        self._used: Place | None = None
+        """The position after the last step, while `Batches` reports steps; None: what was asked for counts."""
+        self._is_followed = False
+        """Whether `Batches` reports the steps of the next iteration."""
+        self._left_early = False
+        """Whether the latest iteration was followed and has not reached its end."""
+        self._unknown = ""
+        """Why the number of examples that were used is not known; empty if it is."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next example is, from 0: the running one, and at the end of that the next.
+
+        After `load_state_dict`, ``for epoch in range(sampler.epoch, epochs)`` makes exactly what is left, wherever
+        the state was saved.
+        """
+        return self._place(None).epoch if self._used is None else self._used.epoch
+
+    def __len__(self) -> int:
+        if self._rest is not None:
+            return len(self._rest)
+        return part_length(self._next.length, self._next.num_parts, self._next.drop_last)
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._next.order() if self._rest is None else self._rest
+        self._begun, self._order, self._visited = self._next, order, self._next.visited
+        self._next, self._rest = self._next.beginning_of(self._next.epoch + 1), None
+        self._iterations += 1
+        self._left_early, self._is_followed = self._is_followed, False
+        if not self._left_early:
+            self._used = None
+        self._unknown = _READS_AHEAD if _asks_ahead() else ""
+        return self._counted(order, self._visited)
+
+    def _counted(self, order: list[int], before: int) -> Iterator[int]:
+        for visited, index in enumerate(order, before + 1):
+            self._visited = visited
+            yield index
+
+    def state_dict(self, visited: int | None = None) -> State:
+        """The place in the data, to go on from there: in the same order, or with another number of workers.
+
+        It is made of numbers, so it can be the `state` of a checkpoint. At the end of an epoch it is the beginning of
+        the next one.
+
+        Args:
+            visited: how many examples of the epoch last begun this worker has used; see the class for what it counts
+                and when to give it. None: those of all batches up to the last step, with ``trainer.batches(loader)``,
+                else as many as were asked for.
+
+        Raises:
+            ValueError: an order without a seed cannot be made again, or `visited` is out of range.
+            RuntimeError: `visited` is None, and how many examples were used is not known.
+        """
+        if visited is None and self._used is None and self._unknown:
+            raise RuntimeError(self._unknown)
+        place = self._used if visited is None and self._used is not None else self._place(visited)
+        if not (place.is_beginning or place.can_be_made_again):
+            raise ValueError("the order of this epoch cannot be made again: give SplitSampler a seed")
+        return place.to_state()
+
+    def _place(self, visited: int | None) -> Place:
+        if self._begun is None:
+            before, found, end = self._next, self._next.visited, self._next.visited
+        else:
+            before, found, end = self._begun, self._visited, self._end
+        if visited is not None:
+            found = operator.index(visited)
+        if not before.visited <= found <= end:
+            raise ValueError(
+                f"visited is {found}, but this worker has begun at {before.visited} of epoch {before.epoch} and was"
+                f" given examples up to {end}; it counts from the beginning of the epoch"
+            )
+        return self._next if found == end else replace(before, visited=found)
+
+    @property
+    def _end(self) -> int:
+        """How many examples of its epoch have been visited at the end of the latest iteration."""
+        return 0 if self._begun is None else self._begun.visited + len(self._order)
+
+    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
+        """Let the next iteration go on where a `state_dict` was made.
+
+        Args:
+            state: of the same part of as many parts; or those of all parts, by rank:
+                ``{rank: state["sampler"] for rank, state in checkpoint.states.items()}``, where each worker saved
+                ``{"sampler": sampler.state_dict()}``. Then what nobody had visited is split over the present parts.
+
+        Raises:
+            ValueError: it is no such state, it belongs to another data set or another order, or some parts are missing.
+        """
+        self._next, self._rest = resume(self._next, state)
+        self._reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iteration is, so that a resumed run with a seed goes on in the same order.
+
+        Without this call the iterations count as epochs 0, 1, 2, …. Of an epoch in the middle of which
+        `load_state_dict` has put the sampler, the next iteration is the rest.
+        """
+        if epoch < 0:
+            raise ValueError(f"the epoch is {epoch}; epochs count from 0")
+        if epoch != self._next.epoch:
+            self._next, self._rest = self._next.beginning_of(epoch), None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Nothing of the next iteration has been visited, and what the latest one has visited does not matter."""
+        self._begun, self._used, self._unknown, self._left_early = None, None, "", False
+        self._iterations += 1
+
+    # What `Batches` calls.
+
+    def _follow(self) -> None:
+        """Let the next iteration begin at the position after the last step, and leave that to `_use` from then on."""
+        used, begun = self._used, self._begun
+        if self._left_early and used is not None and begun is not None and used != self._next:
+            # Batches that no step has used may be of an epoch before the latest one; then that one begins anew.
+            is_within = replace(used, visited=begun.visited) == begun
+            self._next = used if is_within else begun
+            self._rest = self._order[used.visited - begun.visited :] if is_within else self._order
+        self._used = self._next if used is None else used
+        self._is_followed = True
+
+    def _use(self, iteration: int, visited: int | None, unknown: str) -> None:
+        """A step has used examples of an iteration, up to `visited`; None for a number that is `unknown`, and why."""
+        if iteration == self._iterations:
+            self._used = None if visited is None else self._place(visited)
+            self._unknown = unknown
+
+
+class Batches:
+    """The batches of a loader, unchanged, of which a `SplitSampler` counts those that have reached a step.
+
+    What `kvdist.Trainer.batches` returns; not made by hand. Each iteration is one of the loader's. A loader with
+    another sampler, or with none, is only iterated.
+
+    Args:
+        loader: a ``torch.utils.data.DataLoader``, or another iterable.
+        handed_out: sampler → what the next step uses of it, as `SplitSampler._use` takes it; see `count_as_used`.
+    """
+
+    def __init__(self, loader: Any, handed_out: HandedOut) -> None:
+        self._loader = loader
+        self._handed_out = handed_out
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler, batch_size, drops_last = _batching(self._loader)
+        if sampler is None:
+            yield from self._loader
+            return
+        before = sampler._iterations
+        sampler._follow()
+        iteration, count = before, 0
+        for batch in self._loader:
+            if not count:
+                iteration, begin, end = sampler._iterations, sampler._end - len(sampler._order), sampler._end
+            count += 1
+            if iteration != before:
+                if batch_size is None:
+                    used = (None, _UNKNOWN_BATCHES) if sampler._unknown else (sampler._visited, "")
+                else:
+                    visited = min(begin + count * batch_size, end)
+                    used = (end if drops_last and end - visited < batch_size else visited, "")
+                self._handed_out[sampler] = (iteration, *used)
+            yield batch
+        self._ended(sampler, iteration if count else sampler._iterations, before)
+
+    def _ended(self, sampler: SplitSampler, iteration: int, before: int) -> None:
+        """The loader has no more batches: with the next step, or now if none is left for it, the epoch is over."""
+        sampler._is_followed = False  # also where the loader never asked it
+        if before != iteration == sampler._iterations:
+            sampler._left_early = False
+            if self._handed_out.get(sampler, (before,))[0] == iteration:
+                self._handed_out[sampler] = (iteration, sampler._end, "")
+            else:
+                sampler._use(iteration, sampler._end, "")
+
+
+HandedOut: TypeAlias = "dict[SplitSampler, tuple[int, int | None, str]]"
+
+
+def count_as_used(handed_out: HandedOut) -> None:
+    """A step has used all batches that were handed out."""
+    for sampler, used in handed_out.items():
+        sampler._use(*used)
+    handed_out.clear()
+
+
+def _batching(loader: Any) -> tuple[SplitSampler | None, int | None, bool]:
+    """The `SplitSampler` of a loader, and how it makes batches.
+
+    Returns:
+        The sampler, None for another one. The examples of a batch; None where that is not known before it is made.
+        Whether a last batch that has fewer is left out.
+    """
+    from torch.utils.data import BatchSampler, DataLoader  # there is a trainer, so there is torch
+
+    maker = getattr(loader, "batch_sampler", None)
+    if maker is None:
+        maker = getattr(loader, "sampler", None)
+    sampler = maker if isinstance(maker, SplitSampler) else getattr(maker, "sampler", None)
+    if not isinstance(sampler, SplitSampler):
+        return None, None, False
+    if isinstance(loader, DataLoader) and getattr(loader, "in_order", True):
+        if sampler is maker:
+            return sampler, 1, False
+        if type(maker) is BatchSampler:
+            return sampler, maker.batch_size, maker.drop_last
+    return sampler, None, False
+
+
+def _asks_ahead() -> bool:
+    """Whether the caller's caller is asked by a ``DataLoader`` with worker processes, which asks ahead of its batches.
+
+    Its iterator is then among the callers. A sampler is given nothing that would tell otherwise.
+    """
+    module = sys.modules.get("torch.utils.data.dataloader")
+    frame = None if module is None else sys._getframe(2)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, module._BaseDataLoaderIter):  # type: ignore[union-attr]
+            return bool(owner._num_workers > 0)
+        frame = frame.f_back
+    return False
+
+
+def split_and_load(data: Any, devices: Sequence[Any], batch_axis: int = 0, even_split: bool = True) -> list[Any]:
+    """Split a batch along an axis, one part for each device, and move each part to its device.
+
+    Args:
+        data: a torch tensor, or a NumPy array (which stays one, and stays on the host).
+        devices: torch devices or their names; an array may only go to ``cpu``. There may be one, or the same one twice.
+        batch_axis: the axis to split.
+        even_split: insist on parts of the same size.
+
+    Returns:
+        A list with one part per device, also when there is one device. Parts are views where nothing had to move.
+
+    Raises:
+        ValueError: see `split_data`; or an array is to go to another device than the host.
+    """
+    parts = split_data(data, len(devices), batch_axis, even_split)
+    if is_tensor(data):
+        pinned = data.is_pinned()  # only from there may a copy go on while the program does
+        return [part.to(device, non_blocking=pinned) for part, device in zip(parts, devices, strict=True)]
+    elsewhere = [str(device) for device in devices if str(device) != "cpu"]
+    if elsewhere:
+        raise ValueError(f"a NumPy array cannot move to {elsewhere[0]}; give torch.from_numpy(array) instead")
+    return parts
+
+
+def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
+    """Split a tensor or array along an axis, without copying.
+
+    Args:
+        data: a torch tensor or a NumPy array.
+        num_slice: how many parts.
+        batch_axis: the axis to split.
+        even_split: insist on parts of the same size. With False the first ``size % num_slice`` parts are one longer,
+            and with fewer examples than parts the last parts are empty.
+
+    Raises:
+        TypeError: the data is neither tensor nor array.
+        ValueError: the size is not divisible by `num_slice` with `even_split`, or there is no such axis.
+    """
+    if not is_tensor(data) and not isinstance(data, np.ndarray):
+        raise TypeError(f"only torch tensors and NumPy arrays can be split, not {type(data).__name__}")
+    if num_slice < 1:
+        raise ValueError(f"cannot split into {num_slice} parts; name at least one device")
+    if not -data.ndim <= batch_axis < data.ndim:
+        raise ValueError(f"data of shape {tuple(data.shape)} has no axis {batch_axis}")
+    axis = batch_axis % data.ndim
+    size = data.shape[axis]
+    if even_split and size % num_slice:
+        raise ValueError(
+            f"a batch of {size} along axis {axis} cannot be split evenly into {num_slice} parts; use a batch size that"
+            f" {num_slice} divides, or even_split=False"
+        )
+    each, longer = divmod(size, num_slice)
+    bounds = [part * each + min(part, longer) for part in range(num_slice + 1)]
+    before = (slice(None),) * axis
+    return [data[(*before, slice(start, stop))] for start, stop in itertools.pairwise(bounds)]
+
+
+def _check_parts(length: int, num_parts: int, part_index: int) -> None:
+    if length < 0:
+        raise ValueError(f"length is {length}; it counts the examples of the data set, at least 0")
+    if num_parts < 1:
+        raise ValueError(f"num_parts is {num_parts}; there must be at least 1")
+    if not 0 <= part_index < num_parts:
+        raise ValueError(f"part_index is {part_index}; with num_parts={num_parts} it must be from 0 to {num_parts - 1}")

@@ -1,0 +1,252 @@
+"""How a trainer comes to its optimizer and its store: what contradicts itself is refused, and names become objects."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvdist.config.settings import ClusterConfig, update_on_kvstore_from_env
+from kvdist.errors import ConfigError, KeyNotInitialised
+from kvdist.kvstore.adapted import Adapted
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.contract import OPTIMIZER, KVStoreBase
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.compression import from_params
+from kvdist.optimizer.registry import create as create_optimizer
+from kvdist.training.decision import ASYNCHRONOUS, store_updates, would_only_copy
+from kvdist.training.parameters import Parameter, ranges
+
+LOG = logging.getLogger("kvdist")
+
+Wanted = str | KVStoreBase | None
+"""What a user may name as the store."""
+
+
+def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
+    """The optimizer that is meant.
+
+    Raises:
+        TypeError, ValueError: none is.
+    """
+    by_torch = isinstance(optimizer, torch.optim.Optimizer) or (
+        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    )
+    if by_torch:
+        raise TypeError(
+            "an optimizer of torch cannot travel to the servers; give a name and its numbers, such as"
+            " Trainer(net.parameters(), 'adam', {'learning_rate': .001})"
+        )
+    return create_optimizer(optimizer, **(optimizer_params or {}))
+
+
+def refuse_what_contradicts(
+    kvstore: object,
+    devices: int,
+    compression_params: Mapping[str, Any] | None,
+    update_on_kvstore: bool | None,
+    overlap: bool,
+    share_weights: bool,
+    reject_nonfinite: bool,
+) -> None:
+    """Check settings of a `Trainer` that need no store to be known as wrong.
+
+    Raises:
+        TypeError, ValueError: they cannot be, or not together.
+    """
+    if compression_params is not None:
+        from_params(compression_params)
+    if compression_params is not None and kvstore is None:
+        raise ValueError("compression_params need a store: with kvstore=None nothing is sent that could be compressed")
+    if kvstore is None and devices > 1:
+        raise ValueError(
+            f"the parameters have replicas on {devices} devices, and without a store nobody sums their gradients; use"
+            " kvstore='device'"
+        )
+    if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
+        raise TypeError(
+            "kvstore is the name of a store, a KVStore (or one of your own, derived from kvdist.kv.KVStoreBase), or"
+            f" None, not {type(kvstore).__name__}"
+        )
+    if share_weights and (overlap or devices > 1 or update_on_kvstore is False):
+        raise ValueError(
+            "share_weights=True needs one device, a store that updates the weights, and overlap=False: parameters"
+            " are to show what the servers have made"
+        )
+    if reject_nonfinite and overlap:
+        raise ValueError(
+            "reject_nonfinite=True needs overlap=False: gradients are to be looked at before the first of them leaves"
+        )
+
+
+def checked_clip_norm(
+    clip_norm: object, kvstore: object, update_on_kvstore: bool | None, overlap: bool, share_weights: bool
+) -> float | None:
+    """The norm at which a `Trainer` clips, which needs sums of gradients on the workers.
+
+    Raises:
+        TypeError, ValueError: it is not a number above 0, or it contradicts another setting.
+    """
+    if clip_norm is None:
+        return None
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
+        raise TypeError(f"clip_norm is a number or None, not {type(clip_norm).__name__}")
+    if not clip_norm > 0:
+        raise ValueError(f"clip_norm is {clip_norm}; it is the largest norm that a gradient may have, more than 0")
+    if update_on_kvstore:
+        raise ValueError(
+            f"clip_norm={clip_norm} needs the sum of all gradients before the update, and with update_on_kvstore=True"
+            " the store updates each parameter by itself: leave update_on_kvstore out, and the workers update"
+        )
+    if overlap or share_weights:
+        setting = "overlap" if overlap else "share_weights"
+        raise ValueError(
+            f"clip_norm={clip_norm} cannot be combined with {setting}=True: clipping needs all gradients of a step"
+            " before the first weight is updated, by the workers. Leave one of the two out"
+        )
+    name = kvstore if isinstance(kvstore, str) else kvstore.type if isinstance(kvstore, KVStoreBase) else ""
+    if name.lower() in ASYNCHRONOUS:
+        raise ValueError(
+            f"clip_norm={clip_norm} needs the sum of the gradients of all workers, and the store {name!r} has none: it"
+            " updates with each worker's gradient as it comes. Use 'dist', or leave clip_norm out"
+        )
+    return float(clip_norm)
+
+
+def choose_store(
+    wanted: Wanted, devices: int, create: Callable[[str], object], compresses: bool = False
+) -> KVStoreBase | None:
+    """The store that a trainer uses; None where the process updates alone.
+
+    Args:
+        wanted: as the user said.
+        devices: how many replicas each parameter has.
+        create: makes a store of a name.
+        compresses: whether gradients are to be compressed, so that a store does more than copy.
+
+    Raises:
+        TypeError: a registered class is not a store that a trainer can use.
+    """
+    if not isinstance(wanted, str):
+        return wanted
+    store = create(wanted)
+    if not isinstance(store, KVStoreBase):
+        raise TypeError(
+            f"the store {wanted!r} is a {type(store).__name__}, which a Trainer cannot use: derive it from"
+            " kvdist.kv.KVStoreBase"
+        )
+    if isinstance(store, KVStore) and not compresses and would_only_copy(devices, store.num_workers, store.num_servers):
+        store.close()
+        _warn_if_alone(store.type)
+        return None
+    return store
+
+
+def decide_update_on_kvstore(
+    store: KVStoreBase, wanted: Wanted, update_on_kvstore: bool | None, parameters: Sequence[Parameter]
+) -> bool:
+    """Whether this store updates the weights; see `kvdist.training.decision`.
+
+    Raises:
+        ValueError: what the user wants cannot be.
+    """
+    is_local = isinstance(wanted, str) and wanted.lower() == "local"
+    return store_updates(
+        store.type,
+        store.is_capable(OPTIMIZER),
+        update_on_kvstore,
+        by_default=update_on_kvstore_from_env(),
+        sizes=[one.replicas[0].numel() for one in parameters] if is_local else (),
+        has_servers=isinstance(store, KVStore) and store.num_servers > 0,
+        has_sparse_grads=any(one.has_sparse_grad for one in parameters),
+    )
+
+
+def statement(
+    parameters: Sequence[Parameter], updates_here: Optimizer | None, clip_norm: float | None = None, loaded: str = ""
+) -> str:
+    """What all workers must have in common, in words. Shapes and dtypes are compared key by key.
+
+    Args:
+        parameters: all of them.
+        updates_here: the optimizer, where each worker updates. A store that updates compares them itself, and their
+            numbers in each round.
+        clip_norm: where they clip; None for no clipping.
+        loaded: tells states of the optimizer that were loaded from others; empty for none.
+    """
+    trained = ranges([key for key, parameter in enumerate(parameters) if parameter.trained])
+    said = f"{len(parameters)} parameters, trained are {trained}"
+    said += f", goes on from the optimizer state {loaded}" if loaded else ""
+    clipped = "" if clip_norm is None else f", gradients clipped to norm {clip_norm:g}"
+    return said if updates_here is None else f"{said}, on each worker by {updates_here.describe()}{clipped}"
+
+
+def fit(
+    store: KVStoreBase,
+    parameters: Sequence[Parameter],
+    needs_more: bool,
+    compression_params: Mapping[str, Any] | None,
+    updates_here: bool = False,
+) -> KVStore | Adapted:
+    """The store as a trainer calls it, told how to compress and what to expect.
+
+    Args:
+        store: what is used.
+        parameters: all of them.
+        needs_more: whether ``overlap=True`` or ``share_weights=True`` is wanted.
+        compression_params: as the user said.
+        updates_here: whether each worker updates, so that nothing but sums is wanted of the store.
+
+    Raises:
+        ValueError: it cannot do what is wanted, or another trainer uses it.
+    """
+    if not isinstance(store, KVStore):
+        if needs_more or compression_params is not None:
+            raise ValueError(
+                f"the store {store.type!r} knows neither overlap=True nor share_weights=True nor compression_params;"
+                " leave them out"
+            )
+        return Adapted(store)
+    require_unused(store)
+    store.expect_rows([key for key, parameter in enumerate(parameters) if parameter.has_sparse_grad])
+    if updates_here:
+        store.leave_unkept(range(len(parameters) + 1))  # the last one is the ballot's
+    # Nothing is pushed for those without gradients, and what everybody gets of them is whole.
+    store.leave_uncompressed([key for key, parameter in enumerate(parameters) if not parameter.trained])
+    if compression_params is not None:
+        store.set_gradient_compression(compression_params)
+    return store
+
+
+def require_unused(store: KVStore) -> None:
+    """Check that no other trainer has its weights in this store.
+
+    Raises:
+        ValueError: one has.
+    """
+    try:
+        store.pull(0)
+    except KeyNotInitialised:
+        return
+    except ValueError:
+        pass  # it is there, and nothing of it is kept
+    raise ValueError(
+        "the store holds key 0 already, so another Trainer uses it, and both would share their weights;"
+        f" give each its own store: kv.create({store.type!r})"
+    )
+
+
+def _warn_if_alone(name: str) -> None:
+    try:
+        cluster = ClusterConfig.from_env()
+    except ConfigError:
+        return
+    if cluster is not None and cluster.num_workers > 1:
+        LOG.warning(
+            "this worker is one of %d, but its Trainer updates alone (kvstore=%r): each worker trains a model of its"
+            " own. Give kvstore='dist' to train one together",
+            cluster.num_workers,
+            name,
+        )

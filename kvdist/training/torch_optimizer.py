@@ -1,0 +1,355 @@
+"""A trainer in the form of ``torch.optim.Optimizer``, for what talks to that class.
+
+Schedulers of learning rates, `torch.amp.GradScaler`, and frameworks around a training loop work with it. Rules that
+hold here:
+
+* A group's ``lr`` and ``weight_decay`` are those of the next step, whoever has changed them.
+* So is its ``momentum``, or ``betas``, which OneCycleLR and CyclicLR change, where the weights are updated in this
+  process; servers would never learn of it, so there a change is an error. All groups have the same.
+* The other numbers of an optimizer cannot change, so they are not in the groups.
+* What changed last counts: a group's number, or the trainer's. Both are looked at when a step begins.
+* A step that `GradScaler` skips on one worker is not skipped: the worker takes part without gradients, so the others
+  do not wait for it.
+* ``state_dict()`` has the optimizer's state in torch's format, wherever it is kept. Many programs call it on rank 0
+  alone, so no other worker takes part. ``load_state_dict()`` is called on every worker, as under
+  DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvdist.kernels.interface import Array
+from kvdist.kernels.reference import REFERENCE
+from kvdist.kvstore import values
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.states import SliceState, is_count
+from kvdist.optimizer.step import Extent
+from kvdist.training.parameters import Parameter, require_shapes
+
+NUMBERS = {"lr": ("learning_rate", "lr_mult"), "weight_decay": ("wd", "wd_mult")}
+"""What of a group may change: torch's word, our name, and the table of factors on it."""
+
+
+TORCH_NAMES: Mapping[str, Mapping[str, str]] = {
+    "sgd": {"momentum": "momentum_buffer"},
+    "nag": {"momentum": "momentum_buffer"},
+    "adam": {"mean": "exp_avg", "variance": "exp_avg_sq"},
+    "adamw": {"mean": "exp_avg", "variance": "exp_avg_sq"},
+    "nadam": {"mean": "exp_avg", "variance": "exp_avg_sq", "m_schedule": "mu_product"},
+    "adamax": {"mean": "exp_avg", "largest": "exp_inf"},
+    "adagrad": {"history": "sum"},
+    "adadelta": {"gradients": "square_avg", "steps": "acc_delta"},
+    "rmsprop": {"squares": "square_avg", "mean": "grad_avg", "delta": "momentum_buffer"},
+}
+"""What torch calls the states of the rules that it has too. Other names stay."""
+STEP, MASTER = "step", "master"
+
+
+class Steps(Protocol):
+    """What this needs of a trainer."""
+
+    def __call__(self, *, skip: bool) -> None:
+        """Make a step, or take part in one without gradients."""
+
+
+class TorchOptimizer(torch.optim.Optimizer):
+    """What `kvdist.Trainer.as_torch_optimizer` returns; not made by hand.
+
+    Args:
+        parameters: the trainer's.
+        live: the optimizer whose numbers travel with each step.
+        take_step: makes the steps.
+        gather: returns what the optimizer remembers of each trained parameter.
+        replace: takes other states in place of those.
+        overlaps: gradients leave during the backward pass.
+    """
+
+    _step_supports_amp_scaling = True
+    """Asks `GradScaler` to call `step` in any case. For the call it sets two attributes: ``found_inf``, more than 0 if
+    this worker's gradients are not finite, and ``grad_scale``, what they are still multiplied by, or None."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        live: Optimizer,
+        take_step: Steps,
+        gather: Callable[[], Sequence[SliceState | None]],
+        replace: Callable[[Sequence[SliceState | None]], None],
+        overlaps: bool,
+    ) -> None:
+        if live.lr_scheduler is not None:
+            raise ValueError(
+                "the optimizer has a schedule of its own, so a group's lr would mean nothing: leave lr_scheduler out"
+                " and use one of torch.optim.lr_scheduler, or call the trainer's step() instead of as_torch_optimizer()"
+            )
+        self._live = live
+        self._overlaps = overlaps
+        self._take_step = take_step
+        self._gather = gather
+        self._replace = replace
+        self._parameters = parameters
+        by_group: dict[int, list[int]] = {}
+        for key, parameter in enumerate(parameters):
+            by_group.setdefault(id(parameter.group), []).append(key)
+        self._keys = list(by_group.values())
+        self._declared = [parameters[keys[0]].group for keys in self._keys]
+        self._is_complete = False
+        momentum = self._momentum()
+        groups = [
+            {"params": [replica for key in keys for replica in parameters[key].replicas], **self._numbers(keys)}
+            | momentum
+            for keys in self._keys
+        ]
+        super().__init__(groups, {"lr": live.learning_rate, "weight_decay": live.wd, **momentum})
+        self._is_complete = True
+        self._seen = {number: self._of_groups(number) for number in NUMBERS}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only torch's constructor may: a trainer's parameters are known from its beginning.
+
+        Raises:
+            RuntimeError: it is called by anybody else.
+        """
+        if self._is_complete:
+            raise RuntimeError("parameters cannot be added to a trainer; make another one with all of them")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step as ``trainer.step()`` does: losses are means, gradients are averaged over the workers.
+
+        As with torch, a gradient that no backward pass has renewed is used again.
+
+        Args:
+            closure: computes gradients and returns the loss; called once, before they are sent.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            RuntimeError: a `GradScaler` calls it, and gradients leave during the backward pass.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        if self._overlaps and found_inf is not None:
+            raise RuntimeError(
+                "a GradScaler finds out too late that gradients are not finite when they leave during backward(): make"
+                " the trainer with overlap=False"
+            )
+        is_overflow = found_inf is not None and float(found_inf) > 0
+        divisor = 1.0 if is_overflow or scale is None else float(scale)
+        grads = [replica.grad for one in self._parameters for replica in one.replicas]
+        _divide(grads, divisor)
+        try:
+            self._take_step(skip=is_overflow)
+        except BaseException:
+            # The scaler takes these away only after a step that went well, and would count them in at the next one.
+            vars(self).pop("found_inf", None)
+            vars(self).pop("grad_scale", None)
+            _divide(grads, 1.0 / divisor)
+            raise
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups and state, as of torch's optimizers: ``{'state': {0: {'step': …, 'exp_avg': …}}, 'param_groups': …}``.
+
+        The state is what the optimizer remembers of each parameter that a step has updated, gathered from the servers
+        where they update, in tensors on the host: ``step``, how many updates it has had; arrays of the parameter's
+        shape (for a rule by rows of its rows), by torch's names where torch has the rule, in kvdist's sense (see
+        docs/optimizers.md); and ``master``, the float32 weight behind a half one. A parameter with replicas has one.
+
+        Call it on any worker, between two steps; the others need not. In ``dist_async`` their steps go on meanwhile.
+
+        Raises:
+            RuntimeError: gradients of a step have been sent (``overlap=True``) that has not been made.
+            NotImplementedError: the store is one of your own.
+        """
+        states = zip(self._trained(), self._gather(), strict=True)
+        of_torch = {one.replicas[0]: self._to_torch(one, state) for (_, one), state in states if state is not None}
+        self.state = defaultdict(dict, of_torch)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = defaultdict(dict)  # it would be old after the next step
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned: groups and state, with the same bits.
+
+        Call it on every worker, with the same content. Before the first step it takes effect with that step; later it
+        returns when all workers have called it.
+
+        Raises:
+            ValueError: the state is of another optimizer, of other parameters or other shapes. Nothing has changed.
+            RuntimeError: a lazy module has no shape yet.
+            InitMismatch: workers loaded different states, or some of them none; in the first step, or here after it.
+        """
+        require_shapes(self._parameters)
+        states = self._from_torch(state_dict.get("state", {}))
+        super().load_state_dict({**state_dict, "state": {}})
+        self._replace(states)
+
+    def _trained(self) -> list[tuple[int, Parameter]]:
+        """The parameters that have states, by their index in a state of torch."""
+        order = [self._parameters[key] for keys in self._keys for key in keys]
+        starts = itertools.accumulate((len(one.replicas) for one in order), initial=0)
+        index_of = dict(zip(map(id, order), starts, strict=False))
+        return [(index_of[id(one)], one) for one in self._parameters if one.trained]
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        """What the arrays and the numbers of a state are called in torch."""
+        names = TORCH_NAMES.get(self._live.name, {})
+        arrays, numbers = self._live.state_names, self._live.initial_scalars
+        return [names.get(name, name) for name in arrays], [names.get(name, name) for name in numbers]
+
+    def _to_torch(self, parameter: Parameter, state: SliceState) -> dict[str, torch.Tensor]:
+        names, numbers = self._names()
+        shape = parameter.replicas[0].shape
+        of_torch = {STEP: torch.tensor(float(state.count), dtype=torch.float64)}
+        for name, array in zip(names, state.arrays, strict=True):
+            of_torch[name] = _shaped(array, shape)
+        for name, number in zip(numbers, state.scalars, strict=True):
+            of_torch[name] = torch.tensor(number, dtype=torch.float64)
+        if state.master is not None:
+            of_torch[MASTER] = _shaped(state.master, shape)
+        return of_torch
+
+    def _from_torch(self, of_torch: Mapping[Any, Any]) -> list[SliceState | None]:
+        trained = self._trained()
+        others = of_torch.keys() - {index for index, _ in trained}
+        if others:
+            raise ValueError(
+                f"the state is of {len(of_torch)} parameters, of which {sorted(map(str, others))[:5]} are not trained"
+                f" here, as this optimizer trains {len(trained)}: load it into the same model"
+            )
+        return [None if index not in of_torch else self._of_one(one, of_torch[index]) for index, one in trained]
+
+    def _of_one(self, parameter: Parameter, of_torch: Mapping[str, Any]) -> SliceState | None:
+        shape, dtype = values.describe(parameter.replicas[0])
+        weight = np.zeros(math.prod(shape), dtype.storage)
+        fresh = SliceState.fresh(self._live, weight, dtype, Extent(0, shape), REFERENCE)
+        expected = self._to_torch(parameter, fresh)
+        if of_torch.keys() != expected.keys():
+            raise ValueError(
+                f"the state of {parameter.name} has {', '.join(map(str, of_torch)) or 'nothing'}, and"
+                f" {self._live.name} keeps {', '.join(expected)}: it is of another optimizer, or of another setting"
+            )
+        for name, own in expected.items():
+            given = torch.as_tensor(of_torch[name])
+            if given.shape != own.shape:
+                raise ValueError(
+                    f"the state {name} of {parameter.name} has shape {tuple(given.shape)}, and here it has"
+                    f" {tuple(own.shape)}: load it into the same model"
+                )
+            own.copy_(given)  # `fresh` has the memory of the arrays
+        count = float(expected[STEP])
+        if not is_count(count):
+            raise ValueError(f"the state {STEP} of {parameter.name} is {count}; it counts updates")
+        scalars = tuple(float(expected[name]) for name in self._names()[1])
+        return SliceState(int(count), fresh.arrays, scalars, fresh.master) if count else None
+
+    def tell(self, updates_here: bool) -> None:
+        """Give the optimizer the groups' numbers, or the groups the optimizer's: those that have changed.
+
+        Args:
+            updates_here: whether the weights are updated in this process.
+
+        Raises:
+            ValueError: the groups differ in momentum, or it has changed and the weights are updated on the store.
+        """
+        self._tell_momentum(updates_here)
+        for number, (name, table) in NUMBERS.items():
+            of_groups = self._of_groups(number)
+            if of_groups != self._seen[number]:
+                self._give(of_groups, name, table)
+            else:
+                for keys, group in zip(self._keys, self.param_groups, strict=True):
+                    group[number] = self._numbers(keys)[number]
+            self._seen[number] = self._of_groups(number)
+
+    def _give(self, of_groups: list[float], name: str, table: str) -> None:
+        declared = [float(group.get(table, 1.0)) for group in self._declared]
+        base, factors = base_and_factors(of_groups, declared)
+        multipliers = dict(getattr(self._live, table))
+        for keys, factor in zip(self._keys, factors, strict=True):
+            # A group speaks for its first key; what the others have besides, by the table, they keep.
+            first = multipliers.get(keys[0], 1.0)
+            own = {key: multipliers.get(key, 1.0) / first if first else 1.0 for key in keys}
+            multipliers.update({key: factor * share for key, share in own.items()})
+        setattr(self._live, name, base)
+        setattr(self._live, table, {key: factor for key, factor in multipliers.items() if factor != 1.0})
+
+    def _momentum(self) -> dict[str, Any]:
+        """What of a group the optimizer's momentum is, by torch's word; empty where it has none."""
+        live = vars(self._live)
+        if "momentum" in live:
+            return {"momentum": live["momentum"]}
+        return {"betas": (live["beta1"], live["beta2"])} if "beta1" in live and "beta2" in live else {}
+
+    def _tell_momentum(self, updates_here: bool) -> None:
+        for word, present in self._momentum().items():
+            # A state from elsewhere may lack it, or have a list for it.
+            of_groups: list[Any] = [group.get(word, present) for group in self.param_groups]
+            if word == "betas":
+                of_groups = [tuple(betas) for betas in of_groups]
+            wanted, *others = of_groups
+            if any(other != wanted for other in others):
+                raise ValueError(f"{word} is {[wanted, *others]} in the groups; a trainer needs the same in all")
+            if wanted == present:
+                continue
+            if not updates_here:
+                raise ValueError(
+                    f"{word} has changed from {present} to {wanted}, but the weights are updated on the store, which"
+                    " keeps what the trainer was made with: make the scheduler with cycle_momentum=False, or the"
+                    " trainer with update_on_kvstore=False"
+                )
+            if not present:
+                raise ValueError(
+                    f"{word} has changed from 0 to {wanted}, but the trainer was made without momentum: give its"
+                    " optimizer one, as in {'momentum': 0.9}, or make the scheduler with cycle_momentum=False"
+                )
+            fields = zip(("beta1", "beta2"), wanted, strict=True) if word == "betas" else [("momentum", wanted)]
+            for field, number in fields:
+                self._live.change_here(field, number)
+
+    def _numbers(self, keys: Sequence[int]) -> dict[str, float]:
+        return {"lr": self._live.pushed_lr(keys[0]), "weight_decay": self._live.wd_for(keys[0])}
+
+    def _of_groups(self, number: str) -> list[float]:
+        return [float(group[number]) for group in self.param_groups]
+
+
+def base_and_factors(numbers: Sequence[float], declared: Sequence[float]) -> tuple[float, list[float]]:
+    """One number and a factor for each group that give the groups' numbers.
+
+    Args:
+        numbers: of the groups, at least 0.
+        declared: the factors that the user gave the groups; kept where they fit.
+    """
+    base = max((number / factor for number, factor in zip(numbers, declared, strict=True) if factor > 0), default=0.0)
+    base = base or max(numbers)
+    factors = [
+        factor if base * factor == number else number / base for number, factor in zip(numbers, declared, strict=True)
+    ]
+    return base, factors
+
+
+def _shaped(array: Array, shape: torch.Size) -> torch.Tensor:
+    """The array as a tensor that shows it; of one dimension if it has one element for each row."""
+    tensor = torch.from_numpy(array)
+    return tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor
+
+
+def _divide(grads: Sequence[torch.Tensor | None], divisor: float) -> None:
+    present = [grad for grad in grads if grad is not None]
+    if present and divisor != 1.0:
+        torch._foreach_div_(present, divisor)

@@ -1,0 +1,607 @@
+"""`Trainer`: updates the parameters of a torch network through a store. It takes the place of ``torch.optim``.
+
+What happens in a step is told in `exchange`, where weights are updated in `decision`, and what torch
+notices in `watch`. Rules that hold here:
+
+* Nothing is sent before the first `step` (or `allreduce_grads`, `update`, `broadcast_parameters`). Then rank 0's
+  weights become everybody's.
+* With ``overlap=True`` gradients travel in buckets during the backward pass instead, from the second step on. Which and
+  when is for `kvdist.buckets` to say, what happens to them for `kvdist.training.overlap`.
+* Weights are written in place, or shown where they lie with ``share_weights=True``; autograd is told either way, so a
+  backward pass through the old ones raises.
+* What is wrong with this worker's part of a step is said before anything of it is sent, where that is possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvdist.checkpoint.slices import updates_in
+from kvdist.kvstore import create as create_store
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.contract import KVStoreBase
+from kvdist.kvstore.saved import Checkpoint
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.states import SliceState, digest
+from kvdist.training.data import Batches, HandedOut, count_as_used
+from kvdist.training.exchange import Exchange, Grads, divide, scale
+from kvdist.training.finite import refuse_nonfinite
+from kvdist.training.local_update import LocalUpdate
+from kvdist.training.opening import (
+    checked_clip_norm,
+    choose_store,
+    decide_update_on_kvstore,
+    fit,
+    make_optimizer,
+    refuse_what_contradicts,
+    statement,
+)
+from kvdist.training.overlap import Overlap, weakly
+from kvdist.training.parameters import Parameter, collect, multipliers, require_shapes
+from kvdist.training.refusals import refuse_sent, refuse_size, refuse_updated_there
+from kvdist.training.shared_weights import SharedWeights
+from kvdist.training.training_state import TrainingState
+from kvdist.training.watch import Stale, Watch, refuse_changed, refuse_untrained
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("kvdist.Trainer needs torch, which is not installed: pip install 'kvdist[torch]'") from error
+
+from kvdist.training.torch_optimizer import TorchOptimizer
+
+BATCH_SIZE_LIMIT = 1 << 32
+"""Sizes are below it."""
+
+
+class Trainer:
+    """Applies an optimizer to parameters, on the store or here, after summing gradients over devices and workers.
+
+    Args:
+        params: ``net.parameters()``, ``net.named_parameters()``, a dict of name to parameter (taken in the order of its
+            sorted names), or torch's parameter groups ``{'params': …, 'lr_mult': …, 'wd_mult': …}``. With several
+            devices each parameter is a list of its replicas, one per device, as in
+            ``zip(net0.parameters(), net1.parameters())``. A parameter that appears twice counts once. Those with
+            ``requires_grad=False`` when the trainer is made are not trained, only made equal to rank 0's.
+        optimizer: a name such as ``'adam'``, or an `Optimizer` of kvdist.
+        optimizer_params: hyper-parameters for a name, such as ``{'learning_rate': .001}``.
+        kvstore: the name of a store, which the first step creates; a `KVStore`, or a store of your own that keeps the
+            contract `kvdist.kv.KVStoreBase`; or None to update without one.
+        compression_params: how gradients are compressed, such as ``{'type': '2bit', 'threshold': 0.5}``; see
+            `KVStore.set_gradient_compression`. Parameters with gradients must be of float32 then. None for no
+            compression, but for what the store was told already.
+        update_on_kvstore: True: the store holds the optimizer and gives back weights. False: it sums gradients, and
+            each worker updates. None: on the store where it can, unless ``MXNET_UPDATE_ON_KVSTORE=0``; see
+            `decision`.
+        overlap: send gradients during the backward pass, each bucket as soon as it is complete, rather than all in
+            `step`. The weights come out the same, to the bit; without servers, from three workers on, to rounding. It
+            needs torch's convention: losses are means, and `step` takes no size, because that would be known too late.
+            Each step takes the gradients of one backward pass; others go into `no_sync`. Gradients must stay as they
+            are between ``backward()`` and ``step()``, and a learning rate set between the two is that of the next step
+            where the store updates.
+        share_weights: after a step, large parameters show the memory of the servers of this host instead of having a
+            copy of it; see `shared_weights`. Where the store cannot do that, they are copied as ever. Needs a
+            store that updates, one device, and no ``overlap``.
+        reject_nonfinite: look at this worker's gradients before they are sent, one pass over their bytes, and refuse
+            those with NaN or infinity: `step` raises `FloatingPointError`, naming rank and key. Not with ``overlap``.
+        clip_norm: clip each step's gradient to this length, as ``torch.nn.utils.clip_grad_norm_(parameters,
+            clip_norm)`` does under DistributedDataParallel: by the L2 norm over all parameters of what `step` has made
+            of the gradients of all workers, which is their mean, or with ``step(batch_size)`` their sum. More than 0;
+            with infinity the norm is only measured. The workers update then, so ``update_on_kvstore=None`` means
+            False. Not with ``overlap``, ``share_weights``, or a ``dist_async`` store. None for no clipping.
+
+    Raises:
+        TypeError: parameters or optimizer are of a wrong type.
+        ValueError: parameters do not fit each other, or settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: str | Optimizer,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: str | KVStoreBase | None = "device",
+        compression_params: Mapping[str, Any] | None = None,
+        update_on_kvstore: bool | None = None,
+        overlap: bool = False,
+        share_weights: bool = False,
+        reject_nonfinite: bool = False,
+        clip_norm: float | None = None,
+    ) -> None:
+        self._parameters = collect(params)
+        self._num_devices = len(self._parameters[0].replicas)
+        self._optimizer = make_optimizer(optimizer, optimizer_params)
+        self._scale = self._optimizer.rescale_grad
+        refuse_what_contradicts(
+            kvstore, self._num_devices, compression_params, update_on_kvstore, overlap, share_weights, reject_nonfinite
+        )
+        self._clip_norm = checked_clip_norm(clip_norm, kvstore, update_on_kvstore, overlap, share_weights)
+        self._grad_norm: torch.Tensor | None = None
+        self._kvstore_wanted = kvstore
+        self._compression_params = compression_params
+        self._update_on_kvstore_wanted = update_on_kvstore if clip_norm is None else False
+        self._kvstore: KVStoreBase | None = None
+        self._exchange: Exchange | None = None  # there is one when there is a store
+        self._update_on_kvstore = False
+        self._started = False
+        self._closed = False
+        self._overlaps = overlap
+        self._shares = share_weights
+        self._shared: SharedWeights | None = None
+        self._overlap: Overlap | None = None  # there is one once the first step has found a store to send to
+        self._rejects_nonfinite = reject_nonfinite
+        self._nonfinite_steps = 0
+        self._updates = 0
+        self._handed_out: HandedOut = {}
+        self._loaded_states: Sequence[SliceState | None] = [None] * sum(one.trained for one in self._parameters)
+        """Of the trained parameters, until the first step has a place for them."""
+        self._torch_optimizer: TorchOptimizer | None = None
+        self._training_state: TrainingState | None = None
+        self._local = LocalUpdate(self._optimizer, self._parameters)
+        self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
+        self._untrained = [one for one in self._parameters if not one.trained]
+        self._watch = Watch([parameter for _, parameter in self._trained])
+        self._summed: list[bool] | None = None
+        """For which trained parameters the last `allreduce_grads` found a gradient anywhere, until they are updated."""
+        self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **multipliers(self._parameters, "lr_mult")})
+        self._optimizer.set_wd_mult({**self._optimizer.wd_mult, **multipliers(self._parameters, "wd_mult")})
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises a `TypeError`: a trainer cannot be pickled or copied."""
+        raise TypeError(
+            "a Trainer cannot be pickled, copied or sent to another process: its store belongs to the process that"
+            " created it. Keep trainers out of data sets, models and what else is copied; save_states and"
+            " save_checkpoint keep the state of a trainer"
+        )
+
+    def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
+        """Make one step of training: sum the gradients over devices and workers, update, and get the new weights.
+
+        ``step()`` is torch's convention: each device's loss is a mean over its examples, and gradients are averaged
+        over workers and devices, as in DistributedDataParallel. ``step(batch_size)`` is Gluon's: losses are sums; each
+        worker's gradient is divided by the size it gives, its examples on all devices, and these are summed over the
+        workers. The size may change from step to step. Where workers update, ``grad`` holds afterwards what the weight
+        was updated with.
+
+        A parameter without a gradient (``grad`` is None) on every device of every worker stays as it is. Where only
+        some have none, those contribute nothing and get the others' update; nobody waits for them.
+
+        With ``overlap=True`` every worker must call it after each backward pass outside of `no_sync`, also after one
+        that failed: what was sent in it counts, and the others wait for the rest. What went wrong with gradients on
+        their way is raised here at the latest, when nothing is under way any more.
+
+        Args:
+            batch_size: None, or how many examples this worker's gradients sum.
+            ignore_stale_grad: what to do with a gradient that is still what the last step used, because no backward
+                pass has reached the parameter and nobody called ``zero_grad()``. False refuses it; True leaves the
+                parameter out, as if it had none.
+
+        Raises:
+            ValueError: the size is not one, or is given with ``overlap=True``.
+            RuntimeError: a gradient is stale; weights of the store were changed other than by `step`; or gradients
+                were changed after they had been sent by ``overlap=True``.
+            FloatingPointError: a gradient is not finite, with ``reject_nonfinite=True``.
+        """
+        if self._overlaps and batch_size is not None:
+            refuse_size(batch_size)
+        self._start()
+        self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+        count_as_used(self._handed_out)
+
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """The batches of a loader, unchanged; its `SplitSampler` counts those that have reached a step.
+
+        ``for inputs, targets in trainer.batches(loader):`` takes the place of ``for inputs, targets in loader:`` where
+        the sampler's position is saved. Then ``sampler.state_dict()`` is the position after the last `step`: the
+        batches up to that one are in it, neither those that the loader's worker processes have prepared nor those whose
+        gradients wait for the next step (`no_sync`, or several backward passes). A run that goes on from there, in
+        the same process after a ``break`` or in another one, makes the steps that are left, with each example once.
+
+        What is returned has the loader's length, and may be iterated once per epoch or made anew each time. For
+        validation iterate the loader itself: no step follows. A loader without a `SplitSampler` is only iterated.
+
+        Args:
+            loader: a ``torch.utils.data.DataLoader`` with ``sampler=SplitSampler(...)``, or with torch's
+                ``BatchSampler`` of one; any other iterable.
+        """
+        return Batches(loader, self._handed_out)
+
+    def skip_step(self) -> None:
+        """Take part in a step without gradients, so that the other workers do not wait for this one's.
+
+        The weights afterwards are those of a step with the others' gradients; where all workers skip it, they stay as
+        they are. So a worker goes on whose gradients cannot be used.
+
+        Raises:
+            RuntimeError: with ``overlap=True``, where gradients have left already.
+        """
+        if self._overlaps:
+            raise RuntimeError("skip_step() comes too late with overlap=True: gradients leave during backward()")
+        self._start()
+        self._require_weights_unchanged()
+        self._skip_step()
+        count_as_used(self._handed_out)
+
+    def as_torch_optimizer(self) -> TorchOptimizer:
+        """This trainer as a ``torch.optim.Optimizer``: for torch's schedulers, `torch.amp.GradScaler`, Lightning.
+
+        Its groups are the trainer's, with ``lr`` and ``weight_decay``; what is written there counts from the next step
+        on, on servers too. Where this process updates, so does ``momentum`` or ``betas``, as OneCycleLR writes it; on
+        servers those cannot change. Its ``step()`` is `step` without a size. Its ``state_dict()`` has what the
+        optimizer remembers, also where servers keep that. Each call returns the same object.
+
+        Raises:
+            ValueError: the optimizer has a schedule of its own.
+        """
+        if self._torch_optimizer is None:
+            self._torch_optimizer = TorchOptimizer(
+                self._parameters,
+                self._optimizer,
+                self._step_of_torch,
+                self._optimizer_states,
+                self._load_optimizer_states,
+                self._overlaps,
+            )
+        return self._torch_optimizer
+
+    def allreduce_grads(self, *, average: bool = False, ignore_stale_grad: bool = False) -> None:
+        """Replace each gradient by its sum over devices and workers, for use (clipping, say) before `update`.
+
+        Args:
+            average: divide the sum by the number of workers, as ``step()`` does; then call ``update()``. Needed with
+                ``overlap=True``, where they are divided on their way.
+            ignore_stale_grad: as in `step`; say the same to `update`.
+
+        Raises:
+            RuntimeError: the weights are updated on the store, a gradient is stale, or gradients were changed after
+                they had been sent.
+            ValueError: ``overlap=True`` without ``average=True``.
+        """
+        if self._overlaps and not average:
+            raise ValueError(
+                "with overlap=True gradients are averaged over the workers while the backward pass runs; call"
+                " allreduce_grads(average=True), or make the trainer with overlap=False"
+            )
+        self._start()
+        if self._update_on_kvstore:
+            refuse_updated_there("allreduce_grads")
+        if self._overlap is not None:
+            self._overlap.finish()
+        elif self._exchange is not None:
+            grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+            self._require_finite(grads)
+            self._summed = self._exchange.sum(grads, average)
+
+    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
+        """Update the weights here with the present gradients, after `allreduce_grads`.
+
+        Args:
+            batch_size: the sums of gradients are divided by it, so every worker must give the same; None divides by
+                the number of devices.
+            ignore_stale_grad: as in `step`.
+
+        Raises:
+            RuntimeError: the store updates the weights, a gradient is stale, or gradients are still being summed.
+        """
+        self._start()
+        if self._update_on_kvstore:
+            refuse_updated_there("update")
+        self._require_nothing_sent("update", "allreduce_grads(average=True)")
+        grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+        summed, self._summed = self._summed or [True] * len(grads), None
+        given = [grad is not None and is_summed for grad, is_summed in zip(grads, summed, strict=True)]
+        self._update_here(self._divisor(batch_size), given)
+        count_as_used(self._handed_out)
+
+    def broadcast_parameters(self) -> None:
+        """Make rank 0's present weights everybody's, on all devices and on the store; the optimizer's state stays.
+
+        Call it on every worker after weights were changed other than by `step`, such as by ``load_state_dict``.
+
+        Raises:
+            RuntimeError: gradients of a step have been sent (``overlap=True``) that has not been made.
+        """
+        self._require_nothing_sent("broadcast_parameters", "step()")
+        if not self._started:
+            self._start()
+        elif self._exchange is not None:
+            self._exchange.broadcast()
+            self._note_weights()
+
+    def save_states(self, fname: str | os.PathLike[str]) -> None:
+        """Save what the optimizer remembers, not the weights; see `KVStore.save_optimizer_states`."""
+        self._state("save_states").save_states(fname)
+
+    def load_states(self, fname: str | os.PathLike[str]) -> None:
+        """Give it back what `save_states` saved; see `KVStore.load_optimizer_states`."""
+        self._state("load_states").load_states(fname)
+        self._updates = updates_in(Path(fname))
+
+    def save_checkpoint(
+        self, directory: str | os.PathLike[str], step: int, *, state: Any = None, keep: int | None = None
+    ) -> Future[Path]:
+        """Save weights and optimizer states as they are now; see `KVStore.save_checkpoint`.
+
+        Where workers update, this waits until all is written. Buffers, such as BatchNorm's, are not in it.
+        """
+        return self._state("save_checkpoint").save_checkpoint(directory, step, state, keep)
+
+    def load_checkpoint(
+        self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
+    ) -> Checkpoint:
+        """Go on from a checkpoint: weights and optimizer states, on every device; see `KVStore.load_checkpoint`."""
+        checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
+        self._updates = updates_in(checkpoint.folder) if states else self._updates
+        if self._update_on_kvstore and self._exchange is not None:
+            self._exchange.fetch()
+        self._note_weights()
+        return checkpoint
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context backward passes only add to the gradients; nothing is sent.
+
+        For all passes but the last before a step, as in DistributedDataParallel, and for those whose gradients are
+        not for training. The last pass is outside of it and sends what has come together. Without ``overlap=True``
+        nothing is ever sent before `step`, and this changes nothing.
+        """
+        return contextlib.nullcontext() if self._overlap is None else self._overlap.paused()
+
+    def close(self) -> None:
+        """Let go of the parameters, and close the store if it was given by its name; a second call does nothing.
+
+        Call it after a step. Backward passes send nothing any more, `step` raises. It is needed only with
+        ``overlap=True``, where another trainer is to have the same parameters, and where another job is to save into
+        the same folder before this process ends.
+
+        Raises:
+            CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._overlap is not None:
+            self._overlap.remove_hooks()
+        try:
+            if isinstance(self._kvstore, KVStore) and self._kvstore is not self._kvstore_wanted:
+                self._kvstore.close()
+        finally:
+            if self._training_state is not None:
+                self._training_state.close()
+
+    @property
+    def kvstore(self) -> KVStoreBase | None:
+        """The store in use; None before the first step, and without one."""
+        return self._kvstore
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer. Its learning rate, wd and multipliers may be changed at any time."""
+        return self._optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """The present learning rate, before the multipliers of groups; with a schedule that of the last step here."""
+        self._take_numbers()
+        schedule = self._optimizer.lr_scheduler
+        return self._optimizer.learning_rate if schedule is None else schedule(self._updates)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate from the next step on, on servers too; every worker must set the same.
+
+        With ``overlap=True`` and a store that updates, a step begins with the first gradient that it sends.
+        """
+        self._take_numbers()
+        self._optimizer.learning_rate = lr
+        self._take_numbers()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """With `clip_norm`, the norm by which the last step's gradient was clipped, before that: the same everywhere.
+
+        It is what ``clip_grad_norm_`` returns, also where it is infinite or NaN. None before the first step, and
+        without `clip_norm`.
+        """
+        return None if self._grad_norm is None else float(self._grad_norm)
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """In how many steps this worker's gradients were not finite and were not used.
+
+        They are looked at with ``reject_nonfinite=True``, and by a `GradScaler`.
+        """
+        return self._nonfinite_steps
+
+    def _start(self) -> None:
+        if self._closed:
+            raise RuntimeError("this trainer has been closed; make another one")
+        if self._started:
+            return
+        require_shapes(self._parameters)
+        compresses = self._compression_params is not None
+        store = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)
+        if store is not None:
+            self._update_on_kvstore = decide_update_on_kvstore(
+                store, self._kvstore_wanted, self._update_on_kvstore_wanted, self._parameters
+            )
+            self._begin_with(store)
+        self._kvstore = store
+        self._started = True
+        if any(state is not None for state in self._loaded_states):
+            self._replace_states(self._loaded_states)
+            self._loaded_states = ()
+
+    def _begin_with(self, store: KVStoreBase) -> None:
+        needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
+        used = fit(store, self._parameters, needs_more, self._compression_params, here)
+        used.agree(
+            statement(self._parameters, self._optimizer if here else None, self._clip_norm, digest(self._loaded_states))
+        )
+        # With overlap the numbers of a step are fixed before it is made, so the store has its own copy of them.
+        sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
+        if self._update_on_kvstore:
+            used.set_optimizer(sent)
+        if self._shares and self._update_on_kvstore:
+            self._shared = SharedWeights([parameter for _, parameter in self._trained])
+        self._exchange = Exchange(used, self._parameters, self._trained, self._shared)
+        self._exchange.broadcast()
+        self._note_weights()
+        ballot_key = None if self._update_on_kvstore else self._exchange.open_ballot()
+        if self._overlaps:
+            assert isinstance(used, KVStore)
+            self._optimizer.rescale_grad = self._scale / self._num_devices
+            sent_or_none = sent if self._update_on_kvstore else None
+            refresh = weakly(self._take_numbers)
+            self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, refresh, ballot_key)
+
+    def _state(self, method: str) -> TrainingState:
+        self._require_nothing_sent(method, "step()")
+        self._start()
+        if self._training_state is None:
+            where = (self._kvstore, self._update_on_kvstore)
+            self._training_state = TrainingState(self._parameters, self._local, *where)
+        return self._training_state
+
+    def _optimizer_states(self) -> Sequence[SliceState | None]:
+        """What the optimizer remembers of each trained parameter. No other worker need call it."""
+        if not self._started:
+            return self._loaded_states
+        return self._state("state_dict").states([key for key, _ in self._trained])
+
+    def _load_optimizer_states(self, states: Sequence[SliceState | None]) -> None:
+        """Go on from these: from the first step on, or, where that was made, as soon as every worker has called it."""
+        if not self._started:
+            self._loaded_states = states
+            return
+        self._require_nothing_sent("load_state_dict", "step()")
+        if isinstance(self._kvstore, KVStore):
+            self._kvstore.agree(f"loads the optimizer state {digest(states) or 'of no updates'}")
+        self._replace_states(states)
+
+    def _replace_states(self, states: Sequence[SliceState | None]) -> None:
+        self._state("load_state_dict").replace_states([key for key, _ in self._trained], states)
+
+    def _divisor(self, batch_size: float | None) -> float:
+        divisor = self._num_devices if batch_size is None else batch_size
+        if not 0 < divisor < BATCH_SIZE_LIMIT:
+            raise ValueError(
+                f"batch_size is {batch_size}; it counts the examples behind the gradients, more than 0 and below 2^32"
+            )
+        return divisor
+
+    # A step.
+
+    def _step(self, batch_size: float | None, on_stale: Stale) -> None:
+        divisor = self._divisor(batch_size)
+        self._take_numbers()
+        refuse_untrained(self._untrained)
+        if self._overlap is not None:
+            self._finish_overlap(self._overlap, divisor, on_stale)
+            return
+        self._require_weights_unchanged()
+        grads = self._watch.grads(on_stale)
+        self._require_finite(grads)
+        average = batch_size is None
+        if self._exchange is None:
+            self._update_here(divisor, [grad is not None for grad in grads])
+        elif self._update_on_kvstore:
+            self._optimizer.rescale_grad = self._scale / divisor
+            self._update_there(grads, average, samples=0 if average else max(1, round(divisor)))
+        else:
+            # Each divides its own, before they are summed, as another may give another size, or skip this step.
+            divide(grads, divisor)
+            self._update_here(1, self._exchange.sum(grads, average))
+
+    def _skip_step(self) -> None:
+        nothing: Grads = [None] * len(self._trained)
+        if self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
+            self._watch.note_grads()
+        elif self._update_on_kvstore:
+            self._update_there(nothing, average=True, samples=0)
+        else:
+            self._update_here(1, self._exchange.sum(nothing, average=True))
+
+    def _step_of_torch(self, *, skip: bool) -> None:
+        if skip:
+            self._nonfinite_steps += 1
+            self.skip_step()
+            return
+        self._start()
+        self._step(None, Stale.USE)
+        count_as_used(self._handed_out)
+
+    def _finish_overlap(self, overlap: Overlap, divisor: float, on_stale: Stale) -> None:
+        stale = self._watch.left_out(Stale.USE if on_stale is Stale.USE else Stale.LEAVE_OUT)
+        changed = self._watch.changed()
+        try:
+            given = overlap.finish(frozenset(position for position, _ in stale))
+        finally:
+            self._note_weights()  # it wrote to them, also where it could not finish
+        if self._update_on_kvstore:
+            self._updates += 1
+            self._watch.note_grads()
+        else:
+            self._update_here(divisor, given)
+        if on_stale is Stale.REFUSE:
+            self._watch.refuse(stale, "the others' gradients had left already, so this step was made without it")
+        # What was sent had to be finished first; by now the store's weights are in the place of the changed ones.
+        refuse_changed(changed, "gradients had left already, so this step was made and the change is lost")
+
+    def _update_there(self, grads: Grads, average: bool, samples: int) -> None:
+        assert self._exchange is not None
+        try:
+            self._exchange.update(grads, average, samples)
+        finally:
+            self._note_weights()  # it wrote to them, also where it could not finish
+        self._updates += 1
+        self._watch.note_grads()
+
+    def _update_here(self, divisor: float, given: list[bool]) -> None:
+        self._take_numbers()
+        members = [one for one, is_given in zip(self._trained, given, strict=True) if is_given]
+        self._optimizer.rescale_grad = self._scale / divisor
+        if self._clip_norm is not None:
+            self._clip([parameter for _, parameter in members], self._clip_norm)
+        self._local.apply(members)
+        for _, parameter in self._trained:
+            parameter.drop_filled()
+        self._updates += 1
+        self._watch.note_grads()
+
+    def _clip(self, parameters: Sequence[Parameter], clip_norm: float) -> None:
+        """Make ``grad`` what the rule is to get, clipped; every replica of a parameter has the same one."""
+        scale(parameters, self._optimizer.rescale_grad)
+        self._optimizer.rescale_grad = 1.0
+        for device in reversed(range(self._num_devices)):  # the first one's norm is kept
+            replicas = [parameter.replicas[device] for parameter in parameters]
+            self._grad_norm = torch.nn.utils.clip_grad_norm_(replicas, clip_norm)
+
+    def _take_numbers(self) -> None:
+        """Learning rate and weight decay are what torch's schedulers have made of them."""
+        if self._torch_optimizer is not None:
+            self._torch_optimizer.tell(updates_here=not (self._started and self._update_on_kvstore))
+
+    def _note_weights(self) -> None:
+        if self._update_on_kvstore:
+            self._watch.note_weights()
+
+    def _require_nothing_sent(self, method: str, first: str) -> None:
+        if self._overlap is not None and self._overlap.is_open:
+            refuse_sent(method, first)
+
+    def _require_weights_unchanged(self) -> None:
+        if self._shared is not None:
+            self._shared.require_unchanged()
+        refuse_changed(self._watch.changed(), "nothing was sent in this step")
+
+    def _require_finite(self, grads: Grads) -> None:
+        self._nonfinite_steps += 1  # unless they are finite
+        if self._rejects_nonfinite:
+            rank = 0 if self._kvstore is None else self._kvstore.rank
+            refuse_nonfinite(self._trained, grads, rank, self._local.devices)
+        self._nonfinite_steps -= 1

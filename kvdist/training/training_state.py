@@ -1,0 +1,140 @@
+"""What a trainer saves and loads: on its store where that updates, else from here.
+
+Where the store updates, its servers write what they keep. Where workers update, all of them have the same weights and
+states: the first of them writes these, each adds its own `state`, and nobody returns before all have written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, read_manifest
+from kvdist.kvstore import local_saving, saved, values
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.contract import KVStoreBase
+from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
+from kvdist.optimizer.states import SliceState
+from kvdist.training.local_update import LocalUpdate
+from kvdist.training.parameters import Parameter
+
+
+class TrainingState:
+    """The weights of a trainer and what its optimizer remembers.
+
+    Args:
+        parameters: all of them; their keys are their positions.
+        local: the optimizer that runs here, unless the store updates.
+        store: the trainer's; None without one.
+        is_updated_there: whether the store updates.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], local: LocalUpdate, store: KVStoreBase | None, is_updated_there: bool
+    ) -> None:
+        self._parameters = parameters
+        self._local = local
+        self._is_updated_there = is_updated_there
+        self._store = _able(store)
+        self._workers = WorkersSaving(self._store)
+
+    def save_states(self, fname: str | os.PathLike[str]) -> None:
+        """See `Trainer.save_states`."""
+        if self._is_updated_there and self._store is not None:
+            self._store.save_optimizer_states(fname)
+        else:
+            self._workers.save(lambda: SavingJob(saved.absolute(fname), (STATES,)), self._held, self._local.updater)
+
+    def load_states(self, fname: str | os.PathLike[str]) -> None:
+        """See `Trainer.load_states`."""
+        if self._is_updated_there and self._store is not None:
+            self._store.load_optimizer_states(fname)
+        else:
+            self._load_here(lambda: saved.Checkpoint(saved.absolute(fname), 0), (STATES,))
+
+    def states(self, keys: Sequence[int]) -> list[SliceState | None]:
+        """What the optimizer remembers of each key; on servers without the help of another worker."""
+        if self._is_updated_there and self._store is not None:
+            return self._store.optimizer_states(keys)
+        states = [self._local.updater.state_of(key) for key in keys]
+        return [None if state is None else state.copy() for state in states]
+
+    def replace_states(self, keys: Sequence[int], states: Sequence[SliceState | None]) -> None:
+        """Go on from these; every worker calls it, and has agreed that they are the same everywhere."""
+        if self._is_updated_there and self._store is not None:
+            self._store.replace_optimizer_states(keys, states)
+        else:
+            for key, state in zip(keys, states, strict=True):
+                self._local.updater.restore(key, None if state is None else state.copy())
+            self._local.spread()
+        if self._store is not None:
+            self._store.barrier()  # nobody pushes before they are there
+
+    def save_checkpoint(
+        self, directory: str | os.PathLike[str], step: int, state: Any, keep: int | None
+    ) -> Future[Path]:
+        """See `Trainer.save_checkpoint`."""
+        names: dict[int | str, str] = {key: parameter.name for key, parameter in enumerate(self._parameters)}
+        if self._is_updated_there and self._store is not None:
+            return self._store.save_checkpoint(directory, step, state=state, keep=keep, names=names)
+
+        def job() -> SavingJob:
+            folder, number = saved.place(directory, step), saved.checked_keep(keep)
+            content = saved.own_file(state, names, self._workers.rank)
+            return SavingJob(folder, EVERYTHING, saved.checked_step(step), number, content)
+
+        return self._workers.save_checkpoint(job, self._held, self._local.updater)
+
+    def close(self) -> None:
+        """Other jobs may save where this one has; only its own locks are let go of, not the store.
+
+        Raises:
+            CheckpointError: the last checkpoint that was made here has failed, and nobody has looked at its future.
+        """
+        self._workers.close()
+
+    def load_checkpoint(
+        self, directory: str | os.PathLike[str], step: int | None, with_states: bool
+    ) -> saved.Checkpoint:
+        """See `Trainer.load_checkpoint`. Where the store updates, the weights are still to be pulled."""
+        if self._is_updated_there and self._store is not None:
+            return self._store.load_checkpoint(directory, step, states=with_states)
+
+        def find() -> saved.Checkpoint:
+            folder = saved.find(directory, step)
+            return saved.loaded(folder, read_manifest(folder), self._workers.rank)
+
+        return self._load_here(find, EVERYTHING if with_states else (WEIGHTS,))
+
+    def _held(self) -> list[local_saving.Held]:
+        held = []
+        for key, parameter in enumerate(self._parameters):
+            shape, dtype = values.describe(parameter.replicas[0])
+            held.append(local_saving.Held(key, shape, dtype, values.read_bits(parameter.replicas[0])))
+        return held
+
+    def _load_here(self, find: Callable[[], saved.Checkpoint], contents: tuple[str, ...]) -> saved.Checkpoint:
+        checkpoint, values_read = self._workers.load(find, contents, self._held(), self._local.updater)
+        self._local.spread()
+        for parameter, bits in zip(self._parameters, values_read, strict=True):
+            if bits is not None:
+                for replica in parameter.replicas:
+                    values.write_bits(replica, bits)
+        return checkpoint
+
+
+def _able(store: KVStoreBase | None) -> KVStore | None:
+    """The store, if it can do what is needed here.
+
+    Raises:
+        NotImplementedError: it is one of the user's own, which can do less.
+    """
+    if store is None or isinstance(store, KVStore):
+        return store
+    raise NotImplementedError(
+        f"the store {store.type!r} keeps the contract of KVStoreBase, which has no way to save what it holds; save"
+        " net.state_dict(), or use one of kvdist's stores"
+    )

@@ -1,0 +1,179 @@
+"""What torch's counters of changes tell a trainer: weights that somebody else has written, gradients that are old.
+
+Every tensor of torch counts the operations that wrote into it. Rules that hold here:
+
+* A weight that the store updates is the store's. If its count has moved since the last step, somebody has written to
+  it, and the next pull would silently undo that: an error.
+* A gradient is *stale* if it is the tensor, at the count, that the last step took: no backward pass has come between.
+* What goes past the count (``weight.data``, NumPy on its memory) is not noticed.
+* Gradients are known weakly, so nobody's memory is kept.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvdist.training.parameters import Parameter
+
+if TYPE_CHECKING:
+    import torch
+
+
+Place: TypeAlias = tuple[int, int]
+"""(Position of a parameter, device)."""
+
+
+class Stale(enum.Enum):
+    """What to do with a gradient that no backward pass has renewed since the last step."""
+
+    REFUSE = enum.auto()
+    LEAVE_OUT = enum.auto()
+    USE = enum.auto()
+
+
+class Watch:
+    """The state in which the last step has left weights and gradients.
+
+    Args:
+        parameters: those that are trained.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._parameters = parameters
+        # Flat, as each of these is gone through in every step.
+        self._replicas = [replica for parameter in parameters for replica in parameter.replicas]
+        self._places = [(i, device) for i, one in enumerate(parameters) for device in range(len(one.replicas))]
+        self._weights: list[int] = []
+        """The count of each replica; empty while nobody watches."""
+        self._taken: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
+        """Per replica the gradient that the last step took, and its count then."""
+
+    def note_weights(self) -> None:
+        """From now on nobody else may write to the weights."""
+        self._weights = [replica._version for replica in self._replicas]
+
+    def changed(self) -> list[str]:
+        """The names of the parameters to which somebody has written since `note_weights`."""
+        if not self._weights or self._weights == [replica._version for replica in self._replicas]:
+            return []
+        pairs = zip(self._places, self._replicas, self._weights, strict=True)
+        changed = [self._parameters[i].name for (i, _), replica, count in pairs if replica._version != count]
+        return list(dict.fromkeys(changed))
+
+    def note_grads(self) -> None:
+        """The present gradients have been used."""
+        grads = [replica.grad for replica in self._replicas]
+        self._taken = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
+
+    def grads(self, on_stale: Stale) -> list[list[torch.Tensor] | None]:
+        """For each parameter the gradients that there are for it; None where there is none.
+
+        Raises:
+            RuntimeError: one is stale, and that is refused.
+        """
+        left_out = self.left_out(on_stale)
+        grads: list[list[torch.Tensor] | None] = [parameter.grads() for parameter in self._parameters]
+        if not left_out:
+            return grads
+        return [
+            [
+                replica.grad
+                for device, replica in enumerate(parameter.replicas)
+                if replica.grad is not None and (position, device) not in left_out
+            ]
+            or None
+            for position, parameter in enumerate(self._parameters)
+        ]
+
+    def left_out(self, on_stale: Stale) -> set[Place]:
+        """Where the gradients are that are not to be used.
+
+        Raises:
+            RuntimeError: one is stale, and that is refused.
+        """
+        stale = set() if on_stale is Stale.USE else self._stale()
+        if on_stale is Stale.REFUSE:
+            self.refuse(stale, "nothing was sent in this step")
+        return stale
+
+    def refuse(self, stale: set[Place], consequence: str) -> None:
+        """Raise if there are stale gradients.
+
+        Args:
+            stale: where they are.
+            consequence: what has become of this step, for the message.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        if stale:
+            names = [self._parameters[position].name for position in sorted({position for position, _ in stale})]
+            raise RuntimeError(
+                f"the gradient of {_some(names)} used by the last step, and no backward pass has renewed it"
+                f" ({consequence}). Call zero_grad() before each backward pass, or give ignore_stale_grad=True to leave"
+                " such parameters out. Torch must see that a gradient is new: write it by grad.copy_(), not by"
+                " grad.data or NumPy"
+            )
+
+    def _stale(self) -> set[Place]:
+        found = set()
+        for place, replica, taken in zip(self._places, self._replicas, self._taken, strict=False):
+            grad = replica.grad
+            if grad is None or not replica.requires_grad or taken is None:
+                continue  # none, or frozen meanwhile
+            if taken[0]() is grad and taken[1] == grad._version:
+                found.add(place)
+        return found
+
+
+def refuse_changed(changed: list[str], consequence: str) -> None:
+    """Raise if somebody has written to weights that are the store's.
+
+    Args:
+        changed: the names of those weights.
+        consequence: what has become of this step, for the message.
+
+    Raises:
+        RuntimeError: there are such names.
+    """
+    if changed:
+        raise RuntimeError(
+            f"{_some(changed)} changed outside of step(). The store holds these weights and would put its own in their"
+            " place. After changing weights, such as by load_state_dict(), call trainer.broadcast_parameters() on every"
+            f" worker, and rank 0's become everybody's; {consequence}. A network that writes to its own weights (say"
+            " nn.Embedding with max_norm) needs update_on_kvstore=False"
+        )
+
+
+def refuse_untrained(parameters: Sequence[Parameter]) -> None:
+    """Raise if a parameter that was frozen when the trainer was made has a gradient: it would silently stay as it is.
+
+    Args:
+        parameters: those that were frozen.
+
+    Raises:
+        RuntimeError: there are such parameters.
+    """
+    names = [
+        one.name
+        for one in parameters
+        if any(replica.requires_grad and replica.grad is not None for replica in one.replicas)
+    ]
+    if names:
+        raise RuntimeError(
+            f"{_some(names)} frozen when the trainer was made, and has a gradient now: which parameters are trained is"
+            " agreed on at the beginning. Make the trainer with all that will be trained (one without a gradient stays"
+            " as it is), or close it and make another one"
+        )
+
+
+_NAMED_MAX = 5
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+    verb = "was" if len(names) == 1 else "were"
+    return f"{', '.join(names[:_NAMED_MAX])}{more} {verb}"

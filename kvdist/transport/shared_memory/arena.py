@@ -1,0 +1,185 @@
+"""Memory of this process that its peers on the same host can map, so that what lies in it need not be sent.
+
+`Arena.allocate` gives arrays like any others: the memory is free again when the last array or memoryview that shows it
+is gone. The rules:
+
+* The arena knows nothing of readers in other processes. Whoever has sent a place holds its array until the receiver
+  has answered.
+* A finalizer may run in any thread, in the middle of anything, `allocate` included: it only appends to a deque.
+* What was freed is kept by its size first, because training asks for the same sizes in every step. It is joined with
+  its neighbours when nothing else fits.
+* A forked child maps the same pages as its parent: it reads, and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from kvdist.errors import ForkError, StoreClosed
+from kvdist.transport.shared_memory.free_space import FreeSpace
+from kvdist.transport.shared_memory.mapping import PAGE_BYTES, Bytes, address_of
+from kvdist.transport.shared_memory.segments import SegmentTable, create_file
+
+SEGMENT_BYTES = 4 << 20
+SEGMENT_BYTES_MAX = 64 << 20
+"""Every page of a segment is entered when it is made: 64 MiB take some 50 ms, so a small job makes small ones."""
+PAGES_FROM_BYTES = 64 << 10
+"""From here on what is allocated begins at a page and fills whole pages; smaller ones are aligned to `LINE_BYTES`."""
+LINE_BYTES = 64
+GAP_BYTES = PAGE_BYTES
+"""The beginning of each segment is left free, so that nothing is allocated across two that happen to be neighbours."""
+
+
+class _Block(np.ndarray[Any, np.dtype[np.uint8]]):
+    """What every view of an allocation keeps alive. A class of its own, or NumPy would skip it as a base."""
+
+
+class _Place(weakref.ref[_Block]):
+    """Watches a block, and knows where it lies."""
+
+    __slots__ = ("address", "nbytes")
+    address: int
+    nbytes: int
+
+
+class Arena:
+    """Grows by segments that are as large as all before them, up to 64 MiB; larger where one array needs it.
+
+    Args:
+        bytes_max: the most that all segments together may have.
+        segment_bytes: how large the first segment is.
+
+    Attributes:
+        file: what peers map.
+        table: its segments, as they are mapped here.
+
+    Raises:
+        OSError: this system has no such memory.
+    """
+
+    def __init__(self, bytes_max: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.bytes_max = bytes_max
+        self.table = SegmentTable()
+        self.file = create_file()
+        self._segment_bytes = segment_bytes
+        self._pid = os.getpid()
+        self._free = FreeSpace()
+        self._kept: dict[int, list[int]] = {}
+        """Size → addresses of freed blocks of this size."""
+        self._freed: deque[weakref.ref[_Block]] = deque()
+        self._live: dict[int, _Place] = {}
+        self._lock = threading.RLock()
+        self._is_busy = False
+        self._is_closed = False
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """`nbytes` of memory with whatever it held before, writable; at the start of a page from 64 KiB on. Any thread.
+
+        Raises:
+            MemoryError: the arena has reached its limit, or the system has no memory.
+            ForkError: in a forked child.
+            StoreClosed: after `close`.
+        """
+        if nbytes < 0:
+            raise ValueError(f"an array has no {nbytes} bytes")
+        if os.getpid() != self._pid:
+            raise ForkError("this process was forked from one with a kvdist store; its shared memory is the parent's")
+        with self._lock:
+            if self._is_closed:
+                raise StoreClosed("this arena is closed; make a new one")
+            if self._is_busy:
+                # A signal handler interrupted this very method. Ordinary memory is sent like any other.
+                return np.empty(nbytes, np.uint8)
+            self._is_busy = True
+            try:
+                return self._allocate(nbytes)
+            finally:
+                self._is_busy = False
+
+    def locate(self, buffer: Any) -> int | None:
+        """Where in `file` a contiguous, non-empty buffer begins; None when it does not lie in this arena."""
+        found = self.table.find(address_of(buffer), memoryview(buffer).nbytes)
+        return None if found is None else found[0].offset + found[1]
+
+    @property
+    def bytes_reserved(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.nbytes for segment in self.table.segments())
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of what is shown by somebody, rounded up as they are allocated."""
+        with self._lock:
+            self._sweep()
+            return sum(place.nbytes for place in self._live.values())
+
+    def close(self) -> None:
+        """Let no new peer open this memory. Arrays, and peers that have it mapped, keep it. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            for segment in self.table.segments():
+                self.table.discard(segment)
+            self.file.close()
+
+    def _allocate(self, nbytes: int) -> Bytes:
+        self._sweep()
+        size = max(1, -(-nbytes // LINE_BYTES)) * LINE_BYTES
+        if size >= PAGES_FROM_BYTES:
+            size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        kept = self._kept.get(size)
+        address = kept.pop() if kept else self._find(size)
+        found = self.table.find(address, size)
+        assert found is not None
+        segment, offset = found
+        # Over what lies under the segment's array: of a chain of arrays NumPy keeps only the ends as bases.
+        block = _Block.__new__(_Block, (nbytes,), np.uint8, segment.memory.base, offset)
+        place = _Place(block, self._freed.append)
+        place.address, place.nbytes = address, size
+        self._live[address] = place
+        return block.view(np.ndarray)
+
+    def _find(self, size: int) -> int:
+        alignment = PAGE_BYTES if size >= PAGES_FROM_BYTES else LINE_BYTES
+        address = self._free.take(size, alignment)
+        if address is None and self._kept:
+            for kept_size, addresses in self._kept.items():
+                for kept in addresses:
+                    self._free.give(kept, kept_size)
+            self._kept.clear()
+            address = self._free.take(size, alignment)
+        if address is None:
+            self._grow(size)
+            address = self._free.take(size, alignment)
+        assert address is not None
+        return address
+
+    def _sweep(self) -> None:
+        """Take back what finalizers have reported."""
+        while self._freed:
+            place = self._freed.popleft()
+            assert isinstance(place, _Place)
+            del self._live[place.address]
+            self._kept.setdefault(place.nbytes, []).append(place.address)
+
+    def _grow(self, size: int) -> None:
+        least = GAP_BYTES + -(-size // PAGE_BYTES) * PAGE_BYTES
+        allowed = (self.bytes_max - self.bytes_reserved) // PAGE_BYTES * PAGE_BYTES
+        if least > allowed:
+            raise MemoryError(
+                f"{size} bytes of shared memory were asked for, no free stretch is as long, and of {self.bytes_max}"
+                f" bytes {self.bytes_reserved} are taken from the system and {self.bytes_used} in use;"
+                " raise the limit, or drop arrays that are no longer needed"
+            )
+        try:
+            usual = min(max(self._segment_bytes, self.bytes_reserved), SEGMENT_BYTES_MAX)
+            segment = self.file.grow(max(least, min(usual, allowed)))
+        except OSError as error:
+            raise MemoryError(f"the system has no {least} bytes of shared memory: {error.strerror}") from error
+        self.table.add(segment)
+        self._free.give(segment.address + GAP_BYTES, segment.nbytes - GAP_BYTES)
