@@ -102,11 +102,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of `tests/repetitions.txt` are slow; those marked `gpu` are left out where no device is.
+    """Some cases of a test are slow; tests marked `gpu` are left out where no device is.
 
     Who asks for nothing but those gets each of them skipped with the reason.
     """
-    mark_repetitions(config, items)
+    mark_slow_cases(items)
     of_gpus = [item for item in items if item.get_closest_marker("gpu")]
     for path in {item.path for item in of_gpus}:
         if MARK_OF_GPU not in path.read_text("utf-8"):
@@ -136,20 +136,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line("LEFT OUT: the tests marked gpu, for want of a CUDA device; `make gpu` runs them")
 
 
-def mark_repetitions(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that the file names.
+def mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Mark the cases slow that ``@pytest.mark.slow_cases`` above their test names, by what pytest writes in brackets.
 
     Raises:
-        pytest.UsageError: it names one that does not exist, although its file was read whole.
+        pytest.UsageError: there is no such case, although all cases of the test were collected.
     """
-    lines = Path(__file__).with_name("repetitions.txt").read_text().splitlines()
-    named = {line for line in lines if line and not line.startswith("#")}
-    found = {item.nodeid: item for item in items}
-    for name in named & found.keys():
-        found[name].add_marker(pytest.mark.slow)
-    whole = {name.partition("::")[0] for name in found} if not any("::" in word for word in config.args) else set()
-    if stale := sorted(name for name in named - found.keys() if name.partition("::")[0] in whole):
-        raise pytest.UsageError(f"tests/repetitions.txt names tests that do not exist: {', '.join(stale)}")
+    collected: dict[str, set[str]] = {}
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        collected.setdefault(test, set()).add(case.removesuffix("]"))
+        for marker in item.iter_markers("slow_cases"):
+            if case.removesuffix("]") in marker.args:
+                item.add_marker(pytest.mark.slow)
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        named = {case for marker in item.iter_markers("slow_cases") for case in marker.args}
+        if len(collected[test]) > 1 and (stale := named - collected[test]):
+            raise pytest.UsageError(f"slow_cases of {test} names cases that do not exist: {', '.join(sorted(stale))}")
 
 
 def cuda_is_available() -> bool:

@@ -135,6 +135,7 @@ def test_push_pull_measures_a_local_store_and_writes_the_result(tmp_path: Path) 
     assert "median ms" in printed
 
 
+@pytest.mark.slow
 def test_kernels_are_measured_beside_each_other(tmp_path: Path) -> None:
     pytest.importorskip("numba")
     path = tmp_path / "kernels.json"

@@ -59,7 +59,6 @@ def test_whatever_a_test_leaves_behind_makes_the_run_red(tmp_path: Path) -> None
     conftest = (Path(__file__).parent / "conftest.py").read_text("utf-8")
     conftest = conftest.replace("GRACE_S = 30.0", "GRACE_S = 0.5").replace("torch.cuda.is_available()", "True")
     (tmp_path / "conftest.py").write_text(conftest, "utf-8")
-    (tmp_path / "repetitions.txt").write_text("")
     (tmp_path / "test_leaky.py").write_text(LEAKY_TESTS, "utf-8")
     # The fresh run is its own: it does not take itself for a part of this one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}

@@ -106,6 +106,32 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         yield "handed back"
 
 
+@pytest.mark.slow_cases(
+    "async checkpoints",
+    "async hosts",
+    "checkpoint and a paused worker",
+    "checkpoints of hosts",
+    "checkpoints of hosts in a storm",
+    "encoded async",
+    "encoded in a storm",
+    "hosts in cuts",
+    "impatient hosts",
+    "leader leaves in a storm",
+    "leader leaves one host",
+    "long async",
+    "offloaded",
+    "offloaded and a leaver",
+    "offloaded and encoded",
+    "offloaded async",
+    "offloaded beside rows",
+    "offloaded on hosts",
+    "offloaded sums",
+    "rows and a leaver in a storm",
+    "rows and a paused worker",
+    "rows async",
+    "rows async in a storm",
+    "rows updated",
+)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_request_is_answered_and_every_weight_is_exact(name: str) -> None:
     happened: Counter[str] = Counter()

@@ -60,6 +60,7 @@ def test_tables_of_rows_go_on_with_the_same_bits_on_any_number_of_servers(job, t
         assert results(launcher) == expected, f"on {servers} servers: {job.transcript()}"
 
 
+@pytest.mark.slow_cases("here")
 @pytest.mark.parametrize("where", ["there", "here"])
 def test_a_trainer_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(job, tmp_path, where):
     variables = {**PIECES, "KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
@@ -71,6 +72,7 @@ def test_a_trainer_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(job, tmp
     assert found[0] == found[1] and len(found[0]) == 2, job.transcript()
 
 
+@pytest.mark.slow_cases("asynchronous")
 @pytest.mark.parametrize("scenario", ["asynchronous", "states"])
 def test_stores_are_saved_and_loaded(job, tmp_path, scenario):
     launcher = job.launch(
@@ -127,6 +129,7 @@ def test_a_checkpoint_is_completed_though_nobody_closes_the_store(job, tmp_path)
     assert (folder / "step-1" / "manifest.json").is_file(), job.transcript()
 
 
+@pytest.mark.slow_cases("elsewhere-2-here", "elsewhere-2-there", "fewer-3-here", "fewer-3-there", "mistaken-2-here")
 @pytest.mark.parametrize("where", ["there", "here"])
 @pytest.mark.parametrize(("scenario", "workers"), [("elsewhere", 2), ("mistaken", 2), ("fewer", 3)])
 def test_what_goes_wrong_on_one_worker_fails_on_all_and_keeps_nobody_waiting(job, tmp_path, scenario, workers, where):

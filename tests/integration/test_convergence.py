@@ -5,6 +5,16 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.slow_cases(
+    "1-dist_async-logistic",
+    "2-dist_async-least_squares",
+    "2-dist_async-logistic",
+    "2-dist_sync-logistic",
+    "4-dist_async-least_squares",
+    "4-dist_async-logistic",
+    "4-dist_sync-least_squares",
+    "4-dist_sync-logistic",
+)
 @pytest.mark.parametrize("problem", ["least_squares", "logistic"])
 @pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
 @pytest.mark.parametrize("workers", [1, 2, 4])

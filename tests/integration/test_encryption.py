@@ -33,6 +33,7 @@ def secret_file(path, content, mode=0o600):
     return str(path)
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_an_encrypted_job_ends_well_and_large_values_still_lie_in_shared_memory(job, secret, threads):
     job.cluster(2, 2, "shared.py", "exact", KVDIST_SECRET_FILE=secret, KVDIST_IO_THREADS=threads)
@@ -99,6 +100,7 @@ def refused(job, name, *command, **variables):
     return job.processes["other"].text
 
 
+@pytest.mark.slow_cases("one byte more")
 @pytest.mark.parametrize("content", [b"w" * 32, b"s" * 33], ids=["another secret", "one byte more"])
 def test_a_process_with_another_secret_is_refused_in_a_sentence(job, running, tmp_path, content):
     other = secret_file(tmp_path / "other", content)
@@ -205,6 +207,7 @@ os.execv(sys.executable, [sys.executable, "-m", "kvdist"])
 """
 
 
+@pytest.mark.slow_cases("127.0.0.1-encrypted", "::1-encrypted", "::1-plain")
 @pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
 @pytest.mark.parametrize("host", [HOST, "::1"])
 def test_a_scheduler_listens_where_its_launcher_has_begun_to(job, secret, host, encrypted):
@@ -227,6 +230,7 @@ def test_a_descriptor_at_another_port_than_everybody_dials_is_refused_with_both(
     assert told in process.text
 
 
+@pytest.mark.slow_cases("plain")
 @pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
 def test_a_cluster_lives_on_ipv6(job, secret, encrypted):
     variables = {"DMLC_PS_ROOT_URI": "::1", **({"KVDIST_SECRET_FILE": secret} if encrypted else PLAIN)}
@@ -238,6 +242,7 @@ HOSTS = f"{HOST} localhost\n::1 localhost\n"
 WITH_HOSTS = 'mount --bind "$0" /etc/hosts && exec "$@"'
 
 
+@pytest.mark.slow_cases("plain")
 @pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
 def test_a_cluster_meets_at_a_name_with_an_address_of_each_kind(job, secret, tmp_path, encrypted):
     hosts = tmp_path / "hosts"
@@ -293,6 +298,7 @@ def space():
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+@pytest.mark.slow_cases("fd00::/8")
 @pytest.mark.parametrize("interface", ["card", "fd00::/8"])
 def test_a_cluster_of_a_namespace_listens_on_the_ipv6_address_of_its_card(job, secret, space, interface):
     shared = {"DMLC_PS_ROOT_URI": ADDRESS, "KVDIST_SECRET_FILE": secret, "KVDIST_INTERFACE": interface}

@@ -65,6 +65,7 @@ def test_the_demo_runs_without_a_launcher_and_says_how_to_have_one(job):
     assert "running alone" in warning
 
 
+@pytest.mark.slow_cases("device", "dist_device_sync")
 @pytest.mark.parametrize("store", ["device", "dist_device_sync"])
 def test_one_worker_learns_the_digits_on_two_devices(job, store):
     alone = job.start("alone", [sys.executable, DEVICES, "--store", store, "--devices", "cpu,cpu"])
@@ -73,6 +74,7 @@ def test_one_worker_learns_the_digits_on_two_devices(job, store):
     assert len(found) == 15 and found[-1] >= 0.95, alone.text
 
 
+@pytest.mark.slow
 def test_two_workers_with_two_devices_each_learn_the_same_digits(job):
     launcher = job.launch(2, 2, DEVICES, "--store", "dist_device_sync", "--devices", "cpu,cpu")
     job.succeed()
@@ -81,6 +83,7 @@ def test_two_workers_with_two_devices_each_learn_the_same_digits(job):
     assert len(first) == 15 and first[-1] >= 0.95, launcher.text
 
 
+@pytest.mark.slow
 def test_the_cifar10_example_trains_two_devices_on_each_of_two_workers(job):
     arguments = ["--fake-data", "--devices", "cpu,cpu", "--epochs", "1", "--fake-images", "12", "--batch-size", "4"]
     launcher = job.launch(2, 2, sys.executable, "-c", WITH_DIGESTS, CIFAR10, *arguments)
@@ -94,6 +97,7 @@ def test_the_cifar10_example_trains_two_devices_on_each_of_two_workers(job):
     assert len(digests) == 2 and len(set(digests)) == 1, launcher.text
 
 
+@pytest.mark.slow
 def test_the_cifar10_example_without_data_says_where_to_get_it(job):
     launcher = job.launch(2, 2, CIFAR10)
     assert job.finish() == {"launcher": 2}
@@ -128,6 +132,7 @@ def test_the_recommender_learns_alone(job):
     assert len(found) == 2 and found[-1] > 0.73, alone.text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEMO_S + 20)
 def test_the_recommender_learns_the_same_on_each_of_three_workers(job):
     launcher = job.launch(3, 2, str(RECOMMENDER / "train.py"))
@@ -178,6 +183,7 @@ def test_gluons_script_learns_the_digits_without_servers(job, ranks):
     assert epochs[7][0] >= 0.9 and epochs[7][1] < 0.4, epochs
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_resnet_50_learns_random_images_and_goes_on_from_the_checkpoint_of_one_rank(job, ranks, tmp_path):
     folder, caches = tmp_path / "saved", {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches")}

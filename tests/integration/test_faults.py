@@ -44,6 +44,7 @@ def named(victim):
     return f"{victim} (host {socket.gethostname()}, pid "
 
 
+@pytest.mark.slow_cases("scheduler-barrier", "server-1-barrier", "server-1-pushpull", "worker-1-barrier")
 @pytest.mark.parametrize("call", [*CALLS[:2], *(pytest.param(call, marks=pytest.mark.slow) for call in CALLS[2:])])
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
@@ -67,6 +68,9 @@ def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
             assert process.lines_with("lost again: "), "the next call fails alike"
 
 
+@pytest.mark.slow_cases(
+    "scheduler-barrier", "scheduler-init", "server-1-barrier", "server-1-init", "worker-1-barrier", "worker-1-init"
+)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
@@ -86,6 +90,7 @@ def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
     assert "the call returned" not in launcher.text
 
 
+@pytest.mark.slow_cases("scheduler", "server-1")
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_kill_9_in_the_middle_of_large_transfers_is_named_everywhere(job, victim):
     job.cluster(2, 2, "faults.py", "endless", "20000000")
@@ -99,6 +104,7 @@ def test_kill_9_in_the_middle_of_large_transfers_is_named_everywhere(job, victim
             assert named(victim) in process.text and process.code, job.transcript()
 
 
+@pytest.mark.slow_cases("scheduler", "worker-0")
 @pytest.mark.parametrize("victim", ["server-0", "worker-0", "scheduler"])
 def test_kill_9_before_the_cluster_is_complete_is_named_to_those_who_wait(job, victim):
     settings = {"KVDIST_EXPLAIN_AFTER_S": "0.5"}
@@ -114,6 +120,7 @@ def test_kill_9_before_the_cluster_is_complete_is_named_to_those_who_wait(job, v
             assert named(victim) in process.text and process.code, job.transcript()
 
 
+@pytest.mark.slow_cases("server-0")
 @pytest.mark.parametrize("victim", ["server-0", "worker-1"])
 def test_a_process_that_stands_still_is_noticed(job, victim):
     job.cluster(2, 1, "faults.py", "blocked", "pushpull", **QUICK)

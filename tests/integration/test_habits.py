@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 SCENARIOS = ("skipped", "refused", "missing", "accumulated", "changed", "buffers")
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_keep_together_whatever_one_of_them_does(job, tmp_path, workers):
     # Any optimizer of torch makes this directory, in the job's own if it is not told of another place.

@@ -30,6 +30,7 @@ def test_orders_groups_and_kinds_of_calls_may_differ_from_worker_to_worker(job):
     assert leaders(launcher.text) == 1 and len(launcher.lines_with("done on")) == 3
 
 
+@pytest.mark.slow_cases("dtypes", "many_small", "missing_gradients", "replaced_values")
 @pytest.mark.parametrize("scenario", ["exact_weights", "dtypes", "missing_gradients", "many_small", "replaced_values"])
 def test_values_are_those_of_workers_that_push_by_themselves(job, scenario):
     launcher = job.launch(3, 2, "values.py", scenario, "dist", **ON)
@@ -49,6 +50,7 @@ def test_small_windows_and_slices_change_no_value(job):
     assert leaders(launcher.text) == 1
 
 
+@pytest.mark.slow
 def test_shared_weights_are_what_they_are_without_it(job):
     job.launch(2, 2, "shared_weights.py", "same", KVDIST_TRANSPORT="auto", **ON)
     job.succeed()
@@ -73,6 +75,7 @@ def test_the_push_of_a_worker_that_leaves_at_once_counts(job):
     assert len(launcher.lines_with("checked")) == 3
 
 
+@pytest.mark.slow_cases("worker-1")
 @pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
 def test_kill_9_of_a_leader_or_a_follower_is_named_everywhere(job, victim):
     job.cluster(3, 2, "faults.py", "endless", "20000000", **ON)

@@ -14,6 +14,7 @@ def run(job, workers, servers, *command, **variables):
     assert len(lines) == workers, job.transcript()
 
 
+@pytest.mark.slow_cases("1-auto-dist", "2-auto-dist_sync", "4-auto-dist_device_sync")
 @pytest.mark.parametrize(
     ("workers", "transport", "store"),
     [
@@ -41,6 +42,7 @@ def test_dense_values_have_the_known_numbers_on_seven_workers_too(job, workers, 
     run(job, workers, workers, "mirrored.py", "numpy", store, KVDIST_TRANSPORT=transport)
 
 
+@pytest.mark.slow_cases("2-auto")
 @pytest.mark.parametrize(
     ("workers", "transport"),
     [
@@ -53,6 +55,7 @@ def test_compressed_values_have_the_known_numbers(job, workers, transport):
     run(job, workers, 2, "mirrored.py", "compression", "dist_sync", KVDIST_TRANSPORT=transport)
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("workers", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 7))])
 def test_trainers_have_the_known_numbers_and_update_where_the_table_says(job, workers):
     pytest.importorskip("torch")

@@ -25,6 +25,7 @@ def cluster(job, workers, servers, *command, limit=(), device="cuda:0,cuda:1", *
         job.node(f"worker-{rank}", workers, servers, *command, **variables)
 
 
+@pytest.mark.slow_cases("variable")
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 @pytest.mark.parametrize("by", ["option", "variable"])
 def test_a_server_without_its_gpu_ends_in_a_sentence_before_it_joins_and_everybody_is_told_its_name(job, by):
@@ -42,6 +43,7 @@ def test_a_server_without_its_gpu_ends_in_a_sentence_before_it_joins_and_everybo
     assert launcher.lines_with("server-0 (pid")[-1].endswith("job ended with exit code 1")
 
 
+@pytest.mark.slow_cases("asynchronous-dist_async-auto", "asynchronous-dist_async-tcp", "exact_weights-dist-tcp")
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize(("scenario", "store"), [("exact_weights", "dist"), ("asynchronous", "dist_async")])
 def test_integer_gradients_give_exact_weights_on_devices(job, scenario, store, transport):
@@ -68,6 +70,7 @@ def test_integer_gradients_give_exact_weights_on_a_gpu(job, library, scenario):
     assert len(job.processes["launcher"].lines_with("values rest, and are summed and updated, on cuda:0")) == 2
 
 
+@pytest.mark.slow_cases("dtypes", "many_small", "replaced_values", "sum_replaces")
 @pytest.mark.parametrize("scenario", ["sum_replaces", "many_small", "replaced_values", "dtypes"])
 def test_workers_cannot_tell_where_servers_compute(job, scenario):
     cluster(job, 2, 2, "values.py", scenario, "dist")

@@ -19,6 +19,7 @@ def run(job, workers, scenario, servers=2, **variables):
     return lines
 
 
+@pytest.mark.slow_cases("masters", "trainer_learning_rate")
 @pytest.mark.parametrize(
     "scenario",
     ["gluon_step", "learning_rate", "trainer_learning_rate", "same_from_all", "different", "schedule", "masters"],
@@ -27,6 +28,7 @@ def test_two_workers_and_two_servers_see(job, scenario):
     run(job, 2, scenario)
 
 
+@pytest.mark.slow_cases("lans", "lars", "nadam", "noise", "rows")
 @pytest.mark.parametrize("scenario", ["lars", "lamb", "lans", "rows", "noise", "nadam"])
 def test_servers_compute_what_an_updater_does_that_has_whole_keys(job, scenario):
     assert len({line for line in run(job, 2, scenario) if line.startswith("digest")}) == 1
@@ -74,6 +76,7 @@ def test_seven_workers_take_the_step_of_the_mirrored_systems_test(job):
     run(job, 7, "gluon_step")
 
 
+@pytest.mark.slow_cases("lost_push")
 @pytest.mark.parametrize("scenario", ["disagreement", "lost_push"])
 def test_workers_that_disagree_on_the_learning_rate_are_named_to_all_of_them(job, scenario):
     refused = [line for line in run(job, 3, scenario) if line.startswith("refused: ")]
@@ -89,6 +92,7 @@ def test_an_asynchronous_store_without_an_optimizer_says_what_to_do(job):
     assert refused
 
 
+@pytest.mark.slow_cases("batch_sizes", "bfloat16", "groups")
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -102,6 +106,7 @@ def test_two_workers_have_the_expected_weights_and_the_same_bits_after(job, scen
     assert list(digests.values()) == [2] * ways, "each worker prints the same digest, one for each way to update"
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bits(job):
     digests = set()
     for _ in range(2):

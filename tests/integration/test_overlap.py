@@ -22,6 +22,7 @@ def printed(job):
     return [line.split(" │ ", 1)[1] for line in job.processes["launcher"].worker_lines()]
 
 
+@pytest.mark.slow_cases("2-accumulation", "2-bfloat16", "2-loader", "2-unused")
 @pytest.mark.parametrize(
     ("workers", "scenario"),
     [
@@ -38,6 +39,7 @@ def test_all_workers_have_the_bits_that_they_have_without_overlap(job, workers, 
     assert list(digests.values()) == [workers] * 2, "each worker prints the same digest, one for each way to update"
 
 
+@pytest.mark.slow_cases("shared memory-asynchronous")
 @pytest.mark.parametrize("scenario", ["integers", "asynchronous"])
 @pytest.mark.parametrize(
     "variables",

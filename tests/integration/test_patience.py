@@ -37,6 +37,7 @@ def test_a_slow_worker_is_waited_for_and_named(job, fifo):
     assert len(launcher.lines_with("a round is over")) == 6
 
 
+@pytest.mark.slow_cases("end")
 @pytest.mark.parametrize("how", ["close", "end"])
 def test_a_worker_may_leave_early_and_the_others_go_on(job, how):
     launcher = job.launch(3, 2, "faults.py", "leaves_early", how)

@@ -56,6 +56,7 @@ def test_a_variable_traces_all_processes_of_a_job_that_knows_nothing_of_it(job, 
         assert about["process"] == name and events["message"]
 
 
+@pytest.mark.slow_cases("2", "9")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_trace_of_a_worker_that_is_ended_by_a_signal_is_valid(job, tmp_path, number):
     period = "3600" if number == signal.SIGINT else "0.02"

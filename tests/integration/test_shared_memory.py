@@ -38,6 +38,7 @@ def digests(lines):
     return [line for line in lines if line.startswith("digest ")]
 
 
+@pytest.mark.slow_cases("little room", "shared memory")
 @pytest.mark.parametrize(
     "setting",
     [
@@ -71,11 +72,13 @@ def test_the_bits_of_training_are_the_same_however_they_travelled(job):
     assert len({line for lines in found.values() for line in lines}) == 1, found
 
 
+@pytest.mark.slow_cases("little room", "tcp")
 @pytest.mark.parametrize("setting", ["shared memory", "little room", "tcp"])
 def test_an_array_is_its_callers_again_when_push_returns_or_its_future_resolves(job, setting):
     run(job, 2, 2, "callers_memory", **SETTINGS[setting])
 
 
+@pytest.mark.slow
 def test_a_view_stays_as_it_is_until_the_next_one(job):
     run(job, 3, 2, "views")
 
@@ -84,6 +87,7 @@ def test_a_view_stays_as_it_is_while_others_make_versions(job):
     run(job, 3, 2, "views_out_of_step")
 
 
+@pytest.mark.slow_cases("async-0")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 5))])
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_kill_9_at_any_moment_of_large_transfers_leaves_no_wrong_number(job, way, seed):
@@ -106,6 +110,7 @@ def test_kill_9_at_any_moment_of_large_transfers_leaves_no_wrong_number(job, way
     assert not [name for name in os.listdir("/dev/shm") if "kvdist-arena" in name]  # others may have secrets there
 
 
+@pytest.mark.slow_cases("sync")
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_a_worker_leaves_with_a_push_under_way_and_the_others_go_on(job, how):
     launcher = job.launch(3, 2, "shared.py", "leaves", how)
@@ -188,6 +193,7 @@ def test_after_close_nothing_of_the_stores_memory_stays_mapped(job):
     assert len(launcher.lines_with("open 0")) == 2, job.transcript()
 
 
+@pytest.mark.slow_cases("with the proc of outside")
 @pytest.mark.parametrize(
     "options",
     [pytest.param(["--mount-proc"], marks=pytest.mark.slow), []],

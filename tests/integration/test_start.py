@@ -51,6 +51,7 @@ def test_our_names_of_the_variables_do_the_same(job):
     assert job.processes["worker"].lines_with("checked on 0 of 1")
 
 
+@pytest.mark.slow_cases("server-1", "worker-0")
 @pytest.mark.parametrize("last", ["scheduler", "server-1", "worker-0"])
 def test_processes_may_start_in_any_order(job, last):
     names = ["worker-1", "worker-0", "server-1", "server-0", "scheduler"]

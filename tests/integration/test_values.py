@@ -28,16 +28,19 @@ def run(job, workers, servers, *words, **variables):
     assert checked == [f"checked on {rank} of {workers}" for rank in range(workers)]
 
 
+@pytest.mark.slow_cases("calls_key_by_key", "devices", "orders", "replaced_values", "two_stores")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_two_workers_and_two_servers_agree_on(job, scenario):
     run(job, 2, 2, scenario, "dist")
 
 
+@pytest.mark.slow_cases("1-1", "2-2", "4-3")
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 2), (4, 3)])
 def test_integer_gradients_give_exact_weights(job, workers, servers):
     run(job, workers, servers, "exact_weights", "dist_sync")
 
 
+@pytest.mark.slow
 def test_a_small_bound_cuts_small_keys_and_changes_no_value(job):
     run(job, 2, 3, "exact_weights", "dist", MXNET_KVSTORE_BIGARRAY_BOUND="5")
 
@@ -46,6 +49,7 @@ def test_small_slices_and_a_small_window_change_no_value(job):
     run(job, 2, 2, "exact_weights", "dist", KVDIST_SLICE_BYTES="65536", KVDIST_WINDOW_BYTES="200000")
 
 
+@pytest.mark.slow_cases("p3-exact_weights")
 @pytest.mark.parametrize(
     ("name", "scenario"), [("p3", "exact_weights"), pytest.param("dist_async", "asynchronous", marks=pytest.mark.slow)]
 )
@@ -55,15 +59,18 @@ def test_priority_slices_change_no_value(job, name, scenario):
     run(job, 2, 2, scenario, name, DMLC_PS_VAN_TYPE="p3", **settings)
 
 
+@pytest.mark.slow
 def test_placement_by_hash_changes_no_value(job):
     run(job, 2, 3, "exact_weights", "dist", KVDIST_PLACEMENT="hash")
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_asynchronous_store_counts_every_push_once(job, workers):
     run(job, workers, 2, "asynchronous", "dist_async")
 
 
+@pytest.mark.slow_cases("awkward_shapes", "missing_gradients", "orders")
 @pytest.mark.parametrize("scenario", ["sum_replaces", "missing_gradients", "awkward_shapes", "orders"])
 def test_three_workers_and_one_server_agree_on(job, scenario):
     run(job, 3, 1, scenario, "dist_device_sync")

@@ -59,6 +59,7 @@ def bodies(ptx, mangled):
     return {mangled[part.partition("(")[0].strip()]: part for part in parts}
 
 
+@pytest.mark.slow_cases("sums", "updates")
 @pytest.mark.parametrize("family", FILES)
 def test_every_kernel_compiles_without_a_warning(family):
     said, ptx, mangled = compiled(family, PTX)

@@ -152,6 +152,7 @@ def test_hosts_that_have_nothing_to_do_are_let_go(launch_on):
     assert "1 worker and 1 server finished in " in err
 
 
+@pytest.mark.slow
 def test_hosts_that_hang_are_named_together_and_keep_nobody_waiting_one_after_another(launch_on):
     before = time.monotonic()
     code, _, err = launch_on("a,hung,deaf", "-n", "1", "-s", "1", "true").finish()
@@ -161,6 +162,7 @@ def test_hosts_that_hang_are_named_together_and_keep_nobody_waiting_one_after_an
     assert time.monotonic() - before < TIMEOUT_S
 
 
+@pytest.mark.slow_cases("1-129", "15-143")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_launcher_that_is_ended_while_it_connects_says_so(launch_on, number, code):
     job = launch_on("a,hung", "-n", "1", "-s", "1", "true")
@@ -183,6 +185,7 @@ def wait_for_child(pid: int, name: str) -> None:
     raise AssertionError(f"{pid} has started no {name}")
 
 
+@pytest.mark.slow
 def test_a_reader_that_pauses_for_long_costs_nothing_and_nobody(launch_on):
     script = (
         "import os, sys, time\n"

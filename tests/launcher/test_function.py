@@ -129,6 +129,7 @@ def test_the_first_exception_is_raised_here_with_its_traceback(capsys):
     assert "w1 │ LookupError: no such thing" in capsys.readouterr().err
 
 
+@pytest.mark.slow_cases("exit(5)-SystemExit-5", "raise LookupError('no')-LookupError-1")
 @pytest.mark.parametrize(
     ("ends", "kind", "exit_code"), [("raise LookupError('no')", "LookupError", 1), ("exit(5)", "SystemExit", 5)]
 )
@@ -170,6 +171,9 @@ def test_a_large_result_is_not_copied_while_it_is_received():
     assert peak_bytes < 2.5 * len(result), "the bytes and the result itself, no more"
 
 
+@pytest.mark.slow_cases(
+    "exit(5)-5-raised SystemExit (exit code 5)", "os._exit(4)-4-ended with exit code 4 before the function had returned"
+)
 @pytest.mark.parametrize(
     ("ends", "exit_code", "sentence"),
     [

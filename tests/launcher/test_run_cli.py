@@ -172,6 +172,7 @@ def test_who_asks_for_encryption_between_machines_is_refused(capfd, monkeypatch)
     assert requested("-np", "1", "-H", "localhost:1", environ={"KVDIST_SECURITY": "curve"}).options.security is None
 
 
+@pytest.mark.slow_cases("--check-build")
 @pytest.mark.parametrize("name", ["-cb", "--check-build"])
 def test_it_is_shown_what_can_be_trained_with(capsys, name):
     with pytest.raises(SystemExit) as caught:

@@ -133,6 +133,7 @@ def test_a_second_ctrl_c_kills_what_ignores_the_first(launch, is_gone):
     assert is_gone(pid)
 
 
+@pytest.mark.slow_cases("15-143")
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_other_requests_to_end_are_treated_like_ctrl_c(launch, is_gone, number, exit_code):
     job = launch("-n", "1", "-s", "1", "--grace", "0.1", "python", "-c", STUBBORN)
