@@ -19,6 +19,8 @@ VICTIMS = ["worker-1", "server-1", "scheduler"]
 CALLS = ["pushpull", "barrier", "init"]
 QUICK = {"KVDIST_PATIENCE_S": "5"}
 """Long enough that a process which waits for a processor is not taken for one that stands still."""
+TICKS_MAX = 44
+"""Of a survivor between a killing and its end: 4.4 s by its own clock."""
 GRACE = ["--grace", f"{NOTICED_S:g}"]
 """So that the launcher does not end those who are about to say whom they have lost."""
 
@@ -26,7 +28,8 @@ GRACE = ["--grace", f"{NOTICED_S:g}"]
 def all_are_blocked(job, names, call):
     """Wait until the workers say so; whether one was wrong is seen by what it prints afterwards."""
     for name in names:
-        job.line(name, "blocked in", count=1 if name != "launcher" else 2)
+        for line in ("blocked in", "tick"):
+            job.line(name, line, count=1 if name != "launcher" else 2)
     assert any(f"blocked in {call}" in process.text for process in job.processes.values())
 
 
@@ -35,6 +38,11 @@ def kill(job, victim, number=signal.SIGKILL):
     pid = job.pid_of(victim)
     assert pid in job.marked(), f"{victim} runs"
     return job.kill(victim, number)
+
+
+def ticks(text, name=""):
+    """How often a worker said that it runs; the launcher prints its name before that."""
+    return sum(line == f"{prefix_of(name)}tick" if name else line == "tick" for line in text.splitlines())
 
 
 def named(victim):
@@ -50,6 +58,7 @@ def named(victim):
 def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
     job.cluster(2, 2, "faults.py", "blocked", call)
     all_are_blocked(job, ["worker-0", "worker-1"], call)
+    before = {name: ticks(process.text) for name, process in job.processes.items()}
     killed_at = kill(job, victim)
     codes = job.finish()
     assert job.processes[victim].code == -signal.SIGKILL, "the fault happened"
@@ -61,6 +70,7 @@ def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
         assert "was lost" in process.text and "the call returned" not in process.text
         assert codes[name] == EXIT_PEER_LOST, job.transcript()
         if name.startswith("worker"):
+            assert ticks(process.text) - before[name] <= TICKS_MAX, job.transcript()
             assert "PeerLostError: " in process.text
             assert "1 is known to be lost" in process.text
             host = local_endpoint(job.port) if victim == "scheduler" else socket.gethostname()
@@ -77,6 +87,7 @@ def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
     launcher = job.launch(2, 2, "faults.py", "blocked", call, options=GRACE)
     all_are_blocked(job, ["launcher"], call)
     pid = job.pid_of(victim)
+    before = launcher.text
     killed_at = kill(job, victim)
     job.finish()
     assert launcher.ended_at - killed_at < NOTICED_S, job.transcript()
@@ -87,6 +98,7 @@ def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
     for name in survivors:
         raised = [line for line in launcher.lines_with("PeerLostError: ") if line.startswith(prefix_of(name))]
         assert raised and f": {victim} (" in raised[0], job.transcript()
+        assert ticks(launcher.text, name) - ticks(before, name) <= TICKS_MAX, job.transcript()
     assert "the call returned" not in launcher.text
 
 
