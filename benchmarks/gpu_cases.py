@@ -10,10 +10,10 @@ import torch
 from gpu_measure import Bench, Bound, Case, Inputs, Unable, poisoned
 
 from kvdist.dtypes import DType
-from kvdist.kernels.device import Device
+from kvdist.kernels.interface import Device
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Optimizer, create
-from kvdist.optimizer.step import Extent, Step
+from kvdist.optimizer.base import Extent, Step
 
 TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
 TOLERANCE = {DType.FLOAT32: 1e-6, DType.FLOAT16: 1e-3, DType.BFLOAT16: 6e-3}

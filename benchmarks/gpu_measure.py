@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvdist.kernels.device import Device
+from kvdist.kernels.interface import Device
 
 CACHES = 4
 """How many times the cache the inputs of one turn fill at least."""

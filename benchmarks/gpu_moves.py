@@ -14,7 +14,7 @@ from gpu_measure import Bench, Bound, Case, Inputs, poisoned
 from models import parse_spec
 
 from kvdist.dtypes import DType
-from kvdist.kernels.device import Device
+from kvdist.kernels.interface import Device
 
 DUPLICATES = 0.3
 """The share of rows whose index another row has had."""

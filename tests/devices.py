@@ -106,7 +106,7 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 @dataclass(eq=False)
 class PassedMark:
-    """See `kvdist.kernels.device.Mark`."""
+    """See `kvdist.kernels.interface.DeviceEvent`."""
 
     device: NumpyDevice
     number: int
@@ -117,7 +117,7 @@ class PassedMark:
 
 @dataclass(eq=False)
 class NumpyDevice:
-    """See the module, and `kvdist.kernels.device.Device`."""
+    """See the module, and `kvdist.kernels.interface.Device`."""
 
     index: int = 0
     unreachable: frozenset[int] = frozenset()

@@ -46,8 +46,8 @@ from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.optimizer import offload
-from kvdist.optimizer.interface import SliceUpdater
 from kvdist.optimizer.offload import arithmetic_on
+from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import Push
 from kvdist.runtime.node import Node

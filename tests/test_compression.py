@@ -9,7 +9,7 @@ import pytest
 
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.optimizer.compression import Compression, Half, OneBit, TopK, TwoBit, decode, from_params
+from kvdist.optimizer.compression import GradientCompression, Half, OneBit, TopK, TwoBit, decode, from_params
 from kvdist.protocol.coded import coded_size
 
 SIZES = [0, 1, 3, 15, 16, 17, 31, 32, 33, 1001]
@@ -147,15 +147,15 @@ def test_an_index_that_was_changed_on_its_way_writes_nowhere_else():
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        ({"type": "2bit"}, Compression(TwoBit(0.5))),
-        ({"type": "2bit", "threshold": 2}, Compression(TwoBit(2.0))),
-        ({"type": "1bit"}, Compression(OneBit(0.5))),
-        ({"type": "1bit", "threshold": -0.5}, Compression(OneBit(-0.5))),
-        ({"type": "1bit", "threshold": np.float32(0)}, Compression(OneBit(0.0))),
-        ({"type": "fp16"}, Compression(Half(DType.FLOAT16))),
-        ({"type": "bf16", "pull": "fp16"}, Compression(Half(DType.BFLOAT16), DType.FLOAT16)),
-        ({"type": "topk"}, Compression(TopK(0.01))),
-        ({"type": "topk", "ratio": 1, "pull": "bf16"}, Compression(TopK(1.0), DType.BFLOAT16)),
+        ({"type": "2bit"}, GradientCompression(TwoBit(0.5))),
+        ({"type": "2bit", "threshold": 2}, GradientCompression(TwoBit(2.0))),
+        ({"type": "1bit"}, GradientCompression(OneBit(0.5))),
+        ({"type": "1bit", "threshold": -0.5}, GradientCompression(OneBit(-0.5))),
+        ({"type": "1bit", "threshold": np.float32(0)}, GradientCompression(OneBit(0.0))),
+        ({"type": "fp16"}, GradientCompression(Half(DType.FLOAT16))),
+        ({"type": "bf16", "pull": "fp16"}, GradientCompression(Half(DType.BFLOAT16), DType.FLOAT16)),
+        ({"type": "topk"}, GradientCompression(TopK(0.01))),
+        ({"type": "topk", "ratio": 1, "pull": "bf16"}, GradientCompression(TopK(1.0), DType.BFLOAT16)),
     ],
 )
 def test_parameters_and_their_defaults(params, expected):

@@ -1,4 +1,4 @@
-"""A GPU driven by CuPy: memory, streams, copies, and the launches of our own kernels. See `kvdist.kernels.device`.
+"""A GPU driven by CuPy: memory, streams, copies, and the launches of our own kernels. See `kvdist.kernels.interface`.
 
 Rules that hold here: this is the only importer of CuPy, and nobody imports this module before a GPU is asked for. Each
 call names its device and its stream and leaves CuPy's current ones as they were. Kernels are compiled when they are
@@ -23,8 +23,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels.cuda import COMPILE_OPTIONS, THREADS, arrays, family_of, source
 from kvdist.kernels.cuda.calls import Calls
-from kvdist.kernels.device import Device
-from kvdist.kernels.interface import Array, Kernels
+from kvdist.kernels.interface import Array, Device, Kernels
 
 _NO_DEVICE, _OLD_DRIVER, _PEER_ALREADY = 100, 35, 704
 """Numbers of CUDA's errors."""
@@ -57,14 +56,14 @@ def open_device(index: int) -> Device:
 
 
 class CupyMark:
-    """See `Mark`. A thread that waits sleeps."""
+    """See `DeviceEvent`. A thread that waits sleeps."""
 
     def __init__(self, event: Any, name: str) -> None:
         self.event = event
         self._name = name
 
     def wait(self) -> None:
-        """See `Mark.wait`.
+        """See `DeviceEvent.wait`.
 
         Raises:
             DeviceError: something that was asked for before failed.

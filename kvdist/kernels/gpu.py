@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvdist.errors import DeviceError
-from kvdist.kernels.device import Device
+from kvdist.kernels.interface import Device
 
 LOG = logging.getLogger("kvdist")
 

@@ -1,4 +1,4 @@
-"""One GPU as numba.cuda drives it: `kvdist.kernels.device` with kernels written in Python.
+"""One GPU as numba.cuda drives it: `kvdist.kernels.interface` with kernels written in Python.
 
 Only who was asked for a device imports this module, because importing numba takes long. Without a GPU everything here
 runs in numba's simulator, where NUMBA_ENABLE_CUDASIM=1 was set before numba was imported; then the memory of the device
@@ -16,8 +16,7 @@ from numba import cuda
 
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
-from kvdist.kernels.device import Device
-from kvdist.kernels.interface import Array, Kernels
+from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kernels.numba_gpu_kernels import NumbaKernels, as_array, kernels_of
 from kvdist.kernels.numba_gpu_launch import compiled
 from kvdist.kernels.numba_gpu_memory import Memory
@@ -62,7 +61,7 @@ def index_of(value: Any) -> int:
 
 
 class NumbaMark:
-    """See `Mark`."""
+    """See `DeviceEvent`."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -76,7 +75,7 @@ class NumbaMark:
         return self._held.native
 
     def wait(self) -> None:
-        """See `Mark`."""
+        """See `DeviceEvent`."""
         with self._memory.streams.current():
             self.event.synchronize()
 

@@ -1,7 +1,7 @@
 """Memory of one GPU, and the arrays in it, as numba drives them.
 
 numba's own arrays have no arithmetic and wait for the device at every assignment; `NumbaArray` holds one and shows what
-`kvdist.kernels.device` promises of an array.
+`kvdist.kernels.interface` promises of an array.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvdist.dtypes import DType
-from kvdist.kernels.device import Device, Mark
-from kvdist.kernels.interface import Array
+from kvdist.kernels.interface import Array, Device, DeviceEvent
 from kvdist.kvstore import values
 from kvdist.kvstore.devices import OnDevice
 from kvdist.kvstore.values import Bits
@@ -42,7 +41,7 @@ class Block:
     memory: Bits
     pin: Any = None
     """What keeps it pinned."""
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[DeviceEvent] = field(default_factory=list)
     """Behind them nobody reads it any more."""
 
     def wait(self) -> None:

@@ -22,7 +22,7 @@ from kvdist.kernels.interface import Array, Kernels
 from kvdist.kvstore.devices import OnDevice
 from kvdist.kvstore.handed import EncodedSlices
 from kvdist.kvstore.values import Key
-from kvdist.optimizer.compression import Compression, decode, from_params
+from kvdist.optimizer.compression import GradientCompression, decode, from_params
 from kvdist.protocol.coded import coded_size
 
 KEYS_NAMED_MAX = 5
@@ -41,7 +41,7 @@ class Compressing:
     """
 
     def __init__(self, params: Any, exempt: Collection[Key], kernels: Kernels) -> None:
-        self.compression: Compression = from_params(params)
+        self.compression: GradientCompression = from_params(params)
         self._exempt = exempt
         self._kernels = kernels
         self._residuals: dict[Any, Bits | OnDevice] = {}

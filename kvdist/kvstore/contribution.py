@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvdist.core.worker.requests import RunData, RunPlan
-from kvdist.kernels.device import Mark
-from kvdist.kernels.interface import Kernels
+from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore.descent import Descent
 from kvdist.kvstore.devices import as_host_bits
 from kvdist.kvstore.handed import Given
@@ -29,7 +28,7 @@ class Contribution:
     staging: Staging
     runs: list[RunData]
     buffers: Buffers = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[DeviceEvent] = field(default_factory=list)
     """What GPUs still copy into the payloads."""
 
     def settle(self) -> None:
@@ -85,7 +84,7 @@ def contribute(
     distinct, setting_of_key = settings
     flag = int(Flag.AVERAGE) if terms.average else 0
     buffers: Buffers = []
-    marks: list[Mark] = []
+    marks: list[DeviceEvent] = []
     if all(bits):
         payloads, buffers, marks = staging.fill(bits, kernels, lent, descent if given.is_on_gpus else None)
         flags: list[U8] = [_flags(run, flag) for run in plan.runs]

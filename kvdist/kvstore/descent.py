@@ -19,8 +19,7 @@ import numpy as np
 
 from kvdist.core.worker.requests import Piece, Plan, RunPlan
 from kvdist.dtypes import DType
-from kvdist.kernels.device import Device, Mark
-from kvdist.kernels.interface import Array, Kernels
+from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
 from kvdist.kvstore.device_sum import home_of, summed
 from kvdist.kvstore.devices import OnDevice, Part, as_host_bits
 from kvdist.kvstore.values import Bits
@@ -60,7 +59,7 @@ class Descent:
         views: Sequence[Bits],
         arrays: Sequence[Sequence[Part]],
         kernels: Kernels,
-        marks: list[Mark],
+        marks: list[DeviceEvent],
     ) -> None:
         """Ask for everything that fills a run's payload.
 
@@ -87,12 +86,12 @@ class Descent:
         for item in items:
             marks.append(self._alone(item))
 
-    def _alone(self, item: _Item) -> Mark:
+    def _alone(self, item: _Item) -> DeviceEvent:
         home = self._home(item, item.view.nbytes)
         home.download(summed(home, item.parts, item.dtype).array, item.view)
         return home.mark()
 
-    def _together(self, run: RunPlan, payload: memoryview, items: Sequence[_Item]) -> Mark:
+    def _together(self, run: RunPlan, payload: memoryview, items: Sequence[_Item]) -> DeviceEvent:
         home = self._home(items[0], run.nbytes)
         offsets = [item.piece.offset for item in items]
         packed = []

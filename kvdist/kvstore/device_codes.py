@@ -12,8 +12,7 @@ import numpy as np
 
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
-from kvdist.kernels.device import Device, Mark
-from kvdist.kernels.interface import Array
+from kvdist.kernels.interface import Array, Device, DeviceEvent
 from kvdist.kvstore.compressing import Compressing
 from kvdist.kvstore.device_sum import moved, summed
 from kvdist.kvstore.devices import OnDevice, Part, as_host_bits, uploaded
@@ -29,7 +28,7 @@ def encode_all(compressing: Compressing, given: Given) -> list[EncodedSlices | N
     One pass over gradient and residual of each key. What lies on GPUs is summed and encoded there; the codes of all
     keys are waited for once.
     """
-    marks: list[Mark] = []
+    marks: list[DeviceEvent] = []
     encoded = [
         _encode(compressing, info, parts, marks) if info.is_compressed and parts else None
         for info, parts in zip(given.infos, given.bits, strict=True)
@@ -39,7 +38,7 @@ def encode_all(compressing: Compressing, given: Given) -> list[EncodedSlices | N
     return encoded
 
 
-def _encode(compressing: Compressing, info: KeyInfo, parts: Sequence[Part], marks: list[Mark]) -> EncodedSlices:
+def _encode(compressing: Compressing, info: KeyInfo, parts: Sequence[Part], marks: list[DeviceEvent]) -> EncodedSlices:
     codec = compressing.compression.codec
     on_gpus = [part for part in parts if isinstance(part, OnDevice)]
     if not on_gpus or isinstance(codec, TopK):

@@ -9,8 +9,7 @@ from typing import Any
 from kvdist.core.sharding import row_length
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
-from kvdist.kernels.device import Device
-from kvdist.kernels.interface import Array
+from kvdist.kernels.interface import Array, Device
 from kvdist.kvstore import values
 from kvdist.kvstore.devices import Devices, OnDevice
 from kvdist.kvstore.values import Bits

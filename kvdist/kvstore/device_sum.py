@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvdist.dtypes import DType
-from kvdist.kernels.device import Device
-from kvdist.kernels.interface import Array
+from kvdist.kernels.interface import Array, Device
 from kvdist.kvstore.devices import OnDevice
 
 

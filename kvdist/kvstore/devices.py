@@ -20,9 +20,8 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
-from kvdist.kernels.device import Device
 from kvdist.kernels.gpu import HOST, has_library, open_gpu
-from kvdist.kernels.interface import Array
+from kvdist.kernels.interface import Array, Device
 from kvdist.kvstore import values
 from kvdist.kvstore.values import Bits, Key, Shape
 

@@ -16,7 +16,7 @@ from kvdist.kvstore.device_codes import encode_all
 from kvdist.kvstore.handed import EncodedSlices, Given
 from kvdist.kvstore.settings import Settings
 from kvdist.kvstore.staging import Reads, Staging
-from kvdist.optimizer.compression import Compression
+from kvdist.optimizer.compression import GradientCompression
 from kvdist.protocol.arrays import U32
 
 EncodedRun = tuple[memoryview, U32]
@@ -67,7 +67,7 @@ def _assembled(run: RunPlan, encoded: Sequence[EncodedSlices | None]) -> Encoded
 def as_encoded(
     runs: Sequence[RunData],
     payloads: Sequence[EncodedRun | None],
-    compression: Compression,
+    compression: GradientCompression,
 ) -> list[RunData]:
     """The runs of a push, those that are encoded saying so. They are sent from ordinary memory."""
     codec = compression.codec

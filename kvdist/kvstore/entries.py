@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvdist.dtypes import DType
-from kvdist.kernels.device import Device
-from kvdist.kernels.interface import Array, Kernels
+from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kvstore import values
 from kvdist.kvstore.compressing import Compressing
 from kvdist.kvstore.device_codes import through_on_devices
@@ -25,7 +24,7 @@ from kvdist.kvstore.device_sum import brought
 from kvdist.kvstore.devices import Devices, OnDevice, new_value, uploaded
 from kvdist.kvstore.updaters import Updaters
 from kvdist.kvstore.values import Bits, Key, Shape
-from kvdist.optimizer.step import Extent
+from kvdist.optimizer.base import Extent
 
 UpdaterFunction = Callable[[Any, Any, Any], None]
 """(key, what was received, the stored value, to be changed in place)."""

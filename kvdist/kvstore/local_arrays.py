@@ -13,8 +13,7 @@ from typing import Any
 
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
-from kvdist.kernels.device import Device
-from kvdist.kernels.interface import Kernels
+from kvdist.kernels.interface import Device, Kernels
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, UpdaterFunction, Value
 from kvdist.kvstore.compressing import Compressing
@@ -29,7 +28,7 @@ from kvdist.kvstore.tables import as_dense
 from kvdist.kvstore.updaters import Updaters
 from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.placement import require_runs_on
+from kvdist.optimizer.offload import require_runs_on
 
 Matched = list[tuple[Entry, list[Any]]]
 """The entries of a call, with their arrays, each checked to fit."""

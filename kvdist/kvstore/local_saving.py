@@ -32,9 +32,8 @@ from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
 from kvdist.kvstore.values import Bits, Key, Shape
-from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, has_master
-from kvdist.optimizer.step import Extent
 
 MODE = "local"
 

@@ -7,7 +7,7 @@ import logging
 from kvdist.config.settings import gpu_from_env
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels import gpu
-from kvdist.kernels.device import Device
+from kvdist.kernels.interface import Device
 
 LOG = logging.getLogger("kvdist")
 

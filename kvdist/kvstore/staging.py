@@ -16,8 +16,7 @@ import numpy as np
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunPlan, make_plan
 from kvdist.dtypes import DType
-from kvdist.kernels.device import Mark
-from kvdist.kernels.interface import Kernels
+from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore.descent import Descent
 from kvdist.kvstore.devices import OnDevice, Part
 from kvdist.kvstore.values import Key
@@ -77,7 +76,7 @@ class Staging:
         kernels: Kernels,
         lent: Sequence[memoryview | None],
         descent: Descent | None = None,
-    ) -> tuple[list[memoryview], Buffers, list[Mark]]:
+    ) -> tuple[list[memoryview], Buffers, list[DeviceEvent]]:
         """The payload of each run, the buffers that they occupy, and what to wait for before they are sent.
 
         Each key's array is copied, summed over devices on the way: one pass over the bytes. Runs for which a payload is
@@ -94,7 +93,7 @@ class Staging:
         except IndexError:
             buffers = [None] * len(self.plan.runs)
         payloads = []
-        marks: list[Mark] = []
+        marks: list[DeviceEvent] = []
         try:
             for i, (run, payload) in enumerate(zip(self.plan.runs, lent, strict=True)):
                 if payload is None:

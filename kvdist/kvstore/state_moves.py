@@ -15,9 +15,8 @@ from kvdist.core.server.state_parts import MASTER, NUMBERS, wide
 from kvdist.core.worker.requests import Bits, KeyInfo, Kind, Piece, Request, RunData, RunPlan, Transfer
 from kvdist.dtypes import DType
 from kvdist.kvstore.handed import named
-from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, has_master, state_size
-from kvdist.optimizer.step import Extent
 from kvdist.protocol.arrays import padded
 
 Ask: TypeAlias = Callable[[Callable[[int], Request]], Any]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from kvdist.kernels.device import Device
-from kvdist.kernels.interface import Kernels
+from kvdist.kernels.interface import Device, Kernels
 from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.placement import on_device, on_host, require_runs_on
+from kvdist.optimizer.offload import on_device, on_host, require_runs_on
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
 

@@ -158,7 +158,7 @@ encodes, and returns the bytes, padded to a multiple of 8, and the number of ent
 
 
 @dataclass(frozen=True, slots=True)
-class Compression:
+class GradientCompression:
     """How a store compresses.
 
     Attributes:
@@ -185,7 +185,7 @@ _TYPES: Mapping[str, tuple[Callable[..., Codec], str]] = {
 """Type → what makes it, and its one parameter."""
 
 
-def from_params(params: Mapping[str, Any]) -> Compression:
+def from_params(params: Mapping[str, Any]) -> GradientCompression:
     """The compression that is meant by such as ``{'type': '2bit', 'threshold': 0.5, 'pull': 'fp16'}``.
 
     Raises:
@@ -213,7 +213,7 @@ def from_params(params: Mapping[str, Any]) -> Compression:
         raise ValueError(
             f"compression of type {name!r} has no parameter {', '.join(map(repr, rest))}; it has {allowed}"
         )
-    return Compression(make(**numbers_given), DType.FLOAT32 if pull is None else _HALVES[pull])
+    return GradientCompression(make(**numbers_given), DType.FLOAT32 if pull is None else _HALVES[pull])
 
 
 def decode(encoding: int, parameter: float, data: Octets, entries: int, out: Array, kernels: Kernels) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Kernels
-from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.step import Extent
+from kvdist.optimizer.base import Extent, Optimizer
 
 
 @dataclass(slots=True)

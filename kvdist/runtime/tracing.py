@@ -26,7 +26,7 @@ from kvdist.core.worker.requests import (
     SetStoreOptimizer,
     Transfer,
 )
-from kvdist.optimizer.interface import SliceUpdater
+from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Perform
 from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import (

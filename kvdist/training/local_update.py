@@ -9,13 +9,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvdist.config.settings import gpu_from_env
-from kvdist.kernels.device import Device
+from kvdist.kernels.interface import Device
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.devices import Devices, OnDevice, as_host_bits
 from kvdist.kvstore.updaters import Updaters
-from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.step import Extent
+from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.training.parameters import Parameter
 
 if TYPE_CHECKING:

@@ -29,9 +29,8 @@ import torch
 from kvdist.kernels.interface import Array
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
-from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, is_count
-from kvdist.optimizer.step import Extent
 from kvdist.training.parameters import Parameter, require_shapes
 
 NUMBERS = {"lr": ("learning_rate", "lr_mult"), "weight_decay": ("wd", "wd_mult")}

@@ -15,8 +15,8 @@ from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker
+from kvdist.optimizer.base import Extent
 from kvdist.optimizer.registry import create
-from kvdist.optimizer.step import Extent
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag
 

@@ -15,8 +15,8 @@ from kvdist.core.worker.outbox import DECODED_BYTES_MAX, Outbox, Part, Run
 from kvdist.core.worker.requests import DeclareKeys, Encoded, KeyInfo, Kind, RunData, Transfer, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
+from kvdist.optimizer.base import Extent
 from kvdist.optimizer.compression import Half, TopK, TwoBit
-from kvdist.optimizer.step import Extent
 from kvdist.protocol.coded import as_octets
 from kvdist.protocol.compressed import Coded, CompressedPush
 from kvdist.protocol.layout import PayloadView, views

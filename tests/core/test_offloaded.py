@@ -17,8 +17,8 @@ from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker
 from kvdist.optimizer import create
+from kvdist.optimizer.base import Extent
 from kvdist.optimizer.offload import DeviceUpdater, arithmetic_on
-from kvdist.optimizer.step import Extent
 from tests.core import training
 from tests.core.wired import Wired
 from tests.devices import NumpyDevice

@@ -30,10 +30,9 @@ from kvdist.core.worker.outbox import Part
 from kvdist.core.worker.transfers import LEADER, Transfers
 from kvdist.dtypes import DType
 from kvdist.nodes import Member
-from kvdist.optimizer.offload import DeviceUpdater
-from kvdist.optimizer.placement import on_device
+from kvdist.optimizer.base import Piece
+from kvdist.optimizer.offload import DeviceUpdater, on_device
 from kvdist.optimizer.states import SliceState
-from kvdist.optimizer.step import Piece
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Push
 from kvdist.protocol.saving import TakeRestored

@@ -59,7 +59,7 @@ from kvdist.core.worker.requests import (
 )
 from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType, from_name
-from kvdist.kernels.device import Device
+from kvdist.kernels.interface import Device
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.optimizer.offload import arithmetic_on

@@ -26,7 +26,7 @@ from kvdist.kernels.numba_gpu_tables import STRETCH_BYTES, TABLES_MAX, Tables, _
 from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.local import LocalStore
 from kvdist.optimizer import Updater, create
-from kvdist.optimizer.placement import require_runs_on
+from kvdist.optimizer.offload import require_runs_on
 from kvdist.optimizer.states import Part
 
 SINGLE = np.dtype(np.float32)

@@ -1,4 +1,4 @@
-"""What every `kvdist.kernels.device.Device` must do, held against the NumPy reference bit by bit.
+"""What every `kvdist.kernels.interface.Device` must do, held against the NumPy reference bit by bit.
 
 A file of tests imports everything from here and gives two fixtures: `device`, and `sizes`, the lengths to try (a
 simulator takes short ones). Nothing is needed but NumPy, pytest and kvdist itself.

@@ -16,7 +16,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create
-from kvdist.optimizer.step import Extent
+from kvdist.optimizer.base import Extent
 from tests.kernels.device_battery import *  # noqa: F403
 from tests.kernels.device_battery import HALVES, LONG, assert_same, by_label, down, tame, up
 

@@ -9,7 +9,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater, create
-from kvdist.optimizer.placement import require_runs_on
+from kvdist.optimizer.offload import require_runs_on
 from tests.devices import NumpyDevice
 from tests.optimizer.formulas import IDS, NO_DECAY, TABLE, shape_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvdist.dtypes import DType
 from kvdist.optimizer import Extent, Updater, create
-from kvdist.optimizer.langevin import normal_noise
+from kvdist.optimizer.sgd import normal_noise
 
 
 def test_noise_is_normal_to_the_fourth_moment():

@@ -11,8 +11,8 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater, create
+from kvdist.optimizer.base import Piece
 from kvdist.optimizer.states import Part
-from kvdist.optimizer.step import Piece
 
 F32, F64 = DType.FLOAT32, DType.FLOAT64
 NORMS = ["lars", "lamb", "lans"]

@@ -12,9 +12,9 @@ from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Optimizer, Updater, create
+from kvdist.optimizer.base import Piece
 from kvdist.optimizer.offload import SUMMED_BYTES_MIN, DeviceUpdater, arithmetic_on, offloaded
 from kvdist.optimizer.states import Part
-from kvdist.optimizer.step import Piece
 from tests.devices import NumpyDevice
 from tests.optimizer.formulas import IDS, NO_DECAY, TABLE, shape_of
 

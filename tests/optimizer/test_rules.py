@@ -9,7 +9,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater, create
-from kvdist.optimizer.step import Piece
+from kvdist.optimizer.base import Piece
 from tests.optimizer.formulas import IDS, NO_DECAY, TABLE, shape_of
 
 torch = pytest.importorskip("torch")

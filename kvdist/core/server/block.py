@@ -32,9 +32,9 @@ from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member
-from kvdist.optimizer.interface import SliceUpdater
+from kvdist.optimizer.base import Extent
 from kvdist.optimizer.states import Part
-from kvdist.optimizer.step import Extent
+from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import Flag
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.core.server.block import Block
-from kvdist.optimizer.interface import SliceUpdater
+from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.arrays import U8, U32, Arrays
 from kvdist.protocol.messages import Flag
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence, Set
 from kvdist.core.round import agreed_settings, scale_of
 from kvdist.core.server.block import Block, Contribution
 from kvdist.errors import PushRefused
-from kvdist.optimizer.interface import SliceUpdater
-from kvdist.optimizer.step import Piece
+from kvdist.optimizer.base import Piece
+from kvdist.optimizer.updater import SliceUpdater
 
 
 def contributors(blocks: Sequence[Block]) -> set[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvdist.core.server import joint_update
 from kvdist.core.server.block import Block, Contribution
-from kvdist.optimizer.interface import SliceUpdater
+from kvdist.optimizer.updater import SliceUpdater
 
 
 class Rounds:

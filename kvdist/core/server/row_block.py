@@ -30,9 +30,8 @@ from kvdist.core.server.row_states import RowStates
 from kvdist.dtypes import DType
 from kvdist.initializer import Initializer, Zeros
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
-from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState
-from kvdist.optimizer.step import Extent
 
 
 @dataclass(frozen=True, eq=False)

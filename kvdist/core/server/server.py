@@ -34,9 +34,8 @@ from kvdist.core.worker.outbox import PRIORITY_MESSAGES_PER_WINDOW
 from kvdist.errors import DeviceError, KvdistError
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
-from kvdist.optimizer.interface import Arithmetic
 from kvdist.optimizer.registry import from_description
-from kvdist.optimizer.updater import Updater
+from kvdist.optimizer.updater import Arithmetic, Updater
 from kvdist.protocol.commands import Perform
 from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import (

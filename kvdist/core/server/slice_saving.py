@@ -10,8 +10,8 @@ from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.policy import Policy
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Buffer
-from kvdist.optimizer.interface import SliceUpdater
 from kvdist.optimizer.states import has_master
+from kvdist.optimizer.updater import SliceUpdater
 
 
 @dataclass(frozen=True, slots=True)

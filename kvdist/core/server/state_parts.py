@@ -13,8 +13,8 @@ from kvdist.core.server.buffers import Bits
 from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
-from kvdist.optimizer.interface import SliceUpdater
 from kvdist.optimizer.states import SliceState, is_count
+from kvdist.optimizer.updater import SliceUpdater
 
 NUMBERS, MASTER = 0, 255
 

@@ -32,9 +32,8 @@ from kvdist.core.worker.requests import travels_alone
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.nodes import Member, server
-from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.interface import Arithmetic, SliceUpdater
-from kvdist.optimizer.step import Extent
+from kvdist.optimizer.base import Extent, Optimizer
+from kvdist.optimizer.updater import Arithmetic, SliceUpdater
 from kvdist.protocol.arrays import U8, U32, Arrays, padded
 from kvdist.protocol.layout import PayloadView, stretches, views
 from kvdist.protocol.messages import (

@@ -1,4 +1,4 @@
-"""What is done with many arrays or with rows on a device, over any engine: see `kvdist.kernels.device.Device`."""
+"""What is done with many arrays or with rows on a device, over any engine: see `kvdist.kernels.interface.Device`."""
 
 from __future__ import annotations
 

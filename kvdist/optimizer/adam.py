@@ -16,10 +16,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvdist.kernels.interface import Array, Equation
-from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.gradient_descent import add_decay
+from kvdist.optimizer.base import Optimizer, Step
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.step import Step
+from kvdist.optimizer.sgd import add_decay
 from kvdist.schema import flag, number
 
 

@@ -13,11 +13,10 @@ from typing import ClassVar
 import numpy as np
 
 from kvdist.kernels.interface import Array
-from kvdist.optimizer.adaptive import toward
-from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.gradient_descent import add_decay
+from kvdist.optimizer.adam import toward
+from kvdist.optimizer.base import Extent, Optimizer, Step
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.step import Extent, Step
+from kvdist.optimizer.sgd import add_decay
 from kvdist.schema import number
 
 
