@@ -104,7 +104,7 @@ IMPURE = {
 """What no file of `kvdist/core` imports: time arrives as `now`, and what is to be done leaves as an effect."""
 
 BANNED_MODULES = {"cPickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
-MAY_PICKLE = {"launcher/kvdist_launch/cargo.py": "cloudpickle"}
+MAY_PICKLE = {"launcher/kvdist_launch/serialization.py": "cloudpickle"}
 """What one file may import of the banned modules: it sends functions to our own children, over pipes alone."""
 BANNED_CALLS = {
     "eval", "exec", "exit", "os._exit", "os.popen", "os.system", "quit", "sys.exit", "torch.load", "yaml.load",

@@ -1,8 +1,8 @@
 """Starts every process of a kvdist job and ends them all: the command ``kvdist-launch``.
 
-The package is made of a pure middle and a thin rim. `plan` decides what runs, `course` decides when a job has
-failed and who is told to end; neither touches a process. `crew` and `supervisor` start and watch real ones. Of
-kvdist only a few light modules are used, so the command starts in a few milliseconds.
+`plan` decides what runs, `job` decides when a job has failed and which processes are told to end; both are pure.
+`processes` and `supervisor` start and watch real processes. Of kvdist only a few light modules are imported, so the
+command starts in a few milliseconds.
 
 `run` does the same for a function, from Python.
 """

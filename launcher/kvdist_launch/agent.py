@@ -1,6 +1,7 @@
 """The far side of an ssh pipe: starts and watches the processes of its host as the launcher says.
 
-``python -m kvdist_launch.agent`` is started by ssh. Its standard input and output are the pipe, see `frames`. Rules:
+``python -m kvdist_launch.agent`` is started by ssh. Its standard input and output are the pipe, see `agent_protocol`.
+Rules:
 
 * It ends every process of its host when the pipe ends, when the launcher has been silent for too long (a network that
   went away closes nothing), and when it is told to.
@@ -23,15 +24,21 @@ from typing import Any
 from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError, KvdistError
 from kvdist.nodes import NodeId
-from kvdist_launch import messages
-from kvdist_launch.command import CommandError
-from kvdist_launch.crew import LocalCrew
-from kvdist_launch.ending import Ending
-from kvdist_launch.frames import GREETING, READ_BYTES, Decoder, Frame, Writer
-from kvdist_launch.listening import listen, port_of, turn_away
-from kvdist_launch.measure import Ear, dial
-from kvdist_launch.probe import answer_here, facts_of_this_host
-from kvdist_launch.signals import INTERRUPTIONS, Signals
+from kvdist_launch.agent_protocol import (
+    GREETING,
+    PIPE_READ_BYTES,
+    Frame,
+    FrameDecoder,
+    FrameWriter,
+    decode_node,
+    decode_process,
+    encode_exit,
+    encode_node,
+)
+from kvdist_launch.job import ProcessExit
+from kvdist_launch.probe import SpeedListener, answer_here, facts_of_this_host, measure_speed
+from kvdist_launch.processes import INTERRUPTIONS, CommandError, LocalProcesses, SignalPipe
+from kvdist_launch.root_socket import listen, port_of, turn_away
 
 PATIENCES = 2
 """The launcher says something every second; after so many times the patience without a word it is taken for lost."""
@@ -52,12 +59,12 @@ class Agent:
     def __init__(self, inward: int, outward: int) -> None:
         self._inward = inward
         self._selector = selectors.DefaultSelector()
-        self._signals = Signals()
-        self._decoder = Decoder()
-        self._writer = Writer(self._selector, outward, self._lose)
-        self._crew = LocalCrew(self._selector, self)
+        self._signals = SignalPipe()
+        self._decoder = FrameDecoder()
+        self._writer = FrameWriter(self._selector, outward, self._lose)
+        self._crew = LocalProcesses(self._selector, self)
         self._listening: socket.socket | None = None
-        self._ear = Ear(self._selector)
+        self._ear = SpeedListener(self._selector)
         self._alive: list[NodeId] = []
         self._heard_at = time.monotonic()
         self._patience_s = Limits.patience_s
@@ -86,27 +93,27 @@ class Agent:
 
     def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
         self._alive = [node for node, _ in pids]
-        self._writer.send("started", pids=[[messages.from_node(node), pid] for node, pid in pids])
+        self._writer.send("started", pids=[[encode_node(node), pid] for node, pid in pids])
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
-        self._writer.send("output", data, node=messages.from_node(node), stream=stream)
+        self._writer.send("output", data, node=encode_node(node), stream=stream)
         self._crew.pause(self._writer.is_full)
 
     def output_ended(self, node: NodeId, stream: int) -> None:
-        self._writer.send("output_ended", node=messages.from_node(node), stream=stream)
+        self._writer.send("output_ended", node=encode_node(node), stream=stream)
 
-    def ended(self, endings: Sequence[Ending]) -> None:
+    def ended(self, endings: Sequence[ProcessExit]) -> None:
         gone = {ending.node for ending in endings}
         self._alive = [node for node in self._alive if node not in gone]
-        self._writer.send("ended", endings=[messages.from_ending(one) for one in endings])
+        self._writer.send("ended", endings=[encode_exit(one) for one in endings])
 
-    def settled(self, endings: Sequence[Ending]) -> None:
-        self._writer.send("settled", endings=[messages.from_ending(one) for one in endings])
+    def settled(self, endings: Sequence[ProcessExit]) -> None:
+        self._writer.send("settled", endings=[encode_exit(one) for one in endings])
 
     # What the launcher says.
 
     def _read(self) -> None:
-        data = os.read(self._inward, READ_BYTES)
+        data = os.read(self._inward, PIPE_READ_BYTES)
         if not data:
             self._lose()
             return
@@ -124,14 +131,14 @@ class Agent:
                 self._writer.send("prepared", **self._prepare(fields))
             case "start":
                 self._start(fields)
-            case "signal" if (node := messages.to_node(fields["node"])) in self._alive:
+            case "signal" if (node := decode_node(fields["node"])) in self._alive:
                 self._crew.signal_group(node, int(fields["number"]))
-            case "tell" if (node := messages.to_node(fields["node"])) in self._alive:
+            case "tell" if (node := decode_node(fields["node"])) in self._alive:
                 self._crew.tell(node, str(fields["line"]))
             case "measure_listen":
                 self._writer.send("measure_listening", **self._ear.open(str(fields["address"]), str(fields["token"])))
             case "measure_dial":
-                speed = dial(str(fields["address"]), int(fields["port"]), str(fields["token"]))
+                speed = measure_speed(str(fields["address"]), int(fields["port"]), str(fields["token"]))
                 self._writer.send("measured", **asdict(speed))
             case "measure_end":
                 self._ear.close()
@@ -150,7 +157,7 @@ class Agent:
         return answer
 
     def _start(self, fields: dict[str, Any]) -> None:
-        processes = [messages.to_process(one) for one in fields["processes"]]
+        processes = [decode_process(one) for one in fields["processes"]]
         if self._listening is not None:
             turn_away(self._listening)
         try:

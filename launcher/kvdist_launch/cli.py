@@ -18,23 +18,18 @@ from kvdist.config.settings import patience_from_env
 from kvdist.config.variables import with_twins
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
-from kvdist_launch.chronicle import Chronicle, remove_summary, write_summary
-from kvdist_launch.command import CommandError
-from kvdist_launch.course import Patience
-from kvdist_launch.crew import LocalCrew
-from kvdist_launch.ending import SIGNAL_BASE
 from kvdist_launch.environment import forwarded
 from kvdist_launch.hosts import Host
-from kvdist_launch.listening import LOOPBACK, listen, listening_here, port_of, ports_of
-from kvdist_launch.logs import Logs, RankFolders
+from kvdist_launch.job import SIGNAL_BASE, GracePeriods, JobSummary, remove_summary, write_summary
 from kvdist_launch.options import asked, is_elsewhere, parse_options, split_command
-from kvdist_launch.output import PROGRAM, Sink
-from kvdist_launch.plan import HostFacts, Job, Process, plan, thread_note, worker_lines
+from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, OutputFilter, RankLogFiles, Sink
+from kvdist_launch.plan import HostFacts, JobSpec, Process, plan, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
+from kvdist_launch.processes import CommandError, LocalProcesses
 from kvdist_launch.request import ROLE_COMMAND, Request, hosts_of, job_of, patience_of
-from kvdist_launch.secret import NONE, PLAIN_HERE
+from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of, ports_of
+from kvdist_launch.security import NONE, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor
-from kvdist_launch.transcript import Filter, Transcript
 
 RESTARTS = "KVDIST_RESTARTS"
 """Tells the processes how often the job was started before, where it was."""
@@ -54,9 +49,11 @@ class Screen:
         chronicle: what happened so far, of all starts.
     """
 
-    def __init__(self, out: Sink, err: Sink, shown: Filter, logs: Logs | None, patience: Patience) -> None:
+    def __init__(
+        self, out: Sink, err: Sink, shown: OutputFilter, logs: LogFiles | None, patience: GracePeriods
+    ) -> None:
         self.err = err
-        self.chronicle = Chronicle(time.monotonic())
+        self.chronicle = JobSummary(time.monotonic())
         self._out = out
         self._shown = shown
         self._logs = logs
@@ -65,7 +62,7 @@ class Screen:
 
     def begin(self) -> Supervisor:
         """The one who watches from now on: a new one for each start of the job."""
-        transcript = Transcript(self._out, self.err, self._shown, self._logs)
+        transcript = JobOutput(self._out, self.err, self._shown, self._logs)
         self.supervisor = Supervisor(transcript, self.err, self._patience, self.chronicle)
         return self.supervisor
 
@@ -89,7 +86,7 @@ def launch(request: Request) -> int:
     options = request.options
     clock = time.time if options.timestamps else None
     out, err = (_sink(number, os.environ, clock, request.program) for number in (1, 2))
-    screen = Screen(out, err, Filter(options.filter or ()), _logs(request, err), patience_of(options))
+    screen = Screen(out, err, OutputFilter(options.filter or ()), _logs(request, err), patience_of(options))
     if options.json_summary and not options.dry_run:
         remove_summary(Path(options.json_summary))
     code, reason = _attempt(request, screen)
@@ -101,10 +98,10 @@ def launch(request: Request) -> int:
     return code
 
 
-def _logs(request: Request, err: Sink) -> Logs | None:
+def _logs(request: Request, err: Sink) -> LogFiles | None:
     if request.output_folder:
-        return RankFolders(Path(request.output_folder), err.say, request.options.num_workers)
-    return Logs(Path(request.options.log_dir), err.say) if request.options.log_dir else None
+        return RankLogFiles(Path(request.output_folder), err.say, request.options.num_workers)
+    return LogFiles(Path(request.options.log_dir), err.say) if request.options.log_dir else None
 
 
 def _attempt(request: Request, screen: Screen) -> tuple[int, str]:
@@ -151,7 +148,9 @@ def _run(request: Request, screen: Screen) -> int:
     return code
 
 
-def _run_once(request: Request, job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor) -> int:
+def _run_once(
+    request: Request, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor
+) -> int:
     if all(host.is_local for host in hosts):
         return _run_here(job, hosts, launcher, supervisor, request.is_verbose)
     return _run_on_hosts(request, job, hosts, launcher, supervisor)
@@ -165,10 +164,10 @@ def _wants_another(supervisor: Supervisor) -> bool:
     return cause.node.role is Role.WORKER or cause.status != EXIT_CONFIG
 
 
-def _run_elsewhere(options: argparse.Namespace, job: Job, hosts: Sequence[Host], launcher: HostFacts) -> int:
+def _run_elsewhere(options: argparse.Namespace, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
     """Print what starts the job elsewhere, or let that run in this process's place."""
     # Imported here because few ask for it, and every job would wait for it.
-    from kvdist_launch.elsewhere import address_towards, require_understood, run_script, script_of
+    from kvdist_launch.emit.export import address_towards, require_understood, run_script, script_of
 
     require_understood(options, asked(options))
     others = [host for host in hosts if not host.is_local]
@@ -186,7 +185,9 @@ def _run_elsewhere(options: argparse.Namespace, job: Job, hosts: Sequence[Host],
     return 0
 
 
-def _run_here(job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor, is_verbose: bool) -> int:
+def _run_here(
+    job: JobSpec, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor, is_verbose: bool
+) -> int:
     """Run a job all of whose hosts are this machine."""
     facts = [_assumed_facts(host, launcher) for host in hosts]
     variables = {**launcher.environ, **job.env}
@@ -204,19 +205,18 @@ def _run_here(job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: 
             supervisor.say(warning)
         if job.security.word == NONE:
             supervisor.say(PLAIN_HERE)
-        crew = LocalCrew(supervisor.selector, supervisor)
+        crew = LocalProcesses(supervisor.selector, supervisor)
         return supervisor.run([(crew, processes)], listening, job.security.secret_of_run())
 
 
 def _run_on_hosts(
-    request: Request, job: Job, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor
+    request: Request, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor
 ) -> int:
     """Run a job that needs ssh."""
     options = request.options
     # Imported here because a job on this machine needs none of it.
-    from kvdist_launch.launch import Wishes, run
-    from kvdist_launch.ssh import SshOptions, python_of_hosts
-    from kvdist_launch.sync import Sync
+    from kvdist_launch.multi_host import LaunchOptions, run_on_hosts
+    from kvdist_launch.ssh import SshOptions, SyncOptions, python_of_hosts
 
     note = _left_out_note(job, launcher)
     if note:
@@ -229,7 +229,7 @@ def _run_on_hosts(
         options.activate or "",
         patience_from_env(variables),
     )
-    wishes = Wishes(
+    wishes = LaunchOptions(
         python=python_of_hosts(options.python, options.activate),
         ssh=ssh,
         ports=ports_of(variables),
@@ -239,8 +239,8 @@ def _run_on_hosts(
     )
     if options.sync_dst_dir and RESTARTS not in job.env:  # a job that is started anew has its files
         excluded = tuple(options.sync_exclude or ())
-        wishes = replace(wishes, sync=Sync(os.getcwd(), options.sync_dst_dir, excluded, options.sync_delete))
-    return run(job, hosts, wishes, supervisor, launcher.environ)
+        wishes = replace(wishes, sync=SyncOptions(os.getcwd(), options.sync_dst_dir, excluded, options.sync_delete))
+    return run_on_hosts(job, hosts, wishes, supervisor, launcher.environ)
 
 
 def _launcher_facts(hosts: Sequence[Host]) -> HostFacts:
@@ -255,9 +255,9 @@ def _assumed_facts(host: Host, launcher: HostFacts) -> HostFacts:
     return replace(launcher, python=python) if host.is_local else HostFacts(0, python, host.name)
 
 
-def _show(job: Job, processes: Sequence[Process], hosts: Sequence[Host], launcher: HostFacts) -> int:
+def _show(job: JobSpec, processes: Sequence[Process], hosts: Sequence[Host], launcher: HostFacts) -> int:
     # Imported here because few ask for it, and every job would wait for it.
-    from kvdist_launch.preview import preview
+    from kvdist_launch.plan import preview
 
     text = preview(processes, hosts)
     if any(not host.is_local for host in hosts):
@@ -268,7 +268,7 @@ def _show(job: Job, processes: Sequence[Process], hosts: Sequence[Host], launche
     return 0
 
 
-def _left_out_note(job: Job, launcher: HostFacts) -> str:
+def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
     """Which variables other hosts do not get for the look of their names; empty where there are none."""
     names = [name for name in forwarded(launcher.environ)[1] if name not in job.env]
     return f"not forwarded, as their names look secret (-x NAME forwards one): {', '.join(names)}" if names else ""

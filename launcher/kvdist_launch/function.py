@@ -1,14 +1,17 @@
 """Runs a function on workers of this machine, from a script or a notebook: `run`.
 
 The workers are processes of their own, alone or beside a scheduler and servers, exactly as ``kvdist-launch`` starts
-them. The function reaches each over a pipe that it inherits, and its result comes back over another; see `cargo`.
+them. The function reaches each over a pipe that it inherits, and its result comes back over another; see
+`serialization`.
 
-Works in any thread, and where an event loop runs (it blocks the loop, as any call does). In the main thread Ctrl-C ends
-the job: first it is asked to end, once more kills it.
+Works in any thread, and where an event loop runs (it blocks the loop, as any call does). In the main thread Ctrl-C asks
+the job to end; a second one kills it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import selectors
 import signal
@@ -23,21 +26,112 @@ from typing import Any
 
 from kvdist.errors import ConfigError, DeadlineExceeded, KvdistError
 from kvdist.nodes import NodeId, Role
-from kvdist_launch.call import Call
-from kvdist_launch.cargo import pack_call
-from kvdist_launch.course import Patience
-from kvdist_launch.crew import LocalCrew
-from kvdist_launch.ending import Ending, signal_name
 from kvdist_launch.environment import parse_assignments
 from kvdist_launch.hosts import Host
-from kvdist_launch.listening import LOOPBACK, listening_here, port_of, ports_of
-from kvdist_launch.output import TextSink
-from kvdist_launch.plan import PYTHON, HostFacts, Job, Process, plan, worker_lines
+from kvdist_launch.job import GracePeriods, ProcessExit, signal_name
+from kvdist_launch.output import JobOutput, TextSink
+from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, Process, plan, worker_lines
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.secret import NONE, PLAIN_HERE, Security, security_of
-from kvdist_launch.signals import Mailbox, Signals
+from kvdist_launch.processes import READ_BYTES, EventPipe, LocalProcesses, SignalPipe
+from kvdist_launch.root_socket import LOOPBACK, listening_here, port_of, ports_of
+from kvdist_launch.security import NONE, PLAIN_HERE, Security, security_of
+from kvdist_launch.serialization import pack_call, unpack_result
 from kvdist_launch.supervisor import Supervisor
-from kvdist_launch.transcript import Transcript
+
+
+class WorkerCall:
+    """The pipes to and from one worker.
+
+    Args:
+        call: what is sent.
+    """
+
+    def __init__(self, call: bytes) -> None:
+        theirs_in, self._outward = os.pipe()
+        self._inward, theirs_out = os.pipe()
+        self.theirs: tuple[int, ...] = (theirs_in, theirs_out)
+        self._mine = {self._inward, self._outward}
+        self._unsent = memoryview(call)
+        self._received = bytearray()
+        self._head: dict[str, Any] = {}
+        self._selector: selectors.BaseSelector | None = None
+        self._raised: Callable[[], None] | None = None
+
+    def begin(self, selector: selectors.BaseSelector, raised: Callable[[], None]) -> None:
+        """The worker has its ends.
+
+        Args:
+            selector: where the pipes are waited for.
+            raised: called when the function has raised.
+        """
+        self._selector, self._raised = selector, raised
+        self._close_theirs()
+        for descriptor, event, act in (
+            (self._outward, selectors.EVENT_WRITE, self._send),
+            (self._inward, selectors.EVENT_READ, self.receive),
+        ):
+            os.set_blocking(descriptor, False)
+            selector.register(descriptor, event, act)
+
+    def receive(self) -> None:
+        """Take what is there of the result."""
+        with contextlib.suppress(BlockingIOError):
+            while self._inward in self._mine:
+                data = os.read(self._inward, READ_BYTES)
+                self._received += data
+                if not self._head and b"\n" in data:
+                    self._take_head()
+                if not data:
+                    self._end(self._inward)
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What came before the result, or in its place; empty if it did not come whole."""
+        return self._head if len(self._received) == self._head.get("bytes", 0) else {}
+
+    def take_result(self) -> Any:
+        """The result. Its bytes are not kept: there may be very many."""
+        received, self._received = self._received, bytearray()
+        return unpack_result(received)
+
+    def forget(self) -> None:
+        """There is no selector any more."""
+        self._selector = None
+
+    def close(self) -> None:
+        """Free everything."""
+        self._close_theirs()
+        for descriptor in list(self._mine):
+            self._end(descriptor)
+
+    def _take_head(self) -> None:
+        end = self._received.index(b"\n")
+        self._head = json.loads(self._received[:end])
+        del self._received[: end + 1]
+        if "raised" in self._head and self._raised is not None:
+            self._raised()
+
+    def _send(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._outward, self._unsent) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            pass  # The worker has ended; how, is seen elsewhere.
+        self._end(self._outward)
+
+    def _end(self, descriptor: int) -> None:
+        if self._selector is not None:
+            self._selector.unregister(descriptor)
+        os.close(descriptor)
+        self._mine.discard(descriptor)
+
+    def _close_theirs(self) -> None:
+        for descriptor in self.theirs:
+            os.close(descriptor)
+        self.theirs = ()
+
 
 HERE = (Host("localhost"),)
 
@@ -126,20 +220,24 @@ def run(
     security = security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
     is_local = servers > 0 and not security.word
     variables = {**os.environ, **own}
-    calls = _Calls(pack_call(func, args, kwargs or {}), np)
+    calls = _WorkerCalls(pack_call(func, args, kwargs or {}), np)
     is_main = threading.current_thread() is threading.main_thread()
-    signals = Signals() if is_main else Mailbox()
+    signals = SignalPipe() if is_main else EventPipe()
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
-    supervisor = Supervisor(Transcript(out, err), err, Patience(grace_s=GRACE_S), signals=signals, is_quiet=not verbose)
-    deadline, patience = _Alarm(timeout_s, signals), _Alarm(GRACE_S, signals)
+    supervisor = Supervisor(
+        JobOutput(out, err), err, GracePeriods(grace_s=GRACE_S), signals=signals, is_quiet=not verbose
+    )
+    deadline, patience = _Deadline(timeout_s, signals), _Deadline(GRACE_S, signals)
     began = time.monotonic()
     with calls, deadline, patience, listening_here(ports_of(variables), is_local) as listening:
-        processes = calls.over(_plan(np, servers, own, security, port_of(listening)))
+        processes = calls.over(_plan_here(np, servers, own, security, port_of(listening)))
         if security.word == NONE:
             supervisor.say(PLAIN_HERE)
         for line in worker_lines(processes, HERE) if verbose else ():
             supervisor.say(line)
-        crew = _Crew(supervisor, calls, partial(deadline.begin, began), patience, None if is_main else signals)
+        crew = _CallingProcesses(
+            supervisor, calls, partial(deadline.begin, began), patience, None if is_main else signals
+        )
         code = supervisor.run([(crew, processes)], listening, security.secret_of_run())
         calls.drain()
     if supervisor.cause is not None:
@@ -153,12 +251,12 @@ def run(
     return calls.results()
 
 
-def _plan(np: int, servers: int, env: Mapping[str, str], security: Security, port: int) -> list[Process]:
+def _plan_here(np: int, servers: int, env: Mapping[str, str], security: Security, port: int) -> list[Process]:
     here = HostFacts(usable_cores(), sys.executable, LOOPBACK, os.environ)
-    job = Job(
+    job = JobSpec(
         num_workers=np,
         num_servers=servers,
-        command=(sys.executable, "-m", "kvdist_launch.callee"),
+        command=(sys.executable, "-m", "kvdist_launch.worker_main"),
         role_command=(PYTHON, "-m", "kvdist"),
         port=port,
         name=os.urandom(8).hex(),
@@ -168,13 +266,13 @@ def _plan(np: int, servers: int, env: Mapping[str, str], security: Security, por
     return plan(job, HERE, [here], here)
 
 
-def _failure(cause: Ending, calls: _Calls, last_lines: Sequence[str]) -> JobFailure:
+def _failure(cause: ProcessExit, calls: _WorkerCalls, last_lines: Sequence[str]) -> JobFailure:
     if cause.node.role is not Role.WORKER:
         return JobFailure("\n    ".join([str(cause), *last_lines]), cause.exit_code)
     return calls.failure(cause.node.rank, cause.status, last_lines)
 
 
-class _Calls:
+class _WorkerCalls:
     """The calls of all workers.
 
     Args:
@@ -186,10 +284,10 @@ class _Calls:
     """
 
     def __init__(self, call: bytes, count: int) -> None:
-        self._calls = [Call(call) for _ in range(count)]
+        self._calls = [WorkerCall(call) for _ in range(count)]
         self.raised: list[int] = []
 
-    def __enter__(self) -> _Calls:
+    def __enter__(self) -> _WorkerCalls:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -239,7 +337,7 @@ class _Calls:
         host, node = socket.gethostname(), NodeId(Role.WORKER, rank)
         head = self._calls[rank].head
         status = int(head["exit_code"]) if status is None else status
-        code = Ending(node, 0, status).exit_code
+        code = ProcessExit(node, 0, status).exit_code
         if "raised" in head:
             kind, text = str(head["raised"]), str(head["text"])
             message = f"{node} on {host} raised {kind} (exit code {code})\n\n{text}"
@@ -259,7 +357,7 @@ class _Calls:
         return replace(process, argv=(*process.argv, *map(str, ends)), descriptors=ends)
 
 
-class _Crew(LocalCrew):
+class _CallingProcesses(LocalProcesses):
     """The processes of the job.
 
     Args:
@@ -273,10 +371,10 @@ class _Crew(LocalCrew):
     def __init__(
         self,
         supervisor: Supervisor,
-        calls: _Calls,
+        calls: _WorkerCalls,
         begun: Callable[[], None],
-        patience: _Alarm,
-        mailbox: Mailbox | None,
+        patience: _Deadline,
+        mailbox: EventPipe | None,
     ) -> None:
         super().__init__(supervisor.selector, supervisor)
         self._supervisor = supervisor
@@ -311,13 +409,13 @@ class _Crew(LocalCrew):
             self._patience.begin(time.monotonic())
 
 
-def _watch(pid: int, mailbox: Mailbox) -> None:
+def _watch(pid: int, mailbox: EventPipe) -> None:
     """Wait for the end of a process, which stays unreaped, and tell."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     mailbox.post(signal.SIGCHLD)
 
 
-class _Alarm:
+class _Deadline:
     """Ends the job after some time.
 
     Args:
@@ -328,13 +426,13 @@ class _Alarm:
         has_rung: whether time was up.
     """
 
-    def __init__(self, after_s: float | None, signals: Mailbox) -> None:
+    def __init__(self, after_s: float | None, signals: EventPipe) -> None:
         self.has_rung = False
         self._after_s = after_s
         self._signals = signals
         self._timer: threading.Timer | None = None
 
-    def __enter__(self) -> _Alarm:
+    def __enter__(self) -> _Deadline:
         return self
 
     def __exit__(self, *_: object) -> None:

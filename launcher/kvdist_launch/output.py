@@ -1,8 +1,13 @@
-"""Merges what many processes print into the launcher's own output, one whole line at a time.
+"""What processes print: shown in the launcher's own output one whole line at a time, logged, and the last lines kept.
 
-Every line gets a short prefix that says whose it is: ``w0 │``, or ``w0@d1 │`` where there are several hosts. Bytes
-pass through as they are: no decoding, so nothing a process prints can be refused or changed. A carriage return ends a
+Every line gets a short prefix with the name of its process: ``w0 │``, or ``w0@d1 │`` on several hosts. Bytes pass
+through as they are: no decoding, so nothing that a process prints can be refused or changed. A carriage return ends a
 line too, as progress bars use it, and no line is kept longer than `LINE_BYTES_MAX` while waiting for its end.
+
+Log files: ``worker-0.log``, ``server-1.log``, ``scheduler.log``, both outputs line by line without prefixes. A file
+of an earlier job is kept as ``worker-0.log.1``. A disk that fills up ends the logs, not the job.
+
+Text from other machines (ssh, login scripts, agents) is escaped and cut before it becomes part of a sentence of ours.
 """
 
 from __future__ import annotations
@@ -12,10 +17,41 @@ import re
 import select
 import selectors
 import time
-from collections.abc import Callable
-from typing import TextIO
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TextIO
 
+from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId, Role
+
+TEXT_MAX = 1000
+"""Characters that are kept of one text."""
+
+
+def printable(text: str) -> str:
+    """A text in which what cannot be seen is escaped, as in ``\\x1b``, and not too long."""
+    return "".join(map(_visible, text[:TEXT_MAX]))
+
+
+def all_printable(value: Any) -> Any:
+    """A value of JSON with all texts in it made printable."""
+    match value:
+        case str():
+            return printable(value)
+        case list():
+            return [all_printable(one) for one in value]
+        case dict():
+            return {str(name): all_printable(one) for name, one in value.items()}
+        case _:
+            return value
+
+
+def _visible(letter: str) -> str:
+    return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+
 
 LINE_BYTES_MAX = 64 * 1024
 """A line longer than this is shown in pieces of this size."""
@@ -225,3 +261,250 @@ class TextSink(Sink):
             self._stream.flush()
         except (OSError, ValueError):  # gone, or closed
             self._is_gone = True
+
+
+class LogFiles:
+    """The log files of one job.
+
+    Args:
+        folder: where they lie; it is made if need be.
+        say: tells the user.
+    """
+
+    _option = "--log-dir"
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._say = say
+        self._descriptors: dict[Path, int] = {}
+        self._has_ended = False
+
+    def open(self, nodes: Iterable[NodeId]) -> None:
+        """Make the files; those that this job has already are gone on with.
+
+        Raises:
+            ConfigError: one cannot be made.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in (path for node in nodes for path in self._paths(node)):
+                if path in self._descriptors or self._has_ended:
+                    continue
+                if path.exists():
+                    path.replace(f"{path}.1")
+                path.parent.mkdir(exist_ok=True)
+                self._descriptors[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"log files cannot be written to {self._folder}: {error.filename or self._folder}: {error.strerror};"
+                f" give {self._option} a folder that can be written to"
+            ) from error
+
+    def write(self, node: NodeId, stream: int, lines: Iterable[bytes]) -> None:
+        """Add lines of one output of a process to its file, if that still takes them."""
+        path = dict(enumerate(self._paths(node))).get(stream, self._folder)
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            return
+        # A line of a progress bar is a line here: nothing can be overwritten in a file.
+        data = memoryview(b"".join(line[:-1] + b"\n" for line in lines))
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        except OSError as error:
+            # Whatever is wrong with one file is likely to be wrong with all, and one sentence is enough.
+            self._say(f"{path}: {error.strerror}; the log files end here, the job goes on")
+            self.close()
+
+    def close(self) -> None:
+        """Write no more."""
+        self._has_ended = True
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _paths(self, node: NodeId) -> tuple[Path, ...]:
+        """The files for the outputs of a process; none where they are not kept."""
+        path = self._folder / f"{node}.log"
+        return path, path
+
+
+class RankLogFiles(LogFiles):
+    """``rank.0/stdout``, ``rank.0/stderr`` and so on; ranks have as many digits as the largest one.
+
+    Args:
+        folder: where these folders lie; it is made if need be.
+        say: tells the user.
+        size: how many workers there are.
+    """
+
+    _option = "--output-filename"
+
+    def __init__(self, folder: Path, say: Callable[[str], None], size: int) -> None:
+        super().__init__(folder, say)
+        self._digits = len(str(size - 1))
+
+    def _paths(self, node: NodeId) -> tuple[Path, ...]:
+        if node.role is not Role.WORKER:
+            return ()
+        folder = self._folder / f"rank.{node.rank:0{self._digits}d}"
+        return folder / "stdout", folder / "stderr"
+
+
+LAST_LINES = 10
+"""Lines of a process that are repeated when its failure ends the job."""
+
+ERR = 1
+"""The stream of standard errors; 0 is that of standard outputs."""
+
+
+class OutputFilter:
+    """Whose lines are shown.
+
+    Args:
+        patterns: as in file names (``w0``, ``s*``, ``worker-[0-3]``), of short or long names; none shows all.
+    """
+
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        self._patterns = tuple(patterns)
+
+    def shows(self, node: NodeId, host: str = "") -> bool:
+        """Whether the lines of a process are shown."""
+        return not self._patterns or any(_matches(pattern, node, host) for pattern in self._patterns)
+
+    def idle(self, nodes: Iterable[tuple[NodeId, str]]) -> list[str]:
+        """The patterns that match none of these processes, given with their hosts: likely misspelt."""
+        known = list(nodes)
+        return [one for one in self._patterns if not any(_matches(one, node, host) for node, host in known)]
+
+
+def _matches(pattern: str, node: NodeId, host: str) -> bool:
+    names = [short_name(node), str(node)]
+    if host:
+        names += [f"{name}@{host}" for name in names]
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+@dataclass
+class _OutputStream:
+    """One output of one process."""
+
+    sink: Sink
+    prefix: bytes
+    shown: bool
+    is_raw: bool
+    splitter: LineSplitter = field(default_factory=LineSplitter)
+    last_line: bytes = b""
+
+
+class JobOutput:
+    """The output of one job.
+
+    Args:
+        out: where standard outputs go.
+        err: where standard errors go.
+        shows: whose lines are shown.
+        logs: the log files; None writes none.
+
+    Attributes:
+        sinks: where standard outputs and standard errors go.
+    """
+
+    def __init__(self, out: Sink, err: Sink, shows: OutputFilter | None = None, logs: LogFiles | None = None) -> None:
+        self.sinks = (out, err)
+        self._shows = OutputFilter() if shows is None else shows
+        self._logs = logs
+        self._streams: dict[tuple[NodeId, int], _OutputStream] = {}
+        self._last: dict[NodeId, deque[bytes]] = {}
+
+    def open(self, processes: Iterable[tuple[NodeId, str]], with_stdin: NodeId | None = None) -> list[str]:
+        """Expect output of these. Returns what the user should be told.
+
+        Args:
+            processes: who, and on which host; the host is empty where there is only one machine.
+            with_stdin: whose input is the user's, so that its output is shown at once, and without prefixes.
+
+        Raises:
+            ConfigError: log files cannot be made.
+        """
+        known = list(processes)
+        for node, host in known:
+            self._last[node] = deque(maxlen=LAST_LINES)
+            for number, sink in enumerate(self.sinks):
+                is_raw = node == with_stdin
+                stream = _OutputStream(sink, sink.prefix(node, host), is_raw or self._shows.shows(node, host), is_raw)
+                self._streams[node, number] = stream
+        if self._logs is not None:
+            self._logs.open(node for node, _ in known)
+        idle = self._shows.idle(known)
+        return [f"--filter {','.join(idle)} matches no process of this job"] if idle else []
+
+    def feed(self, node: NodeId, stream: int, data: bytes) -> None:
+        """A process has printed."""
+        found = self._streams[node, stream]
+        if found.is_raw:
+            found.sink.write_raw(data)
+        self._take(node, stream, found.splitter.feed(data))
+
+    def finish(self, node: NodeId, stream: int) -> None:
+        """Nothing more will come from this output; an unfinished line is one, too."""
+        self._take(node, stream, self._streams[node, stream].splitter.finish())
+
+    def close(self) -> None:
+        """Nothing more will come from anybody."""
+        for node, stream in self._streams:
+            self.finish(node, stream)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether whoever reads it does not keep up."""
+        return any(sink.is_full for sink in self.sinks)
+
+    def last_error_line(self, node: NodeId) -> bytes:
+        """The last line that is not blank of a process's standard error."""
+        return self._streams[node, ERR].last_line
+
+    def last_lines(self, node: NodeId) -> list[bytes]:
+        """The last lines of a process, of both outputs as they came, without line ends."""
+        return [line.rstrip(b"\r\n") for line in self._last[node]]
+
+    def _take(self, node: NodeId, number: int, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        stream = self._streams[node, number]
+        if stream.shown and not stream.is_raw:
+            stream.sink.write_lines(stream.prefix, lines)
+        stream.last_line = next((line for line in reversed(lines) if line.strip()), stream.last_line)
+        self._last[node].extend(line for line in lines if line.strip())
+        if self._logs is not None:
+            self._logs.write(node, number, lines)
+
+
+TABLE_WIDTH = 160
+
+
+def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
+    """A table without colours; a row that is too short is filled with blanks.
+
+    Args:
+        titles: of the columns.
+        rows: the cells.
+        right: whether all columns but the first are numbers, which stand at the right.
+    """
+    # Imported here because a job on one machine needs no table, and importing takes longer than starting it.
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, title in enumerate(titles):
+        made.add_column(Text(title), no_wrap=True, justify="right" if right and index else "left")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    width = max(TABLE_WIDTH, sum(len(title) + 20 for title in titles))
+    console = Console(width=width, no_color=True, highlight=False, force_terminal=False)
+    with console.capture() as capture:
+        console.print(made)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())

@@ -1,22 +1,28 @@
-"""What a job consists of: one list of processes, each with its host, its argv and its environment.
+"""What a job consists of: which process runs on which host, with which argv and which environment.
 
-Pure: nothing here starts a process or reads a machine, so a plan can be compared with a file and printed. No shell
-ever sees an argument or a value; they reach the processes byte for byte, whatever they contain.
+Pure: nothing here starts a process or reads a machine, so a plan can be compared with a file and printed. No shell ever
+sees an argument or a value; they reach the processes byte for byte.
 
-A process's environment is, later ones winning: its host's own without the variables of an earlier job, defaults that
-the user may override, what is forwarded to other hosts, ``--env``, the role's ``--env-...``, and last who the process
-is in the cluster. Settings of kvdist come from the launching machine alone, so that all hosts have the same.
+Processes take turns over the hosts as in MXNet, servers first: number i of servers and workers together goes to host i
+modulo the number of hosts; a host that does not take the role, or has no free slot, is passed over. Then ranks are
+given in the order of the hosts, so worker 0 is on the first host with workers, and the workers of a host have
+consecutive ranks. Horovod's way fills all slots of a host before the next.
+
+A process's environment, later ones winning: the host's own without the variables of an earlier job, defaults, forwarded
+variables (other hosts only), ``--env``, the role's ``--env-...``, and the process's identity in the cluster. Settings
+of kvdist come from the launching machine alone, so that all hosts have the same.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvdist.config.settings import ClusterConfig
 from kvdist.errors import ConfigError
-from kvdist.nodes import NodeId, Role
+from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist_launch.environment import (
     ADDRESS_VARIABLES,
     OWNED_VARIABLES,
@@ -25,11 +31,133 @@ from kvdist_launch.environment import (
     forwarded,
     interpreter_front,
     overlay,
+    redacted,
 )
 from kvdist_launch.hosts import Host
-from kvdist_launch.placement import LAUNCHER, Neighbours, Seat, neighbours, place
-from kvdist_launch.secret import SECURITY, Security
-from kvdist_launch.secret import VARIABLE as SECRET_FILE
+from kvdist_launch.security import SECURITY, Security
+from kvdist_launch.security import VARIABLE as SECRET_FILE
+
+LAUNCHER = -1
+"""The place of the launching machine among hosts, where it need not be one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one process sits.
+
+    Attributes:
+        host: an index into the job's hosts, or `LAUNCHER`.
+        local_rank: counts the processes of this role on this host.
+    """
+
+    node: NodeId
+    host: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPosition:
+    """Where a worker stands among those around it.
+
+    Attributes:
+        local_size: the workers of its host.
+        cross_rank: its host's place among the hosts that have a worker of its local rank.
+        cross_size: how many of these there are.
+    """
+
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def place(
+    hosts: Sequence[Host],
+    num_workers: int,
+    num_servers: int,
+    scheduler_host: int | None = None,
+    is_filled: bool = False,
+) -> list[Placement]:
+    """The seats of a job in starting order: the scheduler, servers, workers. A job without servers has workers alone.
+
+    Args:
+        scheduler_host: an index into `hosts`; None is the launching machine.
+        is_filled: whether workers take all slots of a host before those of the next.
+
+    Raises:
+        ConfigError: some processes have no place; the message names the sums.
+    """
+    counts: dict[Role, list[int]] = {Role.SERVER: [0] * len(hosts), Role.WORKER: [0] * len(hosts)}
+    turn = 0
+    for role, number in ((Role.SERVER, num_servers), (Role.WORKER, num_workers)):
+        _require_room(hosts, role, number)
+        for _ in range(number):
+            while not _has_room(hosts[turn % len(hosts)], role, counts[role][turn % len(hosts)]):
+                turn += 1
+            counts[role][turn % len(hosts)] += 1
+            turn += 0 if is_filled and role is Role.WORKER else 1
+    seats = [Placement(SCHEDULER, LAUNCHER if scheduler_host is None else scheduler_host, 0)] if num_servers else []
+    for role, filled in counts.items():
+        places = [(index, local) for index, count in enumerate(filled) for local in range(count)]
+        seats += [Placement(NodeId(role, rank), index, local) for rank, (index, local) in enumerate(places)]
+    return seats
+
+
+def neighbours(seats: Sequence[Placement]) -> Mapping[NodeId, WorkerPosition]:
+    """How each worker stands among the others."""
+    workers = [seat for seat in seats if seat.node.role is Role.WORKER]
+    sizes = Counter(seat.host for seat in workers)
+    across: dict[int, list[int]] = {}
+    for seat in workers:
+        across.setdefault(seat.local_rank, []).append(seat.host)
+    return {
+        seat.node: WorkerPosition(
+            sizes[seat.host], across[seat.local_rank].index(seat.host), len(across[seat.local_rank])
+        )
+        for seat in workers
+    }
+
+
+def workers_of_slots(hosts: Sequence[Host]) -> int:
+    """The number of workers when nobody says it: the sum of all slots.
+
+    Raises:
+        ConfigError: a host that takes workers does not say how many.
+    """
+    silent = [str(host) for host in hosts if host.takes(Role.WORKER) and host.slots is None]
+    if silent:
+        raise ConfigError(
+            f"the number of workers is missing: write -n WORKERS, or slots= for every host"
+            f" ({_listed(silent)} {'has' if len(silent) == 1 else 'have'} none)"
+        )
+    number = sum(host.slots or 0 for host in hosts if host.takes(Role.WORKER))
+    if not number:
+        raise ConfigError("no host takes workers: every one has role=server; add a host, or change a role")
+    return number
+
+
+def _has_room(host: Host, role: Role, taken: int) -> bool:
+    return host.takes(role) and (role is not Role.WORKER or host.slots is None or taken < host.slots)
+
+
+def _require_room(hosts: Sequence[Host], role: Role, number: int) -> None:
+    willing = [host for host in hosts if host.takes(role)]
+    if number and not willing:
+        other = Role.SERVER if role is Role.WORKER else Role.WORKER
+        raise ConfigError(
+            f"no host takes {role}s: every one has role={other}; add a host, or change a role to role=any"
+        )
+    slots = [host.slots for host in willing if host.slots is not None]
+    if role is Role.WORKER and len(slots) == len(willing) and sum(slots) < number:
+        sums = _listed([f"{host}: {host.slots}" for host in willing])
+        raise ConfigError(
+            f"-n asks for {number} workers, but the hosts have {sum(slots)} slots ({sums}); add slots or hosts, or ask"
+            f" for -n {sum(slots)}"
+        )
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
 
 PYTHON = "{python}"
 """As first word of a role's command: the interpreter of the host it runs on."""
@@ -92,7 +220,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSpec:
     """What the user asked for.
 
     Attributes:
@@ -125,7 +253,7 @@ class Job:
     security: Security = field(default_factory=Security)
 
 
-def plan(job: Job, hosts: Sequence[Host], facts: Sequence[HostFacts], launcher: HostFacts) -> list[Process]:
+def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launcher: HostFacts) -> list[Process]:
     """The processes of `job`, in starting order.
 
     Args:
@@ -159,7 +287,7 @@ def plan(job: Job, hosts: Sequence[Host], facts: Sequence[HostFacts], launcher: 
     return processes
 
 
-def root_host(job: Job, hosts: Sequence[Host]) -> int | None:
+def root_host(job: JobSpec, hosts: Sequence[Host]) -> int | None:
     """The index of the host where everybody meets: the scheduler's, or rank 0's; None is the launching machine.
 
     Raises:
@@ -168,11 +296,11 @@ def root_host(job: Job, hosts: Sequence[Host]) -> int | None:
     return job.scheduler_host if job.num_servers else _seats(job, hosts)[0].host
 
 
-def _seats(job: Job, hosts: Sequence[Host]) -> list[Seat]:
+def _seats(job: JobSpec, hosts: Sequence[Host]) -> list[Placement]:
     return place(hosts, job.num_workers, job.num_servers, job.scheduler_host, job.is_filled)
 
 
-def _has_stdin(job: Job, node: NodeId, host: Host | None) -> bool:
+def _has_stdin(job: JobSpec, node: NodeId, host: Host | None) -> bool:
     if node.role is not Role.WORKER or node.rank != job.stdin:
         return False
     if host is not None and not host.is_local:
@@ -231,13 +359,13 @@ def _role_argv(command: tuple[str, ...], python: str) -> tuple[str, ...]:
 
 
 def _environment(
-    job: Job,
+    job: JobSpec,
     address: str,
-    seat: Seat,
+    seat: Placement,
     host: Host | None,
     own: HostFacts,
     launcher: HostFacts,
-    around: Neighbours | None,
+    around: WorkerPosition | None,
 ) -> Environment:
     role = seat.node.role
     front, settings = interpreter_front(own.python), {}
@@ -262,7 +390,7 @@ def _environment(
     return Environment(defaults, front, settings)
 
 
-def _place_among_workers(seat: Seat, around: Neighbours) -> dict[str, str]:
+def _place_among_workers(seat: Placement, around: WorkerPosition) -> dict[str, str]:
     return {
         "KVDIST_LOCAL_RANK": str(seat.local_rank),
         "KVDIST_LOCAL_SIZE": str(around.local_size),
@@ -271,7 +399,7 @@ def _place_among_workers(seat: Seat, around: Neighbours) -> dict[str, str]:
     }
 
 
-def _cluster_settings(job: Job, address: str, node: NodeId, environ: Mapping[str, str]) -> dict[str, str]:
+def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping[str, str]) -> dict[str, str]:
     """Who the process is, and the settings of kvdist that the launching machine has.
 
     They are read through the configuration, so that what is wrong with them is found before anything starts. It knows
@@ -302,5 +430,47 @@ def _cluster_settings(job: Job, address: str, node: NodeId, environ: Mapping[str
     return settings
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def preview(processes: Sequence[Process], hosts: Sequence[Host]) -> str:
+    """The plan for people.
+
+    Variables marked ``default`` apply where the host sets none, those marked ``front`` go before what it has, and
+    those marked ``set`` win.
+    """
+    return "\n".join(_process_text(process, hosts) for process in processes)
+
+
+def _process_text(process: Process, hosts: Sequence[Host]) -> str:
+    layers = process.environment
+    lines = [f"{process.node} on {_place_text(process, hosts)}"]
+    for label, variables in (("default", layers.defaults), ("front", layers.front), ("set", layers.settings)):
+        lines += [f"  {label:7} {text}" for text in _assignments(redacted(variables))]
+    lines.append(f"  run     {' '.join(quoted(word) for word in process.argv)}")
+    return "".join(line + "\n" for line in lines)
+
+
+def _place_text(process: Process, hosts: Sequence[Host]) -> str:
+    name = "the launching machine" if process.host == LAUNCHER else str(hosts[process.host])
+    return name if process.cwd is None else f"{name} in {quoted(process.cwd)}"
+
+
+def _assignments(variables: Mapping[str, str]) -> list[str]:
+    return [f"{name}={quoted(value)}" for name, value in sorted(variables.items())]
+
+
+def quoted(text: str) -> str:
+    """A word for a shell; control characters are written as bash and zsh do, ``$'\\n'``."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return f"$'{''.join(_escaped_letter(letter, SHELL_ESCAPES) for letter in text)}'"
+
+
+def _escaped_letter(letter: str, escapes: Mapping[str, str]) -> str:
+    """A letter as quoted text has it: as `escapes` says, as it is if it can be seen, else its bytes in hexadecimal."""
+    if letter in escapes:
+        return escapes[letter]
+    if letter.isprintable():
+        return letter
+    return "".join(f"\\x{byte:02x}" for byte in letter.encode(errors="surrogateescape"))
+
+
+SHELL_ESCAPES = {"'": "\\'", "\\": "\\\\", "\n": "\\n", "\t": "\\t"}

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from kvdist.errors import ConfigError
 from kvdist.version import __version__
-from kvdist_launch.fleet import Station
+from kvdist_launch.host_pool import KEY_CHANGED, HostConnection
 from kvdist_launch.hosts import Host
-from kvdist_launch.remote import KEY_CHANGED
-from kvdist_launch.tables import text_table
+from kvdist_launch.output import text_table
 
 FREE_BYTES_MIN = 64 << 20
 """Less room than this in the folder that is copied to is a problem."""
@@ -19,7 +18,7 @@ class HostProblem(ConfigError):
     """Hosts cannot take part."""
 
 
-def judge(stations: Iterable[Station], destination: str | None, root: str = "the scheduler") -> None:
+def judge(stations: Iterable[HostConnection], destination: str | None, root: str = "the scheduler") -> None:
     """Make a problem of everything that would stop the job later.
 
     Args:
@@ -32,7 +31,7 @@ def judge(stations: Iterable[Station], destination: str | None, root: str = "the
             station.problem = "; ".join(_wrong(station, destination, root))
 
 
-def _wrong(station: Station, destination: str | None, root: str) -> list[str]:
+def _wrong(station: HostConnection, destination: str | None, root: str) -> list[str]:
     facts, found = station.facts, station.found
     wrong = []
     if facts["version"] != __version__:
@@ -90,7 +89,7 @@ def explained(failure: str, python: str, host: Host) -> str:
     return failure
 
 
-def require_all(stations: Sequence[Station]) -> None:
+def require_all(stations: Sequence[HostConnection]) -> None:
     """Refuse to go on while a host has a problem.
 
     Raises:
@@ -102,7 +101,7 @@ def require_all(stations: Sequence[Station]) -> None:
         raise HostProblem(f"{count} cannot take part\n  " + "\n  ".join(problems))
 
 
-def table(stations: Sequence[Station], root: str = "scheduler") -> str:
+def table(stations: Sequence[HostConnection], root: str = "scheduler") -> str:
     """All hosts, a line each, with the columns that have something in them.
 
     Args:
@@ -117,7 +116,7 @@ def table(stations: Sequence[Station], root: str = "scheduler") -> str:
     )
 
 
-def _cells(station: Station) -> list[str]:
+def _cells(station: HostConnection) -> list[str]:
     facts, found = station.facts, station.found
     if not facts:
         return ["no connection"]

@@ -1,20 +1,21 @@
-"""What the user asks for, as a job: from options to a `Job`, and the sentences for what does not fit together.
+"""What the user asks for, as a job: from options and words to a `JobSpec`, and errors for what does not fit together.
 
-``kvdist-launch`` and ``kvdist-run`` are two spellings of the same options; a `Request` is what both come to.
+``kvdist-launch`` and ``kvdist-run`` are two spellings of the same options; both become a `Request`. The user's
+command is a list of arguments and never passes through a shell.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvdist.config.settings import module_names, patience_from_env
 from kvdist.errors import ConfigError
-from kvdist_launch.command import parse_command
-from kvdist_launch.course import Patience
 from kvdist_launch.environment import (
     SECURITY_VARIABLES,
     Environment,
@@ -24,10 +25,65 @@ from kvdist_launch.environment import (
     read_env_file,
 )
 from kvdist_launch.hosts import Host, read_hosts
+from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import asked, is_elsewhere
-from kvdist_launch.placement import workers_of_slots
-from kvdist_launch.plan import PYTHON, Job
-from kvdist_launch.secret import Security, security_of
+from kvdist_launch.plan import PYTHON, JobSpec, workers_of_slots
+from kvdist_launch.processes import NOT_EXECUTABLE, NOT_FOUND, CommandError
+from kvdist_launch.security import Security, security_of
+
+SHELL_OPERATORS = frozenset({"&&", "||", "|", ";", "&", ">", ">>", "<", "2>", "2>&1"})
+
+
+def parse_command(words: Sequence[str], path: str | None, is_here: bool = True) -> tuple[str, ...]:
+    """The argument list that `words` stand for: themselves, or if there is one only, the words quoted in it.
+
+    Args:
+        words: what stands on the command line.
+        path: where programs are searched, as in the variable PATH; None is the system's default.
+        is_here: whether it runs on this machine, so that the program must be there.
+
+    Raises:
+        CommandError: there is no such program, or it cannot be executed.
+        ConfigError: there is no command, its quotes do not match, or it is written for a shell.
+    """
+    command = list(words)
+    if len(command) == 1 and shutil.which(command[0], path=path) is None:
+        command = _split_words(command[0])
+    if not command or not command[0]:
+        raise ConfigError("there is no command to run; write it last, behind the options, as in: ... python train.py")
+    if is_here:
+        _require_program(command[0], path)
+    return tuple(command)
+
+
+def _split_words(text: str) -> list[str]:
+    try:
+        command = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"the command {text!r} cannot be split into words: {str(error).lower()}") from error
+    operators = [word for word in command if word in SHELL_OPERATORS]
+    if operators:
+        raise ConfigError(
+            f"the command {text!r} needs a shell for {operators[0]!r}, and the launcher uses none;"
+            f" to have one, write: sh -c {shlex.quote(text)}"
+        )
+    return command
+
+
+def _require_program(program: str, path: str | None) -> None:
+    if shutil.which(program, path=path) is not None:
+        return
+    if os.path.isdir(program):
+        raise CommandError(f"{program} is a directory, not a command", NOT_EXECUTABLE)
+    if os.path.dirname(program) and os.path.exists(program):
+        raise CommandError(
+            f"{program} is not executable; make it so (chmod +x {shlex.quote(program)}), or name its interpreter"
+            f" (python {shlex.quote(program)})",
+            NOT_EXECUTABLE,
+        )
+    where = "there is no such file" if os.path.dirname(program) else "it is in no directory of PATH"
+    raise CommandError(f"the command {program!r} does not exist: {where}", NOT_FOUND)
+
 
 ROLE_COMMAND = (PYTHON, "-m", "kvdist")
 """What schedulers and servers run."""
@@ -95,7 +151,7 @@ def hosts_of(request: Request) -> list[Host]:
     return hosts
 
 
-def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) -> Job:
+def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) -> JobSpec:
     """The job that is asked for.
 
     Args:
@@ -126,7 +182,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         for name in set(variables) & set(SECURITY_VARIABLES):
             raise ConfigError(f"{option} {name}: all processes of a job need the same; write --env {name}=...")
     seen = Environment(front=interpreter_front(sys.executable), settings={**env, **env_worker}).over(environ)
-    return Job(
+    return JobSpec(
         num_workers=num_workers,
         num_servers=num_servers,
         command=parse_command(request.words, seen.get("PATH"), is_here=not others and options.emit is None),
@@ -146,11 +202,11 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     )
 
 
-def patience_of(options: argparse.Namespace) -> Patience:
+def patience_of(options: argparse.Namespace) -> GracePeriods:
     """How long is waited for processes that should end."""
     default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
     grace_s = default_s if options.grace is None else options.grace
-    return Patience(grace_s=grace_s, farewell_s=grace_s)
+    return GracePeriods(grace_s=grace_s, farewell_s=grace_s)
 
 
 def _require_way(options: argparse.Namespace, hosts: Sequence[Host]) -> None:

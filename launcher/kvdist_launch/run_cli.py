@@ -1,6 +1,7 @@
-"""The command ``kvdist-run``: the options of horovodrun, brought to those of ``kvdist-launch -s 0``.
+"""The command ``kvdist-run``: the options of ``horovodrun`` 0.28, translated to those of ``kvdist-launch -s 0``.
 
-It decides nothing that the other does not: a request is made of the words here, and `cli.launch` carries it out.
+Most mean the same. Options that tune machinery that does not exist here are accepted and reported in one line, so that
+scripts go on working; options that would change the number of processes are refused.
 """
 
 from __future__ import annotations
@@ -8,17 +9,239 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvdist.errors import ConfigError
 from kvdist_launch.cli import USAGE_ERROR, launch
 from kvdist_launch.environment import parse_exports
 from kvdist_launch.hosts import Host, parse_host_list, read_hostfile
-from kvdist_launch.options import parse_options
+from kvdist_launch.options import (
+    SHOW_VERSION,
+    Option,
+    flag,
+    grouped_parser,
+    parse_options,
+    repeated,
+    split_words,
+    to_interface,
+    to_line,
+    to_seconds,
+    valued,
+)
 from kvdist_launch.request import Request
-from kvdist_launch.run_options import WITHOUT_EFFECT, parse
+
+USAGE = "kvdist-run -np PROCESSES [-H HOST:SLOTS,...] [options] [--] COMMAND [ARGUMENT...]"
+
+EXAMPLES = """\
+examples:
+  kvdist-run -np 4 python train.py                            four processes on this machine
+  kvdist-run -np 4 -H host:2,host2:2 python train.py          two on each of host and host2, over ssh
+  kvdist-run -np 4 -hostfile hosts python train.py            as the lines HOST slots=N of the file hosts say
+  kvdist-run -np 2 --output-filename out python train.py      out/rank.0/stdout, out/rank.0/stderr and so on
+
+Hosts are filled in their order. The first process that fails ends the job, and its exit code (128 + n for signal n) is
+that of kvdist-run. kvdist-launch -s 0 does the same with the options of kvdist-launch.
+"""
+
+WIDTH = 78
+
+NO_CYCLE = "an operation begins when it is called, so there is no cycle in which tensors are collected"
+NO_CHOICE = "gloo and NCCL choose how they reduce and gather"
+NO_TUNING = "there is nothing here that it could tune"
+NO_MPI = "no MPI takes part: kvdist-run starts the processes, and gloo or NCCL connects them"
+LOGGING = "kvdist logs warnings by Python's logging, under the name kvdist"
+
+WITHOUT_EFFECT: dict[str, tuple[int, str]] = {
+    "--disable-cache": (0, "nothing is remembered from one job to the next"),
+    "--fusion-threshold-mb": (1, NO_CYCLE),
+    "--cycle-time-ms": (1, NO_CYCLE),
+    "--cache-capacity": (1, "ranks agree on a tensor once, however many there are"),
+    "--hierarchical-allreduce": (0, NO_CHOICE),
+    "--no-hierarchical-allreduce": (0, NO_CHOICE),
+    "--hierarchical-allgather": (0, NO_CHOICE),
+    "--no-hierarchical-allgather": (0, NO_CHOICE),
+    "--torus-allreduce": (0, NO_CHOICE),
+    "--no-torus-allreduce": (0, NO_CHOICE),
+    "--autotune": (0, NO_TUNING),
+    "--no-autotune": (0, NO_TUNING),
+    "--autotune-log-file": (1, NO_TUNING),
+    "--autotune-warmup-samples": (1, NO_TUNING),
+    "--autotune-steps-per-sample": (1, NO_TUNING),
+    "--autotune-bayes-opt-max-samples": (1, NO_TUNING),
+    "--autotune-gaussian-process-noise": (1, NO_TUNING),
+    "--mpi-threads-disable": (0, NO_MPI),
+    "--no-mpi-threads-disable": (0, NO_MPI),
+    "--mpi-args": (1, NO_MPI),
+    "--binding-args": (1, NO_MPI),
+    "--gloo": (0, "gloo connects processes on CPUs in any case, NCCL those on GPUs"),
+    "--mpi": (0, NO_MPI),
+    "--jsrun": (0, NO_MPI),
+    "--tcp": (0, "gloo uses TCP in any case; NCCL follows its own variables, such as NCCL_IB_DISABLE=1"),
+    "--num-nccl-streams": (1, "NCCL follows its own variables, which reach every process"),
+    "--thread-affinity": (1, "let taskset or numactl start the program"),
+    "--gloo-timeout-seconds": (1, "--start-timeout is how long processes wait for each other at the start"),
+    "--log-level": (1, LOGGING),
+    "--log-with-timestamp": (0, LOGGING),
+    "--log-without-timestamp": (0, LOGGING),
+    "--log-hide-timestamp": (0, LOGGING),
+    "--no-log-hide-timestamp": (0, LOGGING),
+}
+"""Options that change nothing: whether a value follows, and why."""
+
+NOT_YET = "training while processes come and go is not possible yet; write -np and -H for those of the whole job"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--elastic-timeout",
+            "--reset-limit", "--blacklist-cooldown-range", "--host-discovery-script",
+        ),
+        NOT_YET,
+    ),
+    "--config-file": "write what it says on the command line; no YAML is read",
+}  # fmt: skip
+"""Options that end the call: what to do instead."""
+
+
+class ShowBuild(argparse.Action):
+    """Print which libraries can be trained with and exit, in horovodrun's form."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.util import find_spec
+
+        from kvdist.version import __version__
+
+        frameworks = [("TensorFlow", "tensorflow"), ("Keras", "keras"), ("PyTorch", "torch"), ("MXNet", "mxnet")]
+        operations = _torch_backends()
+        lines = [f"kvdist v{__version__}:", "", "Available Frameworks:"]
+        lines += [_box(title, find_spec(module) is not None) for title, module in frameworks]
+        lines += ["", "Available Controllers:", _box("MPI", False), _box("Gloo", operations["Gloo"])]
+        lines += ["", "Available Tensor Operations:", *(_box(name, there) for name, there in operations.items())]
+        print("\n".join(lines))
+        parser.exit()
+
+
+def _torch_backends() -> dict[str, bool]:
+    """Which engines torch has, if it is there; a process of its own asks, as the launcher needs no torch."""
+    asked = "import torch.distributed as d; print(d.is_nccl_available(), d.is_gloo_available())"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    nccl, _, gloo = done.stdout.strip().partition(" ")
+    return {"NCCL": nccl == "True", "Gloo": gloo == "True"}
+
+
+def _box(name: str, is_there: bool) -> str:
+    return f"    [{'X' if is_there else ' '}] {name}"
+
+
+def new_parser() -> argparse.ArgumentParser:
+    """The parser of kvdist-run's own words."""
+    description = "Start processes that train together without servers, with the options of horovodrun."
+    parser = grouped_parser("kvdist-run", USAGE, description, EXAMPLES, GROUPS)
+    without = parser.add_argument_group("without effect here")
+    for name, (count, _) in WITHOUT_EFFECT.items():
+        without.add_argument(name, help=argparse.SUPPRESS, **(_counted(count)))
+    idle = ", ".join(WITHOUT_EFFECT)
+    without.description = textwrap.fill(f"taken, and told of: {idle}", WIDTH, break_on_hyphens=False)
+    for name in REFUSED:
+        parser.add_argument(name, help=argparse.SUPPRESS, nargs="*")
+    return parser
+
+
+def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """The values of kvdist-run's options, which of them were given that change nothing, and the user's command.
+
+    Raises:
+        SystemExit: argparse answered (``--help``, ``--version``, ``--check-build``) or refused the options.
+    """
+    own, command = split_words(words, VALUED)
+    parser = new_parser()
+    given = {word.partition("=")[0] for word in own}
+    for name, advice in REFUSED.items():
+        if name in given:
+            parser.error(f"{name}: {advice}")
+    options = parser.parse_args(own)
+    if options.num_proc is None:
+        parser.error("the number of processes is missing: write -np PROCESSES")
+    return options, [name for name in WITHOUT_EFFECT if name in given], command
+
+
+def _counted(count: int) -> dict[str, Any]:
+    return {"type": str} if count else {"action": "store_true"}
+
+
+def _at_least_one(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; write a number from 1 to 65535")
+    return int(text)
+
+
+def _network(text: str) -> str:
+    if "," in text:
+        raise argparse.ArgumentTypeError(f"{text!r}: name one interface, the one that all hosts have in common")
+    return to_interface(text)
+
+
+GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
+    ("job", (
+        (("-np", "--num-proc"), valued(_at_least_one, "PROCESSES", "number of processes")),
+        (("-H", "--hosts"), valued(str, "HOST:SLOTS,...", "hosts, and how many processes each takes (default:"
+         " localhost, as many as -np)")),
+        (("-hostfile", "--hostfile"), valued(to_line, "FILE", "a file of lines HOST slots=N")),
+        (("--start-timeout",), valued(to_seconds, "SECONDS", "how long processes may wait for each other at the"
+         " start")),
+        (("-x",), repeated(str, "NAME[=VALUE]", "pass a variable of this environment on to other machines, or set it")),
+        (("--network-interfaces", "--network-interface"), valued(_network, "NAME", "the network interface of all"
+         " hosts")),
+    )),
+    ("ssh", (
+        (("-p", "--ssh-port"), valued(_port, "PORT", "the port of ssh on all hosts")),
+        (("-i", "--ssh-identity-file"), valued(to_line, "FILE", "the private key for ssh")),
+    )),
+    ("output", (
+        (("--output-filename",), valued(to_line, "DIR", "also write what each process prints to DIR/rank.N/stdout and"
+         " DIR/rank.N/stderr")),
+        (("--verbose",), flag("say where each process runs")),
+        (("-prefix-timestamp", "--prefix-output-with-timestamp"), flag("begin each line with the time")),
+    )),
+    ("timeline and stalls", (
+        (("--timeline-filename",), valued(to_line, "FILE", "write a timeline of all operations, for chrome://tracing or"
+         " Perfetto")),
+        (("--timeline-mark-cycles",), flag("also mark the cycles of the communication in it")),
+        (("--no-timeline-mark-cycles",), {"action": "store_false", "dest": "timeline_mark_cycles",
+         "help": argparse.SUPPRESS}),
+        (("--no-stall-check",), flag("do not report ranks that keep others waiting")),
+        (("--stall-check",), {"action": "store_false", "dest": "no_stall_check", "help": argparse.SUPPRESS}),
+        (("--stall-check-warning-time-seconds",), valued(to_seconds, "SECONDS", "after how long they are reported"
+         " (default: 10)")),
+        (("--stall-check-shutdown-time-seconds",), valued(to_seconds, "SECONDS", "after how long the job is ended;"
+         " 0 is never (default: 0)")),
+    )),
+    ("other", (
+        (("-cb", "--check-build"), {"action": ShowBuild, "nargs": 0, "help": "print what can be trained with and"
+         " exit"}),
+        (("-v", "--version"), SHOW_VERSION),
+        (("-h", "--help"), {"action": "help", "help": "print this text and exit"}),
+    )),
+)  # fmt: skip
+"""Every option that means something: its names, and what argparse is told of it."""
+
+VALUED = frozenset(
+    [name for _, options in GROUPS for names, told in options if "type" in told for name in names]
+    + [name for name, (count, _) in WITHOUT_EFFECT.items() if count]
+    + list(REFUSED)
+)
+"""The options whose value may be the next word."""
+
 
 PROGRAM = "kvdist-run"
 

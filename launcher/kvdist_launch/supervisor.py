@@ -1,6 +1,6 @@
 """Runs the processes of a plan to their end: one selector loop for output, endings, signals and deadlines.
 
-It knows no rule of its own: `Course` decides, this carries out. It returns only when every process it started has
+It knows no rule of its own: `Job` decides, this carries out. It returns only when every process it started has
 ended and been reaped, together with what they left in their process groups.
 """
 
@@ -16,14 +16,10 @@ from dataclasses import replace
 from types import TracebackType
 
 from kvdist.nodes import SCHEDULER, NodeId
-from kvdist_launch.chronicle import INDENT, Chronicle
-from kvdist_launch.course import Action, Course, Patience, Say, SendSignal
-from kvdist_launch.crew import Crew
-from kvdist_launch.ending import Ending, signal_name
-from kvdist_launch.output import Sink, short_name
+from kvdist_launch.job import INDENT, Action, GracePeriods, Job, JobSummary, ProcessExit, Say, SendSignal, signal_name
+from kvdist_launch.output import JobOutput, Sink, short_name
 from kvdist_launch.plan import Process
-from kvdist_launch.signals import INTERRUPTIONS, Mailbox, Signals
-from kvdist_launch.transcript import Transcript
+from kvdist_launch.processes import INTERRUPTIONS, EventPipe, HostProcesses, SignalPipe
 
 DRAIN_S = 0.5
 """How long the output of processes is awaited that outlive the one that started them (such as ``tee``)."""
@@ -63,11 +59,11 @@ class Supervisor:
 
     def __init__(
         self,
-        transcript: Transcript,
+        transcript: JobOutput,
         err: Sink,
-        patience: Patience,
-        chronicle: Chronicle | None = None,
-        signals: Mailbox | None = None,
+        patience: GracePeriods,
+        chronicle: JobSummary | None = None,
+        signals: EventPipe | None = None,
         is_quiet: bool = False,
     ) -> None:
         self.selector = selectors.DefaultSelector()
@@ -75,12 +71,12 @@ class Supervisor:
         self._err = err
         self._sinks = {*transcript.sinks, err}
         self._patience = patience
-        self._signals = Signals() if signals is None else signals
+        self._signals = SignalPipe() if signals is None else signals
         self._is_quiet = is_quiet
-        self._chronicle = Chronicle(time.monotonic()) if chronicle is None else chronicle
-        self._course = Course((), time.monotonic(), patience)
-        self._crews: list[Crew] = []
-        self._crew_of: dict[NodeId, Crew] = {}
+        self._chronicle = JobSummary(time.monotonic()) if chronicle is None else chronicle
+        self._course = Job((), time.monotonic(), patience)
+        self._crews: list[HostProcesses] = []
+        self._crew_of: dict[NodeId, HostProcesses] = {}
         self._alive: set[NodeId] = set()
         self._with_stdin: NodeId | None = None
         self._has_explained_stdin = False
@@ -90,7 +86,7 @@ class Supervisor:
 
     def run(
         self,
-        assignments: Sequence[tuple[Crew, Sequence[Process]]],
+        assignments: Sequence[tuple[HostProcesses, Sequence[Process]]],
         listening: socket.socket | None = None,
         secret: bytes | None = None,
     ) -> int:
@@ -110,7 +106,7 @@ class Supervisor:
         self._crew_of = {process.node: crew for crew, processes in assignments for process in processes}
         self._alive = set(nodes)
         self._with_stdin = next((one.node for _, processes in assignments for one in processes if one.has_stdin), None)
-        self._course = Course(nodes, time.monotonic(), self._patience)
+        self._course = Job(nodes, time.monotonic(), self._patience)
         self._chronicle.begin()
         hosts = ((node, crew.host) for node, crew in self._crew_of.items())
         for warning in self._transcript.open(hosts, self._with_stdin):
@@ -156,7 +152,7 @@ class Supervisor:
             self._signals.__exit__(kind, error, trace)
 
     @property
-    def cause(self) -> Ending | None:
+    def cause(self) -> ProcessExit | None:
         """What failed the job; None while nothing has."""
         return self._course.cause
 
@@ -201,12 +197,12 @@ class Supervisor:
     def output_ended(self, node: NodeId, stream: int) -> None:
         self._transcript.finish(node, stream)
 
-    def ended(self, endings: Sequence[Ending]) -> None:
+    def ended(self, endings: Sequence[ProcessExit]) -> None:
         self._alive.difference_update(ending.node for ending in endings)
         for ending in endings:
             self._tell_scheduler(ending.report)
 
-    def settled(self, endings: Sequence[Ending]) -> None:
+    def settled(self, endings: Sequence[ProcessExit]) -> None:
         # Reasons before conclusions: the last words are on the screen by now.
         told = [replace(one, last_error_line=self._transcript.last_error_line(one.node)) for one in endings]
         now = time.monotonic()

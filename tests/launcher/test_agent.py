@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist_launch.frames import GREETING, Decoder, Frame
+from kvdist_launch.agent_protocol import GREETING, Frame, FrameDecoder
 from tests.launcher.conftest import FAILS_WHEN_READY, PACKAGES, TIMEOUT_S
 
 GONE_S = 15.0
@@ -222,7 +222,7 @@ class Agent:
             [sys.executable, "-m", "kvdist_launch.agent"],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
-        self.decoder = Decoder()
+        self.decoder = FrameDecoder()
         self.frames: list[Frame] = []
         assert self.process.stdout is not None
         line = b""

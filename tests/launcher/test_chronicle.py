@@ -10,20 +10,19 @@ import pytest
 from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import SCHEDULER, server, worker
 from kvdist.version import __version__
-from kvdist_launch.chronicle import Chronicle, remove_summary, write_summary
-from kvdist_launch.ending import Ending
+from kvdist_launch.job import JobSummary, ProcessExit, remove_summary, write_summary
 
 HOSTS = {SCHEDULER: "", server(0): "d1", server(1): "d2", worker(0): "d1", worker(1): "d2", worker(2): "d1"}
 
 
-def begun() -> Chronicle:
-    chronicle = Chronicle(100.0)
+def begun() -> JobSummary:
+    chronicle = JobSummary(100.0)
     chronicle.started(HOSTS.items(), 100.25)
     return chronicle
 
 
 def end(chronicle, now, *ends):
-    endings = [Ending(node, 1000 + list(HOSTS).index(node), status) for node, status in ends]
+    endings = [ProcessExit(node, 1000 + list(HOSTS).index(node), status) for node, status in ends]
     chronicle.ended(endings, now)
     return endings[0]
 
@@ -81,8 +80,8 @@ def test_the_others_are_told_by_the_ways_in_which_they_ended(ends, told):
 
 def test_processes_of_a_lost_host_are_told_as_such():
     chronicle = begun()
-    cause = Ending(worker(1), 1004, 255, host="d2", lost="the connection to d2 ended")
-    chronicle.ended([cause, Ending(server(1), 1002, 255, host="d2", lost="the connection to d2 ended")], 103.0)
+    cause = ProcessExit(worker(1), 1004, 255, host="d2", lost="the connection to d2 ended")
+    chronicle.ended([cause, ProcessExit(server(1), 1002, 255, host="d2", lost="the connection to d2 ended")], 103.0)
     assert chronicle.conclude("lost", cause) == ["1 server was lost with its host", "lost"]
     summary = chronicle.summary(255, 104.0)
     assert summary["first_failure"]["lost"] == "the connection to d2 ended"
@@ -128,7 +127,7 @@ def test_the_outcome_is_one_word(code, reason, outcome):
 
 
 def test_a_job_of_which_nothing_was_started_says_so():
-    summary = Chronicle(100.0).summary(127, 102.0, "no such program")
+    summary = JobSummary(100.0).summary(127, 102.0, "no such program")
     assert (summary["outcome"], summary["sentence"]) == ("not started", "no such program")
 
 
@@ -153,7 +152,7 @@ def test_a_job_that_was_started_again_has_all_processes_and_only_the_last_failur
     chronicle.conclude("the first", first, ["ValueError"])
     chronicle.begin()
     chronicle.started([(worker(0), "d1"), (worker(1), "d2")], 102.0)
-    chronicle.ended([cause := Ending(worker(1), 8, 4), Ending(worker(0), 7, 0)], 103.0)
+    chronicle.ended([cause := ProcessExit(worker(1), 8, 4), ProcessExit(worker(0), 7, 0)], 103.0)
     assert chronicle.conclude("the second", cause) == ["1 worker finished", "the second"]
     summary = chronicle.summary(4, 104.0)
     assert (summary["sentence"], summary["first_failure"]["pid"]) == ("the second", 8)

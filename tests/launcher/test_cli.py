@@ -229,7 +229,7 @@ def test_the_launcher_loads_no_heavy_library():
     script = (
         "import sys, kvdist_launch.cli\n"
         "heavy = {'numpy', 'torch', 'zmq', 'msgpack', 'numba', 'rich', 'asyncio', 'importlib.metadata', 'shtab',"
-        " 'json', 'kvdist_launch.preview'}\n"
+        " 'json', 'kvdist_launch.multi_host'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
@@ -319,7 +319,7 @@ def test_a_job_that_was_started_again_has_one_log_and_one_summary(launch, tmp_pa
 
 def test_the_scheduler_s_host_is_found_in_whatever_case_it_is_written(monkeypatch):
     jobs = []
-    monkeypatch.setattr("kvdist_launch.launch.run", lambda job, *_: jobs.append(job) or 0)
+    monkeypatch.setattr("kvdist_launch.multi_host.run_on_hosts", lambda job, *_: jobs.append(job) or 0)
     assert main(["-n", "1", "-s", "1", "-H", "d1,GPUBox", "--scheduler-on", "gpubox", "true"]) == 0
     assert jobs[0].scheduler_host == 1
 
@@ -339,7 +339,9 @@ def test_the_scheduler_of_one_machine_keeps_to_the_range_of_ports(launch, way):
 @pytest.mark.parametrize(("variable", "interface"), [("KVDIST_INTERFACE", "eth7"), ("DMLC_INTERFACE", "10.1.0.0/16")])
 def test_the_scheduler_of_several_machines_follows_the_variables_that_servers_follow(monkeypatch, variable, interface):
     wishes = []
-    monkeypatch.setattr("kvdist_launch.launch.run", lambda job, hosts, wanted, *_: wishes.append(wanted) or 0)
+    monkeypatch.setattr(
+        "kvdist_launch.multi_host.run_on_hosts", lambda job, hosts, wanted, *_: wishes.append(wanted) or 0
+    )
     monkeypatch.setenv(variable, interface)
     monkeypatch.setenv("KVDIST_PORT_RANGE", "20000-20002")
     assert main(["-n", "1", "-s", "1", "-H", "d1", "true"]) == 0

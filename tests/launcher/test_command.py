@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvdist.errors import ConfigError
-from kvdist_launch.command import CommandError, parse_command
+from kvdist_launch.processes import CommandError
+from kvdist_launch.request import parse_command
 
 
 @pytest.fixture

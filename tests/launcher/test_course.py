@@ -8,19 +8,18 @@ import pytest
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import SCHEDULER, NodeId, server, worker
-from kvdist_launch.course import Course, Patience, Say, SendSignal
-from kvdist_launch.ending import Ending
+from kvdist_launch.job import GracePeriods, Job, ProcessExit, Say, SendSignal
 
 NODES = [SCHEDULER, server(0), server(1), worker(0), worker(1)]
-PATIENCE = Patience(grace_s=5.0, farewell_s=4.0, terminate_s=2.0)
+PATIENCE = GracePeriods(grace_s=5.0, farewell_s=4.0, terminate_s=2.0)
 
 
-def new_course() -> Course:
-    return Course(NODES, now=100.0, patience=PATIENCE)
+def new_course() -> Job:
+    return Job(NODES, now=100.0, patience=PATIENCE)
 
 
-def end(course: Course, now: float, *ends: tuple[NodeId, int]) -> list[object]:
-    return list(course.ended([Ending(node, 1000 + NODES.index(node), status) for node, status in ends], now))
+def end(course: Job, now: float, *ends: tuple[NodeId, int]) -> list[object]:
+    return list(course.ended([ProcessExit(node, 1000 + NODES.index(node), status) for node, status in ends], now))
 
 
 def signals(actions: list[object]) -> dict[NodeId, int]:
@@ -112,11 +111,11 @@ def test_a_lost_peer_is_named_when_nothing_else_failed():
 
 def test_a_worker_that_lost_a_peer_is_not_named_even_if_it_ends_before_the_one_that_failed():
     course = new_course()
-    lost = Ending(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: worker-1 was lost\n")
+    lost = ProcessExit(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: worker-1 was lost\n")
     assert course.ended([lost], 101.0) == [
         Say("worker-0 (pid 1003) lost a peer and ended with exit code 1 (worker-1 was lost); the others get 5 s to end")
     ]
-    course.ended([Ending(worker(1), 1004, 1, b"ValueError: mine\n")], 101.1)
+    course.ended([ProcessExit(worker(1), 1004, 1, b"ValueError: mine\n")], 101.1)
     assert course.cause is not None
     assert course.cause.node == worker(1)
 
@@ -124,7 +123,7 @@ def test_a_worker_that_lost_a_peer_is_not_named_even_if_it_ends_before_the_one_t
 def test_a_last_worker_that_lost_a_peer_still_fails_the_job():
     course = new_course()
     end(course, 101.0, (worker(1), 0))
-    course.ended([Ending(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: server-0 was lost\n")], 102.0)
+    course.ended([ProcessExit(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: server-0 was lost\n")], 102.0)
     assert course.exit_code() == EXIT_PEER_LOST
 
 
@@ -139,7 +138,7 @@ def test_a_last_worker_that_lost_a_peer_still_fails_the_job():
 )
 def test_a_worker_says_that_it_lost_a_peer_by_its_code_or_by_its_traceback(code, last_line):
     course = new_course()
-    course.ended([Ending(worker(0), 1003, code, last_line)], 101.0)
+    course.ended([ProcessExit(worker(0), 1003, code, last_line)], 101.0)
     assert course.exit_code() == EXIT_PEER_LOST
     end(course, 101.2, (worker(1), 3))
     assert course.exit_code() == 3, "that one failed by itself"
@@ -148,14 +147,14 @@ def test_a_worker_says_that_it_lost_a_peer_by_its_code_or_by_its_traceback(code,
 def test_a_worker_that_fails_by_itself_is_named_though_a_server_left_before_it():
     course = new_course()
     assert end(course, 101.0, (server(1), 0)) == []
-    course.ended([Ending(worker(0), 1003, 1, b"ValueError: mine\n")], 101.3)
+    course.ended([ProcessExit(worker(0), 1003, 1, b"ValueError: mine\n")], 101.3)
     assert course.cause is not None and course.cause.node == worker(0)
 
 
 def test_a_server_that_leaves_early_is_the_cause_of_the_losses_after_it():
     course = new_course()
     assert end(course, 101.0, (server(1), 0)) == []
-    course.ended([Ending(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: server-1 was lost\n")], 101.3)
+    course.ended([ProcessExit(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: server-1 was lost\n")], 101.3)
     assert course.exit_code() == 1
     assert course.summary(102.0) == (
         "server-1 (pid 1002) ended early with exit code 0 after 1.0 s; job ended with exit code 1"
@@ -245,17 +244,17 @@ def test_an_interruption_after_a_failure_shortens_the_grace_and_keeps_the_cause(
 
 
 def test_one_worker_and_one_server_are_counted_in_the_singular():
-    course = Course([SCHEDULER, server(0), worker(0)], now=0.0)
-    course.ended([Ending(node, 1, 0) for node in (worker(0), server(0), SCHEDULER)], 1.0)
+    course = Job([SCHEDULER, server(0), worker(0)], now=0.0)
+    course.ended([ProcessExit(node, 1, 0) for node in (worker(0), server(0), SCHEDULER)], 1.0)
     assert course.summary(1.04) == "1 worker and 1 server finished in 1.0 s"
 
 
 @pytest.mark.parametrize(
     ("ending", "report"),
     [
-        (Ending(worker(1), 7, 3), "ended worker 1 exit 3"),
-        (Ending(server(0), 7, -9), "ended server 0 signal 9"),
-        (Ending(worker(12), 7, 0), "ended worker 12 exit 0"),
+        (ProcessExit(worker(1), 7, 3), "ended worker 1 exit 3"),
+        (ProcessExit(server(0), 7, -9), "ended server 0 signal 9"),
+        (ProcessExit(worker(12), 7, 0), "ended worker 12 exit 0"),
     ],
 )
 def test_the_scheduler_is_told_role_rank_and_how(ending, report):
@@ -264,4 +263,4 @@ def test_the_scheduler_is_told_role_rank_and_how(ending, report):
 
 def test_a_signal_without_a_name_is_told_by_its_number():
     # 33 is used by the C library itself and has no name.
-    assert str(Ending(worker(0), 7, -33)) == "worker-0 (pid 7) was killed by signal 33"
+    assert str(ProcessExit(worker(0), 7, -33)) == "worker-0 (pid 7) was killed by signal 33"

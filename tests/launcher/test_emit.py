@@ -14,16 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.errors import ConfigError
-from kvdist_launch.emit.kubernetes import kubernetes
-from kvdist_launch.emit.manual import manual
-from kvdist_launch.emit.mpi import mpi
-from kvdist_launch.emit.parts import OF_ONE_PROCESS, PLACES, parts_of
-from kvdist_launch.emit.sbatch import SET_PLACES, sbatch
-from kvdist_launch.emit.shell import exports, heredoc
-from kvdist_launch.emit.yaml import document
+from kvdist_launch.emit.kubernetes import document, kubernetes
+from kvdist_launch.emit.roles import OF_ONE_PROCESS, PLACES, parts_of
+from kvdist_launch.emit.shell import exports, heredoc, manual, mpi
+from kvdist_launch.emit.slurm import SET_PLACES, sbatch
 from kvdist_launch.environment import Environment
 from kvdist_launch.hosts import Host, parse_hostfile
-from kvdist_launch.plan import PYTHON, HostFacts, Job, plan
+from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, plan
 
 GOLDEN = Path(__file__).with_name("golden") / "emit"
 AWKWARD = 'it\'s a "value" with\nlines, %i, = and : and $HOME;`id` $(touch pwned)\\ é \U0001f600 \x7f\u2028'
@@ -33,7 +30,7 @@ WORD = "KVDIST_0123456789abcdef"
 NEEDS_YAML = "THE YAML OF KUBERNETES IS NOT READ BACK: pip install PyYAML"
 
 
-def new_job(**settings: object) -> Job:
+def new_job(**settings: object) -> JobSpec:
     defaults: dict[str, object] = {
         "command": ("python", "my train.py", AWKWARD),
         "role_command": (PYTHON, "-m", "kvdist"),
@@ -43,7 +40,7 @@ def new_job(**settings: object) -> Job:
         "env_server": {"KVDIST_BIGARRAY_BOUND": "77"},
         "env_worker": {"PERCENT": "100%"},
     }
-    return Job(2, 1, **{**defaults, **settings})  # type: ignore[arg-type]
+    return JobSpec(2, 1, **{**defaults, **settings})  # type: ignore[arg-type]
 
 
 def new_plan(hosts: list[Host]) -> list:

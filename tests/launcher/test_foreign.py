@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist_launch.foreign import TEXT_MAX, all_printable, printable
+from kvdist_launch.output import TEXT_MAX, all_printable, printable
 
 
 @pytest.mark.parametrize(

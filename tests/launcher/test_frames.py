@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist_launch.frames import FULL_BYTES, HEADER_BYTES_MAX, Decoder, Frame, FrameError, Writer
+from kvdist_launch.agent_protocol import HEADER_BYTES_MAX, PIPE_FULL_BYTES, Frame, FrameDecoder, FrameError, FrameWriter
 
 FRAMES = [
     Frame("alive", {}),
@@ -22,7 +22,7 @@ FRAMES = [
 @given(st.lists(st.integers(1, 40), min_size=1))
 def test_frames_are_the_same_however_the_pipe_cuts_them(sizes):
     data = b"".join(frame.encode() for frame in FRAMES)
-    decoder, found = Decoder(), []
+    decoder, found = FrameDecoder(), []
     position = 0
     while position < len(data):
         size = sizes[position % len(sizes)]
@@ -48,11 +48,11 @@ def test_frames_are_the_same_however_the_pipe_cuts_them(sizes):
 )
 def test_what_is_no_frame_is_an_error(data):
     with pytest.raises(FrameError):
-        Decoder().feed(data)
+        FrameDecoder().feed(data)
 
 
 def test_a_head_without_end_is_not_collected_for_ever():
-    decoder = Decoder()
+    decoder = FrameDecoder()
     piece = b"x" * (HEADER_BYTES_MAX // 4)
     with pytest.raises(FrameError, match="longer than"):
         for _ in range(6):
@@ -63,14 +63,14 @@ def test_a_writer_never_waits_and_says_when_it_is_full():
     broken = []
     selector = selectors.DefaultSelector()
     reading, writing = os.pipe()
-    writer = Writer(selector, writing, lambda: broken.append(1))
+    writer = FrameWriter(selector, writing, lambda: broken.append(1))
     payload = b"p" * 100_000
     count = 0
     while not writer.is_full:
         writer.send("output", payload, number=count)
         count += 1
-    assert count * len(payload) > FULL_BYTES and not writer.is_empty
-    decoder, numbers = Decoder(), []
+    assert count * len(payload) > PIPE_FULL_BYTES and not writer.is_empty
+    decoder, numbers = FrameDecoder(), []
     os.set_blocking(reading, False)
     while len(numbers) < count:
         for key, _ in selector.select(0.0):

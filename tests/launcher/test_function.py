@@ -18,8 +18,8 @@ import pytest
 
 import kvdist_launch
 from kvdist.errors import ConfigError, DeadlineExceeded
-from kvdist_launch.call import Call
-from kvdist_launch.cargo import CargoError, pack_call, pack_result, unpack_call
+from kvdist_launch.function import WorkerCall
+from kvdist_launch.serialization import SerializationError, pack_call, pack_result, unpack_call
 
 pytest.importorskip("cloudpickle", reason="functions are sent by cloudpickle, which is not installed")
 
@@ -148,7 +148,7 @@ def test_a_thread_that_lives_on_keeps_no_failure_from_being_told(ends, kind, exi
 
 def test_a_large_result_is_not_copied_while_it_is_received():
     result = pack_result(bytes(32 << 20))
-    call = Call(b"")
+    call = WorkerCall(b"")
     worker = os.dup(call.theirs[1])
 
     def send():
@@ -204,14 +204,14 @@ def test_what_cannot_be_sent_is_named_before_anything_starts():
         ((print, (1, lock)), r"args\[1\], a value of type _thread.lock"),
         ((print, (), {"end": lock}), r"kwargs\['end'\], a value of type _thread.lock"),
     ):
-        with pytest.raises(CargoError, match=f"{named}, cannot be sent to the workers"):
+        with pytest.raises(SerializationError, match=f"{named}, cannot be sent to the workers"):
             kvdist_launch.run(*words)
 
 
 def test_what_a_worker_cannot_import_is_named():
     data = pack_call(pytest.raises, (), {}).replace(b"_pytest.raises", b"_pytest.raisin")
     before = list(sys.path)
-    with pytest.raises(CargoError, match="the function cannot be loaded in the worker: ModuleNotFoundError"):
+    with pytest.raises(SerializationError, match="the function cannot be loaded in the worker: ModuleNotFoundError"):
         unpack_call(data)
     assert sys.path == before
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import pytest
 
 from kvdist.errors import ConfigError
-from kvdist_launch.crew import LocalCrew
-from kvdist_launch.fleet import Station
+from kvdist_launch.host_pool import HostConnection
 from kvdist_launch.hosts import Host
-from kvdist_launch.listening import listen, port_of, turn_away
-from kvdist_launch.meeting import is_address_of_this_machine, listening_address, root_addresses
+from kvdist_launch.multi_host import is_address_of_this_machine, listening_address, root_addresses
+from kvdist_launch.processes import LocalProcesses
+from kvdist_launch.root_socket import listen, port_of, turn_away
 
 
 class Elsewhere:
     """In place of a crew of another host."""
 
 
-def station(name: str, connection: str) -> Station:
-    return Station(Host(name), Elsewhere(), {"environ": {"SSH_CONNECTION": connection}})  # type: ignore[arg-type]
+def station(name: str, connection: str) -> HostConnection:
+    return HostConnection(Host(name), Elsewhere(), {"environ": {"SSH_CONNECTION": connection}})  # type: ignore[arg-type]
 
 
-HERE = Station(Host("localhost"), LocalCrew(None, None), {"environ": {"SSH_CONNECTION": "9.9.9.9 1 8.8.8.8 22"}})  # type: ignore[arg-type]
+HERE = HostConnection(
+    Host("localhost"), LocalProcesses(None, None), {"environ": {"SSH_CONNECTION": "9.9.9.9 1 8.8.8.8 22"}}
+)  # type: ignore[arg-type]
 
 
 def test_hosts_dial_the_address_under_which_they_see_the_launcher():

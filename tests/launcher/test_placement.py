@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, Role, worker
 from kvdist_launch.hosts import Host
-from kvdist_launch.placement import LAUNCHER, Seat, neighbours, place, workers_of_slots
+from kvdist_launch.plan import LAUNCHER, Placement, neighbours, place, workers_of_slots
 
 SERVER, WORKER = Role.SERVER, Role.WORKER
 
@@ -49,12 +49,12 @@ def test_slots_limit_workers_and_not_servers():
 
 def test_the_scheduler_comes_first_and_sits_where_it_is_told():
     hosts = [Host("a"), Host("b")]
-    assert place(hosts, 1, 1)[0] == Seat(SCHEDULER, LAUNCHER, 0)
-    assert place(hosts, 1, 1, scheduler_host=1)[0] == Seat(SCHEDULER, 1, 0)
+    assert place(hosts, 1, 1)[0] == Placement(SCHEDULER, LAUNCHER, 0)
+    assert place(hosts, 1, 1, scheduler_host=1)[0] == Placement(SCHEDULER, 1, 0)
 
 
 def test_without_servers_there_is_no_scheduler_either():
-    assert place([Host("a"), Host("b")], 2, 0) == [Seat(worker(0), 0, 0), Seat(worker(1), 1, 0)]
+    assert place([Host("a"), Host("b")], 2, 0) == [Placement(worker(0), 0, 0), Placement(worker(1), 1, 0)]
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from kvdist.config.settings import ClusterConfig, world_from_env
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.hosts import Host, parse_hostfile
-from kvdist_launch.placement import LAUNCHER
 from kvdist_launch.plan import (
+    LAUNCHER,
     PYTHON,
     HostFacts,
-    Job,
+    JobSpec,
     Process,
     plan,
     share_of_devices,
@@ -27,7 +27,7 @@ from kvdist_launch.plan import (
     threads_per_worker,
     worker_lines,
 )
-from kvdist_launch.secret import Security
+from kvdist_launch.security import Security
 
 GOLDEN = Path(__file__).with_name("golden")
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
@@ -42,25 +42,25 @@ me@d2 gpus=0,1,2 python=/opt/py/bin/python iface=eth1   # two workers, three dev
 HOSTILE_HOSTFILE = "my_alias-2 python='/my \"programs\"/$(id)/python'\nh[09-10].lan role=worker\n"
 
 
-def new_job(num_workers: int = 2, num_servers: int = 2, **settings: object) -> Job:
+def new_job(num_workers: int = 2, num_servers: int = 2, **settings: object) -> JobSpec:
     defaults: dict[str, object] = {
         "command": ("python", "train.py"),
         "role_command": (PYTHON, "-m", "kvdist"),
         "port": 23456,
         "name": "0123456789abcdef",
     }
-    return Job(num_workers, num_servers, **{**defaults, **settings})  # type: ignore[arg-type]
+    return JobSpec(num_workers, num_servers, **{**defaults, **settings})  # type: ignore[arg-type]
 
 
 def here(environ: dict[str, str] | None = None, cores: int = 8) -> HostFacts:
     return HostFacts(cores, "/venv/bin/python", "127.0.0.1", environ or {})
 
 
-def plan_here(job: Job, environ: dict[str, str] | None = None) -> list[Process]:
+def plan_here(job: JobSpec, environ: dict[str, str] | None = None) -> list[Process]:
     return plan(job, HERE, [here(environ)], here(environ))
 
 
-def plan_on(text: str, job: Job, environ: dict[str, str], **theirs: str) -> list[Process]:
+def plan_on(text: str, job: JobSpec, environ: dict[str, str], **theirs: str) -> list[Process]:
     """The plan for the hosts of a hostfile's text, whose own variables are `theirs`."""
     hosts = parse_hostfile(text, "hosts")
     facts = [HostFacts(8, host.python or "/venv/bin/python", f"10.0.0.{i}", theirs) for i, host in enumerate(hosts)]

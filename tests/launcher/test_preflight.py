@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvdist.version import __version__
-from kvdist_launch.fleet import Station
+from kvdist_launch.host_pool import HostConnection
 from kvdist_launch.hosts import Host
 from kvdist_launch.preflight import FREE_BYTES_MIN, HostProblem, explained, judge, require_all, table
 
@@ -21,7 +21,7 @@ PLENTY = {"folder": {"free_bytes": 10 * FREE_BYTES_MIN, "problem": ""}, "has_cwd
 
 
 def judged(facts: dict[str, object] | None = None, **found: object) -> str:
-    station = Station(Host("d1"), None, {**FACTS, **(facts or {})}, {**PLENTY, **found})  # type: ignore[arg-type]
+    station = HostConnection(Host("d1"), None, {**FACTS, **(facts or {})}, {**PLENTY, **found})  # type: ignore[arg-type]
     judge([station], "/srv/job")
     return station.problem
 
@@ -48,7 +48,7 @@ def test_each_problem_is_told_with_what_to_do(problem, words):
 
 
 def test_devices_that_a_host_does_not_have_are_a_problem():
-    station = Station(Host("d1", gpus=("0", "1", "2", "MIG-7")), None, FACTS, PLENTY)  # type: ignore[arg-type]
+    station = HostConnection(Host("d1", gpus=("0", "1", "2", "MIG-7")), None, FACTS, PLENTY)  # type: ignore[arg-type]
     judge([station], None)
     assert station.problem == "gpus= names 2, and it has 2, counted from 0"
 
@@ -59,7 +59,7 @@ def test_several_problems_of_one_host_are_told_together():
 
 
 def test_all_hosts_with_problems_are_named_at_once():
-    stations = [Station(Host(name), None, FACTS, PLENTY, problem) for name, problem in  # type: ignore[arg-type]
+    stations = [HostConnection(Host(name), None, FACTS, PLENTY, problem) for name, problem in  # type: ignore[arg-type]
                 (("d1", ""), ("d2", "no python"), ("d3", "no route"))]  # fmt: skip
     with pytest.raises(HostProblem, match=r"2 of 3 hosts cannot take part\n  d2: no python\n  d3: no route$"):
         require_all(stations)
@@ -97,9 +97,9 @@ def test_what_nobody_knows_is_repeated_as_it_is():
 
 def test_the_table_has_a_line_for_each_host_also_for_those_that_did_not_answer():
     stations = [
-        Station(Host("d1"), None, FACTS, PLENTY),  # type: ignore[arg-type]
-        Station(Host("d2"), None, {}, {}, "Permission denied"),  # type: ignore[arg-type]
-        Station(Host("gpu-with-a-long-name"), None, FACTS, {"unreachable": "no"}),  # type: ignore[arg-type]
+        HostConnection(Host("d1"), None, FACTS, PLENTY),  # type: ignore[arg-type]
+        HostConnection(Host("d2"), None, {}, {}, "Permission denied"),  # type: ignore[arg-type]
+        HostConnection(Host("gpu-with-a-long-name"), None, FACTS, {"unreachable": "no"}),  # type: ignore[arg-type]
     ]
     lines = table(stations).splitlines()
     assert lines[0].split() == ["host", "address", "python", "kvdist", "cores", "GPUs", "free", "scheduler"]

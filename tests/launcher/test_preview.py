@@ -10,9 +10,7 @@ import pytest
 from kvdist.nodes import SCHEDULER, worker
 from kvdist_launch.environment import Environment
 from kvdist_launch.hosts import Host
-from kvdist_launch.placement import LAUNCHER
-from kvdist_launch.plan import Process
-from kvdist_launch.preview import preview, quoted
+from kvdist_launch.plan import LAUNCHER, Process, preview, quoted
 
 
 def test_a_preview_names_host_folder_layers_and_words_and_hides_secrets():

@@ -7,8 +7,7 @@ import pytest
 from kvdist.errors import ConfigError
 from kvdist_launch.hosts import Host
 from kvdist_launch.request import Request
-from kvdist_launch.run_cli import main, request_of
-from kvdist_launch.run_options import REFUSED, WITHOUT_EFFECT, parse
+from kvdist_launch.run_cli import REFUSED, WITHOUT_EFFECT, main, parse, request_of
 
 MACHINE = "node1.example.org"
 ECHO = ["sh", "-c", 'echo "$0 $KVDIST_RANK/$DMLC_NUM_WORKER"; echo oops >&2']

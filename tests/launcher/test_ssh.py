@@ -10,8 +10,15 @@ import pytest
 
 from kvdist.errors import ConfigError
 from kvdist_launch.hosts import Host
-from kvdist_launch.ssh import SshOptions, agent_command, far_command, python_of_hosts, rsync_command
-from kvdist_launch.sync import Sync, destination_of
+from kvdist_launch.ssh import (
+    SshOptions,
+    SyncOptions,
+    agent_command,
+    destination_of,
+    far_command,
+    python_of_hosts,
+    rsync_command,
+)
 
 
 def test_ssh_never_asks_and_the_host_stands_behind_the_options():
@@ -54,12 +61,12 @@ def test_a_failing_activation_starts_no_agent():
 
 
 def test_rsync_takes_the_folder_apart_from_the_host_and_deletes_nothing_unasked():
-    sync = Sync("/home/me/a b", "/srv/x y", excluded=("*.ckpt",))
+    sync = SyncOptions("/home/me/a b", "/srv/x y", excluded=("*.ckpt",))
     words = rsync_command(Host("fd00::2"), sync.source, sync.destination, SshOptions(), sync.words())
     assert words[-3:] == ["--", "/home/me/a b/", "[fd00::2]:/srv/x y/"]
     assert "-s" in words and "--exclude=*.ckpt" in words and "--filter=:- .gitignore" in words
     assert not any(word.startswith("--delete") for word in words)
-    assert "--delete" in Sync("/a", "/b", deletes=True).words()
+    assert "--delete" in SyncOptions("/a", "/b", deletes=True).words()
     shell = shlex.split(words[words.index("-e") + 1])
     assert shell[0] == "ssh" and "BatchMode=yes" in shell
 

@@ -9,9 +9,7 @@ import pytest
 
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, server, worker
-from kvdist_launch.logs import Logs, RankFolders
-from kvdist_launch.output import Sink
-from kvdist_launch.transcript import LAST_LINES, Filter, Transcript
+from kvdist_launch.output import LAST_LINES, JobOutput, LogFiles, OutputFilter, RankLogFiles, Sink
 
 OUT, ERR = 0, 1
 SEATS = [SCHEDULER, server(0), server(1), worker(0), worker(1), worker(10)]
@@ -58,7 +56,7 @@ def screen() -> Iterator[Screen]:
     ],
 )
 def test_patterns_choose_by_short_and_long_names_and_hosts(patterns, shown):
-    chosen = Filter([one for one in patterns.split(",") if one])
+    chosen = OutputFilter([one for one in patterns.split(",") if one])
     names = {"scheduler": "sched", "server-0": "s0", "server-1": "s1", "worker-0": "w0", "worker-1": "w1",
              "worker-10": "w10"}  # fmt: skip
     hosts = {node: "d2" if str(node).startswith("worker") else "d1" for node in SEATS}
@@ -66,12 +64,12 @@ def test_patterns_choose_by_short_and_long_names_and_hosts(patterns, shown):
 
 
 def test_a_pattern_that_matches_nobody_is_told(screen):
-    transcript = Transcript(screen.sink, screen.sink, Filter(["w0", "w7", "srv*"]))
+    transcript = JobOutput(screen.sink, screen.sink, OutputFilter(["w0", "w7", "srv*"]))
     assert transcript.open((node, "") for node in SEATS) == ["--filter w7,srv* matches no process of this job"]
 
 
 def test_what_is_filtered_is_not_shown_but_logged_and_remembered(screen, tmp_path):
-    transcript = Transcript(screen.sink, screen.sink, Filter(["w0"]), Logs(tmp_path / "logs", print))
+    transcript = JobOutput(screen.sink, screen.sink, OutputFilter(["w0"]), LogFiles(tmp_path / "logs", print))
     assert transcript.open([(worker(0), "d1"), (worker(1), "d1")]) == []
     transcript.feed(worker(0), OUT, b"seen\n")
     transcript.feed(worker(1), OUT, b"not seen\n")
@@ -82,7 +80,7 @@ def test_what_is_filtered_is_not_shown_but_logged_and_remembered(screen, tmp_pat
 
 
 def test_a_log_has_both_outputs_in_the_order_in_which_they_came_and_no_prefix(screen, tmp_path):
-    transcript = Transcript(screen.sink, screen.sink, logs=Logs(tmp_path, print))
+    transcript = JobOutput(screen.sink, screen.sink, logs=LogFiles(tmp_path, print))
     transcript.open([(SCHEDULER, "")])
     transcript.feed(SCHEDULER, OUT, b"one\nhalf a ")
     transcript.feed(SCHEDULER, ERR, b"two \xff\n10%\r20%\r")
@@ -93,7 +91,7 @@ def test_a_log_has_both_outputs_in_the_order_in_which_they_came_and_no_prefix(sc
 
 def test_logs_of_the_job_before_are_kept_and_those_before_them_are_not(screen, tmp_path):
     for text in (b"first\n", b"second\n", b"third\n"):
-        transcript = Transcript(screen.sink, screen.sink, logs=Logs(tmp_path, print))
+        transcript = JobOutput(screen.sink, screen.sink, logs=LogFiles(tmp_path, print))
         transcript.open([(worker(0), "")])
         transcript.feed(worker(0), OUT, text)
         transcript.close()
@@ -106,7 +104,7 @@ def test_logs_of_the_job_before_are_kept_and_those_before_them_are_not(screen, t
 def test_each_output_of_a_rank_has_a_file_in_its_folder_named_as_long_as_the_largest(screen, tmp_path):
     for size, names in ((11, ["rank.00", "rank.10"]), (10, ["rank.0", "rank.9"]), (1, ["rank.0"])):
         folder = tmp_path / str(size)
-        transcript = Transcript(screen.sink, screen.sink, logs=RankFolders(folder, print, size))
+        transcript = JobOutput(screen.sink, screen.sink, logs=RankLogFiles(folder, print, size))
         transcript.open([(SCHEDULER, ""), (worker(0), ""), (worker(size - 1), "")])
         transcript.feed(worker(0), OUT, b"out\n")
         transcript.feed(worker(0), ERR, b"err")
@@ -119,8 +117,8 @@ def test_each_output_of_a_rank_has_a_file_in_its_folder_named_as_long_as_the_lar
 
 def test_a_full_disk_is_told_once_and_stops_nothing(screen, tmp_path):
     said: list[str] = []
-    logs = Logs(tmp_path, said.append)
-    transcript = Transcript(screen.sink, screen.sink, logs=logs)
+    logs = LogFiles(tmp_path, said.append)
+    transcript = JobOutput(screen.sink, screen.sink, logs=logs)
     transcript.open([(worker(0), ""), (worker(1), "")])
     # A file that is full: every write to it fails with the reason of a full disk.
     full = os.open("/dev/full", os.O_WRONLY)
@@ -136,13 +134,13 @@ def test_a_full_disk_is_told_once_and_stops_nothing(screen, tmp_path):
 
 def test_a_folder_of_logs_that_cannot_be_made_is_refused_before_anything_starts(screen, tmp_path):
     (tmp_path / "file").write_text("")
-    transcript = Transcript(screen.sink, screen.sink, logs=Logs(tmp_path / "file" / "logs", print))
+    transcript = JobOutput(screen.sink, screen.sink, logs=LogFiles(tmp_path / "file" / "logs", print))
     with pytest.raises(ConfigError, match=r"log files cannot be written to .*file/logs: .* give --log-dir a folder"):
         transcript.open([(worker(0), "")])
 
 
 def test_the_last_lines_of_both_outputs_are_remembered_without_blank_ones(screen):
-    transcript = Transcript(screen.sink, screen.sink)
+    transcript = JobOutput(screen.sink, screen.sink)
     transcript.open([(worker(0), "")])
     transcript.feed(worker(0), OUT, b"".join(b"%d\n" % number for number in range(20)))
     transcript.feed(worker(0), ERR, b"wrong\n\n  \n")
@@ -155,7 +153,7 @@ def test_the_last_lines_of_both_outputs_are_remembered_without_blank_ones(screen
 
 
 def test_a_prompt_is_shown_at_once_without_a_prefix_and_lines_of_others_begin_after_it(screen, tmp_path):
-    transcript = Transcript(screen.sink, screen.sink, Filter(["w1"]), Logs(tmp_path, print))
+    transcript = JobOutput(screen.sink, screen.sink, OutputFilter(["w1"]), LogFiles(tmp_path, print))
     transcript.open([(worker(0), ""), (worker(1), "")], with_stdin=worker(0))
     transcript.feed(worker(0), OUT, b"-> breakpoint()\n(Pdb) ")
     assert screen.text() == "-> breakpoint()\n(Pdb) "

@@ -1,16 +1,79 @@
-"""``--emit kubernetes``: a JobSet with one replicated job a role, a headless service, and a secret.
+"""``--emit kubernetes``: a JobSet with one replicated job a role, a headless service, and a secret, as YAML.
 
 Ranks are the completion indexes of indexed jobs. The JobSet succeeds when all workers have. It needs the JobSet
 controller (jobset.x-k8s.io) in the cluster; Kubernetes itself has no job with several roles.
+
+Every text is written in double quotes, so that YAML can read it as nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from kvdist.errors import ConfigError
 from kvdist.nodes import Role
-from kvdist_launch.emit.parts import Part
-from kvdist_launch.emit.yaml import Value, document
+from kvdist_launch.emit.roles import RoleSpec
+
+Value = str | int | bool | Mapping[str, "Value"] | Sequence["Value"]
+
+WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+"""What a reader of YAML 1.1 takes for something else than a text where it is not quoted."""
+
+ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
+
+
+def document(value: Mapping[str, Value]) -> str:
+    """The lines of one document.
+
+    Raises:
+        ConfigError: a text has bytes that are no UTF-8, which YAML cannot hold.
+    """
+    return "\n".join(_mapping(value, "")) + "\n"
+
+
+def _mapping(value: Mapping[str, Value], indent: str) -> list[str]:
+    lines: list[str] = []
+    for key, each in value.items():
+        is_plain = key.isascii() and key.isidentifier() and key.lower() not in WORDS
+        name = key if is_plain else _quoted(key)
+        lines += _under(f"{indent}{name}:", each, indent + "  ")
+    return lines
+
+
+def _under(head: str, value: Value, indent: str) -> list[str]:
+    if isinstance(value, Mapping):
+        return [head, *_mapping(value, indent)] if value else [f"{head} {{}}"]
+    if isinstance(value, str | int):
+        return [f"{head} {_scalar(value)}"]
+    return [head, *(line for each in value for line in _item(each, indent))] if value else [f"{head} []"]
+
+
+def _item(value: Value, indent: str) -> list[str]:
+    if isinstance(value, Mapping) and value:
+        first, *rest = _mapping(value, indent + "  ")
+        return [f"{indent}- {first.lstrip(' ')}", *rest]
+    return _under(f"{indent}-", value, indent + "  ")
+
+
+def _scalar(value: str | int) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int) else _quoted(value)
+
+
+def _quoted(text: str) -> str:
+    return '"' + "".join(map(_escaped_letter, text)) + '"'
+
+
+def _escaped_letter(letter: str) -> str:
+    if letter in ESCAPES:
+        return ESCAPES[letter]
+    if letter.isprintable():
+        return letter
+    if 0xD800 <= ord(letter) <= 0xDFFF:
+        raise ConfigError("a word or a variable of the job has bytes that are no UTF-8; YAML cannot hold them")
+    return f"\\U{ord(letter):08x}"
+
 
 RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 SECRET_FOLDER = "/run/kvdist"
@@ -27,7 +90,7 @@ for _ in range(300):
 """A pod's name resolves a moment after the pod runs, and whoever asks too early would end."""
 
 
-def kubernetes(parts: Sequence[Part], name: str, image: str, port: int, secret: str | None) -> str:
+def kubernetes(parts: Sequence[RoleSpec], name: str, image: str, port: int, secret: str | None) -> str:
     """The manifests, for ``kubectl apply -f``.
 
     Args:
@@ -79,7 +142,7 @@ def _service(name: str) -> dict[str, Value]:
     }
 
 
-def _replicated_job(part: Part, name: str, image: str, port: int, is_secret: bool) -> Value:
+def _replicated_job(part: RoleSpec, name: str, image: str, port: int, is_secret: bool) -> Value:
     scheduler = f"{name}-{Role.SCHEDULER}-0-0.{name}"
     pod: dict[str, Value] = {
         "restartPolicy": "Never",
@@ -99,7 +162,7 @@ def _replicated_job(part: Part, name: str, image: str, port: int, is_secret: boo
     return {"name": str(part.role), "replicas": 1, "template": {"spec": job}}
 
 
-def _container(part: Part, image: str, scheduler: str, port: int, is_secret: bool) -> dict[str, Value]:
+def _container(part: RoleSpec, image: str, scheduler: str, port: int, is_secret: bool) -> dict[str, Value]:
     env: list[Value] = [
         {"name": variable, "value": _escaped(text)}
         for variable, text in sorted({**part.environment.defaults, **part.environment.settings}.items())

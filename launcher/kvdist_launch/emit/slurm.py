@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvdist.nodes import Role
-from kvdist_launch.emit.parts import PLACES, Part
+from kvdist_launch.emit.roles import PLACES, RoleSpec
 from kvdist_launch.emit.shell import command, exports, heredoc
 
-HEAD = """\
+SLURM_HEAD = """\
 #!/bin/bash
 #SBATCH --job-name=kvdist
 #SBATCH --ntasks={tasks}
@@ -80,22 +80,26 @@ OPTIONS = {
 VARIABLES = {Role.SCHEDULER: "scheduler", Role.SERVER: "servers", Role.WORKER: "workers"}
 
 
-def sbatch(parts: Sequence[Part], word: str, is_secret: bool) -> str:
+def sbatch(parts: Sequence[RoleSpec], word: str, is_secret: bool) -> str:
     """The batch script.
 
     Args:
         word: a line that stands in no value.
         is_secret: whether the processes get a common secret to encrypt with.
     """
-    text = HEAD.format(tasks=sum(part.count for part in parts), secret=MAKE_SECRET if is_secret else "")
+    text = SLURM_HEAD.format(tasks=sum(part.count for part in parts), secret=MAKE_SECRET if is_secret else "")
     for part in parts:
         options = OPTIONS[part.role].format(count=part.count)
-        lines = [f"step {options} <<'{word}' &", *heredoc(_script(part, is_secret), word), f"{VARIABLES[part.role]}=$!"]
+        lines = [
+            f"step {options} <<'{word}' &",
+            *heredoc(_task_script(part, is_secret), word),
+            f"{VARIABLES[part.role]}=$!",
+        ]
         text += "\n" + "\n".join(lines) + "\n"
     return text + TAIL.format(grace=GRACE_S)
 
 
-def _script(part: Part, is_secret: bool) -> list[str]:
+def _task_script(part: RoleSpec, is_secret: bool) -> list[str]:
     """What each task runs. The braces make the shell read all of it before anything else reads standard input."""
     lines = ["{", *exports(part.environment, OF_A_TASK if is_secret else OF_A_TASK[:-1])]
     lines += ['export DMLC_PS_ROOT_URI="$address" DMLC_PS_ROOT_PORT="$port" KVDIST_JOB="slurm-$SLURM_JOB_ID"']

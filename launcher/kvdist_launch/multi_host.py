@@ -1,7 +1,11 @@
 """A job on several hosts, from the first connection to the exit code.
 
-Everything that can be known beforehand is looked at before anything is started or copied: who cannot take part is
+Everything that can be known beforehand is checked before anything is started or copied: hosts that cannot take part are
 named, with a reason, and then nothing has happened yet.
+
+An alias that ssh knows is not an address, so addresses are never taken from the hosts' names. A host says which
+address it sees this machine under (ssh's own variable); its processes can dial that address if it belongs to this
+machine and not to a router in between.
 """
 
 from __future__ import annotations
@@ -9,28 +13,89 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvdist.config.addresses import address_of_interface
 from kvdist.config.open_files import open_files_warning
 from kvdist.errors import ConfigError
-from kvdist_launch.crew import Crew, LocalCrew
-from kvdist_launch.fleet import Fleet, Station
-from kvdist_launch.guarded import Guard
+from kvdist_launch.host_pool import HostConnection, HostPool
 from kvdist_launch.hosts import Host
-from kvdist_launch.listening import listen, port_of, turn_away
-from kvdist_launch.meeting import listening_address, root_addresses
-from kvdist_launch.placement import LAUNCHER
-from kvdist_launch.plan import HostFacts, Job, Process, plan, root_host, thread_note, worker_lines
+from kvdist_launch.plan import LAUNCHER, HostFacts, JobSpec, Process, plan, root_host, thread_note, worker_lines
 from kvdist_launch.preflight import explained, judge, require_all, table
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.ssh import SshOptions
+from kvdist_launch.processes import HostProcesses, LocalProcesses
+from kvdist_launch.root_socket import listen, port_of, turn_away
+from kvdist_launch.ssh import RsyncRun, SshOptions, SyncError, SyncOptions, shown
 from kvdist_launch.supervisor import Supervisor
-from kvdist_launch.sync import Copy, Sync, SyncError, shown
+from kvdist_launch.watchdog import Watchdog
+
+ANY_ADDRESS, ANY_IPV4_ADDRESS = "::", "0.0.0.0"
+
+
+def root_addresses(
+    stations: Sequence[HostConnection],
+    root: HostConnection | None,
+    interface: str | None = None,
+    is_ours: Callable[[str], bool] | None = None,
+    has_servers: bool = True,
+) -> list[str]:
+    """For each host the address of the job's root, as it is reached from there.
+
+    Args:
+        stations: the hosts. One where the root runs has been asked for its address on the interface, if any.
+        root: where the scheduler runs, or in a job without servers rank 0; None is this machine.
+        interface: the name of a network card, or a network, in which the address has to be.
+        is_ours: whether this machine has an address.
+        has_servers: whether the root is a scheduler.
+
+    Raises:
+        ConfigError: a host sees this machine behind a router, so that it cannot be dialled from there; or there is no
+            such interface.
+    """
+    if root is not None and not root.is_here:
+        if root.found.get("no_interface"):
+            raise ConfigError(f"{root.host.name}: {root.found['no_interface']}")
+        return [str(root.found.get("address") or root.address)] * len(stations)
+    if interface is not None:
+        return [address_of_interface(interface)] * len(stations)
+    is_ours = is_address_of_this_machine if is_ours is None else is_ours
+    for station in stations:
+        if station.seen_as and not is_ours(station.seen_as):
+            advice = (
+                f"a scheduler here. Let it run on one of the hosts: --scheduler-on {station.host.name}"
+                if has_servers
+                else f"rank 0 here. Name {station.host.name} before localhost in the list of hosts"
+            )
+            raise ConfigError(
+                f"{station.host.name} sees this machine as {station.seen_as}, which is none of its addresses (NAT, or a"
+                f" jump host): processes there could not reach {advice}"
+            )
+    seen = [station.seen_as for station in stations if station.seen_as]
+    here = seen[0] if seen else "127.0.0.1"
+    return [station.seen_as or here for station in stations]
+
+
+def listening_address(addresses: Sequence[str]) -> str:
+    """Where the root listens so that it is reached under all of these."""
+    if len(set(addresses)) == 1:
+        return addresses[0]
+    return ANY_ADDRESS if any(":" in address for address in addresses) else ANY_IPV4_ADDRESS
+
+
+def is_address_of_this_machine(address: str) -> bool:
+    """Whether one of this machine's network cards has it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LaunchOptions:
     """How the user wants a job to be brought to its hosts.
 
     Attributes:
@@ -45,14 +110,16 @@ class Wishes:
 
     python: str
     ssh: SshOptions
-    sync: Sync | None = None
+    sync: SyncOptions | None = None
     ports: tuple[int, ...] = ()
     interface: str | None = None
     is_checked: bool = True
     is_verbose: bool = False
 
 
-def run(job: Job, hosts: Sequence[Host], wishes: Wishes, supervisor: Supervisor, environ: Mapping[str, str]) -> int:
+def run_on_hosts(
+    job: JobSpec, hosts: Sequence[Host], wishes: LaunchOptions, supervisor: Supervisor, environ: Mapping[str, str]
+) -> int:
     """Run a job on hosts. Returns its exit code.
 
     Args:
@@ -65,15 +132,15 @@ def run(job: Job, hosts: Sequence[Host], wishes: Wishes, supervisor: Supervisor,
     Raises:
         ConfigError: a host cannot take part, a copy failed, or the plan does not fit; nothing runs then.
     """
-    with supervisor, Fleet(hosts, wishes.python, wishes.ssh, supervisor) as fleet:
-        return _Course(job, wishes, fleet, supervisor, environ).run()
+    with supervisor, HostPool(hosts, wishes.python, wishes.ssh, supervisor) as fleet:
+        return _HostJob(job, wishes, fleet, supervisor, environ).run()
 
 
-class _Course:
+class _HostJob:
     """The steps, in order, and what they have found out."""
 
     def __init__(
-        self, job: Job, wishes: Wishes, fleet: Fleet, supervisor: Supervisor, environ: Mapping[str, str]
+        self, job: JobSpec, wishes: LaunchOptions, fleet: HostPool, supervisor: Supervisor, environ: Mapping[str, str]
     ) -> None:
         self._job = job
         self._wishes = wishes
@@ -154,7 +221,7 @@ class _Course:
         addresses = self._addresses or [""] * len(self._stations)
         address_of = {id(one): address for one, address in zip(self._stations, addresses, strict=True)}
 
-        def questions(station: Station) -> dict[str, object]:
+        def questions(station: HostConnection) -> dict[str, object]:
             return {
                 "folder": destination,
                 "cwd": None if sync else self._job.cwd,  # rsync makes its folder
@@ -169,15 +236,15 @@ class _Course:
             self._supervisor.note(line)
         require_all(self._stations)
 
-    def _copy(self, sync: Sync) -> None:
+    def _copy(self, sync: SyncOptions) -> None:
         """Copy to every host; to this one too, if it is one of them and the folder is another."""
         selector = self._supervisor.selector
-        copies: list[Copy] = []
-        guard = Guard()
+        copies: list[RsyncRun] = []
+        guard = Watchdog()
         try:
             for station in self._stations:
                 if not station.is_here or os.path.realpath(sync.destination) != os.path.realpath(sync.source):
-                    copies.append(Copy(sync, station.host, self._wishes.ssh, selector))
+                    copies.append(RsyncRun(sync, station.host, self._wishes.ssh, selector))
                     guard.watch(copies[-1].pid)
                     self._supervisor.note(copies[-1].line)
             with shown(copies, self._supervisor.is_on_terminal) as update:
@@ -211,12 +278,12 @@ class _Course:
     def _launcher(self) -> HostFacts:
         return HostFacts(usable_cores(), sys.executable, self._addresses[0], self._environ)
 
-    def _assignments(self, processes: Sequence[Process]) -> list[tuple[Crew, list[Process]]]:
+    def _assignments(self, processes: Sequence[Process]) -> list[tuple[HostProcesses, list[Process]]]:
         """What each crew starts. This machine's is one more if only the scheduler runs here."""
-        crews: dict[int, Crew] = {index: station.crew for index, station in enumerate(self._stations)}
+        crews: dict[int, HostProcesses] = {index: station.crew for index, station in enumerate(self._stations)}
         here = next((one.crew for one in self._stations if one.is_here), None)
-        crews[LAUNCHER] = here or LocalCrew(self._supervisor.selector, self._supervisor)
-        mine: dict[int, tuple[Crew, list[Process]]] = {}
+        crews[LAUNCHER] = here or LocalProcesses(self._supervisor.selector, self._supervisor)
+        mine: dict[int, tuple[HostProcesses, list[Process]]] = {}
         for process in processes:
             crew = crews[process.host]
             mine.setdefault(id(crew), (crew, []))[1].append(process)

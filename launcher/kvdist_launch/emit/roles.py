@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvdist.nodes import Role
 from kvdist_launch.environment import Environment
 from kvdist_launch.hosts import Host
-from kvdist_launch.plan import DEVICES, HostFacts, Job, plan
+from kvdist_launch.plan import DEVICES, HostFacts, JobSpec, plan
 
 PLACES = ("KVDIST_LOCAL_RANK", "KVDIST_LOCAL_SIZE", "KVDIST_CROSS_RANK", "KVDIST_CROSS_SIZE")
 """How a worker stands among the others, which depends on the hosts that the other system chooses."""
@@ -17,7 +17,7 @@ OF_ONE_PROCESS = frozenset({"KVDIST_RANK", *PLACES, "KVDIST_SUPERVISED", "DMLC_P
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RoleSpec:
     """All processes of one role.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part:
     environment: Environment
 
 
-def parts_of(job: Job, launcher: HostFacts, python: str) -> list[Part]:
+def parts_of(job: JobSpec, launcher: HostFacts, python: str) -> list[RoleSpec]:
     """The scheduler, the servers and the workers of `job`.
 
     Args:
@@ -53,5 +53,5 @@ def parts_of(job: Job, launcher: HostFacts, python: str) -> list[Part]:
         settings = {name: text for name, text in first.environment.settings.items() if name not in OF_ONE_PROCESS}
         wished = {**job.env, **(job.env_worker if role is Role.WORKER else {})}
         settings.update({DEVICES: wished[DEVICES]} if DEVICES in wished else {})
-        parts.append(Part(role, count, first.argv, replace(first.environment, settings=settings)))
+        parts.append(RoleSpec(role, count, first.argv, replace(first.environment, settings=settings)))
     return parts

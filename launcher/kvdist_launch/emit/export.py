@@ -18,7 +18,7 @@ from dataclasses import replace
 from kvdist.config.addresses import local_address_towards
 from kvdist.errors import ConfigError
 from kvdist_launch.hosts import Host
-from kvdist_launch.plan import HostFacts, Job, Process
+from kvdist_launch.plan import HostFacts, JobSpec, Process
 
 UNDERSTOOD = frozenset(
     [
@@ -51,7 +51,7 @@ def address_towards(host: Host) -> str:
 
 def script_of(
     options: argparse.Namespace,
-    job: Job,
+    job: JobSpec,
     hosts: Sequence[Host],
     processes: Sequence[Process],
     launcher: HostFacts,
@@ -64,11 +64,11 @@ def script_of(
     word = f"KVDIST_{job.name}"
     is_secret = job.security.encrypts
     if options.emit is None and options.launcher == "none":
-        from kvdist_launch.emit.manual import manual
+        from kvdist_launch.emit.shell import manual
 
         return manual(processes, hosts, os.getcwd(), f".kvdist-{job.name}.secret" if is_secret else None)
     if options.emit is None and options.launcher == "mpi":
-        from kvdist_launch.emit.mpi import mpi
+        from kvdist_launch.emit.shell import mpi
 
         reached = [str(host) for host in hosts if host.user is not None or host.port is not None]
         if reached:
@@ -78,12 +78,12 @@ def script_of(
             )
         return mpi(processes, hosts, socket.gethostname(), word, is_secret)
     if options.emit in (None, "sbatch"):
-        from kvdist_launch.emit.parts import parts_of
-        from kvdist_launch.emit.sbatch import sbatch
+        from kvdist_launch.emit.roles import parts_of
+        from kvdist_launch.emit.slurm import sbatch
 
         return sbatch(parts_of(job, launcher, launcher.python), word, is_secret)
     from kvdist_launch.emit.kubernetes import kubernetes
-    from kvdist_launch.emit.parts import parts_of
+    from kvdist_launch.emit.roles import parts_of
 
     # What is true of this machine is not true in a container; only what the user asks for goes there.
     parts = parts_of(job, replace(launcher, environ={}), "python")

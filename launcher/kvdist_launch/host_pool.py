@@ -1,7 +1,9 @@
-"""The processes of another host, by way of its agent on an ssh pipe.
+"""All hosts of a job: connected, asked and looked after at the same time, on one selector; each by its agent over ssh.
 
-Whatever ends the pipe loses the host: every process of it that was not seen to end is then reported as lost, with
-what ssh said last as the reason. The agent ends them on its side; nobody sends process ids around.
+The end of the pipe, whatever the reason, loses the host: every process of it that was not seen to end is then
+reported as lost, with the last line of ssh as the reason. The agent ends them on its side; process ids never travel.
+
+During long operations the agents get a sign of life every second.
 """
 
 from __future__ import annotations
@@ -12,20 +14,34 @@ import selectors
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import IO, Any
 
 from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId
-from kvdist_launch import messages
-from kvdist_launch.command import NOT_EXECUTABLE, CommandError
-from kvdist_launch.crew import Crew, Listener
-from kvdist_launch.ending import HOST_LOST, Ending
-from kvdist_launch.foreign import all_printable, printable
-from kvdist_launch.frames import GREETING, READ_BYTES, Decoder, Frame, FrameError, Writer
-from kvdist_launch.output import LineSplitter
+from kvdist_launch.agent_protocol import (
+    GREETING,
+    PIPE_READ_BYTES,
+    Frame,
+    FrameDecoder,
+    FrameError,
+    FrameWriter,
+    decode_exit,
+    decode_node,
+    encode_node,
+    encode_process,
+)
+from kvdist_launch.hosts import Host
+from kvdist_launch.job import HOST_LOST, ProcessExit
+from kvdist_launch.output import LineSplitter, all_printable, printable
 from kvdist_launch.plan import Process
+from kvdist_launch.probe import answer_here, facts_of_this_host
+from kvdist_launch.processes import NOT_EXECUTABLE, CommandError, HostProcesses, LocalProcesses, ProcessListener
+from kvdist_launch.ssh import SshOptions, agent_command
+from kvdist_launch.supervisor import BEAT_S, Supervisor
 
 NOISE_LINES_MAX = 20
 """Lines of ssh and of login scripts that are kept to explain a failure."""
@@ -40,7 +56,7 @@ END_S = 3.0
 """How long an agent may take to leave when it was told to."""
 
 
-class RemoteCrew(Crew):
+class RemoteProcesses(HostProcesses):
     """The processes of one host.
 
     Args:
@@ -61,7 +77,7 @@ class RemoteCrew(Crew):
         host: str,
         argv: Sequence[str],
         selector: selectors.BaseSelector,
-        listener: Listener,
+        listener: ProcessListener,
         patience_s: float = Limits.patience_s,
     ) -> None:
         self.host = host
@@ -83,7 +99,7 @@ class RemoteCrew(Crew):
                 f"{argv[0]} is not installed on this machine, and other machines are reached by it (Debian: apt install"
                 " openssh-client)"
             ) from None
-        self._decoder = Decoder()
+        self._decoder = FrameDecoder()
         self._greeted = False
         self._before = b""
         self._complaints = LineSplitter()
@@ -91,7 +107,7 @@ class RemoteCrew(Crew):
         self._heard_at = time.monotonic()
         stdin, self._stdout, self._stderr = _streams(self._pipe)
         self._stdin = stdin
-        self._writer = Writer(selector, stdin.fileno(), self._broke)
+        self._writer = FrameWriter(selector, stdin.fileno(), self._broke)
         self._open: set[int] = set()
         self._is_paused = False
         self._ends_at: float | None = None
@@ -113,15 +129,15 @@ class RemoteCrew(Crew):
         self._alive = {process.node: 0 for process in processes}
         self._writer.send(
             "start",
-            processes=[messages.from_process(one) for one in processes],
+            processes=[encode_process(one) for one in processes],
             secret=None if secret is None else secret.hex(),
         )
 
     def signal_group(self, node: NodeId, number: int) -> None:
-        self._writer.send("signal", node=messages.from_node(node), number=number)
+        self._writer.send("signal", node=encode_node(node), number=number)
 
     def tell(self, node: NodeId, line: str) -> None:
-        self._writer.send("tell", node=messages.from_node(node), line=line)
+        self._writer.send("tell", node=encode_node(node), line=line)
 
     def take_endings(self) -> None:
         """Endings come by the pipe."""
@@ -182,7 +198,9 @@ class RemoteCrew(Crew):
         self.failure = reason
         self._writer.close()
         self._stdin.close()  # should its agent be there after all, it ends what it has
-        endings = [Ending(node, pid, HOST_LOST, host=self.host, lost=f"{reason}") for node, pid in self._alive.items()]
+        endings = [
+            ProcessExit(node, pid, HOST_LOST, host=self.host, lost=f"{reason}") for node, pid in self._alive.items()
+        ]
         self._alive.clear()
         if endings:
             self._listener.ended(endings)
@@ -222,9 +240,9 @@ class RemoteCrew(Crew):
             case "greeting":
                 self.facts = all_printable(fields)
             case "output":
-                self._listener.output(messages.to_node(fields["node"]), int(fields["stream"]), frame.payload)
+                self._listener.output(decode_node(fields["node"]), int(fields["stream"]), frame.payload)
             case "output_ended":
-                self._listener.output_ended(messages.to_node(fields["node"]), int(fields["stream"]))
+                self._listener.output_ended(decode_node(fields["node"]), int(fields["stream"]))
             case "ended":
                 self._listener.ended(self._endings(fields))
             case "settled":
@@ -233,7 +251,7 @@ class RemoteCrew(Crew):
                     self._alive.pop(ending.node, None)
                 self._listener.settled(endings)
             case "started":
-                self._alive = {messages.to_node(node): int(pid) for node, pid in fields["pids"]}
+                self._alive = {decode_node(node): int(pid) for node, pid in fields["pids"]}
                 self._listener.started(self.host, list(self._alive.items()))
             case "refused":
                 self._alive.clear()
@@ -242,8 +260,8 @@ class RemoteCrew(Crew):
             case kind:
                 self.answers[kind] = all_printable(fields)
 
-    def _endings(self, fields: dict[str, Any]) -> list[Ending]:
-        return [messages.to_ending(one, self.host) for one in fields["endings"]]
+    def _endings(self, fields: dict[str, Any]) -> list[ProcessExit]:
+        return [decode_exit(one, self.host) for one in fields["endings"]]
 
     def _read_complaints(self) -> None:
         data = self._take(self._stderr)
@@ -256,7 +274,7 @@ class RemoteCrew(Crew):
     def _take(self, stream: IO[bytes]) -> bytes:
         """What is there to be read; nothing when the pipe has ended."""
         try:
-            data = os.read(stream.fileno(), READ_BYTES)
+            data = os.read(stream.fileno(), PIPE_READ_BYTES)
         except BlockingIOError:
             return b""
         if not data and stream.fileno() in self._open:
@@ -269,7 +287,7 @@ class RemoteCrew(Crew):
     def _broke(self) -> None:
         """The pipe has ended, whatever the reason."""
         with contextlib.suppress(BlockingIOError):
-            self._note(self._complaints.feed(os.read(self._stderr.fileno(), READ_BYTES)))
+            self._note(self._complaints.feed(os.read(self._stderr.fileno(), PIPE_READ_BYTES)))
         # The last line is the reason; of a changed key that one says no more than of an unknown one.
         changed = [line.strip("@ ") for line in self._noise[:-1] if KEY_CHANGED in line]
         said = ": ".join([*changed, *self._noise[-1:]]) or "it said nothing"
@@ -280,3 +298,149 @@ def _streams(pipe: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[by
     if pipe.stdin is None or pipe.stdout is None or pipe.stderr is None:
         raise ValueError("ssh was started without pipes")
     return pipe.stdin, pipe.stdout, pipe.stderr
+
+
+LOOK_S = 10.0
+"""How long connecting and all questions may take together."""
+GREETING_S = 8.0
+"""How long of that a host may take to log us in and start its agent."""
+ANSWER_S_MIN = 1.0
+"""How long agents may take for a question at least."""
+
+
+@dataclass
+class HostConnection:
+    """One host of the job.
+
+    Attributes:
+        host: as the user named it.
+        crew: its processes.
+        facts: what its agent said first.
+        found: its answers to what was asked since.
+        problem: why it cannot take part, a sentence; empty if it can.
+    """
+
+    host: Host
+    crew: HostProcesses
+    facts: dict[str, Any] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine."""
+        return isinstance(self.crew, LocalProcesses)
+
+    @property
+    def seen_as(self) -> str:
+        """The address under which the host sees this machine; empty if it is this machine."""
+        return self._connection()[0]
+
+    @property
+    def address(self) -> str:
+        """The address under which this machine reached the host."""
+        return self._connection()[2]
+
+    def _connection(self) -> list[str]:
+        words = str(self.facts.get("environ", {}).get("SSH_CONNECTION", "")).split()
+        return words if len(words) == 4 and not self.is_here else ["", "", "", ""]
+
+
+class HostPool:
+    """The hosts.
+
+    Args:
+        hosts: in the user's order.
+        python: the interpreter of hosts that name none.
+        wanted: what the user wants of ssh.
+        supervisor: gives the selector, and hears what processes do.
+    """
+
+    def __init__(self, hosts: Sequence[Host], python: str, wanted: SshOptions, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._beat_at = time.monotonic() + BEAT_S
+        self._look_by = time.monotonic() + LOOK_S
+        self.stations: list[HostConnection] = []
+        for host in hosts:
+            if host.is_local:
+                crew = LocalProcesses(supervisor.selector, supervisor)
+                self.stations.append(HostConnection(host, crew, facts_of_this_host()))
+                continue
+            argv = agent_command(host, host.python or python, wanted)
+            crew_there = RemoteProcesses(host.name, argv, supervisor.selector, supervisor, wanted.patience_s)
+            self.stations.append(HostConnection(host, crew_there))
+
+    def __enter__(self) -> HostPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def connect(self) -> None:
+        """Wait for every agent's first words; who does not say them has a problem."""
+        remote = self._remote()
+        self.turn_until(lambda: all(crew.facts is not None or crew.failure for _, crew in remote), GREETING_S)
+        for station, crew in remote:
+            if crew.failure:
+                station.problem = crew.failure
+            elif crew.facts is None:
+                station.problem = f"no answer within {GREETING_S:g} s"
+            else:
+                station.facts = crew.facts
+
+    def ask(self, questions: Callable[[HostConnection], dict[str, Any]]) -> None:
+        """Let every host look at itself; see `probe.answer_here` for the questions.
+
+        Args:
+            questions: what a host is asked; nothing, and it is not.
+        """
+        asked = []
+        for station, crew in self._remote():
+            wanted = questions(station)
+            if not station.problem and wanted:
+                crew.answers.pop("prepared", None)
+                crew.ask("prepare", **wanted)
+                asked.append((station, crew))
+        for station in self.stations:
+            if station.is_here and (wanted := questions(station)):
+                station.found.update(answer_here(wanted))
+        left_s = max(ANSWER_S_MIN, self._look_by - time.monotonic())
+        self.turn_until(lambda: all("prepared" in crew.answers or crew.failure for _, crew in asked), left_s)
+        for station, crew in asked:
+            if "prepared" in crew.answers:
+                station.found.update(crew.answers["prepared"])
+            else:
+                station.problem = crew.failure or f"its agent has not answered within {left_s:.0f} s"
+
+    def turn_until(self, is_done: Callable[[], bool], timeout_s: float = float("inf")) -> None:
+        """Take what comes from the hosts until something is the case, or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not is_done() and (now := time.monotonic()) < deadline:
+            self._supervisor.turn(max(0.0, min(deadline, self._beat_at) - now))
+            if time.monotonic() >= self._beat_at:
+                self._beat_at = time.monotonic() + BEAT_S
+                for _, crew in self._remote():
+                    crew.beat(time.monotonic())
+
+    def dismiss_idle(self, busy: Iterable[HostProcesses]) -> None:
+        """Let the hosts go that have nothing to do."""
+        crews = list(busy)
+        idle = [crew for _, crew in self._remote() if crew not in crews]
+        for crew in idle:
+            crew.ask("leave")
+            crew.hang_up()
+        for crew in idle:
+            crew.release()
+
+    def release(self) -> None:
+        """Let every host go, all at the same time."""
+        for _, crew in self._remote():
+            crew.ask("leave")
+            crew.hang_up()
+        for station in self.stations:
+            station.crew.release()
+
+    def _remote(self) -> list[tuple[HostConnection, RemoteProcesses]]:
+        return [(one, one.crew) for one in self.stations if isinstance(one.crew, RemoteProcesses)]

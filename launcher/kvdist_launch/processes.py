@@ -1,8 +1,7 @@
-"""The processes of one host: started, watched and ended by process group.
+"""The processes of one host: started, watched and ended by process group; and signals as bytes on a pipe.
 
-`Crew` is the seam: a `LocalCrew` has the processes of this machine, a `RemoteCrew` passes everything on to an agent on
-another one, which has a `LocalCrew` there. A crew tells its listener what happens; whoever waits on the selector calls
-what the crew has registered there.
+`LocalProcesses` are those of this machine; `RemoteProcesses` pass everything on to an agent on another machine, which
+has `LocalProcesses` there. Both report to a listener. The owner of the selector calls what they registered there.
 
 Every child leads a session of its own. Its group's id is its process id, and stays reserved as long as the child is
 not reaped; so children are reaped last, and a signal to a group can never reach a stranger that got the number anew.
@@ -17,18 +16,112 @@ import selectors
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FrameType, TracebackType
 from typing import IO, Protocol
 
+from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId
-from kvdist_launch.command import NOT_EXECUTABLE, NOT_FOUND, CommandError
-from kvdist_launch.ending import Ending
-from kvdist_launch.guarded import Guard
-from kvdist_launch.listening import VARIABLE as LISTEN_VARIABLE
+from kvdist_launch.job import ProcessExit
 from kvdist_launch.plan import Process
-from kvdist_launch.secret import VARIABLE as SECRET_VARIABLE
-from kvdist_launch.secret import SecretFile
+from kvdist_launch.root_socket import VARIABLE as LISTEN_VARIABLE
+from kvdist_launch.security import VARIABLE as SECRET_VARIABLE
+from kvdist_launch.security import SecretFile
+from kvdist_launch.watchdog import Watchdog
+
+NOT_FOUND = 127
+NOT_EXECUTABLE = 126
+"""The exit codes with which a shell says the same."""
+
+INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""Signals by which the user or the system asks a job to end."""
+
+Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+class CommandError(ConfigError):
+    """The command cannot be started; `exit_code` is what a shell would end with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class EventPipe:
+    """While entered, numbers that are posted from any thread make `descriptor` readable.
+
+    Without signals of its own: for threads that are not the main one, where Python allows none.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        self._writer = -1
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> EventPipe:
+        self.descriptor, self._writer = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._writer, False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            os.close(self._writer)
+            self._writer = -1
+        os.close(self.descriptor)
+
+    def post(self, number: int) -> None:
+        """As if that signal had come. Does nothing while not entered."""
+        with self._lock:
+            if self._writer != -1:
+                with contextlib.suppress(BlockingIOError):  # full of numbers that nobody has read yet
+                    os.write(self._writer, bytes([number]))
+
+    def read(self) -> list[int]:
+        """The numbers that came since the last call; repetitions may be merged."""
+        try:
+            return list(os.read(self.descriptor, 4096))
+        except BlockingIOError:
+            return []
+
+
+class SignalPipe(EventPipe):
+    """While entered, SIGCHLD and the interruptions do nothing but make `descriptor` readable.
+
+    Must be entered in the main thread, before children are started: they then get the default treatment of SIGINT
+    even where a shell started the launcher in the background, with SIGINT ignored.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wakeup_before = -1
+        self._handlers_before: dict[int, Handler] = {}
+
+    def __enter__(self) -> SignalPipe:
+        super().__enter__()
+        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in (*INTERRUPTIONS, signal.SIGCHLD):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # Under nohup the job is meant to outlive its terminal.
+            self._handlers_before[number] = signal.signal(number, _do_nothing)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        super().__exit__(kind, error, trace)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """A Python-level handler must exist for the interpreter to write to the pipe."""
+
 
 MARK = "KVDIST_JOB"
 """The variable that all processes of a job have, with a value of its own."""
@@ -40,7 +133,7 @@ READ_BYTES = 64 * 1024
 """Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
 
 
-class Listener(Protocol):
+class ProcessListener(Protocol):
     """Who is told what happens to processes."""
 
     def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
@@ -52,14 +145,14 @@ class Listener(Protocol):
     def output_ended(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output."""
 
-    def ended(self, endings: Sequence[Ending]) -> None:
+    def ended(self, endings: Sequence[ProcessExit]) -> None:
         """Processes have ended, at the same moment. What they printed last may still be on its way."""
 
-    def settled(self, endings: Sequence[Ending]) -> None:
+    def settled(self, endings: Sequence[ProcessExit]) -> None:
         """What these processes had printed before their ends has been passed on."""
 
 
-class Crew(abc.ABC):
+class HostProcesses(abc.ABC):
     """The processes of one host.
 
     Attributes:
@@ -121,7 +214,7 @@ class Crew(abc.ABC):
         """Read no output for now, or again: whoever it is for does not keep up."""
 
 
-class Child:
+class ChildProcess:
     """One started process.
 
     Args:
@@ -167,13 +260,13 @@ class Child:
             raise ValueError(f"{self.node} was started without pipes")
         return self._popen.stdout, self._popen.stderr
 
-    def ending(self) -> Ending | None:
+    def ending(self) -> ProcessExit | None:
         """How it ended; None while it runs. It stays unreaped."""
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is None:
             return None
         status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        return Ending(self.node, self.pid, status)
+        return ProcessExit(self.node, self.pid, status)
 
     def signal_group(self, number: int) -> None:
         """Send a signal to it and to whatever it has started in its group."""
@@ -204,7 +297,7 @@ def _stdin(process: Process) -> int | None:
     return subprocess.PIPE if process.is_told_of_endings else subprocess.DEVNULL
 
 
-class LocalCrew(Crew):
+class LocalProcesses(HostProcesses):
     """The processes of this machine.
 
     Args:
@@ -212,13 +305,13 @@ class LocalCrew(Crew):
         listener: who is told.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, listener: Listener) -> None:
+    def __init__(self, selector: selectors.BaseSelector, listener: ProcessListener) -> None:
         self._selector = selector
         self._listener = listener
-        self._children: dict[NodeId, Child] = {}
-        self._running: list[Child] = []
+        self._children: dict[NodeId, ChildProcess] = {}
+        self._running: list[ChildProcess] = []
         self._open: dict[tuple[NodeId, int], IO[bytes]] = {}
-        self._guard: Guard | None = None
+        self._guard: Watchdog | None = None
         self._secret: SecretFile | None = None
         self._is_paused = False
 
@@ -227,7 +320,7 @@ class LocalCrew(Crew):
     ) -> None:
         settings: dict[str, str] = {}
         # First, so that a launcher that is killed while it starts processes leaves none.
-        self._guard = Guard()
+        self._guard = Watchdog()
         for job in {process.environment.settings.get(MARK, "") for process in processes} - {""}:
             self._guard.mark(MARK, job)
         if secret is not None:
@@ -235,7 +328,7 @@ class LocalCrew(Crew):
             settings[SECRET_VARIABLE] = str(self._secret.path)
         for process in processes:
             try:
-                child = Child(process, settings, listening if process.is_root else None)
+                child = ChildProcess(process, settings, listening if process.is_root else None)
             except OSError as error:
                 self.release()
                 code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE

@@ -18,7 +18,7 @@ from typing import Any
 from kvdist.errors import ConfigError
 
 
-class CargoError(ConfigError):
+class SerializationError(ConfigError):
     """Something cannot be sent to another process; the message names it."""
 
 
@@ -34,7 +34,9 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     try:
         return head + bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs))))
     except Exception as error:  # objects choose what they raise when they refuse
-        raise CargoError(f"{_culprit(fn, args, kwargs)} cannot be sent to the workers: {_said(error)}") from error
+        raise SerializationError(
+            f"{_culprit(fn, args, kwargs)} cannot be sent to the workers: {_said(error)}"
+        ) from error
 
 
 def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -48,7 +50,7 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
     try:
         fn, args, kwargs = _cloudpickle().loads(body)
     except Exception as error:  # whatever is imported on the way may raise anything
-        raise CargoError(
+        raise SerializationError(
             f"the function cannot be loaded in the worker: {_said(error)}. What it needs must be importable there, or"
             " be defined in the notebook or script itself"
         ) from error
@@ -64,7 +66,7 @@ def pack_result(value: Any) -> bytes:
     try:
         return bytes(_cloudpickle().dumps(value))
     except Exception as error:  # as above
-        raise CargoError(f"its result, {_kind(value)}, cannot be sent back: {_said(error)}") from error
+        raise SerializationError(f"its result, {_kind(value)}, cannot be sent back: {_said(error)}") from error
 
 
 def unpack_result(data: bytes | bytearray) -> Any:
@@ -76,7 +78,7 @@ def unpack_result(data: bytes | bytearray) -> Any:
     try:
         return _cloudpickle().loads(data)
     except Exception as error:  # as above
-        raise CargoError(f"a result cannot be loaded here: {_said(error)}") from error
+        raise SerializationError(f"a result cannot be loaded here: {_said(error)}") from error
 
 
 def _cloudpickle() -> Any:

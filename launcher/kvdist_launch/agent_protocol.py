@@ -1,9 +1,10 @@
 """What the launcher and its agent on another host say to each other over the pipe that ssh is.
 
-A frame is one line of JSON with a field ``kind``, and behind it as many raw bytes as its field ``bytes`` says, if it
-has one. Output of processes travels raw, so nothing that is printed can be taken for a frame, or be refused.
+A frame is one line of JSON with a field ``kind``, followed by as many raw bytes as its field ``bytes`` says, if it has
+one. Output of processes travels raw, so nothing that is printed can be mistaken for a frame, or be refused.
 
-Whatever comes before the line `GREETING` was printed by the other side's login scripts, and is no frame.
+Text before the line `GREETING` was printed by the other side's login scripts. Fields that say who a process is in the
+cluster (ports, ranks) are in its environment, which travels whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvdist.errors import KvdistError
+from kvdist.nodes import NodeId, Role
+from kvdist_launch.environment import Environment
+from kvdist_launch.job import ProcessExit
+from kvdist_launch.plan import Process
 
 GREETING = b"kvdist-agent 1"
 """The first line of an agent; the number is that of this protocol."""
@@ -24,9 +29,9 @@ HEADER_BYTES_MAX = 64 << 20
 """A plan with the environments of many processes is the largest frame."""
 
 PAYLOAD_BYTES_MAX = 1 << 20
-READ_BYTES = 256 * 1024
+PIPE_READ_BYTES = 256 * 1024
 
-FULL_BYTES = 4 << 20
+PIPE_FULL_BYTES = 4 << 20
 """More than this waiting to be written means that the other side does not keep up."""
 
 
@@ -50,7 +55,7 @@ class Frame:
         return json.dumps(head, separators=(",", ":")).encode() + b"\n" + self.payload
 
 
-class Decoder:
+class FrameDecoder:
     """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:
@@ -76,7 +81,7 @@ class Decoder:
                 if len(line) > HEADER_BYTES_MAX:
                     raise FrameError(f"a frame's head is longer than {HEADER_BYTES_MAX} bytes")
                 return None
-            self._rest, self._head = rest, _head(line)
+            self._rest, self._head = rest, _frame_head(line)
         size = self._head.get("bytes", 0)
         if type(size) is not int or not 0 <= size <= PAYLOAD_BYTES_MAX:
             raise FrameError(f"a frame's payload of {size!r:.40} bytes is out of range")
@@ -89,7 +94,7 @@ class Decoder:
         return Frame(fields.pop("kind"), fields, payload)
 
 
-def _head(line: bytes | bytearray) -> dict[str, Any]:
+def _frame_head(line: bytes | bytearray) -> dict[str, Any]:
     try:
         head = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -99,7 +104,7 @@ def _head(line: bytes | bytearray) -> dict[str, Any]:
     return head
 
 
-class Writer:
+class FrameWriter:
     """Writes frames to a pipe without ever waiting for its reader.
 
     Args:
@@ -120,7 +125,7 @@ class Writer:
     @property
     def is_full(self) -> bool:
         """Whether whoever produces much should wait."""
-        return len(self._waiting) > FULL_BYTES
+        return len(self._waiting) > PIPE_FULL_BYTES
 
     @property
     def is_empty(self) -> bool:
@@ -138,7 +143,7 @@ class Writer:
         """Write what the pipe takes now."""
         try:
             while self._waiting:
-                with memoryview(self._waiting)[:READ_BYTES] as piece:
+                with memoryview(self._waiting)[:PIPE_READ_BYTES] as piece:
                     written = os.write(self._descriptor, piece)
                 del self._waiting[:written]
         except BlockingIOError:
@@ -161,3 +166,52 @@ class Writer:
         elif self._is_registered and not wanted:
             self._selector.unregister(self._descriptor)
         self._is_registered = wanted
+
+
+def encode_node(node: NodeId) -> list[Any]:
+    """A seat."""
+    return [str(node.role), node.rank]
+
+
+def decode_node(words: list[Any]) -> NodeId:
+    """What `encode_node` made."""
+    role, rank = words
+    return NodeId(Role(role), int(rank))
+
+
+def encode_process(process: Process) -> dict[str, Any]:
+    """What is to be started."""
+    environment = process.environment
+    return {
+        "node": encode_node(process.node),
+        "argv": list(process.argv),
+        "defaults": dict(environment.defaults),
+        "front": dict(environment.front),
+        "settings": dict(environment.settings),
+        "cwd": process.cwd,
+        "is_told": process.is_told_of_endings,
+        "is_root": process.is_root,
+    }
+
+
+def decode_process(fields: dict[str, Any], host: int = 0) -> Process:
+    """What `encode_process` made."""
+    return Process(
+        node=decode_node(fields["node"]),
+        host=host,
+        argv=tuple(fields["argv"]),
+        environment=Environment(fields["defaults"], fields["front"], fields["settings"]),
+        cwd=fields["cwd"],
+        is_told_of_endings=bool(fields["is_told"]),
+        is_root=bool(fields["is_root"]),
+    )
+
+
+def encode_exit(ending: ProcessExit) -> dict[str, Any]:
+    """How a process ended."""
+    return {"node": encode_node(ending.node), "pid": ending.pid, "status": ending.status}
+
+
+def decode_exit(fields: dict[str, Any], host: str) -> ProcessExit:
+    """What `encode_exit` made, on the host of that name."""
+    return ProcessExit(decode_node(fields["node"]), int(fields["pid"]), int(fields["status"]), host=host)

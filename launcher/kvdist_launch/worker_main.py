@@ -1,7 +1,7 @@
-"""A worker that calls one function; started as ``python -m kvdist_launch.callee IN OUT`` by `kvdist_launch.run`.
+"""A worker that calls one function; started as ``python -m kvdist_launch.worker_main IN OUT`` by `kvdist_launch.run`.
 
-IN and OUT are descriptors of pipes that nobody but the two processes has. The call comes in, and the result goes out,
-or what was raised: a head of one line of JSON, then the result's bytes.
+IN and OUT are descriptors of pipes that only the two processes have. The call comes in; the result, or what was raised,
+goes out: a head of one line of JSON, then the result's bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.errors import PeerLostError
-from kvdist_launch.cargo import CargoError, pack_result, unpack_call
+from kvdist_launch.serialization import SerializationError, pack_result, unpack_call
 
 
 def main(arguments: list[str]) -> int:
@@ -49,7 +49,7 @@ class _Reporter:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         theirs = _below(trace)
-        if isinstance(error, CargoError):
+        if isinstance(error, SerializationError):
             # Its sentence says all; where in cloudpickle it came up is of no interest to users.
             error.__cause__ = None
             error.__suppress_context__ = True

@@ -1,0 +1,106 @@
+"""Ends a job's processes when the launcher itself was killed: a program, ``python watchdog.py``, and its other end.
+
+A launcher that gets SIGKILL cannot clean up, and its workers may be computing or sleeping without ever noticing. The
+program reads lines from a pipe: ``group 4242`` is a process group that must not outlive the launcher, written as soon
+as it exists; ``mark NAME=VALUE`` is in the environment of all processes of the job and of no others, and finds
+processes that were just being started or left their group; ``done`` as the last line means that the launcher ended in
+order. Without ``done``, the processes get a moment to end as the scheduler tells them, then SIGTERM, then SIGKILL.
+
+The alternative, PR_SET_PDEATHSIG, needs code between fork and exec (slow, and unsafe beside threads), fires when the
+starting *thread* ends, and reaches no grandchildren. The program imports only modules that Python has loaded anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+GRACE_S = 2.0
+"""For the scheduler, which sees the end of its standard input, to end the job in order."""
+
+TERMINATE_S = 1.0
+"""Between SIGTERM and SIGKILL."""
+
+DONE = b"done\n"
+
+
+class Watchdog:
+    """The launcher's end: starts the program, and names what must not outlive this process."""
+
+    def __init__(self) -> None:
+        import subprocess  # here, as the program itself does without
+
+        silent = subprocess.DEVNULL
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            bufsize=0, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True,
+        )  # fmt: skip
+
+    def watch(self, group: int) -> None:
+        """Name a process group that has been started."""
+        self._tell(f"group {group}")
+
+    def mark(self, name: str, value: str) -> None:
+        """Name a variable that all processes have that are started from now on."""
+        self._tell(f"mark {name}={value}")
+
+    def dismiss(self) -> None:
+        """End the program: the job has ended in order."""
+        self._popen.communicate(DONE)
+
+    def _tell(self, line: str) -> None:
+        try:
+            if self._popen.stdin is not None:
+                self._popen.stdin.write(os.fsencode(line) + b"\n")
+        except BrokenPipeError:
+            return  # It was killed; the job goes on without one.
+
+
+def main() -> int:
+    """Wait for the launcher's end. Returns 0 if it ended in order, else 1 after ending all that it named."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    text = b""
+    while data := os.read(0, 64):
+        text += data
+    if text.endswith(DONE):
+        return 0
+    # A last line without an end was cut off.
+    lines = [line.split(b" ", 1) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
+    groups = [int(value) for word, value in lines if word == b"group"]
+    marks = [value[:-1] for word, value in lines if word == b"mark"]
+    for number, delay_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, TERMINATE_S)):
+        time.sleep(delay_s)
+        for group in groups:
+            _send(-group, number)
+        for process in _marked(marks):
+            _send(process, number)
+    return 1
+
+
+def _marked(marks: list[bytes]) -> list[int]:
+    """The processes that have one of these assignments in their environment, where the system shows it."""
+    found = []
+    for name in os.listdir("/proc") if marks and os.path.isdir("/proc") else ():
+        try:
+            with open(f"/proc/{name}/environ", "rb") as environ:
+                variables = environ.read().split(b"\0")
+        except OSError:
+            continue  # No process, or another user's.
+        if any(mark in variables for mark in marks):
+            found.append(int(name))
+    return found
+
+
+def _send(target: int, number: int) -> None:
+    """Send a signal to a process, or to a group if `target` is minus its number."""
+    try:
+        os.kill(target, number)
+    except OSError:
+        return  # It has ended.
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
