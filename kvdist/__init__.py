@@ -39,10 +39,9 @@ if TYPE_CHECKING:
     from kvdist.kvstore.base import KVStore
     from kvdist.kvstore.saved import Checkpoint
     from kvdist.rowsparse import LazyRows, RowSparse
-    from kvdist.training.buffers import sync_buffers
     from kvdist.training.data import SplitSampler, split_and_load, split_data
     from kvdist.training.embedding import Embedding
-    from kvdist.training.replicas import Replicas, replicate
+    from kvdist.training.replicas import Replicas, replicate, sync_buffers
     from kvdist.training.trainer import Trainer
 
 __all__ = [
@@ -108,7 +107,7 @@ _NAMES = {
     "replicate": "kvdist.training.replicas",
     "split_and_load": "kvdist.training.data",
     "split_data": "kvdist.training.data",
-    "sync_buffers": "kvdist.training.buffers",
+    "sync_buffers": "kvdist.training.replicas",
 }
 
 

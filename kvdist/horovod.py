@@ -70,14 +70,14 @@ from kvdist.collective import (
     stop_timeline,
     synchronize,
 )
-from kvdist.collective.compression import NoneCompressor
+from kvdist.collective.reduction import NoneCompressor
 from kvdist.errors import CollectiveError
 from kvdist.kvstore import collective_store
 from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.meeting import ENGAGEMENTS
 from kvdist.optimizer.base import Optimizer
-from kvdist.training.opening import make_optimizer
 from kvdist.training.trainer import Trainer
+from kvdist.training.trainer_config import make_optimizer
 
 __all__ = [
     "Adasum",

@@ -10,8 +10,8 @@ import torch
 
 from kvdist import Trainer, kv
 from kvdist.optimizer import create
-from kvdist.training.opening import statement
 from kvdist.training.parameters import collect
+from kvdist.training.trainer_config import statement
 
 PLAIN_SGD = {"learning_rate": 0.5}
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvdist.core.policy import ASYNC
 from kvdist.kvstore.names import DIST_NAMES
-from kvdist.training import decision
-from kvdist.training.decision import ASYNCHRONOUS, store_updates, would_only_copy
+from kvdist.training import trainer_config
+from kvdist.training.trainer_config import ASYNCHRONOUS, store_updates, would_only_copy
 
 ROUNDS = ["device", "nccl", "dist", "dist_sync", "dist_device_sync", "p3", "p3store_dist", "mine"]
 
@@ -52,9 +52,9 @@ def test_a_store_that_cannot_update_cannot_be_told_to():
 @pytest.mark.parametrize(
     ("sizes", "wanted", "expected"),
     [
-        ([3, decision.BIG_PARAMETER_ELEMENTS], None, True),
-        ([3, decision.BIG_PARAMETER_ELEMENTS + 1], None, False),
-        ([3, decision.BIG_PARAMETER_ELEMENTS + 1], True, True),
+        ([3, trainer_config.BIG_PARAMETER_ELEMENTS], None, True),
+        ([3, trainer_config.BIG_PARAMETER_ELEMENTS + 1], None, False),
+        ([3, trainer_config.BIG_PARAMETER_ELEMENTS + 1], True, True),
     ],
 )
 def test_one_big_parameter_leaves_the_update_to_the_devices_unless_somebody_said_otherwise(sizes, wanted, expected):

@@ -396,7 +396,7 @@ def test_the_environment_says_who_updates_for_those_who_do_not(monkeypatch, sett
 
 
 def test_the_names_of_the_old_store_are_written_in_any_case(monkeypatch):
-    monkeypatch.setattr("kvdist.training.decision.BIG_PARAMETER_ELEMENTS", 3)
+    monkeypatch.setattr("kvdist.training.trainer_config.BIG_PARAMETER_ELEMENTS", 3)
     trainer = make([[parameter(), parameter()]], kvstore="LOCAL")
     trainer.broadcast_parameters()
     assert trainer._update_on_kvstore is False

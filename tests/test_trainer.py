@@ -7,8 +7,8 @@ from torch import nn
 
 from kvdist.kvstore.local import LocalStore
 from kvdist.optimizer import create
-from kvdist.training import decision
 from kvdist.training import trainer as trainer_module
+from kvdist.training import trainer_config
 from kvdist.training.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -258,7 +258,7 @@ def test_a_store_object_is_used_also_with_one_device():
 
 
 def test_the_store_local_leaves_big_parameters_to_the_devices(created, monkeypatch):
-    monkeypatch.setattr(decision, "BIG_PARAMETER_ELEMENTS", 9)
+    monkeypatch.setattr(trainer_config, "BIG_PARAMETER_ELEMENTS", 9)
     for kvstore, expected in (("local", False), ("device", True)):
         replicas = [parameter(), parameter()]
         trainer = Trainer([replicas], "sgd", kvstore=kvstore)

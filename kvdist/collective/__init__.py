@@ -4,44 +4,36 @@
 all ranks, in the same order.
 """
 
-from kvdist.collective.blocking import (
+from kvdist.collective.api import (
+    Handle,
     allgather,
+    allgather_async,
     allreduce,
     allreduce_,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-    reducescatter,
-)
-from kvdist.collective.calls import (
-    Handle,
-    allgather_async,
     allreduce_async,
     allreduce_async_,
+    alltoall,
     alltoall_async,
     barrier,
+    broadcast,
+    broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
     grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
     grouped_reducescatter_async,
     poll,
+    reducescatter,
     reducescatter_async,
     sparse_allreduce_async,
     synchronize,
 )
-from kvdist.collective.compression import Compression
-from kvdist.collective.functions import broadcast_optimizer_state, broadcast_parameters, metric_average
-from kvdist.collective.objects import allgather_object, broadcast_object
-from kvdist.collective.optimizer import DistributedOptimizer
-from kvdist.collective.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from kvdist.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from kvdist.collective.state import (
+from kvdist.collective.basics import (
     cross_rank,
     cross_size,
     init,
@@ -56,6 +48,16 @@ from kvdist.collective.state import (
     start_timeline,
     stop_timeline,
 )
+from kvdist.collective.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    metric_average,
+)
+from kvdist.collective.optimizer import DistributedOptimizer
+from kvdist.collective.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from kvdist.collective.reduction import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from kvdist.collective.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

@@ -17,8 +17,15 @@ import torch
 from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
-from kvdist.collective.group import Operation
-from kvdist.collective.operations import check_writable, checked, cuda_device_of, describe, device_of, writing
+from kvdist.collective.operations import (
+    Operation,
+    check_writable,
+    checked,
+    cuda_device_of,
+    describe,
+    device_of,
+    writing,
+)
 from kvdist.collective.reduction import check_reducible, op_of, scale_
 from kvdist.collective.signature import Signature
 
@@ -26,7 +33,7 @@ TINY = torch.finfo(torch.float64).tiny ** 0.5
 """A squared norm below it is that of a zero vector."""
 
 
-class AdasumReduce(Operation):
+class AdasumOperation(Operation):
     """All ranks get the Adasum of their tensors.
 
     Args:

@@ -1,17 +1,19 @@
-"""The few verbs of torch.distributed that are used here, over groups of our own.
+"""The few verbs of torch.distributed that collective operations use, over process groups of our own.
 
-Torch's default process group is never touched: frameworks change what they do when there is one (Keras wraps models in
-DistributedDataParallel), and a process of ours may have groups of its user's beside it. Several ranks may live in one
-process, as threads, each with its channel.
+Torch's default process group is never touched: frameworks behave differently when there is one (Keras wraps models in
+DistributedDataParallel), and the user may have groups of their own. Several ranks may live in one process, as threads.
 
-CPU tensors go by gloo and CUDA tensors by NCCL, whose group is made when the first CUDA tensor comes, on all ranks at
-the same operation. Every call is made by the one thread of the group that owns the channel, in the order of the
-operations; that order is all by which ranks match them.
+CPU tensors travel by gloo and CUDA tensors by NCCL, whose group is made at the first CUDA tensor, by all ranks at the
+same operation. Only the thread of the group that owns the channel calls it, in the order of the operations; ranks match
+operations by that order alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any
 
@@ -115,3 +117,44 @@ class Channel:
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=NCCL_S)
         return ProcessGroupNCCL(PrefixStore("nccl", self._store), self.rank, self.size, options)
+
+
+class ConnectingGroup:
+    """A group that is not there yet, as far as it is told of the end of things.
+
+    Args:
+        number: that of the group.
+        ranks: its members.
+    """
+
+    is_open = False
+
+    def __init__(self, number: int, ranks: Sequence[int]) -> None:
+        self.number = number
+        self.ranks = tuple(ranks)
+        self._opened: Future[None] = Future()
+
+    def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
+        """One of the ranks is gone, or everything is over."""
+        with contextlib.suppress(InvalidStateError):
+            self._opened.set_exception(error_of("the connections to the other ranks"))
+
+    def open(self, channel: Channel) -> None:
+        """Connect a channel to the other ranks.
+
+        Raises:
+            CollectiveError: one of them is gone.
+            RuntimeError: torch could not.
+        """
+        threading.Thread(target=self._run, args=(channel,), name="kvdist-opening", daemon=True).start()
+        self._opened.result()
+
+    def _run(self, channel: Channel) -> None:
+        try:
+            channel.open()
+        except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
+            with contextlib.suppress(InvalidStateError):
+                self._opened.set_exception(error)
+        else:
+            with contextlib.suppress(InvalidStateError):
+                self._opened.set_result(None)

@@ -1,10 +1,8 @@
-"""The channel beside the data: a star of ZeroMQ around rank 0, and the one thread of each rank that carries it.
+"""The control channel beside the data: a ZeroMQ star around rank 0, and the thread of each rank that drives it.
 
-Rank 0 listens at a free port and leaves its endpoint and a token at the ranks' meeting point; whoever comes shows the
-token. With a secret of the job everything is encrypted, and each rank shows a key of its own. What strangers send is
-dropped: nothing of it is executed, and it changes nothing.
-
-Only the control thread touches the transport; everybody else queues and wakes it.
+Rank 0 listens at a free port and leaves its endpoint and a token at the rendezvous store; a rank shows the token when
+it connects. Messages without it are dropped and change nothing. Only the control thread touches the transport; other
+threads queue messages and wake it.
 """
 
 from __future__ import annotations
@@ -16,19 +14,21 @@ import secrets
 import threading
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from kvdist.collective.coordinator import Answers, Coordinator, named
-from kvdist.collective.member import Member
-from kvdist.collective.sockets import listen, open_transport
-from kvdist.collective.stalls import StallWatch
-from kvdist.config.addresses import host_name
+from kvdist.collective.consistency import CoordinatedCheck
+from kvdist.collective.coordinator import Answers, Coordinator, StallCheck, named
+from kvdist.config.addresses import host_name, is_loopback, tcp_endpoint
 from kvdist.config.collective_settings import CollectiveSettings
 from kvdist.config.environment import World
-from kvdist.errors import CollectiveError, ProtocolError
+from kvdist.config.limits import Limits
+from kvdist.config.local_sockets import further_endpoint, require_private_folder
+from kvdist.errors import CollectiveError, ConfigError, ProtocolError
 from kvdist.nodes import worker
 from kvdist.protocol.collective import (
+    MESSAGE_BYTES_MAX,
     WHOLE_JOB,
     Complete,
     Fail,
@@ -41,7 +41,57 @@ from kvdist.protocol.collective import (
     encode,
 )
 from kvdist.transport.base import Arrived, Connected, Disconnected, Event, Refused, Route
+from kvdist.transport.endpoints import AddressInUse
 from kvdist.version import __version__
+
+if TYPE_CHECKING:
+    from kvdist.transport.zeromq import ZeroMQTransport
+
+
+def open_transport(settings: CollectiveSettings) -> ZeroMQTransport:
+    """ZeroMQ, without encryption.
+
+    A rank that stands still is not a lost one here; one whose machine is gone is, as it acknowledges no heartbeat.
+
+    Raises:
+        ConfigError: encryption is asked for.
+    """
+    if settings.secret_file is not None or settings.security == "curve":
+        name = "KVDIST_SECURITY=curve" if settings.secret_file is None else "KVDIST_SECRET_FILE"
+        raise ConfigError(
+            f"{name} asks for encryption, and what ranks send to each other by collective operations (gloo, NCCL) is"
+            " not encrypted: unset it if they are on one machine or in a network that you trust, or use 'dist'"
+        )
+    from kvdist.transport.zeromq import ZeroMQTransport
+
+    limits = Limits(frame_bytes_max=MESSAGE_BYTES_MAX, patience_s=settings.patience_s)
+    return ZeroMQTransport(limits, judges_silence=False)
+
+
+def listen(transport: ZeroMQTransport, address: str, settings: CollectiveSettings) -> str:
+    """Listen at a free port of an address, one of the range if there is one, and return the endpoint.
+
+    Where all ranks are on one machine that is a file, unless ``KVDIST_SECURITY`` is ``none``.
+
+    Raises:
+        ConfigError: there is no such address here, or every port of the range is taken.
+    """
+    if is_loopback(address) and settings.security is None:
+        require_private_folder()
+        return transport.bind(further_endpoint(0))
+    if settings.port_range is None:
+        return transport.bind(tcp_endpoint(address, 0))
+    first, last = settings.port_range
+    for port in range(first, last + 1):
+        try:
+            return transport.bind(tcp_endpoint(address, port))
+        except AddressInUse:
+            continue
+    raise ConfigError(
+        f"every port of {address} from {first} to {last} is taken (KVDIST_PORT_RANGE): widen the range, or end what"
+        " listens there"
+    )
+
 
 LOG = logging.getLogger("kvdist")
 
@@ -74,7 +124,7 @@ class Control(abc.ABC):
     """See `open_control`.
 
     Attributes:
-        member: what the groups ask.
+        check: what the groups ask.
         token: what rank 0 has drawn for this meeting; no other one has it.
         hosts: for each rank where it is, once all have come.
     """
@@ -85,7 +135,7 @@ class Control(abc.ABC):
         self._store = store
         self._met = met
         self.transport = open_transport(settings)
-        self.member = Member(world.rank, host_name(), self.transport.wake, self._say)
+        self.check = CoordinatedCheck(world.rank, host_name(), self.transport.wake, self._say)
         self._has_begun = threading.Event()
         self.hosts: tuple[str, ...] = ()
         self._refusal = ""
@@ -119,7 +169,7 @@ class Control(abc.ABC):
         Where nobody is left to hear it that takes no time. Rank 0 stays as long as others have process sets without it.
         """
         self._deadline = time.monotonic() + FAREWELL_S
-        self.member.say_goodbye(failure)
+        self.check.say_goodbye(failure)
         self._thread.join()
 
     @property
@@ -178,7 +228,7 @@ class Control(abc.ABC):
             case Fail(text=text) | Gone(cause=text) if not self._has_begun.is_set():
                 self.refuse(text)
             case _:
-                self.member.hear(message)  # type: ignore[arg-type]  # what is not for it, it does not match
+                self.check.hear(message)  # type: ignore[arg-type]  # what is not for it, it does not match
 
     def refuse(self, text: str) -> None:
         """Nothing will come of this meeting."""
@@ -195,13 +245,13 @@ class Control(abc.ABC):
                 for event in self.transport.recv(TICK_S):
                     self.handle(event)
                 now = time.monotonic()
-                for message in self.member.take(now):
+                for message in self.check.take(now):
                     self.send(message, now)
                 self.tick(now)
         except Exception as error:
             LOG.exception("the control thread of rank %d ended", self.world.rank)
             text = f"the control thread of rank {self.world.rank} ended by {type(error).__name__}: {error}"
-            self.member.fail(lambda _: CollectiveError(text))
+            self.check.fail(lambda _: CollectiveError(text))
             self.refuse(text)
         finally:
             self.transport.close(FAREWELL_S)
@@ -219,7 +269,7 @@ class Hub(Control):
     """Rank 0's, with the coordinator."""
 
     def meet(self, store: Store, address: str) -> str:
-        stalls = StallWatch(self.settings.stall_check_s, self.settings.stall_shutdown_s)
+        stalls = StallCheck(self.settings.stall_check_s, self.settings.stall_shutdown_s)
         self._coordinator = Coordinator(self.world.size, stalls)
         self._routes: dict[int, Route] = {}
         self._ranks: dict[Route, int] = {}
@@ -377,7 +427,7 @@ class Spoke(Control):
                     self.hear(message)
                     has_left = isinstance(message, Gone) and message.rank == 0
                     # It stays to compare what others do in process sets of their own, if it can.
-                    if has_left and (self.member.has_failed or not self.member.has_groups_without_rank_0):
+                    if has_left and (self.check.has_failed or not self.check.has_groups_without_rank_0):
                         self._home = None
             case Connected():
                 self._is_connected = True
@@ -387,6 +437,6 @@ class Spoke(Control):
             case Disconnected() if self._home is not None and self._is_connected:
                 self._home = None
                 if self._has_begun.is_set():
-                    self.member.lose(0, self.host_of(0), BROKEN)
+                    self.check.lose(0, self.host_of(0), BROKEN)
                 else:
                     self.refuse(f"rank 0 is gone before all ranks had come: {BROKEN}")

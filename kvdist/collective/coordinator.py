@@ -1,19 +1,19 @@
-"""Rank 0's part in seeing that all ranks are at the same operations, that they live, and who keeps the others waiting.
+"""Rank 0's side of the consistency checks: compare what the ranks call, notice lost ranks and stalls.
 
-Pure: it is told what was said, by whom and when, and returns what is to be answered to whom. In the steady state, when
-ranks call what they have called before, it hears of it in batches and answers nothing.
+Pure: `Coordinator` gets messages with rank and time, and returns the answers. In the steady state, where ranks repeat
+earlier sequences of operations, reports come in batches and need no answer.
 
-An operation that a rank *waits* to be admitted to has not begun there. If ranks differ and all of them wait, each gets
-an error and the group goes on behind it. If one has begun already, its data may be anywhere, and the group ends.
+An operation that a rank *waits* for has not begun on that rank. If the ranks' next operations differ and all of them
+wait, each gets an error and the group goes on. If one has begun, its data may be anywhere, and the group fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from kvdist.collective.ledger import Ledger
 from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, REMOVE_SET, Signature
-from kvdist.collective.stalls import StallWatch
 from kvdist.errors import ProtocolError
 from kvdist.protocol.collective import (
     ENTRY_BYTES,
@@ -34,16 +34,219 @@ from kvdist.protocol.collective import (
     Pace,
     Play,
     Report,
+    Stall,
     ToCoordinator,
     ToMember,
     Trouble,
 )
 
+RECENT_MAX = 1024
+"""Operations that are remembered when all ranks have agreed on them: a rank is never further behind with its work."""
+
+Entry = tuple[bytes, bool]
+"""The digest of a called operation, and whether its rank waits to be admitted to it."""
+
+
+@dataclass(slots=True)
+class RankProgress:
+    """Where one rank is.
+
+    Attributes:
+        queue: what it has called and not all have.
+        called, done: how many operations, ever.
+        since: when it began to wait for the one that it waits for.
+    """
+
+    queue: deque[Entry] = field(default_factory=deque)
+    called: int = 0
+    done: int = 0
+    since: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        return self.done < self.called
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the next thing that it has called is `join`."""
+        return bool(self.queue) and self.queue[0][0] == JOIN_SIGNATURE.digest
+
+
+class GroupProgress:
+    """The operations of a group.
+
+    Args:
+        ranks: its members, ascending.
+
+    Attributes:
+        agreed: up to which operation the ranks have called the same.
+        joining: the ranks that have called `join`, in the order in which that was heard.
+        is_paced: the ranks were told to wait for every operation.
+        has_failed: it is at its end.
+        reported_s: for how long the present wait had lasted when it was last told of; 0 for never.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.of: dict[int, RankProgress] = {rank: RankProgress() for rank in ranks}
+        self.agreed = 0
+        self.joining: list[int] = []
+        self.is_paced = False
+        self.has_failed = False
+        self.reported_s = 0.0
+        self.reported_of = -1
+        self._recent: deque[bytes] = deque(maxlen=RECENT_MAX)
+
+    def call(self, rank: int, entries: bytes, done: int, now: float) -> None:
+        """A rank has called these operations, and so many are done of all."""
+        progress = self.of[rank]
+        was_idle, was_done = not progress.waits, progress.done
+        for at in range(0, len(entries), ENTRY_BYTES):
+            digest = entries[at + 1 : at + ENTRY_BYTES]
+            progress.queue.append((digest, entries[at] == 1))
+            if digest == JOIN_SIGNATURE.digest:
+                self.joining.append(rank)
+        progress.called += len(entries) // ENTRY_BYTES
+        progress.done = min(max(done, progress.done), progress.called)
+        if was_idle or progress.done > was_done:
+            progress.since = now
+
+    def active(self) -> list[int]:
+        """The ranks that have not joined."""
+        if not self.joining:
+            return list(self.ranks)
+        return [rank for rank in self.ranks if not self.of[rank].has_joined]
+
+    def pass_one(self, ranks: list[int], digest: bytes) -> None:
+        """These ranks have dealt with the next operation, and so have those that only count it."""
+        for rank in ranks:
+            self.of[rank].queue.popleft()
+        for rank in set(self.ranks) - set(ranks):
+            # A rank that has joined has its place in the program behind what the others do without it.
+            self.of[rank].called += 1
+            self.of[rank].done += 1
+        self.agreed += 1
+        self._recent.append(digest)
+
+    def digest_of(self, sequence: int) -> bytes | None:
+        """The digest of an operation that somebody has called; None for one long past."""
+        if sequence < self.agreed:
+            back = self.agreed - sequence
+            return self._recent[-back] if back <= len(self._recent) else None
+        for progress in self.of.values():
+            at = sequence - self.agreed
+            if not progress.has_joined and at < len(progress.queue):
+                return progress.queue[at][0]
+        return None
+
+
+SILENT_S = 3.0
+"""A rank that waits says each second that it lives; see `kvdist.collective.consistency`."""
+AGAIN = 2.0
+"""The next sentence about the same wait comes when it has lasted this many times as long."""
+NAMED_MAX = 6
+
+
+@dataclass(frozen=True)
+class StallReport:
+    """What there was to tell."""
+
+    text: str = ""
+    is_the_end: bool = False
+    answers: list[tuple[int, ToMember]] = field(default_factory=list)
+
+
+class StallCheck:
+    """Looks at waits.
+
+    Args:
+        check_s: one that is longer is told of; 0 for never.
+        shutdown_s: one that is longer ends the job; 0 for never.
+    """
+
+    def __init__(self, check_s: float, shutdown_s: float) -> None:
+        self._check_s = check_s
+        self._shutdown_s = shutdown_s
+
+    def look(
+        self,
+        number: int,
+        progress: GroupProgress,
+        hosts: Mapping[int, str],
+        heard: Mapping[int, float],
+        signatures: Mapping[bytes, Signature],
+        now: float,
+    ) -> StallReport:
+        """Who waits too long in a group, for whom. The longest wait counts."""
+        waiting = [rank for rank in progress.active() if rank in hosts and progress.of[rank].waits]
+        if progress.has_failed or not waiting:
+            return StallReport()
+        first = min(waiting, key=lambda rank: (progress.of[rank].done, progress.of[rank].since))
+        sequence = progress.of[first].done
+        waited_s = now - min(progress.of[rank].since for rank in waiting if progress.of[rank].done == sequence)
+        if progress.reported_of != sequence:
+            progress.reported_of, progress.reported_s = sequence, 0.0
+        is_the_end = 0 < self._shutdown_s <= waited_s
+        is_due = 0 < self._check_s <= waited_s and waited_s >= AGAIN * progress.reported_s
+        if not (is_due or is_the_end):
+            return StallReport()
+        progress.reported_s = waited_s
+        text = self._sentence(number, progress, first, sequence, waited_s, hosts, heard, signatures, now)
+        if is_the_end:
+            return StallReport(
+                f"{text}; the job ends after {self._shutdown_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)", True
+            )
+        return StallReport(text, False, [(rank, Stall(text)) for rank in sorted({0, first}) if rank in hosts])
+
+    def _sentence(
+        self,
+        number: int,
+        progress: GroupProgress,
+        first: int,
+        sequence: int,
+        waited_s: float,
+        hosts: Mapping[int, str],
+        heard: Mapping[int, float],
+        signatures: Mapping[bytes, Signature],
+        now: float,
+    ) -> str:
+        def name(sequence: int) -> str:
+            signature = signatures.get(progress.digest_of(sequence) or b"")
+            return f"operation {sequence}" if signature is None else f"{signature}"
+
+        behind = [rank for rank in progress.active() if progress.of[rank].called <= sequence]
+        silent = [rank for rank in progress.active() if now - heard.get(rank, now) >= SILENT_S and rank not in behind]
+        here = f" (operation {sequence}" + (f" of process set {number})" if number else ")")
+        text = f"rank {first} has waited {waited_s:.0f} s for {name(sequence)}{here}: "
+        if behind:
+            told = [
+                f"rank {rank} on host {hosts.get(rank, '?')} has not called it, "
+                + (
+                    f"its last was {name(progress.of[rank].called - 1)}"
+                    if progress.of[rank].called
+                    else "nor any before"
+                )
+                + (
+                    f", and it has been silent for {now - heard[rank]:.0f} s"
+                    if rank in heard and progress.of[rank].waits and now - heard[rank] >= SILENT_S
+                    else ""
+                )
+                for rank in behind[:NAMED_MAX]
+            ]
+            return text + "; ".join(told) + (f"; {len(behind) - NAMED_MAX} more" if len(behind) > NAMED_MAX else "")
+        if silent:
+            return text + "; ".join(
+                f"rank {rank} on host {hosts.get(rank, '?')} called it and is silent for {now - heard[rank]:.0f} s"
+                for rank in silent[:NAMED_MAX]
+            )
+        return text + "all ranks have called it and are alive; the network or a device is slow"
+
+
 EXPLAIN_S = 2.0
 """How long the news of a lost rank may come behind the errors that it causes elsewhere."""
 SIGNATURES_MAX = 65_536
 """Those that are remembered, for sentences and for ranks that have joined. A rank defines again what it has forgotten
-first; see `kvdist.collective.member`."""
+first; see `kvdist.collective.consistency`."""
 RANKS_SHOWN = 6
 
 Answers = list[tuple[int, ToMember]]
@@ -57,12 +260,12 @@ class Coordinator:
         stalls: tells of operations that are waited for too long.
     """
 
-    def __init__(self, size: int, stalls: StallWatch | None = None) -> None:
+    def __init__(self, size: int, stalls: StallCheck | None = None) -> None:
         self._size = size
-        self._stalls = stalls or StallWatch(0.0, 0.0)
+        self._stalls = stalls or StallCheck(0.0, 0.0)
         self._hosts: dict[int, str] = {}
         self._left: set[int] = set()
-        self._ledgers = {0: Ledger(tuple(range(size)))}
+        self._groups = {0: GroupProgress(tuple(range(size)))}
         self._signatures: dict[bytes, Signature] = {JOIN_SIGNATURE.digest: JOIN_SIGNATURE}
         self._heard: dict[int, float] = {}
         self._suspicions: dict[int, tuple[float, Trouble]] = {}
@@ -80,8 +283,8 @@ class Coordinator:
     @property
     def is_needed(self) -> bool:
         """Whether ranks that have not left have process sets of their own, in which rank 0 is not."""
-        sets = [ledger for ledger in self._ledgers.values() if 0 not in ledger.ranks and not ledger.has_failed]
-        return not self._is_over and any(set(ledger.ranks) - self._left for ledger in sets)
+        sets = [progress for progress in self._groups.values() if 0 not in progress.ranks and not progress.has_failed]
+        return not self._is_over and any(set(progress.ranks) - self._left for progress in sets)
 
     def hear(self, rank: int, message: ToCoordinator, now: float) -> Answers:
         """A rank has said something.
@@ -124,8 +327,8 @@ class Coordinator:
             self._fail(WHOLE_JOB, due[0].text)
         if not self._is_over and not self.missing:
             alive = {rank: host for rank, host in self._hosts.items() if rank not in self._left}
-            for number, ledger in self._ledgers.items():
-                told = self._stalls.look(number, ledger, alive, self._heard, self._signatures, now)
+            for number, progress in self._groups.items():
+                told = self._stalls.look(number, progress, alive, self._heard, self._signatures, now)
                 self._answers += told.answers
                 if told.is_the_end:
                     self._fail(WHOLE_JOB, told.text)
@@ -150,7 +353,7 @@ class Coordinator:
         if not self._is_over or rank == 0:
             self._is_over = self._is_over or bool(bye.failure)
             done = dict(bye.counts)
-            self._end_calls(rank, {number: done.get(number, 0) for number in self._ledgers})
+            self._end_calls(rank, {number: done.get(number, 0) for number in self._groups})
             self._tell(self._others(rank), Gone(rank, self._host(rank), bye.failure, bye.counts))
 
     def _suspect(self, rank: int, trouble: Trouble, now: float) -> None:
@@ -166,7 +369,7 @@ class Coordinator:
         self._last_calls[rank] = {
             number: count
             for number, count in counts.items()
-            if number in self._ledgers and rank in self._ledgers[number].of
+            if number in self._groups and rank in self._groups[number].of
         }
         self._suspicions = {of: it for of, it in self._suspicions.items() if not self._is_explained(it[1])}
 
@@ -176,12 +379,12 @@ class Coordinator:
         return any(trouble.sequence >= count for count in counts)
 
     def _fail(self, group: int, text: str) -> None:
-        if group == WHOLE_JOB or group not in self._ledgers:
+        if group == WHOLE_JOB or group not in self._groups:
             self._is_over = True
             self._tell(range(self._size), Fail(WHOLE_JOB, text))
-        elif not self._ledgers[group].has_failed:
-            self._ledgers[group].has_failed = True
-            self._tell(self._ledgers[group].ranks, Fail(group, text))
+        elif not self._groups[group].has_failed:
+            self._groups[group].has_failed = True
+            self._tell(self._groups[group].ranks, Fail(group, text))
 
     # Agreement.
 
@@ -196,78 +399,78 @@ class Coordinator:
         ranks = members.ranks
         if list(ranks) != sorted(set(ranks)) or rank not in ranks or ranks[-1] >= self._size:
             raise ProtocolError(f"rank {rank} is in no group of ranks {ranks}")
-        ledger = self._ledgers.get(members.group)
-        if ledger is None:
-            self._ledgers[members.group] = Ledger(ranks)
-        elif ledger.ranks != ranks:
-            raise ProtocolError(f"group {members.group} has the ranks {ledger.ranks}, not {ranks}")
+        progress = self._groups.get(members.group)
+        if progress is None:
+            self._groups[members.group] = GroupProgress(ranks)
+        elif progress.ranks != ranks:
+            raise ProtocolError(f"group {members.group} has the ranks {progress.ranks}, not {ranks}")
 
     def _read(self, rank: int, report: Report, now: float) -> None:
-        ledger = self._ledgers.get(report.group)
-        if ledger is None and not report.entries:
+        progress = self._groups.get(report.group)
+        if progress is None and not report.entries:
             return  # the last of a set that has been removed
-        if ledger is None or rank not in ledger.of:
+        if progress is None or rank not in progress.of:
             raise ProtocolError(f"rank {rank} is not in group {report.group}")
-        if ledger.has_failed or self._is_over:
+        if progress.has_failed or self._is_over:
             return
-        if len(report.entries) % ENTRY_BYTES or (report.entries and report.first != ledger.of[rank].called):
-            raise ProtocolError(f"rank {rank} reports from operation {report.first}, not {ledger.of[rank].called}")
-        ledger.call(rank, report.entries, report.done, now)
+        if len(report.entries) % ENTRY_BYTES or (report.entries and report.first != progress.of[rank].called):
+            raise ProtocolError(f"rank {rank} reports from operation {report.first}, not {progress.of[rank].called}")
+        progress.call(rank, report.entries, report.done, now)
         if report.entries:
-            self._advance(report.group, ledger)
+            self._advance(report.group, progress)
 
-    def _advance(self, number: int, ledger: Ledger) -> None:
+    def _advance(self, number: int, progress: GroupProgress) -> None:
         """Compare what all ranks have called by now."""
-        before, awaited = ledger.agreed, set[int]()
-        while not ledger.has_failed:
-            active = ledger.active()
+        before, awaited = progress.agreed, set[int]()
+        while not progress.has_failed:
+            active = progress.active()
             if not active:
                 # Who has joined may still wait to be admitted to what it called before.
-                self._agree(number, ledger, before, awaited)
-                self._end_join(number, ledger)
-                before, awaited = ledger.agreed, set()
+                self._agree(number, progress, before, awaited)
+                self._end_join(number, progress)
+                before, awaited = progress.agreed, set()
                 continue
-            queues = [ledger.of[rank].queue for rank in active]
+            queues = [progress.of[rank].queue for rank in active]
             if not all(queues):
                 break
             heads = {queue[0][0] for queue in queues}
             signature = self._signatures.get(next(iter(heads)))
-            refused_by_join = len(active) < len(ledger.ranks) and (signature is None or not signature.takes_zeros)
+            refused_by_join = len(active) < len(progress.ranks) and (signature is None or not signature.takes_zeros)
             if len(heads) > 1 or (refused_by_join and not self._is_refused(heads)):
-                self._agree(number, ledger, before, awaited)
-                self._differ(number, ledger, active)
-                before, awaited = ledger.agreed, set()
+                self._agree(number, progress, before, awaited)
+                self._differ(number, progress, active)
+                before, awaited = progress.agreed, set()
                 continue
-            awaited |= {rank for rank in active if ledger.of[rank].queue[0][1]}
-            self._let_play(number, ledger, active, signature)
-            ledger.pass_one(active, next(iter(heads)))
+            awaited |= {rank for rank in active if progress.of[rank].queue[0][1]}
+            self._let_play(number, progress, active, signature)
+            progress.pass_one(active, next(iter(heads)))
             if signature is not None and signature.kind == REMOVE_SET:
-                self._ledgers.pop(int(signature.detail.rpartition(" ")[2]), None)
-        self._agree(number, ledger, before, awaited)
-        self._set_pace(number, ledger)
+                self._groups.pop(int(signature.detail.rpartition(" ")[2]), None)
+        self._agree(number, progress, before, awaited)
+        self._set_pace(number, progress)
 
-    def _agree(self, number: int, ledger: Ledger, before: int, awaited: set[int]) -> None:
-        if ledger.agreed > before and awaited:
-            self._tell(sorted(awaited), Agreed(number, ledger.agreed))
+    def _agree(self, number: int, progress: GroupProgress, before: int, awaited: set[int]) -> None:
+        if progress.agreed > before and awaited:
+            self._tell(sorted(awaited), Agreed(number, progress.agreed))
 
     def _is_refused(self, heads: Iterable[bytes]) -> bool:
         signatures = [self._signatures.get(head) for head in heads]
         return all(signature is not None and signature.kind == REFUSED for signature in signatures)
 
-    def _differ(self, number: int, ledger: Ledger, active: list[int]) -> None:
+    def _differ(self, number: int, progress: GroupProgress, active: list[int]) -> None:
         """The active ranks have not called the same, or what cannot be done while others have joined."""
-        heads = {rank: ledger.of[rank].queue[0] for rank in active}
+        heads = {rank: progress.of[rank].queue[0] for rank in active}
         is_fatal = not all(waits for _, waits in heads.values())
-        text = self._difference(number, ledger, {rank: digest for rank, (digest, _) in heads.items()})
-        ledger.has_failed = is_fatal
-        self._tell(active, Differ(number, ledger.agreed, is_fatal, text))
+        text = self._difference(number, progress, {rank: digest for rank, (digest, _) in heads.items()})
+        progress.has_failed = is_fatal
+        self._tell(active, Differ(number, progress.agreed, is_fatal, text))
         if is_fatal:
-            self._tell([rank for rank in ledger.ranks if rank not in heads], Fail(number, text))
-        self._let_play(number, ledger, active, None)
-        ledger.pass_one(active, next(iter(heads.values()))[0])
+            self._tell([rank for rank in progress.ranks if rank not in heads], Fail(number, text))
+        self._let_play(number, progress, active, None)
+        progress.pass_one(active, next(iter(heads.values()))[0])
 
-    def _difference(self, number: int, ledger: Ledger, heads: dict[int, bytes]) -> str:
-        where = f"operation {ledger.agreed}" + (f" of process set {number}" if number else "")
+    def _difference(self, number: int, progress: GroupProgress, heads: dict[int, bytes]) -> str:
+        where = f"operation {progress.agreed}" + (f" of process set {number}" if number else "")
         of = {rank: self._signatures.get(digest) for rank, digest in heads.items()}
         refused = {rank: it for rank, it in of.items() if it is not None and it.kind == REFUSED}
         if refused:
@@ -280,7 +483,7 @@ class Coordinator:
         if len(called) > 1:
             called[-1] += "; call them in the same order on all ranks"
             return f"ranks called different operations as {where}: {', '.join(called)}"
-        gone = named([rank for rank in ledger.ranks if rank not in heads])
+        gone = named([rank for rank in progress.ranks if rank not in heads])
         return (
             f"{called[0]} as {where}, but {gone} called join(): only Sum and Average of allreduce can be done with"
             " those who have joined"
@@ -288,32 +491,32 @@ class Coordinator:
 
     # Join.
 
-    def _let_play(self, number: int, ledger: Ledger, active: list[int], signature: Signature | None) -> None:
-        if len(active) == len(ledger.ranks):
+    def _let_play(self, number: int, progress: GroupProgress, active: list[int], signature: Signature | None) -> None:
+        if len(active) == len(progress.ranks):
             return
-        play = Play(number, ledger.agreed)
+        play = Play(number, progress.agreed)
         if signature is not None and signature.kind != REFUSED:
             play = Play(
                 number,
-                ledger.agreed,
+                progress.agreed,
                 signature.kind,
                 signature.name,
                 signature.tensors,
                 signature.detail,
                 signature.device,
             )
-        self._tell([rank for rank in ledger.ranks if rank not in active], play)
+        self._tell([rank for rank in progress.ranks if rank not in active], play)
 
-    def _end_join(self, number: int, ledger: Ledger) -> None:
-        self._tell(ledger.ranks, Joined(number, ledger.agreed, ledger.joining[-1]))
-        ledger.joining.clear()
-        ledger.pass_one(list(ledger.ranks), JOIN_SIGNATURE.digest)
+    def _end_join(self, number: int, progress: GroupProgress) -> None:
+        self._tell(progress.ranks, Joined(number, progress.agreed, progress.joining[-1]))
+        progress.joining.clear()
+        progress.pass_one(list(progress.ranks), JOIN_SIGNATURE.digest)
 
-    def _set_pace(self, number: int, ledger: Ledger) -> None:
-        waits = bool(ledger.joining)
-        if waits != ledger.is_paced and not ledger.has_failed:
-            ledger.is_paced = waits
-            self._tell(ledger.ranks, Pace(number, waits))
+    def _set_pace(self, number: int, progress: GroupProgress) -> None:
+        waits = bool(progress.joining)
+        if waits != progress.is_paced and not progress.has_failed:
+            progress.is_paced = waits
+            self._tell(progress.ranks, Pace(number, waits))
 
     # Answers.
 

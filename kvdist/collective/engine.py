@@ -1,38 +1,37 @@
-"""This process as one of the ranks: who it is, the groups it is in, and its beginning and end.
+"""This process as a rank: its groups, its beginning and end, and which engine the current thread uses.
 
-An engine can be closed and another one made in the same process, at the same meeting point: nothing of the old one is
-met there. Rank 0 draws a token for each meeting, and no rank comes to one twice.
+An engine can be closed and another one made in the same process at the same rendezvous. Rank 0 draws a token for each
+meeting and no rank uses one twice, so a new engine meets nothing of an old one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from kvdist.collective.channel import Channel
+from kvdist.collective.channel import Channel, ConnectingGroup
+from kvdist.collective.consistency import ConsistencyCheck, SingleRankCheck
 from kvdist.collective.control import Control, open_control
-from kvdist.collective.group import Group, Operation
-from kvdist.collective.joining import Join, with_zeros
-from kvdist.collective.opening import Opening
-from kvdist.collective.places import own_address
-from kvdist.collective.referee import Referee, Trusting
-from kvdist.collective.rendezvous import meet
+from kvdist.collective.group import Group
+from kvdist.collective.operations import JoinOperation, Operation, zeros_operation
+from kvdist.collective.rendezvous import meet, own_address
 from kvdist.collective.timeline import NO_TIMELINE, FileTimeline, Timeline
 from kvdist.config.collective_settings import CollectiveSettings
 from kvdist.config.environment import World, placed
-from kvdist.errors import CollectiveError, ForkError
+from kvdist.errors import CollectiveError, ConfigError, ForkError
 
-EVERYBODY = 0
+ALL_RANKS = 0
 """The number of the group of all ranks."""
 DEFAULTS = CollectiveSettings()
 
 
-class Engine:
+class CollectiveEngine:
     """One rank.
 
     Args:
@@ -53,19 +52,19 @@ class Engine:
         settings: CollectiveSettings = DEFAULTS,
     ) -> None:
         self.world = world
-        self.sets: dict[int, tuple[int, ...]] = {EVERYBODY: tuple(range(world.size))}
+        self.sets: dict[int, tuple[int, ...]] = {ALL_RANKS: tuple(range(world.size))}
         self._pid = os.getpid()
         self._groups: dict[int, Group] = {}
-        self._next_set = EVERYBODY + 1
+        self._next_set = ALL_RANKS + 1
         self._timeline: Timeline = NO_TIMELINE
         self._closing: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._address = own_address(world, settings)
         self._control, self._store = self._meet(set() if met is None else met, find, settings)
         self.board.set(_local_size_of(self.world.rank), str(self.world.local_size))
-        self._referee: Referee = Trusting() if self._control is None else self._control.member
+        self._check: ConsistencyCheck = SingleRankCheck() if self._control is None else self._control.check
         try:
-            self._new_group(EVERYBODY, self.sets[EVERYBODY])
+            self._new_group(ALL_RANKS, self.sets[ALL_RANKS])
         except BaseException as error:
             if self._control is not None:
                 self._control.close(f"it could not connect to the others: {error}")
@@ -88,7 +87,7 @@ class Engine:
         sizes = {int(self.board.get(_local_size_of(rank))) for rank in range(self.world.size)}
         return sizes == {self.world.local_size}
 
-    def group(self, number: int = EVERYBODY) -> Group:
+    def group(self, number: int = ALL_RANKS) -> Group:
         """One of the groups this rank is in.
 
         Raises:
@@ -100,7 +99,7 @@ class Engine:
             known = f"of ranks {list(self.sets[number])}" if number in self.sets else "which is not known"
             raise CollectiveError(f"rank {self.world.rank} is not in process set {number}, {known}") from None
 
-    def submit(self, operation: Operation, number: int = EVERYBODY) -> Future[Any]:
+    def submit(self, operation: Operation, number: int = ALL_RANKS) -> Future[Any]:
         """Have the ranks of a group do something together.
 
         Raises:
@@ -110,7 +109,7 @@ class Engine:
         self._check_fork()
         return self.group(number).submit(operation)
 
-    def refuse(self, error: BaseException, number: int = EVERYBODY) -> None:
+    def refuse(self, error: BaseException, number: int = ALL_RANKS) -> None:
         """Tell the ranks of a group that this one cannot call the next operation, so that they do not wait for it.
 
         Args:
@@ -122,7 +121,7 @@ class Engine:
 
     def join(self) -> int:
         """Let the others go on without this rank, until all have called this; returns who did last."""
-        return int(self.submit(Join()).result())
+        return int(self.submit(JoinOperation()).result())
 
     def start_timeline(self, path: str, marks_cycles: bool = False) -> None:
         """Note what the operations do when, in the place of an earlier timeline.
@@ -168,7 +167,7 @@ class Engine:
         if self._control is not None and failure:
             self._control.close(failure)
         elif self._control is not None:
-            self._control.member.say_last_calls({at: count for at, count in called.items() if count is not None})
+            self._control.check.say_last_calls({at: count for at, count in called.items() if count is not None})
         for group in groups:
             group.close()
         if self._control is not None and not failure:
@@ -192,7 +191,7 @@ class Engine:
         if group is not None:
             group.close()
         if self._control is not None:
-            self._control.member.leave(number)
+            self._control.check.leave(number)
 
     def _meet(
         self, met: set[str], find: Callable[[World, float], Store], settings: CollectiveSettings
@@ -211,14 +210,14 @@ class Engine:
         ranks = tuple(ranks)
         store = PrefixStore(f"group{number}", self._store)
         channel = Channel(store, ranks.index(self.world.rank), len(ranks), self._address)
-        opening = Opening(number, ranks)
+        opening = ConnectingGroup(number, ranks)
         if self._control is not None:
-            self._control.member.enter(opening)
+            self._control.check.enter(opening)
         opening.open(channel)
-        group = Group(number, ranks, channel, self._referee, with_zeros)
+        group = Group(number, ranks, channel, self._check, zeros_operation)
         group.timeline = self._timeline
         if self._control is not None:
-            self._control.member.enter(group)
+            self._control.check.enter(group)
         self._groups[number] = group
         group.start()
 
@@ -239,3 +238,42 @@ class Engine:
 def _local_size_of(rank: int) -> str:
     """Where a rank notes how many there are on its machine."""
     return f"local_size/{rank}"
+
+
+class _ThreadEngine(threading.local):
+    """What a thread that is a rank of its own uses instead of the process's engine."""
+
+    engine: CollectiveEngine | None = None
+
+
+_of_thread = _ThreadEngine()
+of_process: list[CollectiveEngine] = []
+"""None or one."""
+
+
+def is_initialized() -> bool:
+    """Whether this process is a rank, between `init` and `shutdown`."""
+    return _of_thread.engine is not None or bool(of_process)
+
+
+def current() -> CollectiveEngine:
+    """The engine in use.
+
+    Raises:
+        ConfigError: `init` was not called; a ValueError, as in Horovod.
+    """
+    if _of_thread.engine is not None:
+        return _of_thread.engine
+    if not of_process:
+        raise ConfigError("this process is no rank yet: kvdist.collective has not been initialized; call init() first")
+    return of_process[0]
+
+
+@contextlib.contextmanager
+def using(engine: CollectiveEngine) -> Iterator[CollectiveEngine]:
+    """Let this thread be the rank of an engine of its own."""
+    before, _of_thread.engine = _of_thread.engine, engine
+    try:
+        yield engine
+    finally:
+        _of_thread.engine = before

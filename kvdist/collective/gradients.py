@@ -1,13 +1,13 @@
-"""The gradients of a step on their way to being reduced over the ranks, begun while the backward pass still runs.
+"""Gradients on their way to being reduced over the ranks, started while the backward pass still runs.
 
-Rules that hold here:
+Invariants:
 
-* Ranks match operations by their order. So buckets start in the order in which they were made, whichever gradients
-  come first on a rank, and what has no gradient on a rank takes part with zeros.
-* A gradient is reduced where it lies. From its last hook until `finish` has returned nobody else touches it; the
-  version counters of torch tell when somebody did.
-* Which gradients are sparse is agreed on once, in the first step, which starts no bucket early for it. From then on
-  that is how they travel, whatever one backward pass makes of them on one rank.
+* Ranks match operations by their order. Buckets start in the order in which they were made, whichever gradients come
+  first on a rank, and a parameter without a gradient takes part with zeros.
+* A gradient is reduced where it lies. From its last hook until `finish` returns only the reducer touches it; torch's
+  version counters tell if something else did.
+* Which gradients are sparse is agreed on once, in the first step, which therefore starts no bucket early. They travel
+  that way from then on, whatever a single backward pass produces on one rank.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from typing import Any
 import torch
 
 from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets, arrange
-from kvdist.collective.calls import Handle, ProcessSet, global_process_set, sparse_allreduce_async, submit
-from kvdist.collective.compression import Compression, NoneCompressor
+from kvdist.collective.api import (
+    Handle,
+    ProcessSet,
+    global_process_set,
+    grouped_allreduce,
+    sparse_allreduce_async,
+    submit,
+)
 from kvdist.collective.operations import AllReduce
-from kvdist.collective.reduction import Average, Max, ReduceOp
+from kvdist.collective.reduction import Average, Compression, Max, NoneCompressor, ReduceOp, Sum
 
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
@@ -268,3 +274,52 @@ def _given(parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[torch.T
     rest = sorted(set(range(len(parameters))) - set(taken))
     by_size = arrange([_sizes(parameters)[number] for number in rest], BUCKET_BYTES) if rest else []
     return [group for group in members if group] + [[rest[i] for i in bucket.members] for bucket in by_size]
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """What becomes of the gradients of the ranks.
+
+    Attributes:
+        name: of the operation, in messages and timelines.
+        op: Average or Sum.
+        compression: one of `Compression`, by which they travel.
+        predivide_factor: f of an average for which gradients are divided by f before they are summed, and by size / f
+            afterwards: half precision overflows later.
+        process_set: the ranks that take part.
+    """
+
+    name: str = "gradients"
+    op: ReduceOp = Average
+    compression: type[NoneCompressor] = field(default=Compression.none)
+    predivide_factor: float = 1.0
+    process_set: ProcessSet = global_process_set
+
+    def __post_init__(self) -> None:
+        if self.op not in (Average, Sum):
+            raise ValueError(f"op is {ReduceOp(self.op).name}; gradients are combined by Average or Sum")
+        if self.predivide_factor != 1.0 and self.op is not Average:
+            raise ValueError("gradient_predivide_factor belongs to op=Average; leave it at 1.0 with op=Sum")
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return self.process_set.size()
+
+    def of(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The ranks' gradients as one list, new tensors; all ranks give the same dtypes and shapes.
+
+        Raises:
+            CollectiveError: the ranks disagree, or one is gone.
+        """
+        if not gradients:
+            return []
+        return grouped_allreduce(
+            [gradient.detach() for gradient in gradients],
+            name=self.name,
+            compression=self.compression,
+            op=self.op,
+            prescale_factor=1.0 / self.predivide_factor,
+            postscale_factor=self.predivide_factor,
+            process_set=self.process_set,
+        )

@@ -1,34 +1,110 @@
-"""A group of ranks and its operations: one queue and one thread, so that all are begun in the order of the program.
+"""A group of ranks: one queue and one thread, which begins operations in program order.
 
-The thread begins an operation, and then the next, before the first is done, a few at once; it finishes them in order.
-Whoever asked has a future from the start. Before an operation is begun, the referee is asked whether the other ranks
-are at the same one; what went wrong is told by the referee too, because the text of a broken connection names nobody.
+The thread begins up to `BEGUN_MAX` operations before the first is done, and finishes them in order. Each caller has a
+future from the start. Before an operation begins, the consistency check confirms that the other ranks are at the same
+one; it also explains failures, because torch's text for a broken connection names no rank.
 
-The thread is a daemon: where an operation can never end, because a peer is at another one, it is left to the end of the
-process, and everybody who waits for something is told why by `fail`.
+The thread is a daemon: an operation that can never end, because a peer is at another one, is left to the end of the
+process, and `fail` resolves every waiting future.
+
+CUDA operations run on a stream of the group, ordered behind the caller's stream at submission; the stream that asks for
+the result waits for it. The host never waits for a device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
-from kvdist.collective.operation import Operation as Operation
-from kvdist.collective.referee import Referee
-from kvdist.collective.refused import RefusedOperation
+from kvdist.collective.consistency import ConsistencyCheck
+from kvdist.collective.operations import FailedOperation, Operation
 from kvdist.collective.signature import JOIN
-from kvdist.collective.streams import DeviceFuture, Stream
 from kvdist.collective.timeline import NO_TIMELINE, Timeline
 from kvdist.errors import CollectiveError, PeerLostError
 from kvdist.protocol.collective import Play
+
+
+class DeviceFuture(Future[Any]):
+    """The future of an operation on CUDA tensors.
+
+    Args:
+        operation: kept until the result has been asked for, and with it the tensors that the device may still read.
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self._operation: Operation | None = operation
+        # Operations that do not say where their tensors are have them where the caller works.
+        self.device = operation.cuda_device if operation.cuda_device is not None else torch.cuda.current_device()
+        self._called = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._called.record(torch.cuda.current_stream(self.device))
+        self._finished: torch.cuda.Event | None = None
+
+    def order_after_caller(self, stream: torch.cuda.Stream) -> None:
+        """Let the group's stream wait for what the caller had begun."""
+        stream.wait_event(self._called)
+
+    def order_before_result(self, stream: torch.cuda.Stream) -> None:
+        """Let whoever gets the result wait for what the group's stream has begun."""
+        self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._finished.record(stream)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The result, to be used on the present stream."""
+        value = super().result(timeout)
+        if self._finished is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self._finished)
+            for tensor in _tensors_in(value):
+                tensor.record_stream(stream)
+            self._operation = None
+        return value
+
+
+class Stream:
+    """The stream of a group, made at the first operation on CUDA tensors."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, torch.cuda.Stream] = {}
+
+    def entered(self, future: Future[Any]) -> AbstractContextManager[Any]:
+        """For what the group's thread does for an operation."""
+        if not isinstance(future, DeviceFuture):
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._on(future.device))
+
+    def follow(self, future: Future[Any]) -> None:
+        """Order the stream behind the caller of an operation."""
+        if isinstance(future, DeviceFuture):
+            future.order_after_caller(self._on(future.device))
+
+    def lead(self, future: Future[Any]) -> None:
+        """Order the result of an operation behind the stream."""
+        if isinstance(future, DeviceFuture):
+            future.order_before_result(self._on(future.device))
+
+    def _on(self, device: int) -> torch.cuda.Stream:
+        if device not in self._made:
+            self._made[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._made[device]
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_cuda else []
+    return [tensor for item in value for tensor in _tensors_in(item)] if isinstance(value, list | tuple) else []
+
 
 BEGUN_MAX = 16
 """Operations that are begun and not done: the channel has the next one at hand when one is done."""
@@ -37,7 +113,7 @@ LAST_WAIT_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Called:
+class PendingOperation:
     """An operation that the program has called."""
 
     sequence: int
@@ -53,7 +129,7 @@ class Group:
         number: the same on all ranks; 0 is the group of all.
         ranks: its members, by their ranks among all, ascending.
         channel: connected to them; this group owns it from now on.
-        referee: asked about every operation.
+        check: asked about every operation.
         stand_in: makes this rank's part in what the others do when this one has joined.
     """
 
@@ -64,7 +140,7 @@ class Group:
         number: int,
         ranks: Sequence[int],
         channel: Channel,
-        referee: Referee,
+        check: ConsistencyCheck,
         stand_in: Callable[[Play], Operation],
     ) -> None:
         self.number = number
@@ -75,11 +151,11 @@ class Group:
         self.loss: PeerLostError | None = None
         """What an operation failed with because a rank is gone."""
         self._channel = channel
-        self._referee = referee
+        self._check = check
         self._stand_in = stand_in
         self._stream = Stream()
-        self._queue: SimpleQueue[_Called | None] = SimpleQueue()
-        self._waiting: dict[int, _Called] = {}
+        self._queue: SimpleQueue[PendingOperation | None] = SimpleQueue()
+        self._waiting: dict[int, PendingOperation] = {}
         self._names: set[str] = set()
         self._lock = threading.Lock()
         self._failure: Callable[[str], BaseException] | None = None
@@ -88,7 +164,7 @@ class Group:
         self._is_broken = False
         self._called = 0
         self._has_joined = False
-        self._begun: deque[tuple[_Called, list[Work], int]] = deque()
+        self._begun: deque[tuple[PendingOperation, list[Work], int]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"kvdist-collective-{number}", daemon=True)
 
     def start(self) -> None:
@@ -109,7 +185,7 @@ class Group:
                     f"{operation.signature} is called while an operation of the name {name!r} is under way: give each"
                     " its own name, or synchronize() the first before"
                 )
-                self._put(RefusedOperation(error), Future())
+                self._put(FailedOperation(error), Future())
                 raise error
             self._put(operation, future)
         return future
@@ -117,7 +193,7 @@ class Group:
     def refuse(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot call the next operation, which this was to be."""
         with self._lock:
-            self._put(RefusedOperation(error), Future())
+            self._put(FailedOperation(error), Future())
 
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
         """Tell everybody who waits for one from this operation on, and whoever comes later, that it will not be done.
@@ -167,13 +243,13 @@ class Group:
         if self._has_joined:
             raise CollectiveError(f"{operation.signature} is called while join() has not returned; wait for that first")
         signature = operation.signature
-        called = _Called(self._called, operation, future, self.timeline.now())
+        called = PendingOperation(self._called, operation, future, self.timeline.now())
         self._called += 1
         self._has_joined = signature.kind == JOIN
         if signature.name:
             self._names.add(signature.name)
         self._waiting[called.sequence] = called
-        self._referee.called(self.number, signature)
+        self._check.called(self.number, signature)
         self._queue.put(called)
 
     def _note(self, error: BaseException | None) -> None:
@@ -200,11 +276,11 @@ class Group:
             self._finish(*self._begun.popleft())
         self._channel.close()
 
-    def _begin(self, called: _Called) -> None:
+    def _begin(self, called: PendingOperation) -> None:
         kind, name = called.operation.signature.kind, called.operation.signature.name
         try:
             asked_ns = self.timeline.queued(kind, name, called.since_ns)
-            self._referee.admit(self.number, called.sequence)
+            self._check.admit(self.number, called.sequence)
             begun_ns = self.timeline.negotiated(kind, name, asked_ns)
             with self._stream.entered(called.future):
                 self._stream.follow(called.future)
@@ -212,7 +288,7 @@ class Group:
         except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
             self._resolve(called, None, self._explained(error, called))
 
-    def _finish(self, called: _Called, works: list[Work], begun_ns: int) -> None:
+    def _finish(self, called: PendingOperation, works: list[Work], begun_ns: int) -> None:
         try:
             with self._stream.entered(called.future):
                 for work in works:
@@ -225,12 +301,12 @@ class Group:
         else:
             self._resolve(called, result, None)
 
-    def _join(self, called: _Called) -> None:
+    def _join(self, called: PendingOperation) -> None:
         """Take part in what the others do, until all have joined; the result is who did last."""
         while self._begun:
             self._finish(*self._begun.popleft())
         try:
-            while isinstance(order := self._referee.stand_in(self.number, called.sequence), Play):
+            while isinstance(order := self._check.stand_in(self.number, called.sequence), Play):
                 with self._lock:
                     self._called += 1
                     if self._waiting.pop(called.sequence, None) is not None:  # else `fail` has told it
@@ -241,7 +317,7 @@ class Group:
                     for work in operation.begin(self._channel):
                         work.wait()
                     operation.finish()
-                self._referee.done(self.number)
+                self._check.done(self.number)
         except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
             self._has_joined = False
             self._resolve(called, None, self._explained(error, called))
@@ -249,20 +325,20 @@ class Group:
             self._has_joined = False
             self._resolve(called, order.last, None)
 
-    def _explained(self, error: Exception, called: _Called) -> BaseException:
+    def _explained(self, error: Exception, called: PendingOperation) -> BaseException:
         if isinstance(error, CollectiveError):
             return error
-        told = self._referee.explain(error, self.number, called.sequence, called.operation.signature)
+        told = self._check.explain(error, self.number, called.sequence, called.operation.signature)
         # What torch could not do leaves the connections in no known state.
         self.fail(lambda _: told)
         return told
 
-    def _resolve(self, called: _Called, result: Any, error: BaseException | None) -> None:
+    def _resolve(self, called: PendingOperation, result: Any, error: BaseException | None) -> None:
         with self._lock:
             self._names.discard(called.operation.signature.name)
             is_waited_for = self._waiting.pop(called.sequence, None) is not None
             self._note(error)
-        self._referee.done(self.number)
+        self._check.done(self.number)
         if not is_waited_for:
             return  # `fail` has told it
         if error is None:

@@ -1,11 +1,17 @@
-"""Each operation: what of it the ranks must agree on, and how it is made of a channel's verbs.
+"""The collective operations: what the ranks must agree on, and how each is made of the channel's verbs.
 
-Passes over the data are counted beside each. Inputs are never written unless the operation is asked to work in place.
-What is moved and not reduced travels as bytes, so tensors of all dtypes can.
+Each class states its passes over the data. Inputs are written only by in-place operations. Data that is moved and not
+reduced travels as bytes, so all dtypes can.
+
+Small tensors of one dtype are packed into fusion buffers, so a thousand of them cost a few operations; large ones are
+sent from where they lie. The partition follows from dtypes and sizes alone, never from memory layout: all ranks must
+cut alike.
 """
 
 from __future__ import annotations
 
+import abc
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -13,13 +19,125 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
-from kvdist.collective.operation import Operation
-from kvdist.collective.packing import WIDENED, Load, octets_of, overlapping, partition
 from kvdist.collective.reduction import Average, ReduceOp, Sum, check_reducible, scale_, settle_
-from kvdist.collective.signature import Signature
+from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, Signature
+from kvdist.errors import CollectiveError
+from kvdist.protocol.collective import Play
+
+
+class Operation(abc.ABC):
+    """Something that all ranks of a group do together."""
+
+    signature: Signature
+    cuda_device: int | None = None
+    """Where its tensors are, if that is a CUDA device and is known."""
+
+    @abc.abstractmethod
+    def begin(self, channel: Channel) -> list[Work]:
+        """On the group's thread: begin it. What must be known first, such as sizes, may be waited for here."""
+
+    @abc.abstractmethod
+    def finish(self) -> Any:
+        """On the group's thread, once all that was begun is done: the result."""
+
+
+ALONE_BYTES = 512 << 10
+"""A tensor of so many bytes travels alone: copying it would cost more than another operation."""
+FLAT_BYTES = 4 << 20
+"""A flat buffer is full with so many bytes, so that one is packed while the one before is under way."""
+
+WIDENED = {torch.int16: torch.int32}
+"""Types that gloo and NCCL cannot reduce → those in which they do."""
+
+
+def partition(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The positions of tensors that travel together, those without elements left out."""
+    parts: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    for position, tensor in enumerate(tensors):
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes >= ALONE_BYTES:
+            parts.append([position])
+        elif nbytes:
+            part, filled = filling.get(tensor.dtype, ([], FLAT_BYTES))
+            if filled + nbytes > FLAT_BYTES:
+                part, filled = [], 0
+                parts.append(part)
+            part.append(position)
+            filling[tensor.dtype] = (part, filled + nbytes)
+    return parts
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    """The positions of tensors that share memory with another one, such as one that is given twice."""
+    spans = sorted((tensor.data_ptr(), _end(tensor), i) for i, tensor in enumerate(tensors) if tensor.numel())
+    found: set[int] = set()
+    furthest, owner = 0, -1
+    for begin, end, i in spans:
+        if begin < furthest:
+            found |= {i, owner}
+        if end > furthest:
+            furthest, owner = end, i
+    return frozenset(found)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind the last byte of a tensor."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+class FusionBuffer:
+    """Tensors that travel together.
+
+    Args:
+        outputs: where results go, all of one dtype and device.
+        dtype: in which they travel; None for their own.
+        is_apart: whether outputs must not be written to before everything is done.
+
+    Attributes:
+        values: what travels, contiguous: the only output itself where that is possible.
+    """
+
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], dtype: torch.dtype | None = None, *, is_apart: bool = False
+    ) -> None:
+        first = outputs[0]
+        self._outputs = list(outputs)
+        self._views: list[torch.Tensor] | None = None
+        if len(outputs) == 1 and first.is_contiguous() and dtype in (None, first.dtype) and not is_apart:
+            self.values = first
+            return
+        self.values = first.new_empty(sum(output.numel() for output in outputs), dtype=dtype)
+        # One call of torch for all views: a thousand calls would take longer than what is sent.
+        self._views = list(_unflatten_dense_tensors(self.values, self._outputs))  # type: ignore[no-untyped-call]
+
+    @property
+    def raw_bytes(self) -> torch.Tensor:
+        """The buffer as bytes, for what is moved and not reckoned with: there are dtypes that gloo does not know."""
+        return bytes_of(self.values)
+
+    def fill(self, tensors: Sequence[torch.Tensor], factor: float = 1.0) -> None:
+        """Take tensors in, each multiplied by a factor; one pass, and one over what is in the cache for a factor."""
+        if self._views is not None:
+            torch._foreach_copy_(self._views, list(tensors))
+        elif tensors[0] is not self.values:
+            self.values.copy_(tensors[0])
+        scale_(self.values, factor)
+
+    def unpack(self) -> None:
+        """Write to the outputs; one pass, or none where the buffer is the output."""
+        if self._views is not None:
+            torch._foreach_copy_(self._outputs, self._views)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, without a copy."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def describe(tensor: torch.Tensor, *, any_rows: bool = False) -> str:
@@ -86,7 +204,7 @@ def writing(outputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
     return torch.inference_mode() if any(output.is_inference() for output in outputs) else torch.no_grad()
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
+def contiguous_values(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's values as they are sent: contiguous, without history, conjugated and negated where it says so."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
@@ -115,7 +233,7 @@ class AllReduce(Operation):
         name: what the user calls it.
         tensors: what is reduced, dense.
         outputs: where results are written, the tensors themselves for in place.
-        op, prescale, postscale: postscale x op(prescale x tensor). Not Adasum, for which there is `AdasumReduce`.
+        op, prescale, postscale: postscale x op(prescale x tensor). Not Adasum, for which there is `AdasumOperation`.
         note: more that ranks must agree on, for people to read.
     """
 
@@ -137,7 +255,7 @@ class AllReduce(Operation):
         self._op = op
         self._prescale = prescale
         self._postscale = postscale
-        self._loads: list[Load] = []
+        self._buffers: list[FusionBuffer] = []
         self._size = 1
         self.cuda_device = cuda_device_of(tensors)
         self.signature = Signature(
@@ -156,17 +274,17 @@ class AllReduce(Operation):
         with writing(self._outputs):
             for part in parts:
                 dtype = WIDENED.get(self._outputs[part[0]].dtype)
-                load = Load([self._outputs[i] for i in part], dtype, is_apart=part[0] in shared)
-                load.fill([self._tensors[i] for i in part], self._prescale)
-                self._loads.append(load)
-                works.append(channel.all_reduce(load.buffer, self._op))
+                buffer = FusionBuffer([self._outputs[i] for i in part], dtype, is_apart=part[0] in shared)
+                buffer.fill([self._tensors[i] for i in part], self._prescale)
+                self._buffers.append(buffer)
+                works.append(channel.all_reduce(buffer.values, self._op))
         return works
 
     def finish(self) -> list[torch.Tensor]:
         with writing(self._outputs):
-            for load in self._loads:
-                settle_(load.buffer, self._op, self._size, self._postscale)
-                load.unpack()
+            for buffer in self._buffers:
+                settle_(buffer.values, self._op, self._size, self._postscale)
+                buffer.unpack()
         return self._outputs
 
 
@@ -183,7 +301,7 @@ class AllGather(Operation):
     def __init__(self, name: str, tensors: Sequence[torch.Tensor], kind: str = "allgather", detail: str = "") -> None:
         checked(kind, tensors)
         _check_rows(kind, tensors, "joins")
-        self._tensors = [plain(tensor) for tensor in tensors]
+        self._tensors = [contiguous_values(tensor) for tensor in tensors]
         self._gathered: list[tuple[torch.Tensor, list[int]]] = []
         self.cuda_device = cuda_device_of(tensors)
         self.signature = Signature(
@@ -210,7 +328,7 @@ class AllGather(Operation):
             output = tensor.new_empty((channel.size * most, *tensor.shape[1:]))
             self._gathered.append((output, of_ranks))
             if output.numel():
-                works.append(channel.all_gather(octets_of(output), octets_of(padded)))
+                works.append(channel.all_gather(bytes_of(output), bytes_of(padded)))
         return works
 
     def finish(self) -> list[torch.Tensor]:
@@ -246,7 +364,7 @@ class Broadcast(Operation):
         self._tensors = checked("broadcast", tensors)
         self._outputs = list(outputs)
         check_writable("broadcast", self._outputs)
-        self._loads: list[Load] = []
+        self._buffers: list[FusionBuffer] = []
         self._root = root_in_group
         self.cuda_device = cuda_device_of(tensors)
         self.signature = Signature(
@@ -261,17 +379,17 @@ class Broadcast(Operation):
         works = []
         with writing(self._outputs):
             for part in partition(self._tensors):
-                load = Load([self._outputs[i] for i in part])
+                buffer = FusionBuffer([self._outputs[i] for i in part])
                 if channel.rank == self._root:
-                    load.fill([self._tensors[i] for i in part])
-                self._loads.append(load)
-                works.append(channel.broadcast(load.octets, self._root))
+                    buffer.fill([self._tensors[i] for i in part])
+                self._buffers.append(buffer)
+                works.append(channel.broadcast(buffer.raw_bytes, self._root))
         return works
 
     def finish(self) -> list[torch.Tensor]:
         with writing(self._outputs):
-            for load in self._loads:
-                load.unpack()
+            for buffer in self._buffers:
+                buffer.unpack()
         return self._outputs
 
 
@@ -286,7 +404,7 @@ class AllToAll(Operation):
     def __init__(self, name: str, tensor: torch.Tensor, splits: torch.Tensor | None, size: int) -> None:
         checked("alltoall", [tensor])
         _check_rows("alltoall", [tensor], "cuts")
-        self._tensor = plain(tensor)
+        self._tensor = contiguous_values(tensor)
         self._sent = splits_of(tensor, splits, size)
         self._received: list[int] = []
         self._output = tensor
@@ -305,7 +423,7 @@ class AllToAll(Operation):
             return []
         sent = [rows * row_bytes for rows in self._sent]
         received = [rows * row_bytes for rows in self._received]
-        return [channel.all_to_all(octets_of(self._output), octets_of(self._tensor)[: sum(sent)], received, sent)]
+        return [channel.all_to_all(bytes_of(self._output), bytes_of(self._tensor)[: sum(sent)], received, sent)]
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._output, torch.tensor(self._received, dtype=torch.int32)
@@ -354,7 +472,7 @@ class ReduceScatter(Operation):
         for dtype in {tensor.dtype for tensor in tensors}:
             check_reducible("reducescatter", dtype, op, prescale != 1.0 or postscale != 1.0)
         _check_rows("reducescatter", tensors, "cuts")
-        self._tensors = [plain(tensor) for tensor in tensors]
+        self._tensors = [contiguous_values(tensor) for tensor in tensors]
         self._op = op
         self._prescale = prescale
         self._postscale = postscale
@@ -395,7 +513,7 @@ def rows_of_ranks(rows: int, size: int) -> list[int]:
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
-class Barrier(Operation):
+class BarrierOperation(Operation):
     """No rank goes on before all have come."""
 
     def __init__(self) -> None:
@@ -403,6 +521,64 @@ class Barrier(Operation):
 
     def begin(self, channel: Channel) -> list[Work]:
         return [channel.barrier()]
+
+    def finish(self) -> Any:
+        return None
+
+
+_TENSOR = re.compile(r"([a-z0-9]+)\[((?:[0-9]+(?:, [0-9]+)*)?)\]")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class JoinOperation(Operation):
+    """The place of `join` among the operations of a rank; what it means is done by the group."""
+
+    def __init__(self) -> None:
+        self.signature = JOIN_SIGNATURE
+
+    def begin(self, channel: Channel) -> list[Work]:
+        return []
+
+    def finish(self) -> Any:
+        return None
+
+
+def zeros_operation(play: Play) -> AllReduce:
+    """The part that a rank which has joined has in an operation of the others.
+
+    Raises:
+        CollectiveError: it cannot be made of what is known of it.
+    """
+    tensors = [_zeros(text, play.device) for text in play.tensors]
+    return AllReduce(play.name, tensors, tensors, ReduceOp[play.detail.partition(",")[0]])
+
+
+def _zeros(text: str, device: str) -> torch.Tensor:
+    match = _TENSOR.fullmatch(text)
+    if match is None or match[1] not in _DTYPES:
+        raise CollectiveError(f"this rank has joined, and cannot make zeros for {text!r}")
+    shape = [int(size) for size in match[2].split(", ")] if match[2] else []
+    return torch.zeros(shape, dtype=_DTYPES[match[1]], device=device)
+
+
+TOLD_MAX = 1000
+"""So many letters of the reason are told."""
+
+
+class FailedOperation(Operation):
+    """Says to all ranks why this one did not call an operation.
+
+    Args:
+        error: why.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        told = f"{type(error).__name__}: {error}"
+        # What is longer than a message takes would have another digest on rank 0.
+        self.signature = Signature(REFUSED, "", (), told if len(told) <= TOLD_MAX else f"{told[:TOLD_MAX]}...")
+
+    def begin(self, channel: Channel) -> list[Work]:
+        return []
 
     def finish(self) -> Any:
         return None

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from kvdist.collective.blocking import allreduce, grouped_allreduce
-from kvdist.collective.calls import ProcessSet, global_process_set
-from kvdist.collective.compression import Compression, NoneCompressor
+from kvdist.collective.api import ProcessSet, allreduce, global_process_set, grouped_allreduce
 from kvdist.collective.gradients import GradientReducer, Groups, Way
-from kvdist.collective.reduction import Adasum, Average, ReduceOp
+from kvdist.collective.reduction import Adasum, Average, Compression, NoneCompressor, ReduceOp
 
 Named = list[tuple[str, torch.Tensor]]
 

@@ -11,9 +11,8 @@ from typing import Any
 from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
-from kvdist.collective.engine import EVERYBODY, Engine
-from kvdist.collective.operation import Operation
-from kvdist.collective.present import current
+from kvdist.collective.engine import ALL_RANKS, CollectiveEngine, current
+from kvdist.collective.operations import Operation
 from kvdist.collective.signature import ADD_SET, REMOVE_SET, Signature
 
 
@@ -80,7 +79,7 @@ class ProcessSet:
 
 global_process_set = ProcessSet()
 """All ranks."""
-global_process_set.process_set_id = EVERYBODY
+global_process_set.process_set_id = ALL_RANKS
 global_process_set._ranks = None
 
 
@@ -105,7 +104,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set; called by all ranks. False for one that is not known, and for that of all ranks."""
     engine, number = current(), process_set.process_set_id
-    if number is None or number == EVERYBODY or number not in engine.sets:
+    if number is None or number == ALL_RANKS or number not in engine.sets:
         return False
     engine.submit(_Remove(engine, number)).result()
     process_set._forget()
@@ -113,7 +112,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _check(process_set: ProcessSet, engine: Engine) -> None:
+def _check(process_set: ProcessSet, engine: CollectiveEngine) -> None:
     ranks, size = tuple(process_set.ranks), engine.world.size
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set} is known already")
@@ -127,7 +126,7 @@ def _check(process_set: ProcessSet, engine: Engine) -> None:
 class _Add(Operation):
     """All ranks come to know a set, and its members connect."""
 
-    def __init__(self, engine: Engine, ranks: tuple[int, ...]) -> None:
+    def __init__(self, engine: CollectiveEngine, ranks: tuple[int, ...]) -> None:
         self._engine = engine
         self._ranks = ranks
         self._number = -1
@@ -144,7 +143,7 @@ class _Add(Operation):
 class _Remove(Operation):
     """All ranks forget a set."""
 
-    def __init__(self, engine: Engine, number: int) -> None:
+    def __init__(self, engine: CollectiveEngine, number: int) -> None:
         self._engine = engine
         self._number = number
         self.signature = Signature(REMOVE_SET, "", (), f"id {number}")

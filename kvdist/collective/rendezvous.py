@@ -1,8 +1,8 @@
-"""How the ranks of a job find each other: a TCPStore of torch, at the place that the launcher named.
+"""How the ranks of a job find each other: a TCPStore of torch, at the address that the launcher named.
 
-Where no launcher named any, all ranks are on one machine: rank 0 takes a free port and leaves its number in a folder of
-this user's, under the name of the job, until all have come. A file that a killed process has left there is known by
-that process: it lives no more, or began at another time. Later jobs remove it.
+Without a launcher's address all ranks are on one machine: rank 0 takes a free port and leaves its number in a private
+folder of the user, under the name of the job, until all ranks have come. A file left by a killed process is recognised:
+that process is dead, or one with its number began at another time. Later jobs remove such files.
 """
 
 from __future__ import annotations
@@ -20,11 +20,42 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from kvdist.collective.places import LOOPBACK
-from kvdist.config.addresses import host_name
+from kvdist.config.addresses import address_of_interface, host_name, is_loopback, own_addresses
+from kvdist.config.collective_settings import CollectiveSettings
 from kvdist.config.environment import Meeting, World
 from kvdist.config.local_sockets import private_folder, require_private_folder
 from kvdist.errors import CollectiveError
+
+LOOPBACK = "127.0.0.1"
+
+
+def own_address(world: World, settings: CollectiveSettings) -> str:
+    """The address that the others dial: what the user has set, else the one that this machine has towards rank 0.
+
+    Raises:
+        ConfigError: there is no such interface.
+        CollectiveError: there is no way to rank 0.
+    """
+    host = world.meeting.host or LOOPBACK
+    if is_loopback(host):
+        return host if ":" in host else LOOPBACK
+    if settings.node_host:
+        return settings.node_host
+    if settings.interface:
+        return address_of_interface(settings.interface, prefers_ipv6=":" in host)
+    try:
+        found = socket.getaddrinfo(host, world.meeting.port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(*found[:3]) as towards:
+            towards.connect(found[4])
+            address = str(towards.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        raise CollectiveError(f"{host_name()} has no way to rank 0 at {host}: {error}") from error
+    if is_loopback(address) and world.local_size < world.size:
+        # Rank 0's own name, which many systems give a loopback address that others cannot dial.
+        others = [str(own.address) for own in own_addresses() if not own.address.is_loopback]
+        return others[0] if others else address
+    return address
+
 
 LOOK_AGAIN_S = 0.02
 """How often a rank looks whether rank 0 has left its port."""

@@ -14,9 +14,9 @@ REFUSED = "refused"
 """The kind of what a rank reports in the place of an operation that it could not call; `detail` says why."""
 ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
 """The kinds with which all ranks come to know a process set, and forget it; the latter's detail ends with its id."""
-SEVERAL = ("allreduce", "grouped allreduce")
+REDUCTIONS = ("allreduce", "grouped allreduce")
 """Kinds in which a rank that has joined can take part, by zeros of the shapes that the signature tells."""
-ADDITIVE = ("Sum", "Average")
+LINEAR_OPS = ("Sum", "Average")
 """What they may make of the tensors then: the first word of the detail."""
 ALWAYS_AGREED = (JOIN, REFUSED, ADD_SET, REMOVE_SET)
 """Kinds that are waited for each time, also when the ranks have agreed on the same before."""
@@ -58,7 +58,7 @@ class Signature:
     @property
     def takes_zeros(self) -> bool:
         """Whether a rank that has joined can take part in it."""
-        return self.kind in SEVERAL and self.detail.partition(",")[0] in ADDITIVE
+        return self.kind in REDUCTIONS and self.detail.partition(",")[0] in LINEAR_OPS
 
 
 JOIN_SIGNATURE = Signature(JOIN, "", ())

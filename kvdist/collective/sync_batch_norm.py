@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from kvdist.collective.blocking import allreduce
-from kvdist.collective.calls import ProcessSet, global_process_set, group_of, refuse
+from kvdist.collective.api import ProcessSet, allreduce, global_process_set, group_of, refuse
 from kvdist.collective.reduction import Sum
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import keras
 
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
-from kvdist.collective.averaging import Averaging
-from kvdist.collective.compression import NoneCompressor
+from kvdist.collective.gradients import ReduceOptions
+from kvdist.collective.reduction import NoneCompressor
 from kvdist.keras.values import averaged
 
 
@@ -45,7 +45,7 @@ def DistributedOptimizer(
         device_dense, device_sparse: taken for the sake of scripts, and without effect.
         compression: `Compression.none` or `Compression.fp16`.
         sparse_as_dense: TensorFlow's `IndexedSlices` travel as dense tensors, not as rows that are gathered.
-        gradient_predivide_factor: see `Averaging.predivide_factor`.
+        gradient_predivide_factor: see `ReduceOptions.predivide_factor`.
         op: Average or Sum.
         backward_passes_per_step: gradients of so many calls of `apply` are added up here before the ranks' are reduced
             and used once; `iterations` counts all calls.
@@ -69,7 +69,7 @@ def DistributedOptimizer(
         )
     # Not the optimizer's own name, which Keras numbers: a rank may have made others before.
     called = name or f"gradients of {type(optimizer).__name__}"
-    averaging = Averaging(called, ReduceOp(op), compression, gradient_predivide_factor, process_set)
+    averaging = ReduceOptions(called, ReduceOp(op), compression, gradient_predivide_factor, process_set)
     distribution = Distribution(averaging, sparse_as_dense, backward_passes_per_step, average_aggregated_gradients)
     return distribute(optimizer, distribution)
 
@@ -137,7 +137,7 @@ class Distribution:
         sparse_as_dense, passes, divides: see `DistributedOptimizer`.
     """
 
-    def __init__(self, averaging: Averaging, sparse_as_dense: bool, passes: int, divides: bool) -> None:
+    def __init__(self, averaging: ReduceOptions, sparse_as_dense: bool, passes: int, divides: bool) -> None:
         self._averaging = averaging
         self._sparse_as_dense = sparse_as_dense
         self._passes = passes

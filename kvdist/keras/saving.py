@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kvdist.collective import Compression
-from kvdist.collective.compression import NoneCompressor
+from kvdist.collective.reduction import NoneCompressor
 from kvdist.keras.optimizer import DistributedOptimizer
 
 

@@ -1,7 +1,7 @@
 """Values of Keras through collective operations, whatever its backend.
 
 On the torch backend variables and gradients are torch's tensors and go as they are. On TensorFlow's they go through
-`kvdist.collective.graphs`, which is imported only there.
+`kvdist.collective.tensorflow_bridge`, which is imported only there.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from kvdist import collective
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
-from kvdist.collective.averaging import Averaging
-from kvdist.collective.compression import NoneCompressor
+from kvdist.collective.gradients import ReduceOptions
+from kvdist.collective.reduction import NoneCompressor
 
 
 def averaged(
-    gradients: Sequence[Any], variables: Sequence[Any] | None, averaging: Averaging, sparse_as_dense: bool
+    gradients: Sequence[Any], variables: Sequence[Any] | None, averaging: ReduceOptions, sparse_as_dense: bool
 ) -> list[Any]:
     """The ranks' gradients as one list; of a variable without one, zeros travel.
 
@@ -34,7 +34,7 @@ def averaged(
     if variables is None and any(gradient is None for gradient in gradients):
         raise ValueError("a gradient is None, and all ranks must send one: give apply() the variables, too")
     if keras.backend.backend() == "tensorflow":
-        from kvdist.collective.graphs import averaged_gradients
+        from kvdist.collective.tensorflow_bridge import averaged_gradients
 
         return averaged_gradients(gradients, variables or [], averaging, sparse_as_dense)
     given = [
@@ -47,7 +47,7 @@ def averaged(
 def broadcast_values(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Give all ranks one rank's values of Keras variables, in place."""
     if keras.backend.backend() == "tensorflow":
-        from kvdist.collective.graphs import broadcast_variables
+        from kvdist.collective.tensorflow_bridge import broadcast_variables
 
         broadcast_variables([variable.value for variable in variables], root_rank, process_set=process_set)
         return

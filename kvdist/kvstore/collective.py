@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
-from kvdist.collective.engine import EVERYBODY, Engine
+from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
 from kvdist.errors import StoreClosed
 from kvdist.kernels.gpu import HOST
 from kvdist.kernels.interface import Kernels
@@ -67,10 +67,10 @@ class CollectiveStore(KVStore):
     def __init__(
         self,
         type_name: str,
-        engine: Engine,
+        engine: CollectiveEngine,
         leave: Callable[[], None] = lambda: None,
         *,
-        number: int = EVERYBODY,
+        number: int = ALL_RANKS,
         store: int = 0,
         kernels: Kernels = REFERENCE,
         devices: Devices | None = None,

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvdist.collective import state
-from kvdist.collective.engine import Engine
+from kvdist.collective import basics
+from kvdist.collective.engine import CollectiveEngine
 from kvdist.collective.process_sets import ProcessSet
 from kvdist.config.addresses import host_name, is_loopback, local_address_towards
 from kvdist.config.environment import Meeting, World, placed
@@ -42,11 +42,11 @@ class Engagements:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         """The handler of a signal may end what it has interrupted."""
-        self._stores: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+        self._stores: WeakKeyDictionary[CollectiveEngine, int] = WeakKeyDictionary()
         """Engine → how many stores have been made on it."""
-        self._open: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+        self._open: WeakKeyDictionary[CollectiveEngine, int] = WeakKeyDictionary()
         """Engine → how many of them are open."""
-        self._ours: Engine | None = None
+        self._ours: CollectiveEngine | None = None
         """One that ends with its last store."""
         self._cluster: DistStore | None = None
         """Holds the cluster through which the ranks have met."""
@@ -70,40 +70,40 @@ class Engagements:
         with self._lock:
             self._end()
 
-    def join(self) -> tuple[Engine, int, Callable[[], None]]:
+    def join(self) -> tuple[CollectiveEngine, int, Callable[[], None]]:
         """The engine for a store, the store's number on it, and what to call when it is closed."""
         with self._lock:
-            if not state.is_initialized():
+            if not basics.is_initialized():
                 self._begin()
-                self._ours = state.current()
-            engine = state.current()
+                self._ours = basics.current()
+            engine = basics.current()
             number = self._stores.get(engine, 0)
             self._stores[engine] = number + 1
             self._open[engine] = self._open.get(engine, 0) + 1
             return engine, number, lambda: self._leave(engine)
 
-    def _leave(self, engine: Engine) -> None:
+    def _leave(self, engine: CollectiveEngine) -> None:
         with self._lock:
             self._open[engine] -= 1
             if self._open[engine] == 0 and self._ours is engine:
                 self._end()
 
     def _begin(self, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
-        if state.is_initialized():
+        if basics.is_initialized():
             return
         config = ClusterConfig.from_env() if has_servers_from_env() else None
         if config is None:
-            state.init(None, process_sets)
+            basics.init(None, process_sets)
             return
         self._cluster = DistStore("dist", SYNC, MEMBERSHIP.join())
         try:
-            state.init(met_through(self._cluster, config), process_sets)
+            basics.init(met_through(self._cluster, config), process_sets)
         except Exception:
             self._end()
             raise
 
     def _end(self) -> None:
-        state.shutdown()
+        basics.shutdown()
         self._ours = None
         cluster, self._cluster = self._cluster, None
         if cluster is not None:

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvdist.collective.engine import EVERYBODY, Engine
-from kvdist.collective.operation import Operation
-from kvdist.collective.operations import AllGather, AllReduce, Barrier, Broadcast
+from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
+from kvdist.collective.operations import AllGather, AllReduce, BarrierOperation, Broadcast, Operation
 from kvdist.collective.reduction import Sum
 from kvdist.errors import BarrierTimeout, CollectiveError, InitMismatch, KvdistError
 from kvdist.kvstore import values
@@ -39,7 +38,7 @@ class Ranks:
         store: unlike that of the other stores of this engine, and the same on all ranks.
     """
 
-    def __init__(self, engine: Engine, number: int = EVERYBODY, store: int = 0) -> None:
+    def __init__(self, engine: CollectiveEngine, number: int = ALL_RANKS, store: int = 0) -> None:
         self._engine = engine
         self._number = number
         self._group = group = engine.group(number)
@@ -113,7 +112,7 @@ class Ranks:
             if self._barrier is None:
                 self._barriers += 1
                 self._engine.board.set(self._note(self.rank), "here")
-                self._barrier = self.submit(Barrier())
+                self._barrier = self.submit(BarrierOperation())
             if not wait([self._barrier], timeout).done:
                 missing = tuple(rank for rank in range(self.size) if not self._engine.board.check([self._note(rank)]))
                 raise BarrierTimeout(

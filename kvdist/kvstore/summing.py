@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from kvdist.collective.channel import Channel
-from kvdist.collective.operation import Operation
-from kvdist.collective.operations import AllReduce
+from kvdist.collective.operations import AllReduce, Operation
 from kvdist.collective.reduction import Sum
 from kvdist.kvstore import values
 from kvdist.kvstore.values import Key, Shape

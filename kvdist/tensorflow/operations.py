@@ -9,10 +9,9 @@ import torch
 
 from kvdist import collective
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
-from kvdist.collective.averaging import Averaging
-from kvdist.collective.compression import NoneCompressor
-from kvdist.collective.graphs import averaged_gradients, call, same_shapes
-from kvdist.collective.reduction import op_of
+from kvdist.collective.gradients import ReduceOptions
+from kvdist.collective.reduction import NoneCompressor, op_of
+from kvdist.collective.tensorflow_bridge import averaged_gradients, call, same_shapes
 
 
 def allreduce(
@@ -45,7 +44,7 @@ def allreduce(
     if isinstance(tensor, tf.IndexedSlices):
         if prescale_factor != 1.0 or postscale_factor != 1.0:
             raise ValueError("IndexedSlices are not scaled; convert them to a tensor, or leave the factors at 1.0")
-        averaging = Averaging(name or "indexed slices", chosen, compression, process_set=process_set)
+        averaging = ReduceOptions(name or "indexed slices", chosen, compression, process_set=process_set)
         return averaged_gradients([tensor], [None], averaging)[0]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
@@ -135,7 +134,7 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Tensors averaged or summed over the ranks, as one unit. Gradients do not pass through it."""
     return averaged_gradients(
-        tensors, tensors, Averaging(name or "tensors", ReduceOp(op), compression, process_set=process_set)
+        tensors, tensors, ReduceOptions(name or "tensors", ReduceOp(op), compression, process_set=process_set)
     )
 
 

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
-from kvdist.collective.averaging import Averaging
-from kvdist.collective.compression import NoneCompressor
-from kvdist.collective.graphs import averaged_gradients
+from kvdist.collective.gradients import ReduceOptions
+from kvdist.collective.reduction import NoneCompressor
+from kvdist.collective.tensorflow_bridge import averaged_gradients
 from kvdist.keras.optimizer import DistributedOptimizer as OfKeras
 
 
@@ -49,7 +49,7 @@ def DistributedOptimizer(
                 "an optimizer of tf.compat.v1 has one backward pass per step; use one of Keras for more, or add the"
                 " gradients up in the graph"
             )
-        averaging = Averaging(
+        averaging = ReduceOptions(
             name or optimizer.get_name(), ReduceOp(op), compression, gradient_predivide_factor, process_set
         )
         return _of_session(optimizer, averaging, sparse_as_dense)
@@ -76,7 +76,7 @@ def DistributedOptimizer(
 class Averaged:
     """What an optimizer or tape has before its own class in the order of resolution."""
 
-    kvdist_averaging: Averaging
+    kvdist_averaging: ReduceOptions
     kvdist_sparse_as_dense: bool
 
 
@@ -106,13 +106,13 @@ class AveragedTape(Averaged):
         return tf.nest.pack_sequence_as(gradients, averaged)
 
 
-def _of_session(optimizer: Any, averaging: Averaging, sparse_as_dense: bool) -> Any:
+def _of_session(optimizer: Any, averaging: ReduceOptions, sparse_as_dense: bool) -> Any:
     if isinstance(optimizer, Averaged):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     return _become(optimizer, AveragedOptimizer, averaging, sparse_as_dense)
 
 
-def _become(instance: Any, front: type, averaging: Averaging, sparse_as_dense: bool) -> Any:
+def _become(instance: Any, front: type, averaging: ReduceOptions, sparse_as_dense: bool) -> Any:
     own = type(instance)
     instance.__class__ = type(own.__name__, (front, own), {"__module__": own.__module__, "__doc__": own.__doc__})
     instance.kvdist_averaging = averaging
@@ -144,5 +144,5 @@ def DistributedGradientTape(
     """
     if isinstance(gradtape, Averaged):
         raise ValueError("this tape is a DistributedGradientTape already; wrap it once")
-    averaging = Averaging("tape", ReduceOp(op), compression, gradient_predivide_factor, process_set)
+    averaging = ReduceOptions("tape", ReduceOp(op), compression, gradient_predivide_factor, process_set)
     return _become(gradtape, AveragedTape, averaging, sparse_as_dense)

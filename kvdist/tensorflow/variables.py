@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kvdist.collective import ProcessSet, global_process_set, graphs
+from kvdist.collective import ProcessSet, global_process_set, tensorflow_bridge
 
 
 def broadcast_variables(
@@ -25,7 +25,7 @@ def broadcast_variables(
         None, or in a graph the op that does it.
     """
     del inplace
-    return graphs.broadcast_variables(variables, root_rank, process_set)
+    return tensorflow_bridge.broadcast_variables(variables, root_rank, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -39,7 +39,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
             "there is no list of all variables where TensorFlow executes eagerly: use broadcast_variables(variables of"
             " the model and of the optimizer, root_rank)"
         )
-    return graphs.broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+    return tensorflow_bridge.broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):

@@ -51,7 +51,7 @@ class Overlap(GradientBuckets):
         live: the optimizer whose numbers the user may change.
         sent: the store's own copy of it; None when the workers update.
         refresh: brings `live` up to date when a step begins.
-        ballot_key: where workers that update say which gradients they have; see `kvdist.training.exchange`.
+        ballot_key: where workers that update say which gradients they have; see `kvdist.training.step`.
         bucket_bytes: the size of a bucket.
     """
 

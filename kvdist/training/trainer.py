@@ -30,24 +30,23 @@ from kvdist.kvstore.saved import Checkpoint
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.training.data import Batches, HandedOut, count_as_used
-from kvdist.training.exchange import Exchange, Grads, divide, scale
-from kvdist.training.finite import refuse_nonfinite
-from kvdist.training.local_update import LocalUpdate
-from kvdist.training.opening import (
+from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
+from kvdist.training.overlap import Overlap, weakly
+from kvdist.training.parameters import Parameter, collect, multipliers, require_shapes
+from kvdist.training.step import Exchange, Grads, LocalUpdate, SharedWeights, divide, scale
+from kvdist.training.trainer_config import (
     checked_clip_norm,
     choose_store,
     decide_update_on_kvstore,
     fit,
     make_optimizer,
+    refuse_sent,
+    refuse_size,
+    refuse_updated_there,
     refuse_what_contradicts,
     statement,
 )
-from kvdist.training.overlap import Overlap, weakly
-from kvdist.training.parameters import Parameter, collect, multipliers, require_shapes
-from kvdist.training.refusals import refuse_sent, refuse_size, refuse_updated_there
-from kvdist.training.shared_weights import SharedWeights
 from kvdist.training.training_state import TrainingState
-from kvdist.training.watch import Stale, Watch, refuse_changed, refuse_untrained
 
 try:
     import torch

@@ -18,8 +18,8 @@ from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
 from kvdist.optimizer.states import SliceState
-from kvdist.training.local_update import LocalUpdate
 from kvdist.training.parameters import Parameter
+from kvdist.training.step import LocalUpdate
 
 
 class TrainingState:

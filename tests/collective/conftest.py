@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from kvdist.collective.engine import Engine
+from kvdist.collective.engine import CollectiveEngine
 from kvdist.config.environment import World
 
 
@@ -15,4 +15,4 @@ from kvdist.config.environment import World
 def descriptors_of_the_process() -> None:
     """What torch opens once and keeps is there before a test is watched: gloo's loop of events, and the store's."""
     TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
-    Engine(World()).close()
+    CollectiveEngine(World()).close()

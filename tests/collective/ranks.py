@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from kvdist.collective.engine import DEFAULTS, Engine
-from kvdist.collective.state import using
+from kvdist.collective.basics import using
+from kvdist.collective.engine import DEFAULTS, CollectiveEngine
 from kvdist.config.collective_settings import CollectiveSettings
 from kvdist.config.environment import World
 
@@ -33,7 +33,7 @@ def run_ranks(
 
     def be(rank: int) -> None:
         try:
-            with using(Engine(world_of(rank, size), find=lambda _, __: store, settings=settings)) as engine:
+            with using(CollectiveEngine(world_of(rank, size), find=lambda _, __: store, settings=settings)) as engine:
                 try:
                     results[rank] = function(rank, *args)
                 finally:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kvdist.collective as hvd
+from kvdist.collective.basics import current
 from kvdist.collective.group import Group
-from kvdist.collective.operation import Operation
+from kvdist.collective.operations import Operation
 from kvdist.collective.signature import Signature
-from kvdist.collective.state import current
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
 from tests.collective.ranks import returned, run_ranks
 

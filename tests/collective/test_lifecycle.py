@@ -16,12 +16,12 @@ import torch
 from torch.distributed import HashStore
 
 import kvdist.collective as hvd
-from kvdist.collective import rendezvous, state
-from kvdist.collective.engine import Engine
-from kvdist.collective.member import Member
-from kvdist.collective.opening import Opening
+from kvdist.collective import basics, rendezvous
+from kvdist.collective.basics import current, using
+from kvdist.collective.channel import ConnectingGroup
+from kvdist.collective.consistency import CoordinatedCheck
+from kvdist.collective.engine import CollectiveEngine
 from kvdist.collective.rendezvous import forget_port, meet
-from kvdist.collective.state import current, using
 from kvdist.config.collective_settings import CollectiveSettings
 from kvdist.config.environment import Meeting, World
 from kvdist.config.limits import Limits
@@ -73,7 +73,7 @@ def test_ranks_can_begin_anew_after_an_end_or_a_failure(fails):
             if generation and rank == 0:
                 # What rank 0 left at its first beginning is still there when rank 1 looks for the second.
                 assert has_looked.wait(30)
-            with using(Engine(world_of(rank, 2), met, find=lambda _, __: store)) as engine:
+            with using(CollectiveEngine(world_of(rank, 2), met, find=lambda _, __: store)) as engine:
                 total = hvd.allreduce(torch.full((3,), float(rank + generation)), op=hvd.Sum)
                 if fails and generation == 0:
                     for name in "abab":
@@ -90,7 +90,7 @@ def test_ranks_can_begin_anew_after_an_end_or_a_failure(fails):
 @pytest.mark.parametrize(("code", "failure"), [(None, ""), (0, ""), (3, "ended by SystemExit: 3")])
 def test_an_end_with_exit_code_0_is_no_failure(monkeypatch, code, failure):
     ended = []
-    monkeypatch.setattr(state, "of_process", [SimpleNamespace(close=ended.append)])
+    monkeypatch.setattr(basics, "of_process", [SimpleNamespace(close=ended.append)])
     try:
         sys.exit(code)
     except SystemExit:
@@ -101,7 +101,7 @@ def test_an_end_with_exit_code_0_is_no_failure(monkeypatch, code, failure):
 def test_a_rank_whose_timeline_cannot_be_written_leaves_with_that_word(tmp_path):
     def be(rank):
         settings = CollectiveSettings(timeline=str(tmp_path / "none" / "t.json") if rank == 0 else "")
-        with using(Engine(world_of(rank, 2), find=lambda _, __: store, settings=settings)) as engine:
+        with using(CollectiveEngine(world_of(rank, 2), find=lambda _, __: store, settings=settings)) as engine:
             try:
                 return hvd.allreduce(ONES)
             finally:
@@ -153,7 +153,7 @@ def test_ranks_whose_launcher_said_nothing_of_machines_know_their_places_once_th
 
     def program(rank):
         world = World(rank, 3, 0, 1, rank, 3, is_assumed=True)
-        with using(Engine(world, find=lambda _, __: store)) as engine:
+        with using(CollectiveEngine(world, find=lambda _, __: store)) as engine:
             engine.close()
             return hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
@@ -164,7 +164,7 @@ def test_what_a_launcher_has_said_of_machines_stays():
     store = HashStore()
 
     def program(rank):
-        with using(Engine(World(rank, 2, 0, 1, rank, 2), find=lambda _, __: store)) as engine:
+        with using(CollectiveEngine(World(rank, 2, 0, 1, rank, 2), find=lambda _, __: store)) as engine:
             engine.close()
             return hvd.local_rank(), hvd.cross_rank()
 
@@ -177,8 +177,8 @@ def test_a_rank_that_leaves_as_soon_as_it_has_come_fails_nobody_who_still_connec
 
 
 def test_who_has_left_in_good_order_was_connected_to_all_and_fails_only_operations():
-    member, failed = Member(1, "here", lambda: None, lambda _: None), []
-    opening = Opening(0, (0, 1))
+    member, failed = CoordinatedCheck(1, "here", lambda: None, lambda _: None), []
+    opening = ConnectingGroup(0, (0, 1))
     opening.fail = lambda error_of, from_sequence=0: failed.append(("opening", error_of("")))
     member.enter(opening)
     member.hear(Gone(0, "there", "", ((0, 0),)))
@@ -192,7 +192,7 @@ def test_the_ranks_that_have_not_come_are_named_on_those_that_have():
     store, settings = HashStore(), CollectiveSettings(start_timeout_s=3.0)
 
     def program(rank):
-        Engine(world_of(rank, 4), find=lambda _, __: store, settings=settings)
+        CollectiveEngine(world_of(rank, 4), find=lambda _, __: store, settings=settings)
 
     for error in in_threads(2, program):
         assert isinstance(error, CollectiveError)
@@ -207,12 +207,12 @@ def test_a_beginning_that_failed_leaves_nothing_to_those_who_begin_again_or_come
         if rank < 2:
             with pytest.raises(CollectiveError, match="missing: rank 2"):
                 settings = CollectiveSettings(start_timeout_s=3.0)
-                Engine(world_of(rank, 3), met, find=lambda _, __: store, settings=settings)
+                CollectiveEngine(world_of(rank, 3), met, find=lambda _, __: store, settings=settings)
         if rank == 0:
             assert not store.check(["control"])
             has_failed.set()
         assert has_failed.wait(30)
-        with using(Engine(world_of(rank, 3), met, find=lambda _, __: store)) as engine:
+        with using(CollectiveEngine(world_of(rank, 3), met, find=lambda _, __: store)) as engine:
             total = hvd.allreduce(torch.full((3,), float(rank)), op=hvd.Sum)
             engine.close()
         return total.tolist()
@@ -229,7 +229,7 @@ def test_a_process_whose_sets_are_refused_is_no_rank_and_may_begin_again():
 
 
 def test_a_handler_of_a_signal_may_end_a_beginning(monkeypatch):
-    monkeypatch.setattr(meeting.state, "init", lambda *_: meeting.ENGAGEMENTS.end())
+    monkeypatch.setattr(meeting.basics, "init", lambda *_: meeting.ENGAGEMENTS.end())
     thread = threading.Thread(target=meeting.ENGAGEMENTS.begin, daemon=True)
     thread.start()
     thread.join(20)
@@ -239,14 +239,14 @@ def test_a_handler_of_a_signal_may_end_a_beginning(monkeypatch):
 def test_without_rank_0_the_others_say_so():
     with pytest.raises(CollectiveError, match="rank 0 has not called init.. within 0.2 s"):
         settings = CollectiveSettings(start_timeout_s=0.2)
-        Engine(world_of(1, 2), find=lambda _, __: HashStore(), settings=settings)
+        CollectiveEngine(world_of(1, 2), find=lambda _, __: HashStore(), settings=settings)
 
 
 def test_two_processes_of_one_rank_are_told_apart_from_a_rank_that_is_missing():
     store, settings = HashStore(), CollectiveSettings(start_timeout_s=3.0)
 
     def program(number):
-        Engine(world_of(min(number, 1), 3), find=lambda _, __: store, settings=settings)
+        CollectiveEngine(world_of(min(number, 1), 3), find=lambda _, __: store, settings=settings)
 
     errors = sorted(map(str, in_threads(3, program)))
     assert sum("missing: rank 2" in error for error in errors) == 2
@@ -276,7 +276,7 @@ def test_what_strangers_send_is_dropped(caplog):
                 return annoy()
             finally:
                 over.set()
-        with using(Engine(world_of(rank, 2), find=lambda _, __: store)) as engine:
+        with using(CollectiveEngine(world_of(rank, 2), find=lambda _, __: store)) as engine:
             began.set()
             for _ in range(200):
                 hvd.allreduce(ONES, op=hvd.Sum)
@@ -302,7 +302,7 @@ def test_rank_0_listens_within_the_range_of_ports(tmp_path):
     store, settings = HashStore(), CollectiveSettings(port_range=(port, min(port + 20, 65535)), security="none")
 
     def program(rank):
-        with using(Engine(world_of(rank, 2), find=lambda _, __: store, settings=settings)) as engine:
+        with using(CollectiveEngine(world_of(rank, 2), find=lambda _, __: store, settings=settings)) as engine:
             engine.close()
         return int(store.get("control").decode().split()[0].rpartition(":")[2])
 
@@ -341,7 +341,7 @@ def test_the_port_is_found_and_its_file_is_removed_by_whom_it_belongs_to(folder)
 
 def test_the_port_is_left_again_for_those_who_have_not_come_to_a_beginning_that_failed(folder):
     first, second = (World(rank, 2, rank, 2, meeting=Meeting(job="job")) for rank in range(2))
-    found = state._Meeting()
+    found = basics._MeetingPoint()
     found.find(first, 60.0)
     forget_port(first)
     found.find(first, 60.0).set("said", "hello")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvdist.collective as hvd
-from kvdist.collective.packing import ALONE_BYTES, FLAT_BYTES, partition
+from kvdist.collective.operations import ALONE_BYTES, FLAT_BYTES, partition
 from kvdist.errors import CollectiveError
 from tests.collective.ranks import returned, run_ranks
 

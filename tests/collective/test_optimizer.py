@@ -102,7 +102,7 @@ def test_gradients_leave_while_the_backward_pass_still_runs():
     assert seen == {0: [0, 2], 1: [0, 2]}
 
 
-# Several passes.
+# Tensors passes.
 
 
 def test_four_passes_add_up_before_each_of_ten_steps():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvdist.collective as hvd
+from kvdist.collective.basics import current
 from kvdist.collective.process_sets import ProcessSet
-from kvdist.collective.state import current
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
 from tests.collective.ranks import returned, run_ranks
 
@@ -154,7 +154,7 @@ def test_nothing_is_kept_of_sets_that_were_removed():
             hvd.remove_process_set(made)
         engine = current()
         hvd.barrier()
-        return len(engine._control.member._books), len(engine._closing), list(engine._groups), list(engine.sets)
+        return len(engine._control.check._calls_of), len(engine._closing), list(engine._groups), list(engine.sets)
 
     assert returned(run_ranks(3, program)) == [(1, 0, [0], [0])] * 3
 

@@ -11,7 +11,7 @@ import torch
 
 import kvdist.collective as hvd
 from kvdist import BarrierTimeout, InitMismatch, KeyNotInitialised, LazyRows, RowSparse, StoreClosed, kv
-from kvdist.collective.state import current
+from kvdist.collective.basics import current
 from kvdist.errors import CheckpointError, CollectiveError, CollectiveMismatch, RankLostError
 from kvdist.kvstore import collective, local, saved
 from kvdist.kvstore.names import COLLECTIVE_NAMES

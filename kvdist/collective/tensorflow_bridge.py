@@ -1,11 +1,11 @@
-"""TensorFlow's values through collective operations: at once where it executes eagerly, as an op within a graph.
+"""TensorFlow's values through collective operations: at once in eager execution, as an op within a graph.
 
-Operations of a graph run in any order that its edges allow, and ranks must agree on one. So what belongs together is
-one op, such as all gradients of a step; and within a function of TensorFlow each of these ops waits for the one before
-it in the program. In a graph of `tf.compat.v1`, where a run asks for some ops only, the program says what comes first.
+Ops of a graph run in any order that its edges allow, but ranks must agree on one. So what belongs together is one op,
+such as all gradients of a step, and within a tf.function each of these ops waits for the one before it. In a graph of
+`tf.compat.v1`, where a run asks for some ops only, the program determines the order.
 
-Values leave TensorFlow as NumPy arrays, which costs a copy each way, on GPUs a trip to the host. An op keeps to the
-engine of the place where it was made, whichever thread runs it.
+Values leave TensorFlow as NumPy arrays: one copy each way, and on GPUs a trip to the host. An op keeps the engine that
+was current when it was made, whichever thread runs it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 
 from kvdist import collective
 from kvdist.collective import Average, ProcessSet, global_process_set
-from kvdist.collective.averaging import Averaging
-from kvdist.collective.state import current, using
+from kvdist.collective.basics import current, using
+from kvdist.collective.gradients import ReduceOptions
 from kvdist.errors import CollectiveError
 
 Work = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -85,7 +85,7 @@ def same_shapes(results: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 
 
 def averaged_gradients(
-    gradients: Sequence[Any], variables: Sequence[Any], averaging: Averaging, sparse_as_dense: bool = False
+    gradients: Sequence[Any], variables: Sequence[Any], averaging: ReduceOptions, sparse_as_dense: bool = False
 ) -> list[Any]:
     """The ranks' gradients as one list, in one op; of a variable without one, zeros travel.
 
@@ -133,7 +133,7 @@ def _dense(gradient: Any, variable: Any, sparse_as_dense: bool) -> Any:
     return tf.convert_to_tensor(gradient)
 
 
-def _gathered(parts: list[torch.Tensor], averaging: Averaging) -> list[torch.Tensor]:
+def _gathered(parts: list[torch.Tensor], averaging: ReduceOptions) -> list[torch.Tensor]:
     """Values and indices in turns: the rows of all ranks, the values divided for an average."""
     if not parts:
         return []

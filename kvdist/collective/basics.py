@@ -1,4 +1,4 @@
-"""The beginning and the end of being a rank, and who one is: Horovod's words for the engine of this process."""
+"""`init`, `shutdown`, `join`, and the questions who this process is, for the engine of this process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Iterable
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from kvdist.collective.engine import Engine
-from kvdist.collective.present import current as current
-from kvdist.collective.present import is_initialized as is_initialized
-from kvdist.collective.present import of_process
-from kvdist.collective.present import using as using
+from kvdist.collective.engine import CollectiveEngine, of_process
+from kvdist.collective.engine import current as current
+from kvdist.collective.engine import is_initialized as is_initialized
+from kvdist.collective.engine import using as using
 from kvdist.collective.process_sets import ProcessSet, add_process_set
 from kvdist.collective.rendezvous import forget_port, leave_port, meet, meet_again
 from kvdist.config.environment import World
@@ -21,7 +20,7 @@ from kvdist.errors import CollectiveError
 from kvdist.runtime.process_name import name_process
 
 
-class _Meeting:
+class _MeetingPoint:
     """The meeting point of this process, found once: a launcher's socket can be listened at only once.
 
     Attributes:
@@ -41,7 +40,7 @@ class _Meeting:
         return meet_again(world, self._stores[world], timeout_s)
 
 
-_meeting = _Meeting()
+_meeting = _MeetingPoint()
 
 
 def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
@@ -59,7 +58,7 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
         return
     found = world_from_env() if world is None else world
     try:
-        engine = Engine(found, _meeting.met, _meeting.find, collective_settings_from_env())
+        engine = CollectiveEngine(found, _meeting.met, _meeting.find, collective_settings_from_env())
     finally:
         forget_port(found)
     of_process.append(engine)

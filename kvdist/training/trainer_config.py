@@ -1,9 +1,21 @@
-"""How a trainer comes to its optimizer and its store: what contradicts itself is refused, and names become objects."""
+"""The Trainer's arguments: contradictions are refused, names become objects, and where weights are updated is decided.
+
+Where the update happens (MXNet's table, corrected):
+
+| situation | store | the store updates |
+|---|---|---|
+| ``kvstore=None`` | none | no: each process alone |
+| one device, a local store given by name | none: it would only copy | no |
+| a synchronous store | yes | as requested; else if it can, the environment allows it, and (``local``) none is big |
+| an asynchronous store | yes | always: it has no sums to return; requesting otherwise is an error |
+| some gradient is sparse | yes | on servers always, requesting otherwise is an error; locally only on request |
+| a store that cannot update | yes | no; requesting otherwise is an error |
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +28,68 @@ from kvdist.kvstore.contract import OPTIMIZER, KVStoreBase
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.compression import from_params
 from kvdist.optimizer.registry import create as create_optimizer
-from kvdist.training.decision import ASYNCHRONOUS, store_updates, would_only_copy
 from kvdist.training.parameters import Parameter, ranges
+
+BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
+"""With a larger parameter the store ``local`` leaves the update to the devices."""
+
+ASYNCHRONOUS = frozenset({"dist_async", "dist_device_async", "dist_async_device"})
+"""Stores that cannot hand out the sum of a round, because they have no rounds."""
+
+
+def would_only_copy(devices: int, workers: int, servers: int) -> bool:
+    """Whether a store that was asked for by name is of no use: one device, one worker, and no server."""
+    return devices == 1 and workers == 1 and servers == 0
+
+
+def store_updates(
+    store_type: str,
+    capable: bool,
+    wanted: bool | None,
+    *,
+    by_default: bool = True,
+    sizes: Iterable[int] = (),
+    has_servers: bool = False,
+    has_sparse_grads: bool = False,
+) -> bool:
+    """Whether the store holds the optimizer.
+
+    Args:
+        store_type: the name of the store.
+        capable: whether it can update.
+        wanted: what the user said; None for nothing.
+        by_default: what the environment says for those who said nothing.
+        sizes: elements of each parameter; they count for a store that was asked for as ``local``.
+        has_servers: whether its values rest on servers.
+        has_sparse_grads: whether some gradient is sparse.
+
+    Raises:
+        ValueError: what is wanted cannot be.
+    """
+    if wanted and not capable:
+        raise ValueError(
+            f"the store {store_type!r} cannot update weights, but update_on_kvstore=True asks for it; leave it out, and"
+            " each worker updates with the sums of gradients"
+        )
+    if store_type in ASYNCHRONOUS:
+        if wanted is False:
+            raise ValueError(
+                f"the store {store_type!r} trains asynchronously, which needs update_on_kvstore=True: without rounds"
+                " there are no sums for the workers to update with. Leave update_on_kvstore out, or take 'dist'"
+            )
+        return True
+    if has_sparse_grads and has_servers and wanted is False:
+        raise ValueError(
+            f"some gradients are sparse, and the store {store_type!r} keeps its values on servers, which needs"
+            " update_on_kvstore=True then. Leave update_on_kvstore and clip_norm out, or make the layer with"
+            " sparse=False"
+        )
+    if wanted is not None:
+        return wanted
+    if has_sparse_grads:
+        return capable and has_servers
+    return capable and by_default and all(size <= BIG_PARAMETER_ELEMENTS for size in sizes)
+
 
 LOG = logging.getLogger("kvdist")
 
@@ -147,7 +219,7 @@ def choose_store(
 def decide_update_on_kvstore(
     store: KVStoreBase, wanted: Wanted, update_on_kvstore: bool | None, parameters: Sequence[Parameter]
 ) -> bool:
-    """Whether this store updates the weights; see `kvdist.training.decision`.
+    """Whether this store updates the weights; see `kvdist.training.trainer_config`.
 
     Raises:
         ValueError: what the user wants cannot be.
@@ -250,3 +322,28 @@ def _warn_if_alone(name: str) -> None:
             cluster.num_workers,
             name,
         )
+
+
+def refuse_size(batch_size: float) -> None:
+    """A size is given where gradients have left already."""
+    raise ValueError(
+        f"step({batch_size}) with overlap=True: gradients have left during backward(), when nobody had said by"
+        " what to divide them. Make the loss a mean over its examples and call step() without a size, or make"
+        " the trainer with overlap=False"
+    )
+
+
+def refuse_sent(method: str, first: str) -> None:
+    """Gradients of a backward pass are on their way."""
+    raise RuntimeError(
+        f"{method}() while gradients of a backward pass are under way (overlap=True): call {first} before it,"
+        " or put the pass into `with trainer.no_sync():` if its gradients are not to be used"
+    )
+
+
+def refuse_updated_there(method: str) -> None:
+    """The store updates the weights, so there is nothing to do here."""
+    raise RuntimeError(
+        f"{method}() cannot be used while the store updates the weights: gradients never come back. Call"
+        " step(), or make the trainer with update_on_kvstore=False"
+    )

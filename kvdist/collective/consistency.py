@@ -1,28 +1,28 @@
-"""A rank's part in seeing that all ranks are at the same operations: what it has called, and what rank 0 says of that.
+"""A rank's side of the consistency checks: report what is called, and wait for agreement where that is needed.
 
-An operation is reported when it is called, so that agreement runs ahead of the work. Whoever calls one that is not the
-usual one behind those before waits, before it begins, until all ranks are known to have called the same; the usual one
-is begun at once, and reported at the next tick of the control thread, or with 64 others. Where ranks differ, it is the
-usual one on at most one side, so that what does not belong together never meets; see `kvdist.collective.habits`.
+States of an operation: *called* (reported at once, so agreement runs ahead of the work) → *waited*, unless the response
+cache predicts it → *agreed*, *refused* (ranks differ: `CollectiveMismatch`, the group goes on), or *ended* (a rank is
+gone or the group has failed) → *done*. A predicted operation begins at once and is reported at the next tick of the
+control thread, or with 64 others. Where ranks differ, at most one of them has a predicted operation, so gloo never
+combines data of different operations.
 
-The threads of the groups ask, the control thread brings the news, and the lock is held for neither's waiting. Where a
-group is told, no lock of this object is held.
+Threads of users and groups ask, the control thread brings answers. Groups are called without holding the lock.
 """
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvdist.collective.habits import Habits
-from kvdist.collective.referee import Referee
 from kvdist.collective.signature import ALWAYS_AGREED, Signature
 from kvdist.config.exit_codes import exit_with_peer_lost
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
 from kvdist.protocol.collective import (
+    DIGEST_BYTES,
     ENTRY_BYTES,
     WHOLE_JOB,
     Agreed,
@@ -44,6 +44,102 @@ from kvdist.protocol.collective import (
     Trouble,
 )
 
+PAST = 16
+"""So many operations are looked at where one does not tell what comes next."""
+STEPS_MAX = 32_768
+"""Steps that are remembered. All are forgotten beyond this, for programs whose names never end."""
+
+_AMBIGUOUS = b""
+
+
+class ResponseCache:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._past = b""
+        self._next: dict[bytes, bytes] = {}
+        self._agreed: set[bytes] = set()
+
+    def call(self, digest: bytes) -> tuple[bool, bytes]:
+        """The program calls an operation.
+
+        Returns:
+            Whether it is the usual one, and what was called before, for `agree`.
+        """
+        past, near = self._past, self._past[-DIGEST_BYTES:]
+        if len(self._next) >= 2 * STEPS_MAX:
+            self._forget()
+        for context in (near, past):
+            if self._next.setdefault(context, digest) != digest:
+                self._next[context] = _AMBIGUOUS
+        self._past = (past + digest)[-PAST * DIGEST_BYTES :]
+        context = past if self._next[near] == _AMBIGUOUS else near
+        return self._next[context] == digest and context + digest in self._agreed, past
+
+    def agree(self, past: bytes, digest: bytes) -> None:
+        """All ranks have called this operation behind that past."""
+        if len(self._agreed) >= 2 * STEPS_MAX:
+            self._forget()
+        self._agreed |= {past[-DIGEST_BYTES:] + digest, past + digest}
+
+    def restart(self) -> None:
+        """Know nothing any more: ranks have called different operations."""
+        self._past = b""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._next.clear()
+        self._agreed.clear()
+
+
+class ConsistencyCheck(abc.ABC):
+    """Sees that the ranks of a group are at the same operation."""
+
+    @abc.abstractmethod
+    def called(self, group: int, signature: Signature) -> None:
+        """The program has called the next operation of a group. Waits for nobody."""
+
+    @abc.abstractmethod
+    def admit(self, group: int, sequence: int) -> None:
+        """Called on the group's thread before each operation; blocks where the others must be heard first.
+
+        Raises:
+            CollectiveError: they are at another operation, or one is gone.
+        """
+
+    @abc.abstractmethod
+    def done(self, group: int) -> None:
+        """An operation is over, well or not."""
+
+    @abc.abstractmethod
+    def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
+        """What to tell the user in the place of an error of torch; may wait a moment for news of the cause."""
+
+    @abc.abstractmethod
+    def stand_in(self, group: int, sequence: int) -> Play | Joined:
+        """What a rank that has joined is to do next, once that is known.
+
+        Raises:
+            CollectiveError: one is gone, or the group has failed.
+        """
+
+
+class SingleRankCheck(ConsistencyCheck):
+    """Asks nobody: for a process that is alone."""
+
+    def called(self, group: int, signature: Signature) -> None: ...
+
+    def admit(self, group: int, sequence: int) -> None: ...
+
+    def done(self, group: int) -> None: ...
+
+    def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
+        return CollectiveError(f"{signature} failed: {error}")
+
+    def stand_in(self, group: int, sequence: int) -> Play | Joined:
+        return Joined(group, sequence, 0)
+
+
 BATCH = 64
 """Operations that are reported together where nobody waits for them."""
 ALIVE_S = 1.0
@@ -51,14 +147,14 @@ ALIVE_S = 1.0
 DEFINED_MAX = 32_768
 """Signatures that rank 0 is taken to remember. All are told again beyond this, for programs whose names never end."""
 EXPLAIN_S = 4.0
-"""How long rank 0 may take to say what an error of torch means: longer than it waits for news itself."""
+"""How long rank 0 may take to warn what an error of torch means: longer than it waits for news itself."""
 LEFT = "it has called shutdown() or has ended"
 """Why a rank is gone that has not failed."""
 
 _NO_WAIT, _WAIT = b"\0", b"\1"
 
 
-class Told(Protocol):
+class Failable(Protocol):
     """A group, as far as it is told of the end of things."""
 
     number: int
@@ -70,13 +166,13 @@ class Told(Protocol):
 
 
 @dataclass(slots=True)
-class _Book:
+class _GroupCalls:
     """A group's operations.
 
     Attributes:
         called, done, reported, reported_done: how many.
         unreported: entries of a `Report`.
-        habits: what is usual.
+        cache: what is usual.
         waited: those that are not agreed on yet → what was called before, and the digest.
         refused: those that differ → what was said of it.
         orders: what a rank that has joined is to do.
@@ -87,7 +183,7 @@ class _Book:
     done: int = 0
     reported: int = 0
     reported_done: int = 0
-    habits: Habits = field(default_factory=Habits)
+    cache: ResponseCache = field(default_factory=ResponseCache)
     unreported: bytearray = field(default_factory=bytearray)
     waited: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
@@ -97,25 +193,25 @@ class _Book:
     end: BaseException | None = None
 
 
-class Member(Referee):
+class CoordinatedCheck(ConsistencyCheck):
     """See the module.
 
     Args:
         rank: this one.
         host: where it is.
-        ring: wakes the control thread; safe from any thread.
-        say: tells the user a sentence.
+        wake: wakes the control thread; safe from any thread.
+        warn: tells the user a sentence.
     """
 
-    def __init__(self, rank: int, host: str, ring: Callable[[], None], say: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, host: str, wake: Callable[[], None], warn: Callable[[str], None]) -> None:
         self.rank = rank
         self._host = host
-        self._ring = ring
-        self._say = say
-        self._news = threading.Condition(threading.Lock())
-        # What the others say of a group may come before this rank has begun with it.
-        self._books: defaultdict[int, _Book] = defaultdict(_Book)
-        self._groups: dict[int, Told] = {}
+        self._wake = wake
+        self._warn = warn
+        self._changed = threading.Condition(threading.Lock())
+        # What the others warn of a group may come before this rank has begun with it.
+        self._calls_of: defaultdict[int, _GroupCalls] = defaultdict(_GroupCalls)
+        self._groups: dict[int, Failable] = {}
         self._defined: set[bytes] = set()
         self._outbox: deque[ToCoordinator] = deque()
         self._ends: list[tuple[int, Callable[[str], BaseException], int]] = []
@@ -126,13 +222,13 @@ class Member(Referee):
 
     # On the threads of users and groups.
 
-    def enter(self, group: Told) -> None:
+    def enter(self, group: Failable) -> None:
         """A group begins: first its opening, then itself."""
-        with self._news:
+        with self._changed:
             is_known = group.number in self._groups
             self._groups[group.number] = group
             # Here and not at the first operation: the control thread goes through the books meanwhile.
-            self._books[group.number]
+            self._calls_of[group.number]
             if group.number and not is_known:
                 self._outbox.append(Members(group.number, group.ranks))
             ends, leaving = list(self._ends), list(self._leaving)
@@ -144,75 +240,75 @@ class Member(Referee):
 
     def leave(self, number: int) -> None:
         """A group is no more."""
-        with self._news:
+        with self._changed:
             self._groups.pop(number, None)
-            self._books.pop(number, None)
+            self._calls_of.pop(number, None)
 
     def called(self, group: int, signature: Signature) -> None:
         digest = signature.digest
-        book = self._books[group]
-        with self._news:
-            is_usual, past = book.habits.call(digest)
-            waits = not is_usual or book.is_paced or signature.kind in ALWAYS_AGREED
+        calls = self._calls_of[group]
+        with self._changed:
+            is_usual, past = calls.cache.call(digest)
+            waits = not is_usual or calls.is_paced or signature.kind in ALWAYS_AGREED
             if waits:
-                book.waited[book.called] = past, digest
+                calls.waited[calls.called] = past, digest
                 if digest not in self._defined:
                     self._define(digest, signature)
-            book.called += 1
-            book.unreported += (_WAIT if waits else _NO_WAIT) + digest
-            is_due = waits or len(book.unreported) >= BATCH * ENTRY_BYTES
+            calls.called += 1
+            calls.unreported += (_WAIT if waits else _NO_WAIT) + digest
+            is_due = waits or len(calls.unreported) >= BATCH * ENTRY_BYTES
         if is_due:
-            self._ring()
+            self._wake()
 
     def admit(self, group: int, sequence: int) -> None:
-        book = self._book(group)
-        if book.end is None and sequence not in book.waited and sequence not in book.refused:
+        calls = self._calls(group)
+        if calls.end is None and sequence not in calls.waited and sequence not in calls.refused:
             return
-        with self._news:
-            while sequence in book.waited and sequence not in book.refused and not _has_ended(book, sequence):
-                self._news.wait()
-            book.waited.pop(sequence, None)
-            refusal = book.refused.pop(sequence, None)
+        with self._changed:
+            while sequence in calls.waited and sequence not in calls.refused and not _has_ended(calls, sequence):
+                self._changed.wait()
+            calls.waited.pop(sequence, None)
+            refusal = calls.refused.pop(sequence, None)
         if refusal is not None:
             raise CollectiveMismatch(refusal)
-        if book.end is not None and _has_ended(book, sequence):
-            raise book.end
+        if calls.end is not None and _has_ended(calls, sequence):
+            raise calls.end
 
     def done(self, group: int) -> None:
-        self._book(group).done += 1
+        self._calls(group).done += 1
 
     def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         told = f"{signature} failed on rank {self.rank} on host {self._host}: {type(error).__name__}: {text}"
-        book = self._book(group)
-        with self._news:
+        calls = self._calls(group)
+        with self._changed:
             # Torch's groups raise RuntimeError when a connection breaks; what else there is has its cause here.
             self._outbox.append(Trouble(group, sequence, isinstance(error, RuntimeError), told))
-        self._ring()
-        with self._news:
-            self._news.wait_for(lambda: book.end is not None and _has_ended(book, sequence), EXPLAIN_S)
-        return book.end or CollectiveError(told)
+        self._wake()
+        with self._changed:
+            self._changed.wait_for(lambda: calls.end is not None and _has_ended(calls, sequence), EXPLAIN_S)
+        return calls.end or CollectiveError(told)
 
     def stand_in(self, group: int, sequence: int) -> Play | Joined:
-        book = self._books[group]
-        with self._news:
-            self._news.wait_for(lambda: book.orders or _has_ended(book, sequence))
-            if _has_ended(book, sequence):
-                assert book.end is not None
-                raise book.end
-            order = book.orders.popleft()
+        calls = self._calls_of[group]
+        with self._changed:
+            self._changed.wait_for(lambda: calls.orders or _has_ended(calls, sequence))
+            if _has_ended(calls, sequence):
+                assert calls.end is not None
+                raise calls.end
+            order = calls.orders.popleft()
             if isinstance(order, Play):
-                book.called += 1
-                book.reported += 1
-                book.waited = {sequence + 1 if at == sequence else at: of for at, of in book.waited.items()}
+                calls.called += 1
+                calls.reported += 1
+                calls.waited = {sequence + 1 if at == sequence else at: of for at, of in calls.waited.items()}
             else:
                 # What the others have called meanwhile is unknown here.
-                book.habits.restart()
+                calls.cache.restart()
         return order
 
     def counts(self) -> tuple[tuple[int, int], ...]:
         """How many operations of each group are done."""
-        return tuple((number, book.done) for number, book in list(self._books.items()) if number in self._groups)
+        return tuple((number, calls.done) for number, calls in list(self._calls_of.items()) if number in self._groups)
 
     @property
     def has_failed(self) -> bool:
@@ -226,33 +322,35 @@ class Member(Referee):
 
     def say_last_calls(self, counts: Mapping[int, int]) -> None:
         """Tell the others that no more is called here: so many operations of each group, which are still finished."""
-        with self._news:
+        with self._changed:
             self._outbox.append(LastCalls(tuple(counts.items())))
-        self._ring()
+        self._wake()
 
     def say_goodbye(self, failure: str) -> None:
         """Leave the job."""
-        with self._news:
+        with self._changed:
             self._outbox.append(Bye(failure, self.counts()))
-        self._ring()
+        self._wake()
 
     # On the control thread.
 
     def take(self, now: float) -> list[ToCoordinator]:
         """What is to be sent now."""
-        with self._news:
+        with self._changed:
             outgoing = list(self._outbox)
             self._outbox.clear()
             waits = False
             # The group of all is last: all of a set is reported before its removal.
-            for number, book in sorted(self._books.items(), reverse=True):
-                waits = waits or book.done < book.called
-                if book.unreported or book.done != book.reported_done:
-                    outgoing.append(self._report(number, book))
+            for number, calls in sorted(self._calls_of.items(), reverse=True):
+                waits = waits or calls.done < calls.called
+                if calls.unreported or calls.done != calls.reported_done:
+                    outgoing.append(self._report(number, calls))
                     self._said_alive = now
             if waits and now - self._said_alive >= ALIVE_S:
                 self._said_alive = now
-                outgoing += [self._report(at, book) for at, book in self._books.items() if book.done < book.called]
+                outgoing += [
+                    self._report(at, calls) for at, calls in self._calls_of.items() if calls.done < calls.called
+                ]
         # What is defined is reported behind that, and a goodbye says the last word.
         return sorted(outgoing, key=lambda message: isinstance(message, Bye))
 
@@ -273,13 +371,13 @@ class Member(Referee):
             case Leaving(rank=rank, host=host, counts=counts):
                 self._hear_last_calls(rank, _error_of(self.rank, rank, host, LEFT), dict(counts))
             case Play(group=group) | Joined(group=group):
-                with self._news:
-                    self._books[group].orders.append(message)
-                    self._news.notify_all()
+                with self._changed:
+                    self._calls_of[group].orders.append(message)
+                    self._changed.notify_all()
             case Pace(group=group, waits=waits):
-                self._books[group].is_paced = waits
+                self._calls_of[group].is_paced = waits
             case Stall(text=text):
-                self._say(text)
+                self._warn(text)
 
     def fail(self, error_of: Callable[[str], BaseException]) -> None:
         """Everything is over."""
@@ -291,7 +389,7 @@ class Member(Referee):
         if counts is None:
             self.fail(error_of)
             return
-        with self._news:
+        with self._changed:
             self._ends.append((-1, error_of, rank))
             groups = list(self._groups.items())
         for number, group in groups:
@@ -301,14 +399,14 @@ class Member(Referee):
                 self._end(number, error_of, counts.get(number, 0))
 
     def _hear_last_calls(self, rank: int, error_of: Callable[[str], BaseException], counts: dict[int, int]) -> None:
-        with self._news:
+        with self._changed:
             self._leaving.append((rank, error_of, counts))
             groups = list(self._groups.values())
         for group in groups:
             self._limit(group, rank, error_of, counts)
 
     def _limit(
-        self, group: Told, rank: int, error_of: Callable[[str], BaseException], counts: Mapping[int, int]
+        self, group: Failable, rank: int, error_of: Callable[[str], BaseException], counts: Mapping[int, int]
     ) -> None:
         """End what a rank that calls nothing more has not called. It still connects where it has begun to."""
         if group.is_open and rank in group.ranks and group.number in counts:
@@ -316,9 +414,9 @@ class Member(Referee):
 
     # Under the lock, or what takes it.
 
-    def _book(self, group: int) -> _Book:
+    def _calls(self, group: int) -> _GroupCalls:
         """That of a group; one to be thrown away where a thread that was left alone outlives its group."""
-        return self._books.get(group) or _Book()
+        return self._calls_of.get(group) or _GroupCalls()
 
     def _define(self, digest: bytes, signature: Signature) -> None:
         if len(self._defined) >= DEFINED_MAX:
@@ -328,32 +426,32 @@ class Member(Referee):
             Define(signature.kind, signature.name, signature.tensors, signature.detail, signature.device)
         )
 
-    def _report(self, number: int, book: _Book) -> Report:
-        report = Report(number, book.reported, book.done, bytes(book.unreported))
-        book.reported += len(book.unreported) // ENTRY_BYTES
-        book.reported_done = book.done
-        book.unreported.clear()
+    def _report(self, number: int, calls: _GroupCalls) -> Report:
+        report = Report(number, calls.reported, calls.done, bytes(calls.unreported))
+        calls.reported += len(calls.unreported) // ENTRY_BYTES
+        calls.reported_done = calls.done
+        calls.unreported.clear()
         return report
 
     def _agree(self, message: Agreed) -> None:
-        with self._news:
-            book = self._books[message.group]
-            for sequence in [at for at in book.waited if at < message.sequence]:
-                book.habits.agree(*book.waited.pop(sequence))
-            self._news.notify_all()
+        with self._changed:
+            calls = self._calls_of[message.group]
+            for sequence in [at for at in calls.waited if at < message.sequence]:
+                calls.cache.agree(*calls.waited.pop(sequence))
+            self._changed.notify_all()
 
     def _refuse(self, group: int, sequence: int, text: str) -> None:
-        with self._news:
-            self._books[group].refused[sequence] = text
-            self._books[group].habits.restart()
-            self._news.notify_all()
+        with self._changed:
+            self._calls_of[group].refused[sequence] = text
+            self._calls_of[group].cache.restart()
+            self._changed.notify_all()
 
     def _lose(self, message: Gone) -> None:
         cause = message.cause or LEFT
         self.lose(message.rank, message.host, cause, None if message.cause else dict(message.counts))
 
     def _end(self, number: int, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
-        with self._news:
+        with self._changed:
             if number not in self._groups:
                 self._ends.append((number, error_of, -1))
             numbers = list(self._groups) if number == WHOLE_JOB else [number]
@@ -363,11 +461,11 @@ class Member(Referee):
                 continue
             # First those who wait for a result, so that the error names what they wait for.
             group.fail(error_of, from_sequence)
-            with self._news:
-                book = self._books[each]
-                if book.ends_at is None or from_sequence < book.ends_at:
-                    book.ends_at, book.end = from_sequence, error_of("")
-                self._news.notify_all()
+            with self._changed:
+                calls = self._calls_of[each]
+                if calls.ends_at is None or from_sequence < calls.ends_at:
+                    calls.ends_at, calls.end = from_sequence, error_of("")
+                self._changed.notify_all()
 
 
 def _error_of(own: int, rank: int, host: str, cause: str) -> Callable[[str], BaseException]:
@@ -381,5 +479,5 @@ def _error_of(own: int, rank: int, host: str, cause: str) -> Callable[[str], Bas
     return error_of
 
 
-def _has_ended(book: _Book, sequence: int) -> bool:
-    return book.ends_at is not None and sequence >= book.ends_at
+def _has_ended(calls: _GroupCalls, sequence: int) -> bool:
+    return calls.ends_at is not None and sequence >= calls.ends_at

@@ -1,12 +1,12 @@
-"""What torch's counters of changes tell a trainer: weights that somebody else has written, gradients that are old.
+"""Checks of weights and gradients before a step: changed weights, stale gradients, NaN and infinity.
 
-Every tensor of torch counts the operations that wrote into it. Rules that hold here:
+Every torch tensor counts the operations that wrote to it. Invariants:
 
-* A weight that the store updates is the store's. If its count has moved since the last step, somebody has written to
-  it, and the next pull would silently undo that: an error.
-* A gradient is *stale* if it is the tensor, at the count, that the last step took: no backward pass has come between.
-* What goes past the count (``weight.data``, NumPy on its memory) is not noticed.
-* Gradients are known weakly, so nobody's memory is kept.
+* If the count of a weight that the store updates has moved since the last step, the next pull would silently undo the
+  change: an error.
+* A gradient is *stale* if it is the tensor, at the count, that the last step used: no backward pass came in between.
+* Writes past the counter (``weight.data``, NumPy on its memory) are not noticed.
+* Gradients are held by weak references.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvdist.dtypes import DType
+from kvdist.kvstore import values
+from kvdist.kvstore.devices import Devices, OnDevice
 from kvdist.training.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -177,3 +180,48 @@ def _some(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
     verb = "was" if len(names) == 1 else "were"
     return f"{', '.join(names[:_NAMED_MAX])}{more} {verb}"
+
+
+def refuse_nonfinite(
+    trained: Sequence[tuple[int, Parameter]],
+    grads: Sequence[Sequence[torch.Tensor] | None],
+    rank: int,
+    devices: Devices,
+) -> None:
+    """Check that all gradients are finite: one pass over their bytes, and one wait for each GPU.
+
+    Args:
+        trained: keys and parameters.
+        grads: for each of them its gradients, one per device.
+        rank: of this worker, for the message.
+        devices: the GPUs that are used.
+
+    Raises:
+        FloatingPointError: one is not; it names rank, key and parameter.
+    """
+    if _all_on_gpus_finite([grad for given in grads for grad in given or ()], devices):
+        return
+    for (key, parameter), given in zip(trained, grads, strict=True):
+        for grad in given or ():
+            if not bool(grad.isfinite().all()):
+                nan = int(grad.isnan().sum())
+                infinite = int(grad.isinf().sum())
+                raise FloatingPointError(
+                    f"the gradient of {parameter.name} (key {key}) on rank {rank} is not finite: {nan} NaN and"
+                    f" {infinite} infinite of {grad.numel()} elements. Nothing was sent, so the other workers wait:"
+                    " call skip_step() to go on without this worker's gradients, or end the job"
+                )
+
+
+def _all_on_gpus_finite(grads: Sequence[torch.Tensor], devices: Devices) -> bool:
+    """Whether all gradients lie on GPUs, and are finite. Where they do not, they are looked at one by one."""
+    together: dict[tuple[int, DType], list[OnDevice]] = {}
+    for grad in grads:
+        dtype = values.describe(grad)[1]
+        part = devices.read(grad, dtype)
+        if not isinstance(part, OnDevice):
+            return False
+        together.setdefault((part.device.index, dtype), []).append(part)
+    return bool(together) and all(
+        parts[0].device.all_finite([part.array for part in parts], dtype) for (_, dtype), parts in together.items()
+    )
