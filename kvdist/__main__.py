@@ -41,7 +41,7 @@ from kvdist.config.settings import (
     server_modules_from_env,
 )
 from kvdist.config.variables import device_names
-from kvdist.core.effects import ChildEnded, LauncherGone, Placed
+from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
@@ -275,7 +275,7 @@ def _listen(node: Node) -> None:
     node.post(LauncherGone())
 
 
-def parse_report(line: str) -> ChildEnded | Placed | None:
+def parse_report(line: str) -> ChildEnded | ProcessStarted | None:
     """The event that a launcher's line tells of; None for a line of another form.
 
     The forms: ``ended worker 1 signal 9``, ``... exit 3``, ``... lost d2`` (its host), ``placed worker 1 d2 4242``.
@@ -295,7 +295,7 @@ def parse_report(line: str) -> ChildEnded | Placed | None:
         case "ended", "exit", code if code.isdigit():
             return ChildEnded(node, f"exited with code {code}", clean=int(code) == 0)
         case "placed", host, pid if pid.isdigit():
-            return Placed(node, host, int(pid))
+            return ProcessStarted(node, host, int(pid))
     return None
 
 

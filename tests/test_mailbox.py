@@ -6,8 +6,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvdist.core.effects import NEVER, Connected
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import NEVER, PeerConnected
 from kvdist.core.worker.requests import Register
 from kvdist.runtime.mailbox import Errand, Mailbox
 
@@ -44,7 +44,7 @@ def errand(growing: Until | None = None) -> Errand:
 
 def test_what_is_urgent_is_taken_at_once_and_wakes_once() -> None:
     box = Box()
-    items = [errand(), Connected(SCHEDULER_MEMBER), errand()]
+    items = [errand(), PeerConnected(SCHEDULER_MEMBER), errand()]
     for item in items:
         assert box.mailbox.put(item)
     assert box.woken == 1

@@ -10,7 +10,7 @@ import pytest
 
 from kvdist import __main__ as command
 from kvdist.config.settings import optimizer_modules_from_env
-from kvdist.core.effects import ChildEnded, Placed
+from kvdist.core.machine import ChildEnded, ProcessStarted
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels import gpu
 from kvdist.kvstore import commands
@@ -38,7 +38,7 @@ CLUSTER = {
             "ended worker 1 lost d2\n",
             ChildEnded(worker(1), "lost with its host d2, which the launcher cannot reach any more", clean=False),
         ),
-        ("placed worker 1 d2 4242\n", Placed(worker(1), "d2", 4242)),
+        ("placed worker 1 d2 4242\n", ProcessStarted(worker(1), "d2", 4242)),
     ],
 )
 def test_a_launchers_line_tells_what_it_did_and_saw(line, event):

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvdist.config.settings import ClusterConfig
-from kvdist.core.effects import Effect
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
+from kvdist.core.machine import Effect
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.worker.requests import Register
 from kvdist.core.worker.worker import Worker

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from kvdist.core.effects import Effect, Send
+from kvdist.core.machine import Effect, Send
 from kvdist.core.scheduler.membership import Seats
 from kvdist.core.scheduler.servers_asked import ServersAsked
 from kvdist.nodes import Member

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvdist.core.effects import NEVER
+from kvdist.core.machine import NEVER
 from kvdist.core.round import Setting, setting_of
 from kvdist.core.server.buffers import Bits
 from kvdist.core.worker.outbox import Part, Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdist.core.effects import NEVER, Connect, Effect, Send
+from kvdist.core.machine import NEVER, Connect, Effect, Send
 from kvdist.errors import ConfigError, DeadlineExceeded
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
 from kvdist.protocol.registration import Hello, Peer, Rejected, Roster, Welcome

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvdist.config.settings import Limits
-from kvdist.core.effects import NEVER, Connect, Effect, Forget, Send
 from kvdist.core.host_sum import HostSum, parts_of
 from kvdist.core.joined import Joiner
+from kvdist.core.machine import NEVER, Connect, Effect, Forget, Send
 from kvdist.core.server.buffers import Allocate
 from kvdist.core.worker.requests import travels_alone
 from kvdist.core.worker.transfers import LEADER, Transfers

@@ -16,15 +16,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvdist.core.effects import (
+from kvdist.core.machine import (
     NEVER,
-    Adopt,
-    Connected,
-    Disconnected,
+    Bind,
     Effect,
     Event,
     Forget,
     Machine,
+    PeerConnected,
+    PeerDisconnected,
     Send,
     Transmit,
     Unreachable,
@@ -65,7 +65,7 @@ TERM = 1
 
 
 @dataclass(slots=True)
-class Link:
+class PeerLink:
     """What is known about the traffic with one member."""
 
     peer: Member
@@ -109,8 +109,8 @@ class Reliable:
     def __init__(self, machine: Machine, job: int) -> None:
         self.machine = machine
         self.job = job
-        self.links: dict[Member, Link] = {}
-        self._dues: Dues[Link] = Dues()
+        self.links: dict[Member, PeerLink] = {}
+        self._dues: Dues[PeerLink] = Dues()
         self.duplicates_dropped = 0
         self.strangers_refused = 0
 
@@ -144,9 +144,9 @@ class Reliable:
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to something that is not a packet."""
         effects: list[Effect] = []
-        if isinstance(event, Disconnected) and event.member in self.links:
+        if isinstance(event, PeerDisconnected) and event.member in self.links:
             self.links[event.member].broken = True
-        if isinstance(event, Connected):
+        if isinstance(event, PeerConnected):
             link = self.links.get(event.member)
             if link is not None and link.broken:
                 link.broken = False
@@ -217,17 +217,17 @@ class Reliable:
         """A stranger has spoken. If it turns out to be a member, this is a connection to it, perhaps a new one."""
         stamped = self._stamped(effects, now)
         for effect in effects:
-            if isinstance(effect, Adopt):
-                stamped += self.observe(Connected(effect.member), now)
+            if isinstance(effect, Bind):
+                stamped += self.observe(PeerConnected(effect.member), now)
         return stamped
 
-    def _link(self, member: Member) -> Link:
+    def _link(self, member: Member) -> PeerLink:
         link = self.links.get(member)
         if link is None:
-            link = self.links[member] = Link(member)
+            link = self.links[member] = PeerLink(member)
         return link
 
-    def _acknowledge(self, link: Link, ack: int, now: float) -> list[Effect]:
+    def _acknowledge(self, link: PeerLink, ack: int, now: float) -> list[Effect]:
         waiting = link.unacknowledged
         if not waiting or waiting[0][0] > ack:
             return []
@@ -242,7 +242,7 @@ class Reliable:
         self._expect_answer(link, now)
         return self._stamped(self.machine.acknowledged(link.peer, tokens, now), now) if tokens else []
 
-    def _sequence(self, link: Link, seq: int, message: Message, now: float) -> list[Effect] | None:
+    def _sequence(self, link: PeerLink, seq: int, message: Message, now: float) -> list[Effect] | None:
         """None if the message is the next one; else what to do instead of handling it."""
         if seq == link.received + 1:
             link.received = seq
@@ -261,7 +261,7 @@ class Reliable:
         link.asked_at = link.received
         return [self._unsequenced(link.peer, Ack(wanted=True))]
 
-    def _repeat(self, link: Link, now: float, messages_max: int | None = None) -> list[Effect]:
+    def _repeat(self, link: PeerLink, now: float, messages_max: int | None = None) -> list[Effect]:
         self._expect_answer(link, now)
         again = list(link.unacknowledged)[:messages_max]
         return [Transmit(link.peer, Packet(self._stamp(link.peer, seq), message)) for seq, message, _ in again]
@@ -305,7 +305,7 @@ class Reliable:
             link.retry_due = min(link.retry_due + nbytes / SLOWEST_BYTES_PER_S, latest)
         return Transmit(send.to, Packet(self._stamp(send.to, seq), send.message))
 
-    def _expect_answer(self, link: Link, now: float) -> None:
+    def _expect_answer(self, link: PeerLink, now: float) -> None:
         link.expect_answer(now)
         self._dues.enter(link)
 
@@ -325,7 +325,7 @@ class Reliable:
         return Stamp(self.job, TERM, machine.epoch, machine.me, destination, seq, received, machine.step)
 
 
-def _unreachable(link: Link) -> Unreachable:
+def _unreachable(link: PeerLink) -> Unreachable:
     messages = len(link.unacknowledged)
     return Unreachable(
         link.peer,

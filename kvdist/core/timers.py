@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-from kvdist.core.effects import NEVER
+from kvdist.core.machine import NEVER
 
 SPARE_ENTRIES = 64
 """So many places that mean nothing are never worth a clearing."""

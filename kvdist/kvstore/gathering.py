@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvdist.core.effects import NEVER
+from kvdist.core.machine import NEVER
 from kvdist.core.worker.requests import Bits, KeyInfo, Kind, RunData, Transfer
 from kvdist.kvstore.contribution import Contribution, Terms
 from kvdist.kvstore.handed import EncodedSlices, Given, named

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvdist.core.effects import NEVER, Event
+from kvdist.core.machine import NEVER, Event
 from kvdist.core.worker.requests import Request
 
 URGENT = -NEVER

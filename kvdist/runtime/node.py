@@ -19,27 +19,27 @@ from typing import Any
 
 from kvdist.checkpoint.works import Product
 from kvdist.config.exit_codes import exit_with_peer_lost
-from kvdist.core.effects import (
+from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import (
     NEVER,
-    Adopt,
-    Answered,
-    Complete,
+    Bind,
+    CompleteKeys,
+    CompleteRequest,
     Connect,
-    Connected,
-    Disconnected,
     Effect,
     Event,
-    Fail,
+    FailRequest,
     Forget,
+    Halt,
+    Log,
     Machine,
+    PeerConnected,
+    PeerDisconnected,
     Persist,
     Persisted,
-    Report,
     Send,
-    Stop,
     Transmit,
 )
-from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.worker.requests import Request
 from kvdist.core.worker.worker import Worker
@@ -61,10 +61,7 @@ from kvdist.runtime.mailbox import Answer, AnswerByKey, Errand, Finish, Growing,
 from kvdist.runtime.trace import now_ns
 from kvdist.runtime.tracing import NodeTrace
 from kvdist.runtime.user_threads import AwaitedFuture, note_call
-from kvdist.transport.base import Arrived, Buffer, Route, Transport
-from kvdist.transport.base import Connected as RouteUp
-from kvdist.transport.base import Disconnected as RouteDown
-from kvdist.transport.base import Refused as RouteRefused
+from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Refused, Route, Transport
 
 LOG = logging.getLogger("kvdist")
 
@@ -227,12 +224,12 @@ class Node:
             match event:
                 case Arrived(route, frames, sender):
                     self._arrived(route, frames, sender)
-                case RouteUp(route):
+                case Connected(route):
                     self._came_back(self._members.get(route))
-                case RouteDown(route, reason, after_silence):
+                case Disconnected(route, reason, after_silence):
                     self._went_away(route, reason, after_silence)
                     self._forget_stranger(route)
-                case RouteRefused(_, reason):
+                case Refused(_, reason):
                     self._stop(AuthenticationError(reason))
         asked = self._take_mail()
         due = self.reliable.deadline <= heard_at
@@ -374,13 +371,13 @@ class Node:
 
     def _came_back(self, member: Member | None) -> None:
         if member is not None:
-            self._carry_out(self.reliable.observe(Connected(member), self._clock()))
+            self._carry_out(self.reliable.observe(PeerConnected(member), self._clock()))
 
     def _went_away(self, route: Route, reason: str, after_silence: bool = False) -> None:
         member = self._members.get(route)
         # A member that is heard under another route by now has come back already.
         if member is not None and self._routes.get(member) == route:
-            self._carry_out(self.reliable.observe(Disconnected(member, reason, after_silence), self._clock()))
+            self._carry_out(self.reliable.observe(PeerDisconnected(member, reason, after_silence), self._clock()))
 
     def _forget_stranger(self, route: Route) -> None:
         """The connection of a route is over: nothing of a stranger's is kept."""
@@ -422,11 +419,11 @@ class Node:
             match effect:
                 case Transmit(to, packet):
                     self._transmit(to, packet)
-                case Complete(request, result):
+                case CompleteRequest(request, result):
                     self._complete(request, result)
-                case Answered(request, keys, refusal):
+                case CompleteKeys(request, keys, refusal):
                     self._keys_answered(request, keys, refusal)
-                case Fail(request, error):
+                case FailRequest(request, error):
                     answer, _ = self._answers.pop(request, (None, None))
                     trace = self.trace
                     if trace is not None:
@@ -437,16 +434,16 @@ class Node:
                     route = self.transport.connect(endpoint, to.node)
                     self._routes[to] = route
                     self._members[route] = self._dialled[route] = to
-                case Adopt(stranger, member):
+                case Bind(stranger, member):
                     route = self._routes.pop(stranger)
                     self._introduced.pop(route, None)
                     self._routes[member] = route
                     self._members[route] = member
-                case Report(text):
+                case Log(text):
                     LOG.warning("%s", text)
                 case Persist(token, work):
                     self._disk.begin(work, partial(self._persisted, token))
-                case Stop(failure):
+                case Halt(failure):
                     self._stop(failure)
                 case Send() | Forget():
                     raise AssertionError("Reliable takes these")

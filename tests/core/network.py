@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from kvdist.core.effects import Effect
+from kvdist.core.machine import Effect
 from kvdist.nodes import Member, NodeId
 from kvdist.protocol.messages import Message
 from kvdist.runtime.node import Node

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvdist.core.effects import Effect, Send
+from kvdist.core.machine import Effect, Send
 from kvdist.core.policy import SYNC
 from kvdist.core.server import replies as module
 from kvdist.core.server.block import Block

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvdist.config.settings import Limits
-from kvdist.core.effects import Send
+from kvdist.core.machine import Send
 from kvdist.core.server import replies as answers
 from kvdist.core.server.block import ROUNDS_WORTH_IT, Block
 from kvdist.core.server.buffers import BufferPool

@@ -9,7 +9,7 @@ import pytest
 
 from kvdist.checkpoint.manifest import EVERYTHING, WEIGHTS
 from kvdist.checkpoint.works import CheckFolder, LockFolder, Sweep, UnlockFolder, WriteManifest, WriteShard
-from kvdist.core.effects import Connected, Disconnected
+from kvdist.core.machine import PeerConnected, PeerDisconnected
 from kvdist.core.worker.requests import ClaimFolder
 from kvdist.protocol.saving import Mark, SavedFile
 from tests.core.training import (
@@ -233,8 +233,8 @@ def test_what_is_lost_on_the_way_is_said_again(tmp_path: Path) -> None:
     assert wired.lose() > 0
     for worker in ("worker-0", "worker-1"):
         for peer in ("server-0", "server-1", "scheduler"):
-            wired.observe(worker, Disconnected(wired.member(peer), "reset"))
-            wired.observe(worker, Connected(wired.member(peer)))
+            wired.observe(worker, PeerDisconnected(wired.member(peer), "reset"))
+            wired.observe(worker, PeerConnected(wired.member(peer)))
     wired.settle_works()
     assert all(request in wired.completed for request in requests)
     require_moment(tmp_path, (0, 1), 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist.core.effects import NEVER
+from kvdist.core.machine import NEVER
 from kvdist.core.timers import SPARE_ENTRIES, Dues
 
 

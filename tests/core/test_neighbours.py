@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvdist.config.settings import Limits
-from kvdist.core.effects import Disconnected
+from kvdist.core.machine import PeerDisconnected
 from kvdist.errors import OptimizerMismatch, PeerLostError
 from kvdist.nodes import Member, worker
 from kvdist.protocol.arrays import Arrays
@@ -299,16 +299,16 @@ def test_a_regular_leave_is_no_lost_connection() -> None:
     wired.settle()
     member = wired.member("worker-1")
     wired.leave(1)
-    wired.observe("worker-0", Disconnected(member, "closed"))
+    wired.observe("worker-0", PeerDisconnected(member, "closed"))
     wired.settle()
-    wired.observe("worker-0", Disconnected(member, "closed"))
+    wired.observe("worker-0", PeerDisconnected(member, "closed"))
     wired.advance(60.0)
     assert "worker-0" not in wired.stopped
 
 
 def test_a_connection_between_neighbours_that_does_not_come_back_ends_the_job_in_a_sentence() -> None:
     wired = cluster("xx")
-    wired.observe("worker-1", Disconnected(wired.member("worker-0"), "reset"))
+    wired.observe("worker-1", PeerDisconnected(wired.member("worker-0"), "reset"))
     wired.advance(10.0)
     assert "worker-1" not in wired.stopped
     wired.advance(1.0)

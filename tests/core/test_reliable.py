@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvdist.core.effects import (
+from kvdist.core.machine import (
     ACK_BYTES_MAX,
     NEVER,
-    Adopt,
-    Connected,
-    Disconnected,
+    Bind,
     Effect,
     Event,
     Forget,
     Machine,
+    PeerConnected,
+    PeerDisconnected,
     Send,
     Transmit,
     Unreachable,
@@ -186,8 +186,8 @@ def test_what_is_large_has_longer_to_arrive_so_that_a_slow_line_does_not_carry_i
 
 def test_a_mended_connection_repeats_everything_and_asks_for_the_same(pair: Pair) -> None:
     pair.say(10, 11)
-    assert pair.from_ann.observe(Disconnected(BOB, "reset"), 1.0) == []
-    said = packets(pair.from_ann.observe(Connected(BOB), 1.1))
+    assert pair.from_ann.observe(PeerDisconnected(BOB, "reset"), 1.0) == []
+    said = packets(pair.from_ann.observe(PeerConnected(BOB), 1.1))
     assert [(packet.stamp.seq, packet.message) for packet in said] == [
         (1, Done(10)),
         (2, Done(11)),
@@ -199,7 +199,7 @@ def test_a_mended_connection_repeats_everything_and_asks_for_the_same(pair: Pair
 
 def test_a_first_connection_repeats_nothing(pair: Pair) -> None:
     pair.say(10)
-    assert pair.from_ann.observe(Connected(BOB), 0.1) == []
+    assert pair.from_ann.observe(PeerConnected(BOB), 0.1) == []
 
 
 def test_messages_that_may_be_lost_are_not_numbered_nor_repeated(pair: Pair) -> None:
@@ -268,21 +268,21 @@ def test_a_stranger_is_heard_without_numbers_and_gets_the_answer_that_it_can_rea
 def test_a_member_that_introduces_itself_again_after_a_break_gets_everything_again(pair: Pair) -> None:
     stranger = Member(NodeId(Role.WORKER, UNRANKED), 555)
     pair.from_bob.perform(lambda: [Send(ANN, Done(1))], 0.0)
-    pair.from_bob.observe(Disconnected(ANN, "reset"), 0.1)
-    pair.bob.answers = [Adopt(stranger, ANN)]
+    pair.from_bob.observe(PeerDisconnected(ANN, "reset"), 0.1)
+    pair.bob.answers = [Bind(stranger, ANN)]
     said = pair.bob_hears(Packet(Stamp(JOB, 1, 0, stranger, 0, 0, 0, 0), Done(1)), now=0.2)
     assert [packet.message for packet in said] == [Done(1), Ack(wanted=True)]
-    assert pair.bob.events[-1] == Connected(ANN)
+    assert pair.bob.events[-1] == PeerConnected(ANN)
 
 
 def test_connections_that_let_nothing_through_are_counted_and_end_with_a_reason(pair: Pair) -> None:
     pair.from_ann.perform(lambda: [Send(BOB, Done(1))], 0.0)
     for time in range(1, 5):
-        pair.from_ann.observe(Disconnected(BOB, "reset"), time)
-        pair.from_ann.observe(Connected(BOB), time + 0.1)
+        pair.from_ann.observe(PeerDisconnected(BOB, "reset"), time)
+        pair.from_ann.observe(PeerConnected(BOB), time + 0.1)
     assert not [event for event in pair.ann.events if isinstance(event, Unreachable)]
-    pair.from_ann.observe(Disconnected(BOB, "reset"), 5.0)
-    assert pair.from_ann.observe(Connected(BOB), 5.1) == [], "nothing is said again"
+    pair.from_ann.observe(PeerDisconnected(BOB, "reset"), 5.0)
+    assert pair.from_ann.observe(PeerConnected(BOB), 5.1) == [], "nothing is said again"
     (event,) = [event for event in pair.ann.events if isinstance(event, Unreachable)]
     assert event.member == BOB and event.reason.startswith("5 connections to it were made one after another, and broke")
 
@@ -295,8 +295,8 @@ def test_connections_that_break_are_not_counted_where_something_gets_through_or_
         if waits:
             pair.from_ann.perform(lambda: [Send(BOB, Done(1))], time)
             pair.ann_hears(Packet(Stamp(JOB, 1, 0, BOB, ANN.incarnation, 0, time - 1, 0), Ack(wanted=False)), now=time)
-        pair.from_ann.observe(Disconnected(BOB, "reset"), time)
-        pair.from_ann.observe(Connected(BOB), time + 0.1)
+        pair.from_ann.observe(PeerDisconnected(BOB, "reset"), time)
+        pair.from_ann.observe(PeerConnected(BOB), time + 0.1)
     assert not [event for event in pair.ann.events if isinstance(event, Unreachable)]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.config.settings import Limits
-from kvdist.core.effects import Send
+from kvdist.core.machine import Send
 from kvdist.core.server.cuts import Cuts
 from kvdist.core.server.row_tables import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, RowBuffer, RowTables
 from kvdist.core.traffic import Traffic

@@ -8,8 +8,17 @@ from dataclasses import replace
 import pytest
 
 from kvdist.config.settings import ClusterConfig, Limits
-from kvdist.core.effects import Adopt, ChildEnded, Connected, Disconnected, LauncherGone, Placed, Send, Stop
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import (
+    Bind,
+    ChildEnded,
+    Halt,
+    LauncherGone,
+    PeerConnected,
+    PeerDisconnected,
+    ProcessStarted,
+    Send,
+)
 from kvdist.core.scheduler.scheduler import ROSTER_GAP_S, Scheduler
 from kvdist.core.worker.requests import Register
 from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
@@ -39,7 +48,7 @@ def test_a_repeated_hello_gets_the_same_seat(scheduler: Scheduler) -> None:
     assert first == again
     assert first == [
         Send(stranger(Role.WORKER, 7), Welcome(1, 1)),
-        Adopt(stranger(Role.WORKER, 7), Member(worker(1), 1)),
+        Bind(stranger(Role.WORKER, 7), Member(worker(1), 1)),
     ]
     assert len(scheduler.seats.peers) == 1
 
@@ -135,17 +144,17 @@ def test_an_incomplete_cluster_ends_with_who_is_missing(scheduler: Scheduler) ->
     scheduler.tick(10.0)
     effects = scheduler.tick(300.0)
     stop = effects[-1]
-    assert isinstance(stop, Stop) and isinstance(stop.error, PeerLostError)
+    assert isinstance(stop, Halt) and isinstance(stop.error, PeerLostError)
     assert str(stop.error) == "the cluster is incomplete after 300 s: server-0, worker-0 did not register"
 
 
 def test_who_is_missing_is_named_with_the_place_where_the_launcher_started_it(scheduler: Scheduler) -> None:
     scheduler.handle(stranger(Role.WORKER, 1), hello(1), 0.0)
-    scheduler.observe(Placed(worker(0), "d2", 4242), 0.5)
+    scheduler.observe(ProcessStarted(worker(0), "d2", 4242), 0.5)
     told = "worker-0 on d2 (pid 4242 was started there, no hello yet)"
     assert scheduler.explain(1.0) == f"0/1 servers, 1/2 workers; waiting for server-0, {told} to register"
     stop = scheduler.tick(300.0)[-1]
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, Halt)
     assert str(stop.error) == f"the cluster is incomplete after 300 s: server-0, {told} did not register"
 
 
@@ -303,7 +312,7 @@ def test_connections_of_workers_that_end_do_not_count_as_servers_that_ended() ->
     while "scheduler -> server-1: Stop()" not in wired.log[-1]:
         wired.deliver()
     for rank in (0, 1):
-        wired.observe("scheduler", Disconnected(wired.member(f"worker-{rank}"), "closed"))
+        wired.observe("scheduler", PeerDisconnected(wired.member(f"worker-{rank}"), "closed"))
     assert "scheduler" not in wired.stopped
     wired.settle()
     assert wired.stopped == dict.fromkeys(["worker-0", "worker-1", "server-0", "server-1", "scheduler"])
@@ -314,7 +323,7 @@ def test_a_lost_worker_is_named_with_host_process_step_and_cause() -> None:
     wired.initialise({"w": [1, 2]})
     wired.push(1, {"w": [1, 1]})
     wired.settle()
-    wired.observe("scheduler", Disconnected(wired.member("worker-1"), "connection reset"))
+    wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "connection reset"))
     waiting = wired.push(0, {"w": [1, 1]})
     wired.settle()
     lost = wired.barrier(0)
@@ -348,7 +357,7 @@ def test_a_broken_connection_is_lost_after_the_grace_and_sooner_if_the_peer_clos
 ) -> None:
     wired = Wired(2, 1, Limits(patience_s=10.0))
     peer = wired.member("worker-1") if who == "scheduler" else SCHEDULER_MEMBER
-    wired.observe(who, Disconnected(peer, "gone", after_silence))
+    wired.observe(who, PeerDisconnected(peer, "gone", after_silence))
     wired.advance(grace_s - 0.02)
     assert who not in wired.stopped
     wired.advance(0.03)
@@ -357,9 +366,9 @@ def test_a_broken_connection_is_lost_after_the_grace_and_sooner_if_the_peer_clos
 
 def test_a_connection_that_comes_back_in_time_is_forgiven() -> None:
     wired = Wired(2, 1)
-    wired.observe("scheduler", Disconnected(wired.member("worker-1"), "connection reset"))
+    wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "connection reset"))
     wired.advance(0.3)
-    wired.observe("scheduler", Connected(wired.member("worker-1")))
+    wired.observe("scheduler", PeerConnected(wired.member("worker-1")))
     wired.advance(5.0)
     assert wired.stopped == {}
 
@@ -401,7 +410,7 @@ def test_a_worker_that_never_joined_is_an_error_for_those_who_wait(scheduler: Sc
     scheduler.handle(stranger(Role.WORKER, 1), hello(1), 0.0)
     effects = scheduler.observe(ChildEnded(worker(0), "exited with code 0", clean=True), 1.0)
     stop = effects[-1]
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, Halt)
     assert "worker-0 ended without having joined the cluster, but worker-1 waits for it" in str(stop.error)
 
 
@@ -410,13 +419,13 @@ def test_workers_that_never_joined_and_nobody_waits_for_end_the_job_well(schedul
     effects = [scheduler.observe(ChildEnded(worker(rank), "exited with code 0", True), 1.0) for rank in (0, 1)]
     assert effects[0] == []
     assert any(isinstance(effect, Send) and type(effect.message).__name__ == "Stop" for effect in effects[1])
-    assert scheduler.observe(ChildEnded(server(0), "exited with code 0", True), 1.1) == [Stop(None)]
+    assert scheduler.observe(ChildEnded(server(0), "exited with code 0", True), 1.1) == [Halt(None)]
 
 
 def test_a_child_that_dies_before_joining_is_named(scheduler: Scheduler) -> None:
     effects = scheduler.observe(ChildEnded(server(0), "exited with code 1", clean=False), 1.0)
     stop = effects[-1]
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, Halt)
     assert str(stop.error) == "server-0 was lost: exited with code 1 before it had joined the cluster"
 
 

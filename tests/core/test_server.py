@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvdist.config.limits import Limits
-from kvdist.core.effects import Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import PeerConnected, PeerDisconnected
 from kvdist.core.server import replies as answers
 from kvdist.core.server.buffers import Buffer
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
@@ -195,7 +195,7 @@ def test_a_long_round_is_explained_and_hinted_at(wired: Wired) -> None:
 
 def test_a_server_that_loses_the_scheduler_ends_after_a_grace() -> None:
     wired = Wired(1, 1)
-    wired.observe("server-0", Disconnected(SCHEDULER_MEMBER, "reset"))
+    wired.observe("server-0", PeerDisconnected(SCHEDULER_MEMBER, "reset"))
     wired.advance(0.3)
     assert "server-0" not in wired.stopped
     wired.advance(0.2)
@@ -205,10 +205,10 @@ def test_a_server_that_loses_the_scheduler_ends_after_a_grace() -> None:
 
 def test_a_server_speaks_up_at_once_so_that_the_scheduler_knows_its_new_connection() -> None:
     wired = Wired(1, 1)
-    wired.observe("server-0", Disconnected(SCHEDULER_MEMBER, "reset"))
+    wired.observe("server-0", PeerDisconnected(SCHEDULER_MEMBER, "reset"))
     wired.tick()
     assert wired.log[-1].endswith("server-0 -> scheduler: Alive()")
-    wired.observe("server-0", Connected(SCHEDULER_MEMBER))
+    wired.observe("server-0", PeerConnected(SCHEDULER_MEMBER))
     wired.advance(5.0)
     assert "server-0" not in wired.stopped
 

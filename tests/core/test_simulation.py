@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from kvdist.core.host_sum import HostRound, HostSum
-from kvdist.core.reliable import Link, Reliable
+from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import PullRequest, Round, Verdict
 from kvdist.core.scheduler.checkpoints import Checkpoints, Saving
 from kvdist.core.server import cuts
@@ -191,17 +191,17 @@ def counts_messages(self: Round[Any, Any], contribution: Contribution, now: floa
     return Verdict.ACCEPTED
 
 
-def hands_on_what_comes_twice(self: Reliable, link: Link, seq: int, message: Any, now: float) -> Any:
+def hands_on_what_comes_twice(self: Reliable, link: PeerLink, seq: int, message: Any, now: float) -> Any:
     verdict = ORIGINAL_SEQUENCE(self, link, seq, message, now)
     return None if seq <= link.received else verdict
 
 
-def hands_on_pushes_that_come_twice(self: Reliable, link: Link, seq: int, message: Any, now: float) -> Any:
+def hands_on_pushes_that_come_twice(self: Reliable, link: PeerLink, seq: int, message: Any, now: float) -> Any:
     verdict = ORIGINAL_SEQUENCE(self, link, seq, message, now)
     return None if seq <= link.received and isinstance(message, Push) else verdict
 
 
-def tries_pushes_that_come_twice(self: Reliable, link: Link, seq: int, message: Any, now: float) -> Any:
+def tries_pushes_that_come_twice(self: Reliable, link: PeerLink, seq: int, message: Any, now: float) -> Any:
     """The machine sees them, but what it answers is not said: an answer that comes twice is another broken rule."""
     verdict = ORIGINAL_SEQUENCE(self, link, seq, message, now)
     if verdict is not None and seq <= link.received and isinstance(message, Push):
@@ -209,17 +209,17 @@ def tries_pushes_that_come_twice(self: Reliable, link: Link, seq: int, message: 
     return verdict
 
 
-def accepts_gaps(self: Reliable, link: Link, seq: int, message: Any, now: float) -> Any:
+def accepts_gaps(self: Reliable, link: PeerLink, seq: int, message: Any, now: float) -> Any:
     if seq > link.received:
         link.received = seq - 1
     return ORIGINAL_SEQUENCE(self, link, seq, message, now)
 
 
-def acknowledges_too_much(self: Reliable, link: Link, ack: int, now: float) -> Any:
+def acknowledges_too_much(self: Reliable, link: PeerLink, ack: int, now: float) -> Any:
     return ORIGINAL_ACKNOWLEDGE(self, link, ack + 1 if ack else 0, now)
 
 
-def never_repeats(self: Reliable, link: Link, now: float, messages_max: int | None = None) -> Any:
+def never_repeats(self: Reliable, link: PeerLink, now: float, messages_max: int | None = None) -> Any:
     link.retry_due = now + link.retry_s if link.unacknowledged else float("inf")
     return []
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.core.effects import Disconnected
+from kvdist.core.machine import PeerDisconnected
 from tests.core.wired import Wired
 
 FILES = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
@@ -82,7 +82,7 @@ class Player:
         self._ended.add(name)
         for other in list(self.wired.processes):
             if other not in self.wired.stopped:
-                self.wired.observe(other, Disconnected(self.wired.member(name), "connection reset"))
+                self.wired.observe(other, PeerDisconnected(self.wired.member(name), "connection reset"))
 
     def _ask(self, words: list[str], request: int, reads: bool = False) -> None:
         self._asked[request] = f"worker-{words[0]}"

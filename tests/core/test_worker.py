@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvdist.config.settings import Limits
-from kvdist.core.effects import ACK_BYTES_MAX, Connected, Disconnected
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import ACK_BYTES_MAX, PeerConnected, PeerDisconnected
 from kvdist.core.worker.outbox import FAR_BYTES_MAX
 from kvdist.core.worker.requests import Kind, Register, RunData, Transfer, make_plan
 from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
@@ -190,14 +190,14 @@ def test_a_lost_server_is_judged_by_the_scheduler(wired: Wired) -> None:
     wired.settle()
     reason = "connection reset"
     for name in ("scheduler", "worker-0", "worker-1"):
-        wired.observe(name, Disconnected(wired.member("server-0"), reason))
+        wired.observe(name, PeerDisconnected(wired.member("server-0"), reason))
     wired.stopped["server-0"] = None
     wired.advance(0.5)
     assert str(wired.failed[request]) == "server-0 (host host-0, pid 100) was lost: connection reset"
 
 
 def test_a_worker_that_alone_loses_a_server_tells_the_scheduler_and_ends(wired: Wired) -> None:
-    wired.observe("worker-0", Disconnected(wired.member("server-0"), "no route"))
+    wired.observe("worker-0", PeerDisconnected(wired.member("server-0"), "no route"))
     wired.advance(2.3)
     assert "worker-0" not in wired.stopped
     wired.advance(0.2)
@@ -211,7 +211,7 @@ def test_a_worker_that_alone_loses_a_server_tells_the_scheduler_and_ends(wired: 
 def test_a_lost_scheduler_ends_a_worker_after_a_grace_and_later_calls_fail_alike(wired: Wired) -> None:
     request = wired.barrier(0)
     wired.stopped["scheduler"] = None
-    wired.observe("worker-0", Disconnected(SCHEDULER_MEMBER, "reset"))
+    wired.observe("worker-0", PeerDisconnected(SCHEDULER_MEMBER, "reset"))
     wired.advance(0.5)
     assert isinstance(wired.failed[request], PeerLostError)
     later = wired.push(0, {"w": [1, 1, 1]})
@@ -219,9 +219,9 @@ def test_a_lost_scheduler_ends_a_worker_after_a_grace_and_later_calls_fail_alike
 
 
 def test_a_mended_connection_is_no_loss(wired: Wired) -> None:
-    wired.observe("worker-0", Disconnected(wired.member("server-0"), "reset"))
+    wired.observe("worker-0", PeerDisconnected(wired.member("server-0"), "reset"))
     wired.advance(0.2)
-    wired.observe("worker-0", Connected(wired.member("server-0")))
+    wired.observe("worker-0", PeerConnected(wired.member("server-0")))
     wired.advance(5.0)
     assert wired.stopped == {}
 
@@ -255,13 +255,13 @@ def test_a_scheduler_that_dies_during_the_goodbye_keeps_nobody(wired: Wired) -> 
     left = wired.leave(0)
     wired.lose()
     wired.stopped["scheduler"] = None
-    wired.observe("worker-0", Disconnected(SCHEDULER_MEMBER, "reset"))
+    wired.observe("worker-0", PeerDisconnected(SCHEDULER_MEMBER, "reset"))
     wired.advance(0.5)
     assert left in wired.completed and wired.stopped["worker-0"] is None
 
 
 def test_a_worker_speaks_up_at_once_so_that_the_scheduler_knows_its_new_connection(wired: Wired) -> None:
-    wired.observe("worker-0", Disconnected(SCHEDULER_MEMBER, "reset"))
+    wired.observe("worker-0", PeerDisconnected(SCHEDULER_MEMBER, "reset"))
     wired.tick()
     assert said_by(wired, "worker-0", "Alive") == 1
 
@@ -270,7 +270,7 @@ def test_a_hello_lost_with_its_connection_is_said_again_at_once() -> None:
     wired = Wired(1, 1, form=False)
     wired.tick()
     wired.lose()
-    wired.observe("worker-0", Disconnected(SCHEDULER_MEMBER, "reset"))
+    wired.observe("worker-0", PeerDisconnected(SCHEDULER_MEMBER, "reset"))
     wired.tick()
     assert said_by(wired, "worker-?", "Hello") == 2
 

@@ -22,22 +22,22 @@ from kvdist.checkpoint.manifest import EVERYTHING
 from kvdist.checkpoint.works import Work
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.commands import Handler
-from kvdist.core.effects import (
-    Adopt,
-    Answered,
-    Complete,
+from kvdist.core.joining import Introduction
+from kvdist.core.machine import (
+    Bind,
+    CompleteKeys,
+    CompleteRequest,
     Connect,
     Effect,
     Event,
-    Fail,
+    FailRequest,
+    Halt,
+    Log,
     Persist,
     Persisted,
-    Report,
     Send,
-    Stop,
     Transmit,
 )
-from kvdist.core.joining import Introduction
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
@@ -227,26 +227,26 @@ class Wired:
             match effect:
                 case Transmit(to, packet):
                     self._transmit(name, to, packet)
-                case Adopt(stranger, member):
+                case Bind(stranger, member):
                     self._addresses[member.node.role, member.incarnation] = self._address(stranger)
-                case Complete(request, result):
+                case CompleteRequest(request, result):
                     assert request not in self.completed, "a request is answered once"
                     self.completed[request] = result
                     self._note_keys(result)
-                case Answered(request, keys, error):
+                case CompleteKeys(request, keys, error):
                     assert request not in self.completed, "keys are answered before the whole is complete"
                     self.answered.setdefault(request, {}).update(dict.fromkeys(keys, error))
-                case Fail(request, error):
+                case FailRequest(request, error):
                     self.failed[request] = error
-                case Stop(error) if name not in self.stopped:
+                case Halt(error) if name not in self.stopped:
                     self.stopped[name] = error
                     # As the node does: last acknowledgements leave before the process ends.
                     self.carry_out(name, self.processes[name].tick(self.now + ACK_DELAY_S))
-                case Report(text):
+                case Log(text):
                     self.reports.append(text)
                 case Persist(token, work):
                     self.works.append(OpenWork(name, token, work))
-                case Connect() | Stop():
+                case Connect() | Halt():
                     pass
                 case Send():
                     raise AssertionError("Reliable stamps every Send")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvdist.core.effects import Effect, Send
+from kvdist.core.machine import Effect, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.chosen import Description, Optimizer, choose, obstacle_to
 from kvdist.core.scheduler.keybook import Entry, KeyBook

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-from kvdist.core.effects import Effect, Send
+from kvdist.core.machine import Effect, Send
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Barrier, Done, ErrorCode, Failed, Waiting
 

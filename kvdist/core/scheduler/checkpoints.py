@@ -15,7 +15,7 @@ from kvdist.checkpoint.files import FileRecord
 from kvdist.checkpoint.folders import directory_of
 from kvdist.checkpoint.manifest import Manifest, SavedKey
 from kvdist.checkpoint.works import LockFolder, ReadManifest, Sweep, UnlockFolder, WriteManifest
-from kvdist.core.effects import Effect, Persist, Persisted, Report, Send
+from kvdist.core.machine import Effect, Log, Persist, Persisted, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.agreements import Agreements
 from kvdist.core.scheduler.membership import Seats
@@ -217,7 +217,7 @@ class Checkpoints:
         names = ", ".join(f"worker-{rank}" for rank in sorted(saving.live - saving.arrived.keys()))
         lacks = f"{_named(saving)} has no state of {names}, which left instead of calling save_checkpoint"
         written = Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))
-        return [*([Report(lacks)] if names else []), written]
+        return [*([Log(lacks)] if names else []), written]
 
     def _sweep(self, saving: Saving) -> list[Effect]:
         """Remove what was written; only then may anybody try again, perhaps in the same folder."""

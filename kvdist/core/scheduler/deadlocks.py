@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvdist.core.effects import NEVER, Effect, Send
+from kvdist.core.machine import NEVER, Effect, Send
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import Blocked, CheckBlocked

@@ -11,24 +11,24 @@ from itertools import chain
 
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.commands import pass_on
-from kvdist.core.effects import (
+from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import (
     NEVER,
-    Adopt,
+    Bind,
     ChildEnded,
-    Connected,
-    Disconnected,
     Effect,
     Event,
+    Halt,
     LauncherGone,
+    Log,
     Machine,
+    PeerConnected,
+    PeerDisconnected,
     Persisted,
-    Placed,
-    Report,
+    ProcessStarted,
     Send,
-    Stop,
     Unreachable,
 )
-from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.scheduler.agreements import Agreements
 from kvdist.core.scheduler.barriers import Barriers
 from kvdist.core.scheduler.checkpoints import Checkpoints
@@ -50,10 +50,8 @@ from kvdist.protocol.messages import (
     Failed,
     Goodbye,
     Message,
+    Stop,
     Waiting,
-)
-from kvdist.protocol.messages import (
-    Stop as StopMessage,
 )
 from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
 from kvdist.protocol.saving import Claim, Load, Save, Saved
@@ -163,16 +161,16 @@ class Scheduler(Machine):
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to connections and to what the launcher saw."""
         match event:
-            case Disconnected(member, reason, after_silence):
+            case PeerDisconnected(member, reason, after_silence):
                 if self.seats.holds(member) and member.node not in self.seats.left:
                     self._suspects[member] = (now + self.limits.reconnect_grace_s(after_silence), reason)
-            case Connected(member):
+            case PeerConnected(member):
                 self._suspects.pop(member, None)
             case Unreachable(member, reason):
                 return self._lost(member, reason)
             case ChildEnded():
                 return self._child_ended(event, now)
-            case Placed(node, host, pid):
+            case ProcessStarted(node, host, pid):
                 self.seats.places[node] = f" on {host} (pid {pid} was started there, no hello yet)"
             case Persisted():
                 return self.checkpoints.persisted(event)
@@ -249,13 +247,13 @@ class Scheduler(Machine):
         try:
             known = self.seats.known(sender, message)
             if known is not None:
-                return [Send(sender, Welcome(known.node.rank, known.incarnation)), Adopt(sender, known)]
+                return [Send(sender, Welcome(known.node.rank, known.incarnation)), Bind(sender, known)]
             member = self.seats.give(sender, message)
         except ConfigError as error:
             return [Send(sender, Rejected(str(error)))]
-        effects: list[Effect] = [Send(sender, Welcome(member.node.rank, member.incarnation)), Adopt(sender, member)]
+        effects: list[Effect] = [Send(sender, Welcome(member.node.rank, member.incarnation)), Bind(sender, member)]
         if self._is_over and member.node.role is Role.SERVER:
-            effects.append(Send(member, StopMessage(), member))
+            effects.append(Send(member, Stop(), member))
         elif self.seats.all_taken:
             self.complete = True
             effects += self._announce()
@@ -307,13 +305,13 @@ class Scheduler(Machine):
         self._announce_at = NEVER
         if len(self._never_joined) == self.config.num_workers:
             return [
-                Report("no worker joined the cluster: does the script call kv.create('dist')?"),
+                Log("no worker joined the cluster: does the script call kv.create('dist')?"),
                 *self._stop_servers(),
             ]
         return self._stop_servers()
 
     def _stop_servers(self) -> list[Effect]:
-        return [Send(server, StopMessage(), server) for server in self.seats.servers]
+        return [Send(server, Stop(), server) for server in self.seats.servers]
 
     def _server_gone(self, server: Member) -> list[Effect]:
         """The server has ended after it was told to, or is about to."""
@@ -382,7 +380,7 @@ class Scheduler(Machine):
         if self._stopped:
             return []
         self._stopped = True
-        return [Stop(error)]
+        return [Halt(error)]
 
     # Hints.
 

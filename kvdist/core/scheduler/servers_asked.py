@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvdist.core.effects import Effect, Send
+from kvdist.core.machine import Effect, Send
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Message
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from kvdist.checkpoint.files import FileRecord
 from kvdist.checkpoint.slices import SavedSlice
 from kvdist.checkpoint.works import WriteShard
-from kvdist.core.effects import Effect, Persist, Persisted, Send
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import Effect, Persist, Persisted, Send
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.keeping import Keeper, Kept
 from kvdist.nodes import Member

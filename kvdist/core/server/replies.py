@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvdist.core.effects import Effect, Send
+from kvdist.core.machine import Effect, Send
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Bits, Buffer
 from kvdist.core.traffic import Traffic

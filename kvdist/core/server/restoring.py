@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from kvdist.checkpoint.manifest import WEIGHTS
 from kvdist.checkpoint.slices import ReadSlice
 from kvdist.checkpoint.works import CheckFolder, ReadShards
-from kvdist.core.effects import Effect, Persist, Persisted, Send
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import Effect, Persist, Persisted, Send
 from kvdist.core.server.keeping import Keeper
 from kvdist.protocol.messages import Done, ErrorCode, Failed
 from kvdist.protocol.saving import DropRestored, Prepare, Restore, TakeRestored

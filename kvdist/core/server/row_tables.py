@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
-from kvdist.core.effects import Effect, Send
+from kvdist.core.machine import Effect, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.round import Round, Verdict, setting_of
 from kvdist.core.server import row_saving

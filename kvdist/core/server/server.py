@@ -9,21 +9,21 @@ from types import MappingProxyType
 from kvdist.config.addresses import crosses_network
 from kvdist.config.settings import Limits
 from kvdist.core.commands import Handler, perform
-from kvdist.core.effects import (
+from kvdist.core.error_mapping import scheduler_lost, verdict
+from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
+from kvdist.core.machine import (
     NEVER,
-    Disconnected,
     Effect,
     Event,
     Forget,
+    Halt,
+    Log,
     Machine,
+    PeerDisconnected,
     Persisted,
-    Report,
     Send,
-    Stop,
     Unreachable,
 )
-from kvdist.core.error_mapping import scheduler_lost, verdict
-from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.decoding import decoded
@@ -55,10 +55,8 @@ from kvdist.protocol.messages import (
     ReplaceState,
     ReplaceValues,
     SetOptimizer,
+    Stop,
     Waiting,
-)
-from kvdist.protocol.messages import (
-    Stop as StopMessage,
 )
 from kvdist.protocol.registration import Rejected, Roster, Welcome
 from kvdist.protocol.rows import InitRows, PullRows, PushRows
@@ -159,7 +157,7 @@ class Server(Machine):
 
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection; only the scheduler's matters, it judges the others."""
-        if isinstance(event, Disconnected):
+        if isinstance(event, PeerDisconnected):
             if event.member == SCHEDULER_MEMBER and not self._stopping:
                 # What is said now leaves with the next connection, and tells the scheduler whose it is.
                 self.joining.disconnected(now)
@@ -168,7 +166,7 @@ class Server(Machine):
                     self._scheduler_lost_at = now + self.limits.reconnect_grace_s(event.after_silence)
         elif isinstance(event, Unreachable):
             if event.member == SCHEDULER_MEMBER:
-                return [Stop(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
+                return [Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
             return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {event.member}: {event.reason}"))]
         elif isinstance(event, Persisted):
             is_read = isinstance(event.token, Restore | Prepare)
@@ -182,9 +180,9 @@ class Server(Machine):
         try:
             effects = self.joining.tick(now)
         except KvdistError as error:
-            return [Stop(error)]
+            return [Halt(error)]
         if now >= self._scheduler_lost_at:
-            return [Stop(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))]
+            return [Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))]
         if now >= self._next_alive:
             self._next_alive = now + self.limits.heartbeat_s
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
@@ -227,7 +225,7 @@ class Server(Machine):
                 self.joining.welcome(message, now)
                 self._next_alive = now + self.limits.heartbeat_s
             case Rejected():
-                return [Stop(self.joining.refusal(message))]
+                return [Halt(self.joining.refusal(message))]
             case Roster():
                 return self._roster(message, now)
             case Assign():
@@ -243,14 +241,14 @@ class Server(Machine):
             case Perform():
                 return [Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
             case Abort():
-                return [Stop(verdict(message))]
+                return [Halt(verdict(message))]
             case Waiting():
                 pass  # A hint for whoever joins; the scheduler prints it too.
-            case StopMessage():
+            case Stop():
                 self._stopping = True
-                return [Stop()]
+                return [Halt()]
             case _:
-                return [Report(f"ignored an unexpected {type(message).__name__} from the scheduler")]
+                return [Log(f"ignored an unexpected {type(message).__name__} from the scheduler")]
         return []
 
     def _assigned(self, message: Assign) -> Done | Failed:

@@ -13,8 +13,8 @@ import numpy as np
 
 from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
-from kvdist.core.effects import Effect, Persisted, Send
 from kvdist.core.joined import require_takable, slices_of
+from kvdist.core.machine import Effect, Persisted, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.round import PullRequest, Verdict, setting_of
 from kvdist.core.server import joint_update, slice_saving, state_parts

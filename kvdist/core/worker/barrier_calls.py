@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvdist.core.effects import Effect, Send
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import Effect, Send
 from kvdist.core.worker.pending import Pending, PendingRequests
 from kvdist.core.worker.requests import EnterBarrier
 from kvdist.errors import BarrierTimeout

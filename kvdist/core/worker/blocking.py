@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvdist.core.effects import NEVER
+from kvdist.core.machine import NEVER
 from kvdist.core.worker.pending import PendingRequests
 from kvdist.core.worker.transfers import Transfers
 from kvdist.protocol.arrays import U32

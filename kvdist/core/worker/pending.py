@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvdist.core.effects import NEVER, Complete, Effect, Fail
+from kvdist.core.machine import NEVER, CompleteRequest, Effect, FailRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -83,12 +83,12 @@ class PendingRequests:
         self._all.pop(pending.request, None)
         self._timed.pop(pending.request, None)
         if pending.error is not None:
-            return Fail(pending.request, pending.error)
-        return Complete(pending.request, result)
+            return FailRequest(pending.request, pending.error)
+        return CompleteRequest(pending.request, result)
 
     def fail_all(self, error: Exception) -> list[Effect]:
         """None of them will be answered any more."""
-        effects: list[Effect] = [Fail(request, error) for request in self._all]
+        effects: list[Effect] = [FailRequest(request, error) for request in self._all]
         self._all.clear()
         self._timed.clear()
         return effects

@@ -271,7 +271,7 @@ class Transfer:
     runs: Sequence[RunData]
     priority: int = 0
     key_by_key: bool = False
-    """Each key is `Answered` as soon as it can be, before the whole is complete; then every key is one slice."""
+    """Each key is answered as soon as it can be (`CompleteKeys`), before the whole is; then every key is one slice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

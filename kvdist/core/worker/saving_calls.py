@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvdist.core.effects import Effect, Send
 from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import Effect, Send
 from kvdist.core.worker.requests import ClaimFolder, LoadStore, SaveStore
 from kvdist.core.worker.transfers import Transfers
 from kvdist.nodes import Member

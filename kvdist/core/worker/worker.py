@@ -1,7 +1,7 @@
 """The worker: turns the user's calls into messages to the scheduler and the servers, and their answers into results.
 
 Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (steps and places in line) → `Outbox` →
-`settle` (as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays → `Complete`.
+`settle` (as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays → `CompleteRequest`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Sequence
 
 from kvdist.config.addresses import stays_on_host
 from kvdist.config.settings import Limits
-from kvdist.core.effects import (
-    NEVER,
-    Answered,
-    Connect,
-    Connected,
-    Disconnected,
-    Effect,
-    Event,
-    Fail,
-    Forget,
-    Machine,
-    Send,
-    Stop,
-    Unreachable,
-)
 from kvdist.core.error_mapping import link_lost, refusal, scheduler_lost, unreachable, verdict
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
+from kvdist.core.machine import (
+    NEVER,
+    CompleteKeys,
+    Connect,
+    Effect,
+    Event,
+    FailRequest,
+    Forget,
+    Halt,
+    Machine,
+    PeerConnected,
+    PeerDisconnected,
+    Send,
+    Unreachable,
+)
 from kvdist.core.neighbours import Neighbours
 from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, ordinary_memory
@@ -154,9 +154,9 @@ class Worker(Machine):
         effects: list[Effect] = []
         for request in requests:
             if self.failure is not None and not isinstance(request, Leave):
-                effects.append(Fail(request.request, self.failure))
+                effects.append(FailRequest(request.request, self.failure))
             elif self._leaving is not None:
-                effects.append(Fail(request.request, StoreClosed("this worker has left the cluster")))
+                effects.append(FailRequest(request.request, StoreClosed("this worker has left the cluster")))
             else:
                 effects += self._accept(request, now)
         return effects + self._settle(now)
@@ -198,16 +198,16 @@ class Worker(Machine):
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection."""
         match event:
-            case Disconnected(member, reason, after_silence) if member == SCHEDULER_MEMBER:
+            case PeerDisconnected(member, reason, after_silence) if member == SCHEDULER_MEMBER:
                 # What is said now leaves with the next connection, and tells the scheduler whose it is.
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
                     self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence), reason)
-            case Disconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
+            case PeerDisconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
                 wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else VERDICT_WAIT_S
                 self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
-            case Connected(member):
+            case PeerConnected(member):
                 self._lost_links.pop(member, None)
             case Unreachable(member, reason) if member == SCHEDULER_MEMBER:
                 endpoint = self.joining.introduction.scheduler_endpoint
@@ -355,7 +355,7 @@ class Worker(Machine):
         timeout_s = self.limits.farewell_s if request.failure else None
         pending = self._open(request.request, "leaving the cluster", now, timeout_s)
         if self.failure is not None or not self.joining.complete:
-            return [self._close(pending), Stop()]
+            return [self._close(pending), Halt()]
         return []
 
     @property
@@ -476,7 +476,7 @@ class Worker(Machine):
             return []
         self._barriers.answered(request)
         if self._leaving is not None and request == self._leaving.request:
-            return [self._close(pending), *self._fail_rest(StoreClosed("the store was closed meanwhile")), Stop()]
+            return [self._close(pending), *self._fail_rest(StoreClosed("the store was closed meanwhile")), Halt()]
         return [self._close(pending)]
 
     # Answers of servers.
@@ -492,7 +492,7 @@ class Worker(Machine):
         finished = self.transfers.received(message)
         for request in errors.keys() - {request for request, _ in finished.keys}:
             self._pending[request].error = errors[request]
-        effects += [Answered(request, keys, errors.get(request)) for request, keys in finished.keys]
+        effects += [CompleteKeys(request, keys, errors.get(request)) for request, keys in finished.keys]
         return [*effects, *(self._close(self._pending[request]) for request in finished.requests)]
 
     # Ends.
@@ -514,7 +514,7 @@ class Worker(Machine):
             return []
         self.failure = error
         self._lost_links.clear()
-        return [*self._fail_rest(error), Stop(error)]
+        return [*self._fail_rest(error), Halt(error)]
 
     def _lost_link(self, member: Member, reason: str) -> list[Effect]:
         if member == SCHEDULER_MEMBER and self._goodbye_said and self._leaving is not None:
@@ -531,7 +531,7 @@ class Worker(Machine):
         """A deadline has passed: of a barrier or of a goodbye."""
         effects = self._barriers.late(pending, now)
         self._hint = None
-        return [self._close(pending), Stop()] if effects is None else effects
+        return [self._close(pending), Halt()] if effects is None else effects
 
     def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
         if not self.joining.complete:

@@ -44,7 +44,7 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class Bind:
     """The process that introduced itself as `stranger` is `member` from now on: same connection, new name."""
 
     stranger: Member
@@ -59,7 +59,7 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class CompleteRequest:
     """The user's request is fulfilled."""
 
     request: int
@@ -67,7 +67,7 @@ class Complete:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class CompleteKeys:
     """Some keys of a request that is answered key by key have their answer; an error if they were refused."""
 
     request: int
@@ -77,7 +77,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class FailRequest:
     """The user's request cannot be fulfilled."""
 
     request: int
@@ -85,7 +85,7 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Log:
     """Tell the person who watches."""
 
     text: str
@@ -100,24 +100,24 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Halt:
     """This process's part is over; with an error if it ends because something failed."""
 
     error: Exception | None = None
 
 
-Effect = Send | Transmit | Connect | Adopt | Forget | Complete | Answered | Fail | Report | Persist | Stop
+Effect = Send | Transmit | Connect | Bind | Forget | CompleteRequest | CompleteKeys | FailRequest | Log | Persist | Halt
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
+class PeerConnected:
     """A connection to `member` is up again, or it came back under a new one."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnected:
+class PeerDisconnected:
     """The connection to `member` broke."""
 
     member: Member
@@ -145,7 +145,7 @@ class ChildEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ProcessStarted:
     """The launcher has started a process of the job on a host of that name, under that process id."""
 
     node: NodeId
@@ -167,7 +167,7 @@ class Persisted:
     failure: str = ""
 
 
-Event = Connected | Disconnected | Unreachable | ChildEnded | Placed | LauncherGone | Persisted
+Event = PeerConnected | PeerDisconnected | Unreachable | ChildEnded | ProcessStarted | LauncherGone | Persisted
 
 NEVER = float("inf")
 
