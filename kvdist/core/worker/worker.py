@@ -1,7 +1,8 @@
 """The worker: turns the user's calls into messages to the scheduler and the servers, and their answers into results.
 
 Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (steps and places in line) → `Outbox` →
-`settle` (as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays → `CompleteRequest`.
+`settle` (as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays →
+`CompleteRequest`.
 """
 
 from __future__ import annotations
