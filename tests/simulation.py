@@ -48,8 +48,7 @@ from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
-from kvdist.protocol.compressed import CompressedPush
-from kvdist.protocol.messages import Push
+from kvdist.protocol.messages import CompressedPush, Push
 from kvdist.runtime.node import Node
 from kvdist.version import __version__
 from tests.core.network import Network, Process, SimulatedTransport, Weather

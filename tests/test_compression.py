@@ -10,7 +10,7 @@ import pytest
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.compression import GradientCompression, Half, OneBit, TopK, TwoBit, decode, from_params
-from kvdist.protocol.coded import coded_size
+from kvdist.protocol.arrays import coded_size
 
 SIZES = [0, 1, 3, 15, 16, 17, 31, 32, 33, 1001]
 

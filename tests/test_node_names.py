@@ -15,11 +15,10 @@ from kvdist.core.worker.requests import Register
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import AuthenticationError, ConfigError, FencedError
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role, server, worker
-from kvdist.protocol.messages import Ack, Packet, Stamp
-from kvdist.protocol.registration import Hello, Peer, Rejected, Roster, Welcome
+from kvdist.protocol.messages import Ack, Hello, Packet, Peer, Rejected, Roster, Stamp, Welcome
 from kvdist.protocol.wire import decode, encode
 from kvdist.runtime.node import GARBAGE_REPORTS_MAX, Node
-from kvdist.transport.base import Arrived, Buffer, Disconnected, Event, Refused, Route, Transport
+from kvdist.transport.base import Arrived, Buffer, DialRefused, Disconnected, Event, Route, Transport
 from kvdist.version import __version__
 
 JOB = 7
@@ -186,7 +185,7 @@ def test_a_worker_that_forged_ends_with_the_sentence_of_the_scheduler(joining):
 
 def test_a_node_whose_keys_nobody_knows_ends_with_the_reason_and_so_does_whoever_waits(joining):
     future = joining.submit(Register)
-    heard(joining, Refused("tcp://127.0.0.1:9", "it does not know the key"))
+    heard(joining, DialRefused("tcp://127.0.0.1:9", "it does not know the key"))
     assert joining.stopped and isinstance(joining.failure, AuthenticationError)
     joining.finish()
     assert str(future.exception(timeout=0)) == "it does not know the key"

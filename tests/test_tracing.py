@@ -11,8 +11,7 @@ from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.worker.requests import EnterBarrier, SendCommand
 from kvdist.errors import KvdistError
-from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Perform
-from kvdist.protocol.messages import Ack, Message, Packet, Pull, Stamp
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Ack, Message, Packet, Perform, Pull, Stamp
 from kvdist.runtime.trace import Trace
 from kvdist.runtime.tracing import NodeTrace, TracedRounds
 from tests.core.wired import Wired

@@ -22,7 +22,7 @@ from kvdist.errors import CheckpointError
 from kvdist.initializer import initializer_from
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import from_description
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS
 from kvdist.version import __version__
 
 _Named = TypeVar("_Named")

@@ -26,22 +26,22 @@ from kvdist.protocol.collective import (
     ENTRY_BYTES,
     WHOLE_JOB,
     Agreed,
-    Bye,
-    Define,
-    Differ,
-    Fail,
-    Gone,
-    Joined,
+    AllJoined,
+    CallReport,
+    DefineOperation,
+    GroupFailed,
+    GroupMembers,
     LastCalls,
-    Leaving,
-    Members,
-    Pace,
-    Play,
-    Report,
-    Stall,
+    Mismatch,
+    OperationFailed,
+    Participate,
+    RankBye,
+    RankGone,
+    RankLeaving,
+    StallWarning,
+    Throttle,
     ToCoordinator,
     ToMember,
-    Trouble,
 )
 
 PAST = 16
@@ -116,7 +116,7 @@ class ConsistencyCheck(abc.ABC):
         """What to tell the user in the place of an error of torch; may wait a moment for news of the cause."""
 
     @abc.abstractmethod
-    def stand_in(self, group: int, sequence: int) -> Play | Joined:
+    def stand_in(self, group: int, sequence: int) -> Participate | AllJoined:
         """What a rank that has joined is to do next, once that is known.
 
         Raises:
@@ -136,8 +136,8 @@ class SingleRankCheck(ConsistencyCheck):
     def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
         return CollectiveError(f"{signature} failed: {error}")
 
-    def stand_in(self, group: int, sequence: int) -> Play | Joined:
-        return Joined(group, sequence, 0)
+    def stand_in(self, group: int, sequence: int) -> Participate | AllJoined:
+        return AllJoined(group, sequence, 0)
 
 
 BATCH = 64
@@ -171,7 +171,7 @@ class _GroupCalls:
 
     Attributes:
         called, done, reported, reported_done: how many.
-        unreported: entries of a `Report`.
+        unreported: entries of a `CallReport`.
         cache: what is usual.
         waited: those that are not agreed on yet → what was called before, and the digest.
         refused: those that differ → what was said of it.
@@ -187,7 +187,7 @@ class _GroupCalls:
     unreported: bytearray = field(default_factory=bytearray)
     waited: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
-    orders: deque[Play | Joined] = field(default_factory=deque)
+    orders: deque[Participate | AllJoined] = field(default_factory=deque)
     is_paced: bool = False
     ends_at: int | None = None
     end: BaseException | None = None
@@ -230,7 +230,7 @@ class CoordinatedCheck(ConsistencyCheck):
             # Here and not at the first operation: the control thread goes through the books meanwhile.
             self._calls_of[group.number]
             if group.number and not is_known:
-                self._outbox.append(Members(group.number, group.ranks))
+                self._outbox.append(GroupMembers(group.number, group.ranks))
             ends, leaving = list(self._ends), list(self._leaving)
         for number, error_of, rank in ends:
             if number in (WHOLE_JOB, group.number) or rank in group.ranks:
@@ -283,13 +283,13 @@ class CoordinatedCheck(ConsistencyCheck):
         calls = self._calls(group)
         with self._changed:
             # Torch's groups raise RuntimeError when a connection breaks; what else there is has its cause here.
-            self._outbox.append(Trouble(group, sequence, isinstance(error, RuntimeError), told))
+            self._outbox.append(OperationFailed(group, sequence, isinstance(error, RuntimeError), told))
         self._wake()
         with self._changed:
             self._changed.wait_for(lambda: calls.end is not None and _has_ended(calls, sequence), EXPLAIN_S)
         return calls.end or CollectiveError(told)
 
-    def stand_in(self, group: int, sequence: int) -> Play | Joined:
+    def stand_in(self, group: int, sequence: int) -> Participate | AllJoined:
         calls = self._calls_of[group]
         with self._changed:
             self._changed.wait_for(lambda: calls.orders or _has_ended(calls, sequence))
@@ -297,7 +297,7 @@ class CoordinatedCheck(ConsistencyCheck):
                 assert calls.end is not None
                 raise calls.end
             order = calls.orders.popleft()
-            if isinstance(order, Play):
+            if isinstance(order, Participate):
                 calls.called += 1
                 calls.reported += 1
                 calls.waited = {sequence + 1 if at == sequence else at: of for at, of in calls.waited.items()}
@@ -329,7 +329,7 @@ class CoordinatedCheck(ConsistencyCheck):
     def say_goodbye(self, failure: str) -> None:
         """Leave the job."""
         with self._changed:
-            self._outbox.append(Bye(failure, self.counts()))
+            self._outbox.append(RankBye(failure, self.counts()))
         self._wake()
 
     # On the control thread.
@@ -352,31 +352,31 @@ class CoordinatedCheck(ConsistencyCheck):
                     self._report(at, calls) for at, calls in self._calls_of.items() if calls.done < calls.called
                 ]
         # What is defined is reported behind that, and a goodbye says the last word.
-        return sorted(outgoing, key=lambda message: isinstance(message, Bye))
+        return sorted(outgoing, key=lambda message: isinstance(message, RankBye))
 
     def hear(self, message: ToMember) -> None:
         """Rank 0 has said something."""
         match message:
             case Agreed():
                 self._agree(message)
-            case Differ(group=group, sequence=sequence, is_fatal=is_fatal, text=text):
+            case Mismatch(group=group, sequence=sequence, is_fatal=is_fatal, text=text):
                 if is_fatal:
                     self._end(group, lambda _: CollectiveMismatch(text), sequence)
                 else:
                     self._refuse(group, sequence, text)
-            case Fail(group=group, text=text):
+            case GroupFailed(group=group, text=text):
                 self._end(group, lambda _: CollectiveError(text))
-            case Gone():
+            case RankGone():
                 self._lose(message)
-            case Leaving(rank=rank, host=host, counts=counts):
+            case RankLeaving(rank=rank, host=host, counts=counts):
                 self._hear_last_calls(rank, _error_of(self.rank, rank, host, LEFT), dict(counts))
-            case Play(group=group) | Joined(group=group):
+            case Participate(group=group) | AllJoined(group=group):
                 with self._changed:
                     self._calls_of[group].orders.append(message)
                     self._changed.notify_all()
-            case Pace(group=group, waits=waits):
+            case Throttle(group=group, waits=waits):
                 self._calls_of[group].is_paced = waits
-            case Stall(text=text):
+            case StallWarning(text=text):
                 self._warn(text)
 
     def fail(self, error_of: Callable[[str], BaseException]) -> None:
@@ -423,11 +423,11 @@ class CoordinatedCheck(ConsistencyCheck):
             self._defined.clear()
         self._defined.add(digest)
         self._outbox.append(
-            Define(signature.kind, signature.name, signature.tensors, signature.detail, signature.device)
+            DefineOperation(signature.kind, signature.name, signature.tensors, signature.detail, signature.device)
         )
 
-    def _report(self, number: int, calls: _GroupCalls) -> Report:
-        report = Report(number, calls.reported, calls.done, bytes(calls.unreported))
+    def _report(self, number: int, calls: _GroupCalls) -> CallReport:
+        report = CallReport(number, calls.reported, calls.done, bytes(calls.unreported))
         calls.reported += len(calls.unreported) // ENTRY_BYTES
         calls.reported_done = calls.done
         calls.unreported.clear()
@@ -446,7 +446,7 @@ class CoordinatedCheck(ConsistencyCheck):
             self._calls_of[group].cache.restart()
             self._changed.notify_all()
 
-    def _lose(self, message: Gone) -> None:
+    def _lose(self, message: RankGone) -> None:
         cause = message.cause or LEFT
         self.lose(message.rank, message.host, cause, None if message.cause else dict(message.counts))
 

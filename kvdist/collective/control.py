@@ -30,17 +30,17 @@ from kvdist.nodes import worker
 from kvdist.protocol.collective import (
     MESSAGE_BYTES_MAX,
     WHOLE_JOB,
-    Complete,
-    Fail,
+    AllConnected,
     Farewell,
-    Gone,
-    Hello,
+    GroupFailed,
     Message,
+    RankGone,
+    RankHello,
     ToCoordinator,
     decode,
     encode,
 )
-from kvdist.transport.base import Arrived, Connected, Disconnected, Event, Refused, Route
+from kvdist.transport.base import Arrived, Connected, DialRefused, Disconnected, Event, Route
 from kvdist.transport.endpoints import AddressInUse
 from kvdist.version import __version__
 
@@ -220,12 +220,12 @@ class Control(abc.ABC):
     def hear(self, message: Message) -> None:
         """Rank 0 has said this to this rank."""
         match message:
-            case Complete(hosts=hosts):
+            case AllConnected(hosts=hosts):
                 self.hosts = hosts
                 self._has_begun.set()
             case Farewell():
                 self._heard_farewell = True
-            case Fail(text=text) | Gone(cause=text) if not self._has_begun.is_set():
+            case GroupFailed(text=text) | RankGone(cause=text) if not self._has_begun.is_set():
                 self.refuse(text)
             case _:
                 self.check.hear(message)  # type: ignore[arg-type]  # what is not for it, it does not match
@@ -293,7 +293,7 @@ class Hub(Control):
             self._store.delete_key(_KEY)
 
     def begin(self) -> None:
-        hello = Hello(self.token, 0, self.world.size, host_name(), __version__)
+        hello = RankHello(self.token, 0, self.world.size, host_name(), __version__)
         self._answer(self._coordinator.hear(0, hello, time.monotonic()))
 
     def send(self, message: ToCoordinator, now: float) -> None:
@@ -334,7 +334,9 @@ class Hub(Control):
         Raises:
             ProtocolError: that of a stranger, or of somebody whom we cannot have, who is told.
         """
-        if not isinstance(message, Hello) or not secrets.compare_digest(message.token.encode(), self.token.encode()):
+        if not isinstance(message, RankHello) or not secrets.compare_digest(
+            message.token.encode(), self.token.encode()
+        ):
             raise ProtocolError("it comes from a stranger")
         rank, refusal = message.rank, ""
         if message.version != __version__:
@@ -349,7 +351,7 @@ class Hub(Control):
         elif rank not in self._coordinator.missing:
             refusal = f"two processes say that they are rank {rank}, one of them on host {message.host}"
         if refusal:
-            self.transport.send(event.route, [encode(Fail(WHOLE_JOB, refusal))])
+            self.transport.send(event.route, [encode(GroupFailed(WHOLE_JOB, refusal))])
             raise ProtocolError(refusal)
         self._routes[rank], self._ranks[event.route] = event.route, rank
         return rank
@@ -403,7 +405,7 @@ class Spoke(Control):
     def call_off(self) -> None: ...
 
     def begin(self) -> None:
-        self.send(Hello(self.token, self.world.rank, self.world.size, host_name(), __version__), 0.0)
+        self.send(RankHello(self.token, self.world.rank, self.world.size, host_name(), __version__), 0.0)
 
     def send(self, message: ToCoordinator, now: float) -> None:
         if self._home is not None:
@@ -425,14 +427,14 @@ class Spoke(Control):
                 for frame in frames:
                     message = decode(frame)
                     self.hear(message)
-                    has_left = isinstance(message, Gone) and message.rank == 0
+                    has_left = isinstance(message, RankGone) and message.rank == 0
                     # It stays to compare what others do in process sets of their own, if it can.
                     if has_left and (self.check.has_failed or not self.check.has_groups_without_rank_0):
                         self._home = None
             case Connected():
                 self._is_connected = True
                 self._met.add(self.token)
-            case Refused(reason=reason):
+            case DialRefused(reason=reason):
                 self.refuse(f"rank 0 refuses rank {self.world.rank} on {host_name()}: {reason}")
             case Disconnected() if self._home is not None and self._is_connected:
                 self._home = None

@@ -19,25 +19,25 @@ from kvdist.protocol.collective import (
     ENTRY_BYTES,
     WHOLE_JOB,
     Agreed,
-    Bye,
-    Complete,
-    Define,
-    Differ,
-    Fail,
+    AllConnected,
+    AllJoined,
+    CallReport,
+    DefineOperation,
     Farewell,
-    Gone,
-    Hello,
-    Joined,
+    GroupFailed,
+    GroupMembers,
     LastCalls,
-    Leaving,
-    Members,
-    Pace,
-    Play,
-    Report,
-    Stall,
+    Mismatch,
+    OperationFailed,
+    Participate,
+    RankBye,
+    RankGone,
+    RankHello,
+    RankLeaving,
+    StallWarning,
+    Throttle,
     ToCoordinator,
     ToMember,
-    Trouble,
 )
 
 RECENT_MAX = 1024
@@ -196,7 +196,7 @@ class StallCheck:
             return StallReport(
                 f"{text}; the job ends after {self._shutdown_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)", True
             )
-        return StallReport(text, False, [(rank, Stall(text)) for rank in sorted({0, first}) if rank in hosts])
+        return StallReport(text, False, [(rank, StallWarning(text)) for rank in sorted({0, first}) if rank in hosts])
 
     def _sentence(
         self,
@@ -268,7 +268,7 @@ class Coordinator:
         self._groups = {0: GroupProgress(tuple(range(size)))}
         self._signatures: dict[bytes, Signature] = {JOIN_SIGNATURE.digest: JOIN_SIGNATURE}
         self._heard: dict[int, float] = {}
-        self._suspicions: dict[int, tuple[float, Trouble]] = {}
+        self._suspicions: dict[int, tuple[float, OperationFailed]] = {}
         """Rank whose connection broke → when that counts, if nothing has explained it by then."""
         self._last_calls: dict[int, dict[int, int]] = {}
         """Rank that calls nothing more → how much it has called of each of its groups."""
@@ -294,21 +294,21 @@ class Coordinator:
         """
         self._heard[rank] = now
         match message:
-            case Hello():
+            case RankHello():
                 self._welcome(rank, message)
-            case Define():
+            case DefineOperation():
                 self._define(Signature(message.kind, message.name, message.tensors, message.detail, message.device))
-            case Members():
+            case GroupMembers():
                 self._add_group(rank, message)
-            case Report():
+            case CallReport():
                 self._read(rank, message, now)
-            case Trouble():
+            case OperationFailed():
                 self._suspect(rank, message, now)
             case LastCalls():
                 if rank not in self._left and rank not in self._last_calls and not self._is_over:
                     self._end_calls(rank, dict(message.counts))
-                    self._tell(self._others(rank), Leaving(rank, self._host(rank), message.counts))
-            case Bye():
+                    self._tell(self._others(rank), RankLeaving(rank, self._host(rank), message.counts))
+            case RankBye():
                 self._see_off(rank, message)
         return self._take()
 
@@ -317,7 +317,7 @@ class Coordinator:
         if rank not in self._left and not self._is_over:
             self._left.add(rank)
             self._is_over = True
-            self._tell(self._others(rank), Gone(rank, self._host(rank), cause))
+            self._tell(self._others(rank), RankGone(rank, self._host(rank), cause))
         return self._take()
 
     def tick(self, now: float) -> Answers:
@@ -337,14 +337,14 @@ class Coordinator:
 
     # The beginning and the end.
 
-    def _welcome(self, rank: int, hello: Hello) -> None:
+    def _welcome(self, rank: int, hello: RankHello) -> None:
         if hello.rank != rank or not 0 <= rank < self._size or rank in self._hosts or hello.size != self._size:
             raise ProtocolError(f"rank {hello.rank} of {hello.size} is none that is missing")
         self._hosts[rank] = hello.host
         if not self.missing:
-            self._tell(range(self._size), Complete(tuple(self._hosts[rank] for rank in range(self._size))))
+            self._tell(range(self._size), AllConnected(tuple(self._hosts[rank] for rank in range(self._size))))
 
-    def _see_off(self, rank: int, bye: Bye) -> None:
+    def _see_off(self, rank: int, bye: RankBye) -> None:
         self._tell([rank], Farewell())
         if rank in self._left:
             return
@@ -354,9 +354,9 @@ class Coordinator:
             self._is_over = self._is_over or bool(bye.failure)
             done = dict(bye.counts)
             self._end_calls(rank, {number: done.get(number, 0) for number in self._groups})
-            self._tell(self._others(rank), Gone(rank, self._host(rank), bye.failure, bye.counts))
+            self._tell(self._others(rank), RankGone(rank, self._host(rank), bye.failure, bye.counts))
 
-    def _suspect(self, rank: int, trouble: Trouble, now: float) -> None:
+    def _suspect(self, rank: int, trouble: OperationFailed, now: float) -> None:
         if self._is_over:
             return
         if not trouble.is_connection:
@@ -373,7 +373,7 @@ class Coordinator:
         }
         self._suspicions = {of: it for of, it in self._suspicions.items() if not self._is_explained(it[1])}
 
-    def _is_explained(self, trouble: Trouble) -> bool:
+    def _is_explained(self, trouble: OperationFailed) -> bool:
         """Whether somebody has begun, without asking, what a rank that leaves has not called: all else goes on."""
         counts = [of[trouble.group] for of in self._last_calls.values() if trouble.group in of]
         return any(trouble.sequence >= count for count in counts)
@@ -381,10 +381,10 @@ class Coordinator:
     def _fail(self, group: int, text: str) -> None:
         if group == WHOLE_JOB or group not in self._groups:
             self._is_over = True
-            self._tell(range(self._size), Fail(WHOLE_JOB, text))
+            self._tell(range(self._size), GroupFailed(WHOLE_JOB, text))
         elif not self._groups[group].has_failed:
             self._groups[group].has_failed = True
-            self._tell(self._groups[group].ranks, Fail(group, text))
+            self._tell(self._groups[group].ranks, GroupFailed(group, text))
 
     # Agreement.
 
@@ -395,7 +395,7 @@ class Coordinator:
             self._signatures.pop(next(iter(self._signatures)))
         self._signatures[JOIN_SIGNATURE.digest] = JOIN_SIGNATURE
 
-    def _add_group(self, rank: int, members: Members) -> None:
+    def _add_group(self, rank: int, members: GroupMembers) -> None:
         ranks = members.ranks
         if list(ranks) != sorted(set(ranks)) or rank not in ranks or ranks[-1] >= self._size:
             raise ProtocolError(f"rank {rank} is in no group of ranks {ranks}")
@@ -405,7 +405,7 @@ class Coordinator:
         elif progress.ranks != ranks:
             raise ProtocolError(f"group {members.group} has the ranks {progress.ranks}, not {ranks}")
 
-    def _read(self, rank: int, report: Report, now: float) -> None:
+    def _read(self, rank: int, report: CallReport, now: float) -> None:
         progress = self._groups.get(report.group)
         if progress is None and not report.entries:
             return  # the last of a set that has been removed
@@ -463,9 +463,9 @@ class Coordinator:
         is_fatal = not all(waits for _, waits in heads.values())
         text = self._difference(number, progress, {rank: digest for rank, (digest, _) in heads.items()})
         progress.has_failed = is_fatal
-        self._tell(active, Differ(number, progress.agreed, is_fatal, text))
+        self._tell(active, Mismatch(number, progress.agreed, is_fatal, text))
         if is_fatal:
-            self._tell([rank for rank in progress.ranks if rank not in heads], Fail(number, text))
+            self._tell([rank for rank in progress.ranks if rank not in heads], GroupFailed(number, text))
         self._let_play(number, progress, active, None)
         progress.pass_one(active, next(iter(heads.values()))[0])
 
@@ -494,9 +494,9 @@ class Coordinator:
     def _let_play(self, number: int, progress: GroupProgress, active: list[int], signature: Signature | None) -> None:
         if len(active) == len(progress.ranks):
             return
-        play = Play(number, progress.agreed)
+        play = Participate(number, progress.agreed)
         if signature is not None and signature.kind != REFUSED:
-            play = Play(
+            play = Participate(
                 number,
                 progress.agreed,
                 signature.kind,
@@ -508,7 +508,7 @@ class Coordinator:
         self._tell([rank for rank in progress.ranks if rank not in active], play)
 
     def _end_join(self, number: int, progress: GroupProgress) -> None:
-        self._tell(progress.ranks, Joined(number, progress.agreed, progress.joining[-1]))
+        self._tell(progress.ranks, AllJoined(number, progress.agreed, progress.joining[-1]))
         progress.joining.clear()
         progress.pass_one(list(progress.ranks), JOIN_SIGNATURE.digest)
 
@@ -516,7 +516,7 @@ class Coordinator:
         waits = bool(progress.joining)
         if waits != progress.is_paced and not progress.has_failed:
             progress.is_paced = waits
-            self._tell(progress.ranks, Pace(number, waits))
+            self._tell(progress.ranks, Throttle(number, waits))
 
     # Answers.
 

@@ -32,7 +32,7 @@ from kvdist.collective.operations import FailedOperation, Operation
 from kvdist.collective.signature import JOIN
 from kvdist.collective.timeline import NO_TIMELINE, Timeline
 from kvdist.errors import CollectiveError, PeerLostError
-from kvdist.protocol.collective import Play
+from kvdist.protocol.collective import Participate
 
 
 class DeviceFuture(Future[Any]):
@@ -141,7 +141,7 @@ class Group:
         ranks: Sequence[int],
         channel: Channel,
         check: ConsistencyCheck,
-        stand_in: Callable[[Play], Operation],
+        stand_in: Callable[[Participate], Operation],
     ) -> None:
         self.number = number
         self.ranks = tuple(ranks)
@@ -306,7 +306,7 @@ class Group:
         while self._begun:
             self._finish(*self._begun.popleft())
         try:
-            while isinstance(order := self._check.stand_in(self.number, called.sequence), Play):
+            while isinstance(order := self._check.stand_in(self.number, called.sequence), Participate):
                 with self._lock:
                     self._called += 1
                     if self._waiting.pop(called.sequence, None) is not None:  # else `fail` has told it

@@ -26,7 +26,7 @@ from kvdist.collective.channel import Channel
 from kvdist.collective.reduction import Average, ReduceOp, Sum, check_reducible, scale_, settle_
 from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, Signature
 from kvdist.errors import CollectiveError
-from kvdist.protocol.collective import Play
+from kvdist.protocol.collective import Participate
 
 
 class Operation(abc.ABC):
@@ -543,7 +543,7 @@ class JoinOperation(Operation):
         return None
 
 
-def zeros_operation(play: Play) -> AllReduce:
+def zeros_operation(play: Participate) -> AllReduce:
     """The part that a rank which has joined has in an operation of the others.
 
     Raises:

@@ -13,8 +13,7 @@ from kvdist.core.machine import Effect, Send
 from kvdist.core.scheduler.membership import Seats
 from kvdist.core.scheduler.servers_asked import ServersAsked
 from kvdist.nodes import Member
-from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Command, Perform
-from kvdist.protocol.messages import Done, ErrorCode, Failed, Waiting
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Command, Done, ErrorCode, Failed, Perform, Waiting
 
 Handler = Callable[[int, str, int], object]
 """Called as ``handler(head, body, rank)`` with the server's rank; what it returns is not looked at."""

@@ -20,8 +20,7 @@ from kvdist.core.round import Setting, setting_of
 from kvdist.core.server.buffers import Bits
 from kvdist.core.worker.outbox import Part, Run
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import Arrays
-from kvdist.protocol.layout import PayloadView
+from kvdist.protocol.arrays import Arrays, PayloadView
 from kvdist.protocol.messages import Flag, Push
 
 _HOLD = int(Flag.HOLD)

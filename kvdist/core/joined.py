@@ -23,8 +23,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import Arrays, padded
-from kvdist.protocol.layout import PayloadView, offsets, stretches
+from kvdist.protocol.arrays import Arrays, PayloadView, offsets, padded, stretches
 from kvdist.protocol.messages import Flag, JoinedPush
 
 ROWS_PER_MESSAGE_MAX = 1 << 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvdist.core.machine import NEVER, Connect, Effect, Send
 from kvdist.errors import ConfigError, DeadlineExceeded
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
-from kvdist.protocol.registration import Hello, Peer, Rejected, Roster, Welcome
+from kvdist.protocol.messages import Hello, Peer, Rejected, Roster, Welcome
 
 SCHEDULER_MEMBER = Member(SCHEDULER, 1)
 HELLO_INTERVAL_S = 0.5

@@ -27,10 +27,8 @@ from kvdist.core.worker.requests import travels_alone
 from kvdist.core.worker.transfers import LEADER, Transfers
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
-from kvdist.protocol.arrays import U32, Arrays
-from kvdist.protocol.layout import offsets
-from kvdist.protocol.messages import Counted, Done, Goodbye, HandedBack, Push, Refused, Values
-from kvdist.protocol.registration import Peer
+from kvdist.protocol.arrays import U32, Arrays, offsets
+from kvdist.protocol.messages import Counted, Done, Goodbye, HandedBack, Peer, Push, Refused, Values
 
 Answer = Values | Counted | Refused
 

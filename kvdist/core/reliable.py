@@ -31,20 +31,20 @@ from kvdist.core.machine import (
 )
 from kvdist.core.timers import Dues
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
-from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import (
     Ack,
+    CompressedPush,
     InitValues,
     JoinedPush,
     Message,
     Packet,
     Push,
+    Rejected,
     ReplaceState,
     ReplaceValues,
     Stamp,
     Values,
 )
-from kvdist.protocol.registration import Rejected
 
 ACK_DELAY_S = 0.02
 """An acknowledgement waits this long for a message to ride on."""

@@ -50,7 +50,7 @@ from kvdist.runtime.user_threads import UnderWay, UserThreads
 from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.opening import bind_port, open_transport
-from kvdist.transport.shared_memory.memory import Memory, OrdinaryMemory
+from kvdist.transport.shared_memory.memory import Allocator, HeapAllocator
 from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")
@@ -74,7 +74,7 @@ class Cluster:
     """
 
     def __init__(
-        self, config: ClusterConfig, node: Node, memory: Memory, run: Callable[[], None], is_embedded: bool = False
+        self, config: ClusterConfig, node: Node, memory: Allocator, run: Callable[[], None], is_embedded: bool = False
     ) -> None:
         self.config = config
         self.node = node
@@ -306,7 +306,7 @@ def _joined(config: ClusterConfig) -> Cluster:
             " `python -m kvdist` instead of your script"
         )
     transport, memory = open_transport(config)
-    endpoint = "" if isinstance(memory, OrdinaryMemory) else _endpoint_for_neighbours(config, transport)
+    endpoint = "" if isinstance(memory, HeapAllocator) else _endpoint_for_neighbours(config, transport)
     introduced = introduction(config, endpoint, config.scheduler_endpoint)
     machine = Worker(introduced, config.limits, time.monotonic(), config.local_reduce, memory.allocate)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
@@ -360,4 +360,4 @@ def _embedded() -> Cluster:
             transport.bind(endpoint)
         nodes.append(Node(machine, transport, config.job_tag, config.limits.explain_after_s))
     begin_profiling(profiler, nodes[1])
-    return Cluster(config, nodes[-1], OrdinaryMemory(), lambda: run_together(nodes, network.wait), is_embedded=True)
+    return Cluster(config, nodes[-1], HeapAllocator(), lambda: run_together(nodes, network.wait), is_embedded=True)

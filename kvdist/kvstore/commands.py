@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from kvdist.core.commands import Handler
 from kvdist.core.worker.requests import SendCommand
-from kvdist.protocol.commands import HEAD_OF_USERS_MAX
 from kvdist.protocol.limits import DEFAULT
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX
 
 HANDLERS: dict[int, Handler] = {}
 """Head → handler, of this process."""

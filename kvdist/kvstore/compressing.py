@@ -23,7 +23,7 @@ from kvdist.kvstore.devices import OnDevice
 from kvdist.kvstore.handed import EncodedSlices
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.compression import GradientCompression, decode, from_params
-from kvdist.protocol.coded import coded_size
+from kvdist.protocol.arrays import coded_size
 
 KEYS_NAMED_MAX = 5
 

@@ -19,7 +19,7 @@ from kvdist.kvstore.devices import OnDevice, Part, as_host_bits, uploaded
 from kvdist.kvstore.handed import EncodedSlices, Given
 from kvdist.kvstore.values import Bits, Key
 from kvdist.optimizer.compression import EachCodec, Half, TopK, TwoBit, room
-from kvdist.protocol.coded import coded_size
+from kvdist.protocol.arrays import coded_size
 
 
 def encode_all(compressing: Compressing, given: Given) -> list[EncodedSlices | None]:

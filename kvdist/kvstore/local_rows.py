@@ -17,7 +17,7 @@ from kvdist.kvstore.local_saving import HeldRows
 from kvdist.kvstore.tables import Ids, Rows
 from kvdist.kvstore.values import Bits, Key
 from kvdist.optimizer.base import Optimizer
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS
 from kvdist.rowsparse import LazyRows, RowSparse
 
 

@@ -25,7 +25,7 @@ from kvdist.kvstore.tables import Ids, Rows
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import padded
 from kvdist.protocol.messages import Flag
-from kvdist.transport.shared_memory.memory import Memory
+from kvdist.transport.shared_memory.memory import Allocator
 
 MESSAGE_BYTES_MAX = 16 << 20
 """More rows are pulled by several messages, so that a server gathers some while others are under way."""
@@ -43,7 +43,7 @@ class RowBuffers:
         memory: where it lies.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Allocator) -> None:
         self._memory = memory
         self._free: list[npt.NDArray[np.uint8]] = []
         self._lock = threading.Lock()

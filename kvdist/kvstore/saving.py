@@ -23,7 +23,7 @@ from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
 from kvdist.kvstore.saved import CheckpointFuture, LastSave
 from kvdist.optimizer.base import Optimizer
-from kvdist.protocol.saving import SavedFile
+from kvdist.protocol.messages import SavedFile
 from kvdist.runtime.mailbox import Finish
 
 LOG = logging.getLogger("kvdist")

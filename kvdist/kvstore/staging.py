@@ -20,7 +20,7 @@ from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore.descent import Descent
 from kvdist.kvstore.devices import OnDevice, Part
 from kvdist.kvstore.values import Key
-from kvdist.transport.shared_memory.memory import Memory
+from kvdist.transport.shared_memory.memory import Allocator
 
 STAGED_BYTES_MIN = 64 << 20
 STAGED_MODELS_MAX = 4
@@ -45,7 +45,7 @@ Buffers = list["RunBuffer | None"]
 class RunBuffer:
     """The payload of one run, and a typed view of each of its slices."""
 
-    def __init__(self, plan: RunPlan, memory: Memory) -> None:
+    def __init__(self, plan: RunPlan, memory: Allocator) -> None:
         bytes_ = memory.allocate(max(plan.nbytes, 1))
         bytes_.fill(0)  # once, so that the padding is defined
         self.payload = bytes_.data[: plan.nbytes]
@@ -61,7 +61,7 @@ class RunBuffer:
 class Staging:
     """The buffers of one plan: as many sets as are under way at once."""
 
-    def __init__(self, plan: Plan, memory: Memory, traffic: Traffic) -> None:
+    def __init__(self, plan: Plan, memory: Allocator, traffic: Traffic) -> None:
         self.plan = plan
         self._traffic = traffic
         self._memory = memory
@@ -141,7 +141,7 @@ class Stagings:
         traffic: where passes are counted.
     """
 
-    def __init__(self, slice_bytes: int, memory: Memory, traffic: Traffic) -> None:
+    def __init__(self, slice_bytes: int, memory: Allocator, traffic: Traffic) -> None:
         self._traffic = traffic
         self._slice_bytes = slice_bytes
         self._memory = memory
@@ -186,7 +186,7 @@ class Lending(enum.Enum):
 
 
 def lend(
-    run: RunPlan, arrays: Sequence[Sequence[Part]], lending: Lending, reads: Reads, memory: Memory
+    run: RunPlan, arrays: Sequence[Sequence[Part]], lending: Lending, reads: Reads, memory: Allocator
 ) -> memoryview | None:
     """The caller's own memory as the payload of a run; None where it has to be copied first.
 

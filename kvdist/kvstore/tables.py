@@ -16,7 +16,7 @@ from kvdist.kvstore import values
 from kvdist.kvstore.device_rows import dense_there, merged_gradient
 from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.values import Key
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS
 from kvdist.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing
 
 Ids: TypeAlias = npt.NDArray[np.int64]

@@ -13,7 +13,7 @@ from kvdist.core.worker.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, Ru
 from kvdist.kvstore.key_table import KeyTable
 from kvdist.kvstore.staging import Shares
 from kvdist.protocol.messages import Flag
-from kvdist.transport.shared_memory.memory import Memory
+from kvdist.transport.shared_memory.memory import Allocator
 
 
 class Views:
@@ -47,7 +47,7 @@ class Views:
         assert run.flags is not None
         return replace(run, flags=run.flags | np.uint8(Flag.HOLD), kept=kept)
 
-    def shown(self, memory: Memory, results: Sequence[Bits], keys: KeyTable, traffic: Traffic) -> list[Any]:
+    def shown(self, memory: Allocator, results: Sequence[Bits], keys: KeyTable, traffic: Traffic) -> list[Any]:
         """The results have come: per key an array that shows it, or None after copying it to `results`."""
         found: list[Any] = [None] * len(self._plan.keys)
         for index in self._indices:

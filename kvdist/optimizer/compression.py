@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Kernels
-from kvdist.protocol.arrays import padded
-from kvdist.protocol.coded import INDEX, VALUE, coded_size
-from kvdist.protocol.compressed import Encoding
+from kvdist.protocol.arrays import INDEX, VALUE, Encoding, coded_size, padded
 
 Octets = NDArray[np.uint8]
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvdist.dtypes import DType
+from kvdist.errors import ProtocolError
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -42,3 +47,236 @@ class Arrays:
 def padded(nbytes: int) -> int:
     """`nbytes` rounded up to where the next array of a payload may start."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+ITEMSIZES = np.zeros(256, np.int64)
+"""(256,) bytes per element by dtype code; 0 where no dtype has that code."""
+for _dtype in DType:
+    ITEMSIZES[_dtype] = _dtype.itemsize
+ITEMSIZES.flags.writeable = False
+
+_STORAGE = {int(dtype): dtype.storage for dtype in DType}
+
+
+def padded_sizes(dtypes: U8, counts: U32) -> npt.NDArray[np.int64]:
+    """The (n,) bytes that each array occupies, padding included.
+
+    No product or sum of them overflows: a count is below 2**32, an element has at most 8 bytes, and a message has
+    at most 2**20 slices.
+    """
+    sizes: npt.NDArray[np.int64] = ITEMSIZES[dtypes] * counts
+    sizes += ALIGNMENT_BYTES - 1
+    sizes &= -ALIGNMENT_BYTES
+    return sizes
+
+
+def offsets(dtypes: U8, counts: U32) -> tuple[npt.NDArray[np.int64], int]:
+    """The (n,) byte offset at which each array starts, and the bytes of the whole payload."""
+    sizes = padded_sizes(dtypes, counts)
+    ends = np.cumsum(sizes)
+    return ends - sizes, int(ends[-1]) if len(ends) else 0
+
+
+class PayloadView:
+    """A payload seen as its arrays, read-only and without a copy.
+
+    A frame whose address is not a multiple of 8 (a transport may hand out any) is copied once as a whole.
+
+    Raises:
+        ValueError: the payload is not as long as dtypes and counts say.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+        self._bases = [_aligned(frame) for frame in arrays.frames]
+        self._starts, self._total = offsets(arrays.dtypes, arrays.counts)
+        lengths = [len(base) for base in self._bases]
+        if sum(lengths) != self._total:
+            raise ValueError(f"the payload has {sum(lengths)} bytes where its dtypes and counts make {self._total}")
+        self._ends = np.cumsum(lengths)
+
+    def arrays(self, begin: int, end: int) -> list[npt.NDArray[Any]]:
+        """The 1-D arrays of entries `begin` to `end`, each of its dtype's storage type."""
+        dtypes, counts = self._arrays.dtypes[begin:end], self._arrays.counts[begin:end].tolist()
+        codes = dtypes.tolist()
+        if len(self._starts) == 1:  # a large array that travels alone
+            return [self._bases[0].view(_STORAGE[code])[:count] for code, count in zip(codes, counts, strict=True)]
+        frames = self._frames(begin, end)
+        # A frame is a multiple of 8 bytes, so all of it can be seen as each type, and an array is a slice of that.
+        pairs = set(zip(frames, codes, strict=True))
+        typed = {(frame, code): self._bases[frame].view(_STORAGE[code]) for frame, code in pairs}
+        before = self._ends - [len(base) for base in self._bases]
+        firsts = ((self._starts[begin:end] - before[frames]) // ITEMSIZES[dtypes]).tolist()
+        return [
+            typed[frame, code][first : first + count]
+            for frame, code, first, count in zip(frames, codes, firsts, counts, strict=True)
+        ]
+
+    def stretch(self, begin: int, end: int, dtype: DType) -> npt.NDArray[Any]:
+        """The entries `begin` to `end`, all of one dtype, as one 1-D array that shows the padding too.
+
+        One copy if they lie in several frames.
+        """
+        start = int(self._starts[begin])
+        stop = int(self._starts[end]) if end < len(self._starts) else self._total
+        last = int(np.searchsorted(self._ends, stop))
+        first = last if last == 0 or start >= self._ends[last - 1] else int(np.searchsorted(self._ends, start, "right"))
+        if first == last:  # nearly always
+            before = int(self._ends[last]) - len(self._bases[last])
+            return self._bases[last][start - before : stop - before].view(dtype.storage)
+        pieces = self._bases[first : last + 1]
+        pieces[0] = pieces[0][start - int(self._ends[first]) :]  # counted from its end
+        pieces[-1] = pieces[-1][: stop - int(self._ends[last - 1])]
+        return np.concatenate(pieces).view(dtype.storage)
+
+    def _frames(self, begin: int, end: int) -> list[int]:
+        """The frame of each entry."""
+        if len(self._bases) == 1:
+            return [0] * (end - begin)
+        # An entry without elements may start at the very end: it lies in the last frame.
+        found = np.searchsorted(self._ends, self._starts[begin:end], side="right")
+        frames: list[int] = np.minimum(found, len(self._bases) - 1).tolist()
+        return frames
+
+
+def _aligned(frame: Payload) -> npt.NDArray[np.uint8]:
+    base: npt.NDArray[np.uint8] = np.frombuffer(memoryview(frame).toreadonly(), np.uint8)
+    if base.__array_interface__["data"][0] % ALIGNMENT_BYTES:
+        base = base.copy()
+        base.flags.writeable = False
+    return base
+
+
+def views(arrays: Arrays) -> list[npt.NDArray[Any]]:
+    """One array per entry; see `PayloadView`."""
+    return PayloadView(arrays).arrays(0, len(arrays.counts))
+
+
+def stretches(numbers: U32) -> list[tuple[int, int]]:
+    """Where equal numbers stand together: (begin, end) of each stretch, in order."""
+    if not len(numbers):
+        return []
+    ends = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class Encoding(enum.IntEnum):
+    """How elements of float32 are encoded. The codes never get a second meaning."""
+
+    TWO_BIT = 1
+    ONE_BIT = 2
+    FLOAT16 = 3
+    BFLOAT16 = 4
+    TOP_K = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coded:
+    """Encoded arrays back to back in one payload frame or several, as those of `Arrays`.
+
+    counts: (n,) elements of each array, 0 for an empty contribution; entries: (n,) how many of them travel, which is
+    all, but for top-k; encoding: the code of one encoding for all; parameter: the threshold of 2-bit and 1-bit, else 0.
+    """
+
+    counts: U32
+    entries: U32
+    encoding: int
+    parameter: float
+    payload: Payload | tuple[Payload, ...]
+
+    @property
+    def frames(self) -> tuple[Payload, ...]:
+        """The payload frames."""
+        return self.payload if isinstance(self.payload, tuple) else (self.payload,)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all payload frames."""
+        return sum(memoryview(frame).nbytes for frame in self.frames)
+
+
+INDEX = np.dtype("<u4")
+"""Of a top-k entry; all indices of an array stand before all values."""
+VALUE = np.dtype("<f4")
+_ENCODINGS = frozenset(int(encoding) for encoding in Encoding)
+_WORD_BITS = {Encoding.TWO_BIT: 2, Encoding.ONE_BIT: 1}
+"""Bits of an entry, where entries are packed into words of 32."""
+_ENTRY_BYTES = {
+    Encoding.FLOAT16: 2,
+    Encoding.BFLOAT16: 2,
+    Encoding.TOP_K: INDEX.itemsize + VALUE.itemsize,
+}
+
+
+def coded_sizes(encoding: int, entries: U32) -> npt.NDArray[np.int64]:
+    """The (n,) bytes of arrays of so many entries, without padding."""
+    which, wide = Encoding(encoding), entries.astype(np.int64)
+    bits = _WORD_BITS.get(which)
+    return wide * _ENTRY_BYTES[which] if bits is None else (wide * bits + 31) // 32 * 4
+
+
+def coded_size(encoding: Encoding, entries: int) -> int:
+    """The bytes of one array, without padding."""
+    bits = _WORD_BITS.get(encoding)
+    return entries * _ENTRY_BYTES[encoding] if bits is None else -(-entries * bits // 32) * 4
+
+
+def as_octets(coded: Coded) -> Arrays:
+    """The same payload as plain arrays of bytes."""
+    sizes = coded_sizes(coded.encoding, coded.entries)
+    if (sizes >> 32).any():
+        raise ProtocolError("an encoded array of 4 GiB or more")
+    return Arrays(np.full(len(sizes), DType.UINT8, np.uint8), sizes.astype(np.uint32), coded.payload)
+
+
+def decoded_dtypes(coded: Coded) -> npt.NDArray[np.uint8]:
+    """(n,) the dtype of the elements: float32."""
+    return np.full(len(coded.counts), DType.FLOAT32, np.uint8)
+
+
+def check_coded(coded: Coded, decoded_bytes_max: int) -> None:
+    """What must hold of encoded arrays before anybody looks at their payload.
+
+    Args:
+        coded: the arrays; its lists have one length.
+        decoded_bytes_max: what all of them may have together when they are decoded.
+
+    Raises:
+        ProtocolError: it does not hold.
+    """
+    if type(coded.encoding) not in (int, Encoding) or coded.encoding not in _ENCODINGS:
+        raise ProtocolError(f"unknown encoding {ascii(coded.encoding)[:40]}")
+    if not _is_float32(coded.parameter):
+        raise ProtocolError("the parameter of an encoding is not a finite number of float32")
+    if coded.encoding == Encoding.TWO_BIT and not coded.parameter > 0:
+        raise ProtocolError("the threshold of 2-bit is not more than 0")
+    if coded.encoding not in _WORD_BITS and coded.parameter != 0:
+        raise ProtocolError("a parameter for an encoding that has none")
+    if coded.encoding == Encoding.TOP_K:
+        if (coded.entries > coded.counts).any():
+            raise ProtocolError("more entries than elements")
+    elif (coded.entries != coded.counts).any():
+        raise ProtocolError("another number of entries than elements, in an encoding of all elements")
+    decoded = int(padded_sizes(decoded_dtypes(coded), coded.counts).sum())
+    if decoded > decoded_bytes_max:
+        raise ProtocolError(f"{decoded} bytes when decoded, where {decoded_bytes_max} are allowed")
+
+
+def _is_float32(number: float) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(number)) and float(np.float32(number)) == number
+
+
+def check_indices(coded: Coded) -> None:
+    """Look at the indices of top-k entries in a payload of the right size: one pass over them.
+
+    Raises:
+        ProtocolError: they do not ascend, or one is no element's.
+    """
+    if coded.encoding != Encoding.TOP_K:
+        return
+    payload = PayloadView(as_octets(coded)).arrays(0, len(coded.counts))
+    for data, count in zip(payload, coded.counts.tolist(), strict=True):
+        indices = data[: len(data) // 2].view(INDEX)
+        if len(indices) and (int(indices[-1]) >= count or bool((indices[1:] <= indices[:-1]).any())):
+            raise ProtocolError("the indices of top-k entries do not ascend, or one is no element's")

@@ -23,7 +23,7 @@ TEXT_BYTES_MAX = 4096
 """Longer texts are cut by whoever sends them: they are for people."""
 DIGEST_BYTES = 8
 ENTRY_BYTES = 1 + DIGEST_BYTES
-"""An operation in a `Report`: whether its rank waits to be admitted to it, and the digest of its signature."""
+"""An operation in a `CallReport`: whether its rank waits to be admitted to it, and the digest of its signature."""
 WHOLE_JOB = 0xFFFFFFFF
 """In the place of a group's number."""
 
@@ -32,7 +32,7 @@ _PAIR = struct.Struct("<IQ")
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class RankHello:
     """A rank has come. `token` is what rank 0 left at the meeting point, which strangers have not read."""
 
     KIND: ClassVar[int] = 1
@@ -45,7 +45,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Define:
+class DefineOperation:
     """The signature of an operation whose digest comes next; see `kvdist.collective.signature`."""
 
     KIND: ClassVar[int] = 2
@@ -58,7 +58,7 @@ class Define:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CallReport:
     """The operations that a rank has called since its last report, and how many are done of all."""
 
     KIND: ClassVar[int] = 3
@@ -70,7 +70,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class OperationFailed:
     """An operation failed on a rank. `is_connection`: another one may be the cause."""
 
     KIND: ClassVar[int] = 4
@@ -82,7 +82,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class GroupMembers:
     """Who is in a group; said by each of them before its first report of it."""
 
     KIND: ClassVar[int] = 5
@@ -92,7 +92,7 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
+class RankBye:
     """A rank leaves, after so many operations of its groups; `failure` says why if it should not have."""
 
     KIND: ClassVar[int] = 6
@@ -103,7 +103,7 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class LastCalls:
-    """A rank calls no more than so many operations of these groups. It stays to finish them, and says `Bye` then."""
+    """A rank calls no more than so many operations of these groups. It stays to finish them, then sends `RankBye`."""
 
     KIND: ClassVar[int] = 7
     LAYOUT: ClassVar[str] = "counts:pairs"
@@ -111,7 +111,7 @@ class LastCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class AllConnected:
     """All ranks have come; their hosts."""
 
     KIND: ClassVar[int] = 16
@@ -130,7 +130,7 @@ class Agreed:
 
 
 @dataclass(frozen=True, slots=True)
-class Differ:
+class Mismatch:
     """Ranks are at different operations. `is_fatal`: some have begun theirs, and the group is at its end."""
 
     KIND: ClassVar[int] = 18
@@ -142,7 +142,7 @@ class Differ:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class RankGone:
     """A rank is gone. With a `cause` that is a failure; else it has left after so many operations of its groups."""
 
     KIND: ClassVar[int] = 19
@@ -154,7 +154,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class GroupFailed:
     """A group, or `WHOLE_JOB`, is at its end."""
 
     KIND: ClassVar[int] = 20
@@ -164,7 +164,7 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class Participate:
     """To a rank that has joined: take part in this operation with zeros; with no `kind`, only count it."""
 
     KIND: ClassVar[int] = 21
@@ -179,7 +179,7 @@ class Play:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class AllJoined:
     """All ranks have joined, this one last."""
 
     KIND: ClassVar[int] = 22
@@ -190,7 +190,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Throttle:
     """Whether each operation of a group must be waited for from now on: while somebody has joined."""
 
     KIND: ClassVar[int] = 23
@@ -200,7 +200,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class StallWarning:
     """Something has been waited for too long; a sentence for the user."""
 
     KIND: ClassVar[int] = 24
@@ -210,14 +210,14 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """The `Bye` has been heard."""
+    """The `RankBye` has been heard."""
 
     KIND: ClassVar[int] = 25
     LAYOUT: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class RankLeaving:
     """A rank calls no more than so many operations of these groups: what is behind them can never be done."""
 
     KIND: ClassVar[int] = 26
@@ -227,15 +227,28 @@ class Leaving:
     counts: tuple[tuple[int, int], ...]
 
 
-ToCoordinator = Hello | Define | Report | Trouble | Members | Bye | LastCalls
-ToMember = Complete | Agreed | Differ | Gone | Fail | Play | Joined | Pace | Stall | Farewell | Leaving
+ToCoordinator = RankHello | DefineOperation | CallReport | OperationFailed | GroupMembers | RankBye | LastCalls
+ToMember = (
+    AllConnected
+    | Agreed
+    | Mismatch
+    | RankGone
+    | GroupFailed
+    | Participate
+    | AllJoined
+    | Throttle
+    | StallWarning
+    | Farewell
+    | RankLeaving
+)
 Message = ToCoordinator | ToMember
 
 _CLASSES: dict[int, Any] = {
     message.KIND: message
     for message in (
-        Hello, Define, Report, Trouble, Members, Bye, LastCalls,
-        Complete, Agreed, Differ, Gone, Fail, Play, Joined, Pace, Stall, Farewell, Leaving,
+        RankHello, DefineOperation, CallReport, OperationFailed, GroupMembers, RankBye, LastCalls,
+        AllConnected, Agreed, Mismatch, RankGone, GroupFailed, Participate, AllJoined, Throttle, StallWarning,
+        Farewell, RankLeaving,
     )
 }  # fmt: skip
 

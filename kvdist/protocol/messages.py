@@ -16,23 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import U8, U32, Arrays
-from kvdist.protocol.commands import Command, Perform
-from kvdist.protocol.compressed import CompressedPush
-from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
-from kvdist.protocol.rows import InitRows, PullRows, PushRows, RowValues
-from kvdist.protocol.saving import (
-    Claim,
-    Claimed,
-    DropRestored,
-    Load,
-    Mark,
-    Prepare,
-    Restore,
-    Save,
-    Saved,
-    TakeRestored,
-)
+from kvdist.protocol.arrays import U8, U32, Arrays, Coded
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +77,64 @@ class Flag(enum.IntFlag):
     """The value that answers is read where it lies, until the next one of this slice has been received."""
     CARRIED = 16
     """Only in a joined push: it is in the sum that another row of its slice carries, and has no bytes of its own."""
+
+
+# Registration.
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Process → scheduler: here I am. Repeated until answered; the stamp's incarnation is the process's token."""
+
+    KIND: ClassVar[int] = 1
+    SEQUENCED: ClassVar[bool] = False
+    wanted_rank: int
+    """The rank asked for, or -1."""
+    host: str
+    pid: int
+    endpoint: str
+    """Where a server accepts workers, or a worker the others of its host; empty for a worker that sums alone."""
+    num_workers: int
+    num_servers: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Scheduler → process: your rank and incarnation."""
+
+    KIND: ClassVar[int] = 2
+    SEQUENCED: ClassVar[bool] = False
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Anybody → a process that may not take part: why not. Final."""
+
+    KIND: ClassVar[int] = 3
+    SEQUENCED: ClassVar[bool] = False
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One line of the roster."""
+
+    member: Member
+    host: str
+    pid: int
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Scheduler → all: who is in the cluster now. The first one says that it is complete."""
+
+    KIND: ClassVar[int] = 4
+    SEQUENCED: ClassVar[bool] = True
+    peers: tuple[Peer, ...]
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -376,6 +418,90 @@ class HandedBack:
     ids: U32
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CompressedPush:
+    """Worker → server: contributions of float32, encoded. The columns are those of `Push`, and so are the answers."""
+
+    KIND: ClassVar[int] = 29
+    SEQUENCED: ClassVar[bool] = True
+    pull: bool
+    runs: U32
+    ids: U32
+    steps: U32
+    versions: U32
+    samples: U32
+    flags: U8
+    settings: tuple[tuple[float, float, float], ...]
+    setting_of: U8
+    arrays: Coded
+
+
+# Tables of rows.
+
+ROWS = "rows"
+"""The form of a table whose first values are sent."""
+
+MORE = 128
+"""A flag: further rows of the same contribution, or of the same first values, follow."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InitRows:
+    """Worker 0 → server: the first values of rows; rows that are not named are zero. Repeated, it changes nothing."""
+
+    KIND: ClassVar[int] = 60
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    flags: U8
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PushRows:
+    """Worker → server: contributions of rows; one without rows counts, too. The other columns are those of `Push`."""
+
+    KIND: ClassVar[int] = 61
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    steps: U32
+    versions: U32
+    samples: U32
+    flags: U8
+    settings: tuple[tuple[float, float, float], ...]
+    setting_of: U8
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PullRows:
+    """Worker → server: send these rows as soon as my first `steps` pushes are counted and `versions` is reached.
+
+    `arrays` has one entry for each slice: the ids.
+    """
+
+    KIND: ClassVar[int] = 62
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    steps: U32
+    versions: U32
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowValues:
+    """Server → worker: the values of the rows that `PullRows` named, in its order. One entry for each slice."""
+
+    KIND: ClassVar[int] = 63
+    SEQUENCED: ClassVar[bool] = True
+    runs: U32
+    ids: U32
+    versions: U32
+    arrays: Arrays
+
+
 # Life and death.
 
 
@@ -480,13 +606,194 @@ class CheckBlocked:
     SEQUENCED: ClassVar[bool] = True
 
 
+# Checkpoints.
+
+CHECKPOINT = "checkpoint"
+"""How the subject of every hint begins that is about one which is being saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A file in the folder; `name` is empty for none."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _OfStore:
+    """What is asked about a store, and answered."""
+
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    store: int
+
+
+@dataclass(frozen=True, slots=True)
+class _FromWorker(_OfStore):
+    """What a worker asks about its `counter`-th checkpoint, or its `counter`-th load, which is in this folder."""
+
+    counter: int
+    folder: str
+    contents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _ToServer(_OfStore):
+    """What a server is to do in this folder."""
+
+    folder: str
+    contents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim(_FromWorker):
+    """Worker → scheduler: the `counter`-th checkpoint of this store will be the first one that I save into the
+    directory of this folder. Answered when the job has the lock of the directory and every server can write there."""
+
+    KIND: ClassVar[int] = 43
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Scheduler → worker: save there; files say that they are of this run."""
+
+    KIND: ClassVar[int] = 48
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(_ToServer):
+    """Scheduler → server: checkpoints of this run are going to lie in the directory of this folder; can you write
+    there?"""
+
+    KIND: ClassVar[int] = 49
+    run: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MarkPushes:
+    """Worker → server: the `counter`-th checkpoint of this store has my first `steps` pushes of each slice.
+
+    It comes before any later push of this worker, to every server, with no slices to one that keeps nothing of the
+    store. The slices are those of arrays and of tables alike. Not answered: the server reports to the scheduler.
+    """
+
+    KIND: ClassVar[int] = 40
+    SEQUENCED: ClassVar[bool] = True
+    store: int
+    counter: int
+    folder: str
+    contents: tuple[str, ...]
+    """Empty if this worker cannot take part: then nothing is written."""
+    run: str
+    step: int
+    last: bool
+    """Whether these are the last of the slices."""
+    ids: U32
+    steps: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Save(_FromWorker):
+    """Worker → scheduler: I have marked my pushes. Answered when the checkpoint is complete, or has failed."""
+
+    KIND: ClassVar[int] = 41
+    run: str
+    """Empty if the worker has not claimed the folder, and does not take part."""
+    step: int
+    keep: int
+    """How many checkpoints to keep beside each other; 0 = all."""
+    num_keys: int
+    """How many keys the store has, as this worker knows."""
+    file: SavedFile
+    """What the worker itself wants to have back."""
+    failure: str
+    """Why the worker cannot take part; empty if it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Server → scheduler: all workers have marked, and my slices are in this file (none if I keep nothing),
+    or they are not, because of `failure`. Every server says it once for every checkpoint."""
+
+    KIND: ClassVar[int] = 42
+    SEQUENCED: ClassVar[bool] = True
+    store: int
+    counter: int
+    file: SavedFile
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load(_FromWorker):
+    """Worker → scheduler: none of my pushes is under way; restore the store. Answered when every server has."""
+
+    KIND: ClassVar[int] = 44
+    failure: str
+    """Why the worker cannot take part; empty if it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore(_ToServer):
+    """Scheduler → server: read your slices, and wait."""
+
+    KIND: ClassVar[int] = 45
+
+
+@dataclass(frozen=True, slots=True)
+class TakeRestored(_OfStore):
+    """Scheduler → server: every server has read what it needs; go on from there."""
+
+    KIND: ClassVar[int] = 46
+
+
+@dataclass(frozen=True, slots=True)
+class DropRestored(_OfStore):
+    """Scheduler → server: some server could not read; forget what you have read."""
+
+    KIND: ClassVar[int] = 47
+
+
+# Commands.
+
+HEAD_OF_USERS_MAX = (1 << 31) - 1
+"""Numbers above it are those of kvdist itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Worker → scheduler: let every server run the handler `head` with `body`, and say when all have."""
+
+    KIND: ClassVar[int] = 50
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    head: int
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
+class Perform:
+    """Scheduler → server: run the handler `head` with `body`."""
+
+    KIND: ClassVar[int] = 51
+    SEQUENCED: ClassVar[bool] = True
+    request: int
+    head: int
+    body: str
+
+
 Message = (
     Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused | JoinedPush
     | HandedBack | PullState | ReplaceState | Alive | Ack | Waiting | Goodbye | Abort | Stop | Blocked
     | CheckBlocked
     | InitRows | PushRows | PullRows | RowValues
-    | Claim | Claimed | Prepare | Mark | Save | Saved | Load | Restore | TakeRestored | DropRestored | Command | Perform
+    | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
+    | Command | Perform
 )  # fmt: skip
 
 

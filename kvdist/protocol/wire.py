@@ -21,13 +21,11 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.errors import ProtocolError
-from kvdist.protocol import commands, compressed, fields, messages, registration, rows, saving
-from kvdist.protocol.arrays import U8, Arrays, Payload
-from kvdist.protocol.coded import as_octets, check_coded, check_indices
-from kvdist.protocol.fields import Field, Source
-from kvdist.protocol.layout import ITEMSIZES, padded_sizes
+from kvdist.protocol import messages, wire_types
+from kvdist.protocol.arrays import ITEMSIZES, U8, Arrays, Payload, as_octets, check_coded, check_indices, padded_sizes
 from kvdist.protocol.limits import DEFAULT, SLICE_BYTES_MIN, WireLimits
 from kvdist.protocol.messages import Flag, Outcome, Packet, Stamp
+from kvdist.protocol.wire_types import Field, Source
 
 MAGIC = b"KVDI"
 VERSION = 1
@@ -50,7 +48,7 @@ class VersionMismatch(ProtocolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Codec:
     """How messages of one class travel: the fields of the header in order, and what must hold between them."""
 
     message: type[Any]
@@ -113,15 +111,15 @@ def _pack_stamp(stamp: Stamp, kind: int, sequenced: bool) -> bytes:
     if (stamp.seq > 0) is not sequenced:
         raise ValueError(f"seq is {stamp.seq}; sequenced messages count from 1 and all others have 0")
     source = stamp.source
-    role = fields.ROLE_CODES[source.node.role]
-    fields.member_of(role, source.node.rank, source.incarnation)
+    role = wire_types.ROLE_CODES[source.node.role]
+    wire_types.member_of(role, source.node.rank, source.incarnation)
     return _ENVELOPE.pack(
         MAGIC, VERSION, kind, 0, stamp.job, stamp.term, stamp.epoch, source.node.rank, source.incarnation,
         stamp.destination, stamp.seq, stamp.ack, stamp.step, role, b"",
     )  # fmt: skip
 
 
-def _read_stamp(frame: memoryview | bytes) -> tuple[Kind, Stamp]:
+def _read_stamp(frame: memoryview | bytes) -> tuple[Codec, Stamp]:
     start = bytes(memoryview(frame)[:5])
     if start[:4] != MAGIC or len(start) < 5:
         raise ProtocolError("not a kvdist message: the first frame does not begin with KVDI and a version")
@@ -139,20 +137,20 @@ def _read_stamp(frame: memoryview | bytes) -> tuple[Kind, Stamp]:
         raise ProtocolError("the reserved bytes of the envelope are not zero")
     if (seq > 0) is not kind.message.SEQUENCED:
         raise ProtocolError(f"{kind.message.__name__}: sequence number {seq}")
-    source = fields.member_of(role, rank, incarnation)
+    source = wire_types.member_of(role, rank, incarnation)
     return kind, Stamp(job, term, epoch, source, destination, seq, ack, step)
 
 
 # Header.
 
 
-def _read_message(kind: Kind, header: memoryview | bytes, payload: list[memoryview], limits: WireLimits) -> Any:
+def _read_message(kind: Codec, header: memoryview | bytes, payload: list[memoryview], limits: WireLimits) -> Any:
     name = "header"
     try:
         _check_header(header, limits)
         reader = _reader(header, limits)
         source = Source(reader, limits, payload)
-        fields.expect(fields.read_count(source), len(kind.fields))
+        wire_types.expect(wire_types.read_count(source), len(kind.fields))
         values = []
         for name, field in kind.fields:  # noqa: B007 (the handlers below name the field that failed)
             values.append(field.read(source))
@@ -285,7 +283,7 @@ def _check_push(message: messages.Push, limits: WireLimits) -> None:
     _check_contributions(message, message.arrays, _FLAGS_KNOWN, limits)
 
 
-def _check_compressed_push(message: compressed.CompressedPush, limits: WireLimits) -> None:
+def _check_compressed_push(message: messages.CompressedPush, limits: WireLimits) -> None:
     coded = message.arrays
     _same_length((message.ids, coded.counts, coded.entries))
     check_coded(coded, limits.payload_bytes_max)
@@ -301,7 +299,7 @@ def _check_joined_push(message: messages.JoinedPush, limits: WireLimits) -> None
 
 
 def _check_contributions(
-    message: messages.Push | messages.JoinedPush | compressed.CompressedPush,
+    message: messages.Push | messages.JoinedPush | messages.CompressedPush,
     arrays: Arrays,
     known: int,
     limits: WireLimits,
@@ -316,7 +314,7 @@ def _check_contributions(
 
 
 def _check_columns(
-    message: messages.Push | messages.JoinedPush | compressed.CompressedPush | rows.PushRows,
+    message: messages.Push | messages.JoinedPush | messages.CompressedPush | messages.PushRows,
     known: int,
     limits: WireLimits,
 ) -> None:
@@ -351,18 +349,18 @@ def _check_rows(flags: U8, known: int, arrays: Arrays, limits: WireLimits) -> No
     _check_payload(arrays, limits)
 
 
-def _check_init_rows(message: rows.InitRows, limits: WireLimits) -> None:
+def _check_init_rows(message: messages.InitRows, limits: WireLimits) -> None:
     _check_slices(_same_length((message.runs, message.ids, message.flags)), limits)
-    _check_rows(message.flags, rows.MORE, message.arrays, limits)
+    _check_rows(message.flags, messages.MORE, message.arrays, limits)
 
 
-def _check_push_rows(message: rows.PushRows, limits: WireLimits) -> None:
-    known = _EMPTY | int(Flag.AVERAGE) | rows.MORE
+def _check_push_rows(message: messages.PushRows, limits: WireLimits) -> None:
+    known = _EMPTY | int(Flag.AVERAGE) | messages.MORE
     _check_columns(message, known, limits)
     _check_rows(message.flags, known, message.arrays, limits)
 
 
-def _check_pull_rows(message: rows.PullRows, limits: WireLimits) -> None:
+def _check_pull_rows(message: messages.PullRows, limits: WireLimits) -> None:
     m, arrays = message, message.arrays
     _check_slices(_same_length((m.runs, m.ids, m.steps, m.versions, arrays.dtypes, arrays.counts)), limits)
     if (arrays.dtypes != DType.INT64).any():
@@ -370,7 +368,7 @@ def _check_pull_rows(message: rows.PullRows, limits: WireLimits) -> None:
     _check_payload(arrays, limits)
 
 
-def _check_row_values(message: rows.RowValues, limits: WireLimits) -> None:
+def _check_row_values(message: messages.RowValues, limits: WireLimits) -> None:
     m, arrays = message, message.arrays
     _check_slices(_same_length((m.runs, m.ids, m.versions, arrays.dtypes, arrays.counts)), limits)
     _check_payload(arrays, limits)
@@ -403,7 +401,7 @@ def _check_counted(message: messages.Counted, limits: WireLimits) -> None:
     _check_outcomes(message.outcomes)
 
 
-def _check_mark(message: saving.Mark, limits: WireLimits) -> None:
+def _check_mark(message: messages.MarkPushes, limits: WireLimits) -> None:
     if _same_length((message.ids, message.steps)):  # a server may keep nothing of a store
         _check_slices(len(message.ids), limits)
 
@@ -422,98 +420,101 @@ def _check_refused(message: messages.Refused | messages.HandedBack, limits: Wire
 
 # The table of messages.
 
-_U32 = fields.integer(0, (1 << 32) - 1)
-_U64 = fields.integer(0, (1 << 64) - 1)
-_FROM_MINUS_1 = fields.integer(-1, (1 << 32) - 1)
-_NAME = fields.text("name_bytes_max")
-_SENTENCE = fields.sentence(DEFAULT.sentence_bytes_max)
-_BODY = fields.text("body_bytes_max")
-_KEYS, _SHAPES, _DTYPES, _FORMS = fields.KEYS, fields.SHAPES, fields.DTYPES, fields.TEXTS
-_NUMBERS, _OCTETS, _ARRAYS = fields.NUMBERS, fields.OCTETS, fields.ARRAYS
+_U32 = wire_types.integer(0, (1 << 32) - 1)
+_U64 = wire_types.integer(0, (1 << 64) - 1)
+_FROM_MINUS_1 = wire_types.integer(-1, (1 << 32) - 1)
+_NAME = wire_types.text("name_bytes_max")
+_SENTENCE = wire_types.sentence(DEFAULT.sentence_bytes_max)
+_BODY = wire_types.text("body_bytes_max")
+_KEYS, _SHAPES, _DTYPES, _FORMS = wire_types.KEYS, wire_types.SHAPES, wire_types.DTYPES, wire_types.TEXTS
+_NUMBERS, _OCTETS, _ARRAYS = wire_types.NUMBERS, wire_types.OCTETS, wire_types.ARRAYS
 
-_PLACEMENT = fields.record(
+_PLACEMENT = wire_types.record(
     messages.Placement,
-    first_slices=fields.COUNTS,
-    homes=fields.COUNTS,
-    slice_bytes=fields.integer(SLICE_BYTES_MIN, (1 << 32) - 1),
+    first_slices=wire_types.COUNTS,
+    homes=wire_types.COUNTS,
+    slice_bytes=wire_types.integer(SLICE_BYTES_MIN, (1 << 32) - 1),
 )
-_PEER = fields.record(registration.Peer, member=fields.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
+_PEER = wire_types.record(messages.Peer, member=wire_types.MEMBER, host=_NAME, pid=_U32, endpoint=_NAME)
 
-_NAMES = fields.many(_NAME, "entries_max")
-_REQUESTS = fields.many(_U64, "entries_max")
-_FILE = fields.record(saving.SavedFile, name=_NAME, nbytes=_U64, sha256=_NAME)
+_NAMES = wire_types.many(_NAME, "entries_max")
+_REQUESTS = wire_types.many(_U64, "entries_max")
+_FILE = wire_types.record(messages.SavedFile, name=_NAME, nbytes=_U64, sha256=_NAME)
 
-KINDS: dict[int, Kind] = {}
+KINDS: dict[int, Codec] = {}
 """Code of a kind → how it travels."""
-_KIND_OF: dict[type[Any], Kind] = {}
+_KIND_OF: dict[type[Any], Codec] = {}
 
 
 def _kind(message: type[Any], check: Callable[[Any, WireLimits], None] = _nothing, **table: Field) -> None:
     in_slices = "runs" in table
-    kind = Kind(message, tuple(table.items()), check, "arrays" in table, not in_slices)
+    kind = Codec(message, tuple(table.items()), check, "arrays" in table, not in_slices)
     KINDS[message.KIND] = _KIND_OF[message] = kind
 
 
-_kind(registration.Hello, wanted_rank=_FROM_MINUS_1, host=_NAME, pid=_U32, endpoint=_NAME, num_workers=_U32,
+_kind(messages.Hello, wanted_rank=_FROM_MINUS_1, host=_NAME, pid=_U32, endpoint=_NAME, num_workers=_U32,
       num_servers=_U32, version=_NAME)  # fmt: skip
-_kind(registration.Welcome, rank=_U32, incarnation=_U64)
-_kind(registration.Rejected, reason=_SENTENCE)
-_kind(registration.Roster, peers=fields.many(_PEER, "members_max"))
+_kind(messages.Welcome, rank=_U32, incarnation=_U64)
+_kind(messages.Rejected, reason=_SENTENCE)
+_kind(messages.Roster, peers=wire_types.many(_PEER, "members_max"))
 _kind(messages.Declare, _check_declare, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
       shapes=_SHAPES, dtypes=_DTYPES, pulled_as=_DTYPES, forms=_FORMS)  # fmt: skip
-_kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=fields.COUNTS)
+_kind(messages.Placed, _check_placed, request=_U64, placement=_PLACEMENT, givers=wire_types.COUNTS)
 _kind(messages.Assign, _check_assign, request=_U64, store=_U32, mode=_NAME, keys=_KEYS,
       shapes=_SHAPES, dtypes=_DTYPES, pulled_as=_DTYPES, forms=_FORMS, placement=_PLACEMENT)  # fmt: skip
-_kind(messages.Configure, request=_U64, store=_U32, description=fields.DESCRIPTION)
-_kind(messages.SetOptimizer, request=_U64, store=_U32, description=fields.DESCRIPTION)
+_kind(messages.Configure, request=_U64, store=_U32, description=wire_types.DESCRIPTION)
+_kind(messages.SetOptimizer, request=_U64, store=_U32, description=wire_types.DESCRIPTION)
 _kind(messages.Done, request=_U64)
-_kind(messages.Failed, request=_U64, code=fields.ERROR, reason=_SENTENCE)
+_kind(messages.Failed, request=_U64, code=wire_types.ERROR, reason=_SENTENCE)
 _kind(messages.Barrier, request=_U64, store=_U32, counter=_U64, statement=_SENTENCE)
 _kind(messages.InitValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.ReplaceValues, _check_init_values, runs=_NUMBERS, ids=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.PullState, _check_pull_state, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, parts=_OCTETS)
 _kind(messages.ReplaceState, _check_replace_state, runs=_NUMBERS, ids=_NUMBERS, parts=_OCTETS, arrays=_ARRAYS)
-_kind(messages.Push, _check_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
-      samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
-_kind(compressed.CompressedPush, _check_compressed_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS,
-      steps=_NUMBERS, versions=_NUMBERS, samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS,
-      setting_of=_OCTETS, arrays=fields.CODED)  # fmt: skip
-_kind(messages.JoinedPush, _check_joined_push, pull=fields.FLAG, runs=_NUMBERS, ids=_NUMBERS, ranks=_NUMBERS,
-      steps=_NUMBERS, versions=_NUMBERS, samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS,
+_kind(messages.Push, _check_push, pull=wire_types.FLAG, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
+      samples=_NUMBERS, flags=_OCTETS, settings=wire_types.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
+_kind(messages.CompressedPush, _check_compressed_push, pull=wire_types.FLAG, runs=_NUMBERS, ids=_NUMBERS,
+      steps=_NUMBERS, versions=_NUMBERS, samples=_NUMBERS, flags=_OCTETS, settings=wire_types.SETTINGS,
+      setting_of=_OCTETS, arrays=wire_types.CODED)  # fmt: skip
+_kind(messages.JoinedPush, _check_joined_push, pull=wire_types.FLAG, runs=_NUMBERS, ids=_NUMBERS, ranks=_NUMBERS,
+      steps=_NUMBERS, versions=_NUMBERS, samples=_NUMBERS, flags=_OCTETS, settings=wire_types.SETTINGS,
       setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
 _kind(messages.HandedBack, _check_refused, runs=_NUMBERS, ids=_NUMBERS)
 _kind(messages.Pull, _check_pull, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS)
 _kind(messages.Values, _check_values, runs=_NUMBERS, ids=_NUMBERS, versions=_NUMBERS, outcomes=_OCTETS,
       arrays=_ARRAYS)  # fmt: skip
 _kind(messages.Counted, _check_counted, runs=_NUMBERS, ids=_NUMBERS, versions=_NUMBERS, outcomes=_OCTETS)
-_kind(messages.Refused, _check_refused, runs=_NUMBERS, ids=_NUMBERS, code=fields.ERROR, reason=_SENTENCE)
-_kind(rows.InitRows, _check_init_rows, runs=_NUMBERS, ids=_NUMBERS, flags=_OCTETS, arrays=_ARRAYS)
-_kind(rows.PushRows, _check_push_rows, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
-      samples=_NUMBERS, flags=_OCTETS, settings=fields.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
-_kind(rows.PullRows, _check_pull_rows, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS, arrays=_ARRAYS)
-_kind(rows.RowValues, _check_row_values, runs=_NUMBERS, ids=_NUMBERS, versions=_NUMBERS, arrays=_ARRAYS)
+_kind(messages.Refused, _check_refused, runs=_NUMBERS, ids=_NUMBERS, code=wire_types.ERROR, reason=_SENTENCE)
+_kind(messages.InitRows, _check_init_rows, runs=_NUMBERS, ids=_NUMBERS, flags=_OCTETS, arrays=_ARRAYS)
+_kind(messages.PushRows, _check_push_rows, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS,
+      samples=_NUMBERS, flags=_OCTETS, settings=wire_types.SETTINGS, setting_of=_OCTETS, arrays=_ARRAYS)  # fmt: skip
+_kind(
+    messages.PullRows, _check_pull_rows, runs=_NUMBERS, ids=_NUMBERS, steps=_NUMBERS, versions=_NUMBERS, arrays=_ARRAYS
+)
+_kind(messages.RowValues, _check_row_values, runs=_NUMBERS, ids=_NUMBERS, versions=_NUMBERS, arrays=_ARRAYS)
 _kind(messages.Alive)
-_kind(messages.Ack, wanted=fields.FLAG)
-_kind(messages.Waiting, subject=_SENTENCE, ranks=fields.many(_U32, "members_max"), since_s=fields.SECONDS)
+_kind(messages.Ack, wanted=wire_types.FLAG)
+_kind(messages.Waiting, subject=_SENTENCE, ranks=wire_types.many(_U32, "members_max"), since_s=wire_types.SECONDS)
 _kind(messages.Goodbye, request=_U64, failure=_SENTENCE)
-_kind(messages.Abort, code=fields.ERROR, node=_NAME, host=_NAME, cause=_SENTENCE, step=_FROM_MINUS_1,
+_kind(messages.Abort, code=wire_types.ERROR, node=_NAME, host=_NAME, cause=_SENTENCE, step=_FROM_MINUS_1,
       sentence=_SENTENCE)  # fmt: skip
 _kind(messages.Stop)
 _kind(messages.Blocked, _check_blocked, number=_U64, place=_SENTENCE, requests=_REQUESTS, slice=_FROM_MINUS_1,
-      firsts=fields.NUMBERS_OR_NONE, pushed=fields.NUMBERS_OR_NONE, awaited=fields.NUMBERS_OR_NONE)  # fmt: skip
+      firsts=wire_types.NUMBERS_OR_NONE, pushed=wire_types.NUMBERS_OR_NONE,
+      awaited=wire_types.NUMBERS_OR_NONE)  # fmt: skip
 _kind(messages.CheckBlocked)
-_kind(saving.Claim, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES)
-_kind(saving.Claimed, request=_U64, run=_NAME)
-_kind(saving.Prepare, request=_U64, store=_U32, folder=_NAME, contents=_NAMES, run=_NAME)
-_kind(saving.Mark, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, run=_NAME, step=_U64,
-      last=fields.FLAG, ids=fields.NUMBERS_OR_NONE, steps=fields.NUMBERS_OR_NONE)  # fmt: skip
-_kind(saving.Save, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, run=_NAME, step=_U64,
+_kind(messages.Claim, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES)
+_kind(messages.Claimed, request=_U64, run=_NAME)
+_kind(messages.Prepare, request=_U64, store=_U32, folder=_NAME, contents=_NAMES, run=_NAME)
+_kind(messages.MarkPushes, _check_mark, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, run=_NAME, step=_U64,
+      last=wire_types.FLAG, ids=wire_types.NUMBERS_OR_NONE, steps=wire_types.NUMBERS_OR_NONE)  # fmt: skip
+_kind(messages.Save, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES, run=_NAME, step=_U64,
       keep=_U32, num_keys=_U32, file=_FILE, failure=_SENTENCE)  # fmt: skip
-_kind(saving.Saved, store=_U32, counter=_U64, file=_FILE, failure=_SENTENCE)
-_kind(saving.Load, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES,
+_kind(messages.Saved, store=_U32, counter=_U64, file=_FILE, failure=_SENTENCE)
+_kind(messages.Load, request=_U64, store=_U32, counter=_U64, folder=_NAME, contents=_NAMES,
       failure=_SENTENCE)  # fmt: skip
-_kind(saving.Restore, request=_U64, store=_U32, folder=_NAME, contents=_NAMES)
-_kind(saving.TakeRestored, request=_U64, store=_U32)
-_kind(saving.DropRestored, request=_U64, store=_U32)
-_kind(commands.Command, request=_U64, head=_U32, body=_BODY)
-_kind(commands.Perform, request=_U64, head=_U32, body=_BODY)
+_kind(messages.Restore, request=_U64, store=_U32, folder=_NAME, contents=_NAMES)
+_kind(messages.TakeRestored, request=_U64, store=_U32)
+_kind(messages.DropRestored, request=_U64, store=_U32)
+_kind(messages.Command, request=_U64, head=_U32, body=_BODY)
+_kind(messages.Perform, request=_U64, head=_U32, body=_BODY)

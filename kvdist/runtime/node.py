@@ -53,15 +53,14 @@ from kvdist.errors import (
     StoreClosed,
 )
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
-from kvdist.protocol.messages import Packet
-from kvdist.protocol.registration import Hello, Rejected
+from kvdist.protocol.messages import Hello, Packet, Rejected
 from kvdist.protocol.wire import VersionMismatch, decode, encode
 from kvdist.runtime.io_thread import Disk, ThreadedDisk
 from kvdist.runtime.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
 from kvdist.runtime.trace import now_ns
 from kvdist.runtime.tracing import NodeTrace
 from kvdist.runtime.user_threads import AwaitedFuture, note_call
-from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Refused, Route, Transport
+from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, Route, Transport
 
 LOG = logging.getLogger("kvdist")
 
@@ -229,7 +228,7 @@ class Node:
                 case Disconnected(route, reason, after_silence):
                     self._went_away(route, reason, after_silence)
                     self._forget_stranger(route)
-                case Refused(_, reason):
+                case DialRefused(_, reason):
                     self._stop(AuthenticationError(reason))
         asked = self._take_mail()
         due = self.reliable.deadline <= heard_at

@@ -28,7 +28,7 @@ from kvdist.core.server.rounds import Rounds
 from kvdist.core.server.server import Server
 from kvdist.errors import KvdistError
 from kvdist.nodes import UNRANKED
-from kvdist.protocol.commands import HEAD_OF_USERS_MAX
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX
 from kvdist.runtime.node import Node
 from kvdist.runtime.trace import EVENTS_MAX, Trace, TraceCopy, TraceFiles, now_ns, require_writable
 from kvdist.runtime.tracing import NodeTrace, TracedRounds

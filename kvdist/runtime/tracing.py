@@ -27,20 +27,21 @@ from kvdist.core.worker.requests import (
     Transfer,
 )
 from kvdist.optimizer.updater import SliceUpdater
-from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Perform
-from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import (
+    HEAD_OF_USERS_MAX,
     Ack,
+    CompressedPush,
     InitValues,
     JoinedPush,
     Packet,
+    Perform,
     Pull,
     Push,
     ReplaceValues,
+    Roster,
     Stop,
     Values,
 )
-from kvdist.protocol.registration import Roster
 from kvdist.runtime.trace import Trace, now_ns
 
 CALLS_OPEN_MAX = 100_000

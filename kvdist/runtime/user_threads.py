@@ -67,7 +67,7 @@ def note_call() -> None:
         _callers.add(threading.current_thread())
 
 
-class Waiting:
+class WaitingCall:
     """A context in which the present thread waits in a call of kvdist, without a time-out."""
 
     __slots__ = ("_before", "_thread")
@@ -92,14 +92,14 @@ class AwaitedFuture(Future[Result]):
         """See `concurrent.futures.Future.result`."""
         if timeout is not None or self.done():
             return super().result(timeout)
-        with Waiting():
+        with WaitingCall():
             return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See `concurrent.futures.Future.exception`."""
         if timeout is not None or self.done():
             return super().exception(timeout)
-        with Waiting():
+        with WaitingCall():
             return super().exception()
 
 
@@ -167,7 +167,7 @@ class UnderWay:
     def _wait_for_room(self, nbytes: int, check: Callable[[], None]) -> None:
         self.waiting += 1
         try:
-            with Waiting():
+            with WaitingCall():
                 while self.nbytes and self.nbytes + nbytes > self.room:
                     self._changed.wait()
                     check()

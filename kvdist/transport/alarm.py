@@ -6,7 +6,7 @@ import os
 import threading
 
 
-class Alarm:
+class Wakeup:
     """A pipe whose reading end becomes readable; many rings before a rest are one.
 
     Attributes:

@@ -60,14 +60,14 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class DialRefused:
     """Whoever listens where this route was dialled will never have us, by `reason`: the keys do not match."""
 
     route: Route
     reason: str
 
 
-Event = Arrived | Connected | Disconnected | Refused
+Event = Arrived | Connected | Disconnected | DialRefused
 
 
 class Transport(abc.ABC):

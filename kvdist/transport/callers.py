@@ -48,7 +48,7 @@ class Bounds:
     bytes_all: int
 
 
-class Callers:
+class SilentConnections:
     """The connections of one listener that have not said anything yet.
 
     Attributes:

@@ -68,7 +68,7 @@ class Credentials:
         socket.set(zmq.CURVE_SERVERKEY, self.public_key(to))
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """Answers libzmq, which asks about every key that is shown at a guarded socket of the context (ZAP, RFC 27).
 
     Attributes:

@@ -14,8 +14,8 @@ import zmq
 from kvdist.config.addresses import split_endpoint, stays_on_host, tcp_endpoint
 from kvdist.config.local_sockets import is_bound, local_endpoint, port_of_local
 from kvdist.nodes import NodeId
-from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Refused
-from kvdist.transport.callers import NOWHERE, Bounds, Callers, shut_down
+from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, Event
+from kvdist.transport.callers import NOWHERE, Bounds, SilentConnections, shut_down
 from kvdist.transport.connections import Connections
 from kvdist.transport.greeting import Suspicion, mechanism_at
 from kvdist.transport.silence import hang_up, silence_s
@@ -40,12 +40,12 @@ OTHER_KEY = int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 MONITOR_EVENT = struct.Struct("=HI")
 
 
-class Peer:
+class PeerRoute:
     """A route: the socket, and on the bound side whom to name first."""
 
     __slots__ = ("address", "descriptor", "fell_silent", "gone", "link", "name", "prefix", "send")
 
-    def __init__(self, link: Link, prefix: bytes | None, name: NodeId | None = None) -> None:
+    def __init__(self, link: MonitoredSocket, prefix: bytes | None, name: NodeId | None = None) -> None:
         self.link = link
         self.prefix = prefix
         self.name = name
@@ -62,7 +62,7 @@ class Peer:
         return f"<route {'to' if self.prefix is None else self.prefix.hex() + ' at'} {self.link.endpoint}>"
 
 
-def transmit(to: Peer, pieces: list[tuple[Buffer, bool]]) -> bool:
+def transmit(to: PeerRoute, pieces: list[tuple[Buffer, bool]]) -> bool:
     """Send one message whole or not at all; False when nobody is there.
 
     Without a limit on the queue, what libzmq refuses is a route that has ended. On the bound side it says so at the
@@ -88,14 +88,14 @@ def transmit(to: Peer, pieces: list[tuple[Buffer, bool]]) -> bool:
     return not refused
 
 
-class Link(abc.ABC):
+class MonitoredSocket(abc.ABC):
     """One socket, the monitor that watches it, and the routes that lead through it."""
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         self.socket = socket
         self.endpoint = endpoint
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(WATCHED)
-        self.lost: list[Peer] = []
+        self.lost: list[PeerRoute] = []
         self.is_drained = True
         """Whether no message was left when messages were last read."""
         self._hung_up: set[int] = set()
@@ -150,7 +150,7 @@ class Link(abc.ABC):
         """Take one message; its bytes. Raises `zmq.Again` when there is none."""
 
     @abc.abstractmethod
-    def lose(self, peer: Peer) -> None:
+    def lose(self, peer: PeerRoute) -> None:
         """Note that the connection of this route is gone."""
 
     def read_monitor(self, events: list[Event]) -> None:
@@ -192,7 +192,7 @@ class Link(abc.ABC):
         self.socket.close(0)
 
 
-class Dialled(Link):
+class DialledSocket(MonitoredSocket):
     """A DEALER: one route, for as long as the transport lives.
 
     Args:
@@ -208,7 +208,7 @@ class Dialled(Link):
         self, socket: zmq.Socket[bytes], endpoint: str, me: NodeId | None = None, to: NodeId | None = None
     ) -> None:
         super().__init__(socket, endpoint)
-        self.route = Peer(self, None, to)
+        self.route = PeerRoute(self, None, to)
         self.up = False
         self.complained = False
         self._me = me
@@ -315,7 +315,7 @@ class Dialled(Link):
         self.route.gone = True
         with contextlib.suppress(zmq.ZMQError):  # it may have stopped by itself
             self.socket.disconnect(self.endpoint)
-        events.append(Refused(self.route, reason))
+        events.append(DialRefused(self.route, reason))
 
     def redial(self) -> None:
         """Dial again where libzmq has given up, as it does after a peer that broke the protocol."""
@@ -332,13 +332,13 @@ class Dialled(Link):
         events.append(Arrived(self.route, frames, self.route.name))
         return total
 
-    def lose(self, peer: Peer) -> None:
+    def lose(self, peer: PeerRoute) -> None:
         if self.up:
             self.up = False
             self.lost.append(peer)
 
 
-class Bound(Link):
+class BoundSocket(MonitoredSocket):
     """A ROUTER: a route for every connection that sent something. `Connections` knows which is which.
 
     Args:
@@ -356,10 +356,10 @@ class Bound(Link):
         bounds: Bounds | None = None,
     ) -> None:
         super().__init__(socket, endpoint)
-        self.peers: dict[bytes, Peer] = {}
+        self.peers: dict[bytes, PeerRoute] = {}
         self.connections = Connections()
         self._names = names
-        self._callers = Callers(bounds)
+        self._callers = SilentConnections(bounds)
         self._read_since_look = 0
 
     @property
@@ -387,7 +387,7 @@ class Bound(Link):
             return
         self._read_since_look = 0
 
-    def hang_up(self, peer: Peer) -> None:
+    def hang_up(self, peer: PeerRoute) -> None:
         """End the connection of a route."""
         self.read_monitor([])
         if not peer.gone:
@@ -449,10 +449,10 @@ class Bound(Link):
         events.append(Arrived(peer, frames, peer.name))
         return total
 
-    def meet(self, name: bytes, descriptor: int, sender: NodeId | None, events: list[Event]) -> Peer:
+    def meet(self, name: bytes, descriptor: int, sender: NodeId | None, events: list[Event]) -> PeerRoute:
         """The route of a connection heard for the first time."""
         self.read_monitor(events)
-        peer = self.peers[name] = Peer(self, name, sender)
+        peer = self.peers[name] = PeerRoute(self, name, sender)
         peer.descriptor, peer.address = descriptor, self._callers.known(descriptor)
         self.lose_named(self.connections.meet(name, descriptor))
         return peer
@@ -461,7 +461,7 @@ class Bound(Link):
         if name is not None and name in self.peers:
             self.lose(self.peers[name])
 
-    def lose(self, peer: Peer) -> None:
+    def lose(self, peer: PeerRoute) -> None:
         if not peer.gone:
             peer.gone = True
             self.lost.append(peer)

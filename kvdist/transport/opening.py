@@ -20,7 +20,7 @@ from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.transport.base import Transport
 from kvdist.transport.endpoints import AddressInUse
 from kvdist.transport.shared_memory.arena import Arena
-from kvdist.transport.shared_memory.memory import Memory, OrdinaryMemory, SharedMemory
+from kvdist.transport.shared_memory.memory import Allocator, HeapAllocator, SharedAllocator
 from kvdist.transport.shared_memory.transport import SharedMemoryTransport
 from kvdist.transport.window import WindowCache
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("kvdist")
 
 
-def open_transport(config: ClusterConfig) -> tuple[Transport, Memory]:
+def open_transport(config: ClusterConfig) -> tuple[Transport, Allocator]:
     """ZeroMQ, and shared memory between processes of one host where the system has it and the configuration allows.
 
     Raises this process's limit of open files, and warns where it is too low for the cluster.
@@ -41,14 +41,14 @@ def open_transport(config: ClusterConfig) -> tuple[Transport, Memory]:
         LOG.warning(warning)
     sockets = open_sockets(config)
     if config.transport == "tcp":
-        return sockets, OrdinaryMemory()
+        return sockets, HeapAllocator()
     obstacle = SharedMemoryTransport.available()
     if obstacle is not None:
         LOG.info("every byte is sent: %s", obstacle)
-        return sockets, OrdinaryMemory()
+        return sockets, HeapAllocator()
     arena = Arena(config.limits.shared_bytes_max)
     transport = SharedMemoryTransport(sockets, arena)
-    return transport, SharedMemory(arena, WindowCache([arena.table, transport.table]))
+    return transport, SharedAllocator(arena, WindowCache([arena.table, transport.table]))
 
 
 def open_sockets(config: ClusterConfig) -> ZeroMQTransport:

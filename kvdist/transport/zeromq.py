@@ -37,13 +37,20 @@ from kvdist.config.local_sockets import SCHEME, listen_at, remove
 from kvdist.config.open_files import BASE, RAISED_MAX
 from kvdist.errors import ConfigError, StoreClosed
 from kvdist.nodes import NodeId
-from kvdist.transport.alarm import Alarm
+from kvdist.transport.alarm import Wakeup
 from kvdist.transport.base import Buffer, Event, Route, Transport
 from kvdist.transport.callers import Bounds
-from kvdist.transport.curve import Credentials, Doorkeeper
+from kvdist.transport.curve import Credentials, ZapAuthenticator
 from kvdist.transport.endpoints import bind_error, check_form
 from kvdist.transport.inherited import endpoint_of_listener
-from kvdist.transport.links import ZERO_COPY_FROM_BYTES, Bound, Dialled, Link, Peer, transmit
+from kvdist.transport.links import (
+    ZERO_COPY_FROM_BYTES,
+    BoundSocket,
+    DialledSocket,
+    MonitoredSocket,
+    PeerRoute,
+    transmit,
+)
 from kvdist.transport.shared_memory.heap import keep_freed_memory
 from kvdist.transport.shared_memory.releaser import releaser_use
 from kvdist.transport.silence import CAN_JUDGE
@@ -100,16 +107,16 @@ class ZeroMQTransport(Transport):
         keep_freed_memory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._poller = zmq.Poller()
-        self._links: list[Link] = []
-        self._bound: list[Bound] = []
-        self._link_of: dict[object, Link | Doorkeeper] = {}
-        self._doorkeeper: Doorkeeper | None = None
-        self._suspects: set[Link] = set()
+        self._links: list[MonitoredSocket] = []
+        self._bound: list[BoundSocket] = []
+        self._link_of: dict[object, MonitoredSocket | ZapAuthenticator] = {}
+        self._doorkeeper: ZapAuthenticator | None = None
+        self._suspects: set[MonitoredSocket] = set()
         self._files: list[tuple[str, int]] = []
-        self._hanging_up: dict[Peer, float] = {}
+        self._hanging_up: dict[PeerRoute, float] = {}
         """Routes whose connections are to end, and when."""
         self._look_at = 0.0
-        self._alarm = Alarm()
+        self._alarm = Wakeup()
         self._poller.register(self._alarm.fileno, zmq.POLLIN)
         self._closed = False
         releaser_use.enter()
@@ -148,7 +155,7 @@ class ZeroMQTransport(Transport):
             self._files.append((path, os.stat(path).st_ino))
         return self._listen(endpoint, descriptor).endpoint
 
-    def _listen(self, endpoint: str, descriptor: int = -1) -> Bound:
+    def _listen(self, endpoint: str, descriptor: int = -1) -> BoundSocket:
         made = self._socket(zmq.ROUTER, endpoint)
         names = None
         if self._credentials is not None:
@@ -156,7 +163,7 @@ class ZeroMQTransport(Transport):
             self._credentials.guard(made)
         if descriptor >= 0:
             made.set(zmq.USE_FD, descriptor)
-        link = Bound(made, endpoint, names, self._bounds)
+        link = BoundSocket(made, endpoint, names, self._bounds)
         try:
             made.bind(endpoint)
         except zmq.ZMQError as error:
@@ -165,10 +172,10 @@ class ZeroMQTransport(Transport):
         self._watch(link)
         return link
 
-    def _open_door(self, credentials: Credentials) -> Doorkeeper:
+    def _open_door(self, credentials: Credentials) -> ZapAuthenticator:
         """The one who lets in, at his place before the first socket is bound."""
         if self._doorkeeper is None:
-            door = self._doorkeeper = Doorkeeper(self._context, credentials)
+            door = self._doorkeeper = ZapAuthenticator(self._context, credentials)
             self._link_of[door.socket] = door
             self._poller.register(door.socket, zmq.POLLIN)
         return self._doorkeeper
@@ -183,7 +190,7 @@ class ZeroMQTransport(Transport):
                 raise ValueError(f"say who listens at {endpoint}: an encrypted connection is one to somebody")
             me = self._credentials.me
             self._credentials.introduce(made, to)
-        link = Dialled(made, endpoint, me, to if me is not None else None)
+        link = DialledSocket(made, endpoint, me, to if me is not None else None)
         try:
             link.socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -196,7 +203,7 @@ class ZeroMQTransport(Transport):
 
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:
         self._check_open()
-        if type(to) is not Peer:
+        if type(to) is not PeerRoute:
             raise TypeError(f"{to!r} is not a route of this transport; use what connect or an arrival gave")
         # All frames are looked at before the first one leaves: an error in the middle would leave half a message in
         # the socket, and the next message would become its other half.
@@ -205,7 +212,7 @@ class ZeroMQTransport(Transport):
             raise ValueError("a message has at least one frame")
         if to.gone or transmit(to, pieces):
             return
-        if isinstance(to.link, Dialled):
+        if isinstance(to.link, DialledSocket):
             to.link.redial()
             transmit(to, pieces)
             return
@@ -221,7 +228,7 @@ class ZeroMQTransport(Transport):
         return False
 
     def hang_up(self, route: Route) -> None:
-        if type(route) is Peer and isinstance(route.link, Bound):
+        if type(route) is PeerRoute and isinstance(route.link, BoundSocket):
             self._hanging_up.setdefault(route, time.monotonic() + LOOK_MS / 1000.0)
 
     def recv(self, timeout_s: float) -> list[Event]:
@@ -289,7 +296,7 @@ class ZeroMQTransport(Transport):
         now = time.monotonic()
         for peer in [peer for peer, due in self._hanging_up.items() if due <= now] if self._hanging_up else ():
             del self._hanging_up[peer]
-            if isinstance(peer.link, Bound):
+            if isinstance(peer.link, BoundSocket):
                 peer.link.hang_up(peer)
         if now >= self._look_at:
             self._look_at = now + LOOK_MS / 1000.0
@@ -362,9 +369,9 @@ class ZeroMQTransport(Transport):
             made.set(option, value)
         return made
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: MonitoredSocket) -> None:
         self._links.append(link)
-        if isinstance(link, Bound):
+        if isinstance(link, BoundSocket):
             self._bound.append(link)
         for item in (link.socket, link.monitor):
             self._link_of[item] = link

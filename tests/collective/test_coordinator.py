@@ -8,23 +8,23 @@ from kvdist.errors import ProtocolError
 from kvdist.protocol.collective import (
     WHOLE_JOB,
     Agreed,
-    Bye,
-    Complete,
-    Define,
-    Differ,
-    Fail,
+    AllConnected,
+    AllJoined,
+    CallReport,
+    DefineOperation,
     Farewell,
-    Gone,
-    Hello,
-    Joined,
+    GroupFailed,
+    GroupMembers,
     LastCalls,
-    Leaving,
-    Members,
-    Pace,
-    Play,
-    Report,
-    Stall,
-    Trouble,
+    Mismatch,
+    OperationFailed,
+    Participate,
+    RankBye,
+    RankGone,
+    RankHello,
+    RankLeaving,
+    StallWarning,
+    Throttle,
 )
 
 SUM = Signature("allreduce", "a", ("float32[3]",), "Sum")
@@ -37,8 +37,8 @@ def came(size, **options):
     """A coordinator to whom all ranks have come, rank r from host h<r>."""
     made = Coordinator(size, **options)
     for rank in range(size):
-        answers = made.hear(rank, Hello("t", rank, size, f"h{rank}", "1"), 0.0)
-    assert answers == [(rank, Complete(tuple(f"h{r}" for r in range(size)))) for rank in range(size)]
+        answers = made.hear(rank, RankHello("t", rank, size, f"h{rank}", "1"), 0.0)
+    assert answers == [(rank, AllConnected(tuple(f"h{r}" for r in range(size)))) for rank in range(size)]
     return made
 
 
@@ -50,9 +50,9 @@ class Caller:
 
     def call(self, *signatures, waits=True, done=0, now=1.0):
         for signature in signatures:
-            self.coordinator.hear(self.rank, Define(*vars_of(signature)), now)
+            self.coordinator.hear(self.rank, DefineOperation(*vars_of(signature)), now)
         entries = b"".join(bytes([waits]) + signature.digest for signature in signatures)
-        answers = self.coordinator.hear(self.rank, Report(self.group, self.called, done, entries), now)
+        answers = self.coordinator.hear(self.rank, CallReport(self.group, self.called, done, entries), now)
         self.called += len(signatures)
         return answers
 
@@ -71,15 +71,17 @@ def callers(size, **options):
 
 def test_until_all_have_come_the_missing_are_known():
     coordinator = Coordinator(3)
-    coordinator.hear(1, Hello("t", 1, 3, "h1", "1"), 0.0)
+    coordinator.hear(1, RankHello("t", 1, 3, "h1", "1"), 0.0)
     assert coordinator.missing == [0, 2]
     assert coordinator.tick(100.0) == []
 
 
-@pytest.mark.parametrize("hello", [Hello("t", 1, 3, "h", "1"), Hello("t", 5, 3, "h", "1"), Hello("t", 0, 4, "h", "1")])
+@pytest.mark.parametrize(
+    "hello", [RankHello("t", 1, 3, "h", "1"), RankHello("t", 5, 3, "h", "1"), RankHello("t", 0, 4, "h", "1")]
+)
 def test_who_comes_twice_or_belongs_elsewhere_is_refused(hello):
     coordinator = Coordinator(3)
-    coordinator.hear(1, Hello("t", 1, 3, "h1", "1"), 0.0)
+    coordinator.hear(1, RankHello("t", 1, 3, "h1", "1"), 0.0)
     with pytest.raises(ProtocolError):
         coordinator.hear(hello.rank, hello, 0.0)
     assert coordinator.missing == [0, 2]
@@ -116,7 +118,7 @@ def test_a_difference_is_told_to_all_with_who_called_what_and_the_group_goes_on(
         "ranks called different operations as operation 0: rank 0 allreduce 'a' of float32[3] (Sum), ranks 1 and 2"
         " allreduce 'a' of float32[4] (Sum); call them in the same order on all ranks"
     )
-    assert answers == [(rank, Differ(0, 0, False, text)) for rank in range(3)]
+    assert answers == [(rank, Mismatch(0, 0, False, text)) for rank in range(3)]
     first.call(SUM)
     second.call(SUM)
     assert third.call(SUM) == [(rank, Agreed(0, 2)) for rank in range(3)]
@@ -126,7 +128,7 @@ def test_what_was_agreed_on_before_a_difference_is_told_before_it():
     _, (first, second) = callers(2)
     first.call(GATHER, SUM)
     answers = second.call(GATHER, LONGER)
-    assert [type(message) for _, message in answers] == [Agreed, Agreed, Differ, Differ]
+    assert [type(message) for _, message in answers] == [Agreed, Agreed, Mismatch, Mismatch]
     assert answers[0] == (0, Agreed(0, 1))
 
 
@@ -144,7 +146,7 @@ def test_a_rank_that_could_not_call_is_named_with_its_reason():
     first.call(SUM)
     answers = second.call(Signature(REFUSED, "", (), "ValueError: splits are wrong"))
     text = "rank 1 on host h1 cannot call operation 0: ValueError: splits are wrong"
-    assert answers == [(rank, Differ(0, 0, False, text)) for rank in range(2)]
+    assert answers == [(rank, Mismatch(0, 0, False, text)) for rank in range(2)]
 
 
 def test_ranks_that_all_could_not_call_go_on():
@@ -158,7 +160,7 @@ def test_ranks_that_all_could_not_call_go_on():
 def test_process_sets_agree_each_for_itself():
     coordinator, everybody = callers(3)
     for rank in (0, 2):
-        coordinator.hear(rank, Members(1, (0, 2)), 1.0)
+        coordinator.hear(rank, GroupMembers(1, (0, 2)), 1.0)
     first, third = Caller(coordinator, 0, 1), Caller(coordinator, 2, 1)
     everybody[1].call(BARRIER)
     first.call(SUM)
@@ -168,13 +170,13 @@ def test_process_sets_agree_each_for_itself():
 @pytest.mark.parametrize(
     "message",
     [
-        Members(1, (0, 2)),
-        Members(1, (1, 7)),
-        Members(1, (2, 1)),
-        Members(0, (0, 1)),
-        Report(9, 0, 0, bytes(9)),
-        Report(0, 5, 0, bytes(9)),
-        Report(0, 0, 0, bytes(8)),
+        GroupMembers(1, (0, 2)),
+        GroupMembers(1, (1, 7)),
+        GroupMembers(1, (2, 1)),
+        GroupMembers(0, (0, 1)),
+        CallReport(9, 0, 0, bytes(9)),
+        CallReport(0, 5, 0, bytes(9)),
+        CallReport(0, 0, 0, bytes(8)),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_changes_nothing(message):
@@ -192,8 +194,8 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(message):
 def test_a_lost_rank_is_told_to_the_others_once():
     coordinator, _ = callers(3)
     assert coordinator.lose(1, "its connection broke") == [
-        (0, Gone(1, "h1", "its connection broke")),
-        (2, Gone(1, "h1", "its connection broke")),
+        (0, RankGone(1, "h1", "its connection broke")),
+        (2, RankGone(1, "h1", "its connection broke")),
     ]
     assert coordinator.lose(1, "again") == []
     assert coordinator.lose(2, "of grief") == []
@@ -201,41 +203,41 @@ def test_a_lost_rank_is_told_to_the_others_once():
 
 def test_a_rank_that_leaves_is_no_lost_one_and_its_work_counts():
     coordinator, _ = callers(2)
-    assert coordinator.hear(1, Bye("", ((0, 7),)), 1.0) == [(1, Farewell()), (0, Gone(1, "h1", "", ((0, 7),)))]
+    assert coordinator.hear(1, RankBye("", ((0, 7),)), 1.0) == [(1, Farewell()), (0, RankGone(1, "h1", "", ((0, 7),)))]
     assert coordinator.lose(1, "its connection broke") == []
 
 
 def test_a_rank_that_says_why_it_ends_is_a_lost_one():
     coordinator, _ = callers(2)
-    answers = coordinator.hear(1, Bye("ended by ValueError: no data", ()), 1.0)
-    assert answers[1] == (0, Gone(1, "h1", "ended by ValueError: no data"))
+    answers = coordinator.hear(1, RankBye("ended by ValueError: no data", ()), 1.0)
+    assert answers[1] == (0, RankGone(1, "h1", "ended by ValueError: no data"))
 
 
 def test_an_error_of_its_own_ends_the_group_at_once():
     coordinator, _ = callers(2)
-    answers = coordinator.hear(1, Trouble(0, 3, False, "allgather failed on rank 1"), 1.0)
-    assert answers == [(rank, Fail(0, "allgather failed on rank 1")) for rank in range(2)]
+    answers = coordinator.hear(1, OperationFailed(0, 3, False, "allgather failed on rank 1"), 1.0)
+    assert answers == [(rank, GroupFailed(0, "allgather failed on rank 1")) for rank in range(2)]
 
 
 def test_a_broken_connection_waits_for_the_news_of_a_lost_rank():
     coordinator, _ = callers(3)
-    assert coordinator.hear(0, Trouble(0, 3, True, "connection closed by peer"), 1.0) == []
+    assert coordinator.hear(0, OperationFailed(0, 3, True, "connection closed by peer"), 1.0) == []
     assert coordinator.tick(1.5) == []
-    assert coordinator.lose(2, "killed")[0] == (0, Gone(2, "h2", "killed"))
+    assert coordinator.lose(2, "killed")[0] == (0, RankGone(2, "h2", "killed"))
     assert coordinator.tick(9.0) == []
 
 
 def test_a_broken_connection_that_nothing_explains_ends_the_job():
     coordinator, _ = callers(2)
-    coordinator.hear(0, Trouble(0, 3, True, "allreduce failed on rank 0"), 1.0)
+    coordinator.hear(0, OperationFailed(0, 3, True, "allreduce failed on rank 0"), 1.0)
     assert coordinator.tick(2.9) == []
-    assert coordinator.tick(3.1) == [(rank, Fail(WHOLE_JOB, "allreduce failed on rank 0")) for rank in range(2)]
+    assert coordinator.tick(3.1) == [(rank, GroupFailed(WHOLE_JOB, "allreduce failed on rank 0")) for rank in range(2)]
 
 
 LEAVES = {
     "says its last calls": [LastCalls(((0, 3), (1, 7)))],
-    "has left": [Bye("", ((0, 3), (1, 7)))],
-    "has left while it joined": [LastCalls(((1, 7),)), Bye("", ((0, 3), (1, 7)))],
+    "has left": [RankBye("", ((0, 3), (1, 7)))],
+    "has left while it joined": [LastCalls(((1, 7),)), RankBye("", ((0, 3), (1, 7)))],
 }
 
 
@@ -244,43 +246,45 @@ LEAVES = {
 def test_a_connection_that_a_leaving_rank_has_let_go_of_ends_only_what_it_has_not_called(how, is_told_first):
     coordinator = came(3)
     for rank in (1, 2):
-        coordinator.hear(rank, Members(1, (1, 2)), 1.0)
+        coordinator.hear(rank, GroupMembers(1, (1, 2)), 1.0)
     said = [(1, message) for message in LEAVES[how]]
-    trouble = [(2, Trouble(group, count, True, "closed by peer")) for group, count in ((0, 3), (1, 7))]
+    trouble = [(2, OperationFailed(group, count, True, "closed by peer")) for group, count in ((0, 3), (1, 7))]
     for rank, message in said + trouble if is_told_first else trouble + said:
         coordinator.hear(rank, message, 1.0)
     assert coordinator.tick(9.0) == []
-    coordinator.hear(2, Trouble(1, 6, True, "closed by peer"), 9.0)
-    assert coordinator.tick(19.0)[0] == (0, Fail(WHOLE_JOB, "closed by peer")), "what it had called was to be done"
+    coordinator.hear(2, OperationFailed(1, 6, True, "closed by peer"), 9.0)
+    assert coordinator.tick(19.0)[0] == (0, GroupFailed(WHOLE_JOB, "closed by peer")), (
+        "what it had called was to be done"
+    )
 
 
 def test_last_calls_are_told_to_the_others_once_and_not_of_who_has_left():
     coordinator = came(3)
-    assert coordinator.hear(1, LastCalls(((0, 3),)), 1.0) == [(r, Leaving(1, "h1", ((0, 3),))) for r in (0, 2)]
+    assert coordinator.hear(1, LastCalls(((0, 3),)), 1.0) == [(r, RankLeaving(1, "h1", ((0, 3),))) for r in (0, 2)]
     assert coordinator.hear(1, LastCalls(((0, 2),)), 1.0) == []
-    coordinator.hear(2, Bye("", ((0, 3),)), 1.0)
+    coordinator.hear(2, RankBye("", ((0, 3),)), 1.0)
     assert coordinator.hear(2, LastCalls(((0, 2),)), 1.0) == []
 
 
 def test_rank_0_is_needed_as_long_as_others_have_a_set_without_it():
     coordinator = came(3)
     assert not coordinator.is_needed
-    coordinator.hear(1, Members(1, (1, 2)), 1.0)
-    coordinator.hear(0, Bye("", ()), 1.0)
+    coordinator.hear(1, GroupMembers(1, (1, 2)), 1.0)
+    coordinator.hear(0, RankBye("", ()), 1.0)
     assert coordinator.is_needed
-    coordinator.hear(1, Bye("", ()), 1.0)
+    coordinator.hear(1, RankBye("", ()), 1.0)
     assert coordinator.is_needed
-    coordinator.hear(2, Bye("", ()), 1.0)
+    coordinator.hear(2, RankBye("", ()), 1.0)
     assert not coordinator.is_needed
 
 
 def test_a_set_that_all_have_removed_needs_nobody():
     coordinator, everybody = callers(2)
-    coordinator.hear(1, Members(3, (1,)), 1.0)
+    coordinator.hear(1, GroupMembers(3, (1,)), 1.0)
     for caller in everybody:
         caller.call(Signature("remove_process_set", "", (), "id 3"))
     assert not coordinator.is_needed
-    assert coordinator.hear(1, Report(3, 0, 0, b""), 1.0) == []
+    assert coordinator.hear(1, CallReport(3, 0, 0, b""), 1.0) == []
 
 
 # Join.
@@ -288,10 +292,10 @@ def test_a_set_that_all_have_removed_needs_nobody():
 
 def test_who_has_joined_plays_what_the_others_do_and_all_must_wait():
     _, (first, second, third) = callers(3)
-    assert first.call(JOIN_SIGNATURE) == [(rank, Pace(0, True)) for rank in range(3)]
+    assert first.call(JOIN_SIGNATURE) == [(rank, Throttle(0, True)) for rank in range(3)]
     second.call(SUM, waits=False)
     answers = third.call(SUM)
-    assert answers == [(0, Play(0, 0, *vars_of(SUM))), (2, Agreed(0, 1))]
+    assert answers == [(0, Participate(0, 0, *vars_of(SUM))), (2, Agreed(0, 1))]
 
 
 def test_all_have_joined_when_the_last_has_and_it_is_named():
@@ -299,9 +303,9 @@ def test_all_have_joined_when_the_last_has_and_it_is_named():
     third.call(JOIN_SIGNATURE)
     first.call(SUM, JOIN_SIGNATURE)
     answers = second.call(SUM, JOIN_SIGNATURE)
-    assert answers[0] == (2, Play(0, 0, *vars_of(SUM)))
-    assert [(rank, Joined(0, 1, 1)) for rank in range(3)] == [a for a in answers if isinstance(a[1], Joined)]
-    assert answers[-3:] == [(rank, Pace(0, False)) for rank in range(3)]
+    assert answers[0] == (2, Participate(0, 0, *vars_of(SUM)))
+    assert [(rank, AllJoined(0, 1, 1)) for rank in range(3)] == [a for a in answers if isinstance(a[1], AllJoined)]
+    assert answers[-3:] == [(rank, Throttle(0, False)) for rank in range(3)]
     for caller in (first, second, third):
         caller.called = 2
     first.call(SUM)
@@ -313,7 +317,7 @@ def test_what_was_called_before_a_join_that_all_have_called_is_agreed_on():
     _, (first, second) = callers(2)
     first.call(SUM, GATHER, JOIN_SIGNATURE)
     answers = second.call(SUM, GATHER, JOIN_SIGNATURE)
-    assert answers[:4] == [(0, Agreed(0, 2)), (1, Agreed(0, 2)), (0, Joined(0, 2, 1)), (1, Joined(0, 2, 1))]
+    assert answers[:4] == [(0, Agreed(0, 2)), (1, Agreed(0, 2)), (0, AllJoined(0, 2, 1)), (1, AllJoined(0, 2, 1))]
 
 
 @pytest.mark.parametrize("signature", [GATHER, Signature("allreduce", "", ("float32[3]",), "Max")])
@@ -325,15 +329,15 @@ def test_what_zeros_would_falsify_is_refused_and_counted_while_somebody_has_join
         f"rank 1 {signature} as operation 0, but rank 0 called join(): only Sum and Average of allreduce can be done"
         " with those who have joined"
     )
-    assert answers == [(1, Differ(0, 0, False, text)), (0, Play(0, 0))]
-    assert second.call(JOIN_SIGNATURE)[0] == (0, Joined(0, 1, 1))
+    assert answers == [(1, Mismatch(0, 0, False, text)), (0, Participate(0, 0))]
+    assert second.call(JOIN_SIGNATURE)[0] == (0, AllJoined(0, 1, 1))
 
 
 def test_what_zeros_would_falsify_ends_the_group_if_it_has_begun():
     _, (first, second) = callers(2)
     first.call(JOIN_SIGNATURE)
     answers = second.call(GATHER, waits=False)
-    assert [type(message) for _, message in answers] == [Differ, Fail, Play]
+    assert [type(message) for _, message in answers] == [Mismatch, GroupFailed, Participate]
     assert answers[0][1].is_fatal
 
 
@@ -346,18 +350,18 @@ def test_a_rank_that_is_awaited_is_named_with_the_operation_and_again_at_twice_t
         caller.call(GATHER, waits=False, now=1.0)
     for caller in (first, third):
         caller.call(SUM, waits=False, done=1, now=5.0)
-    coordinator.hear(1, Report(0, 1, 1, b""), 5.0)
+    coordinator.hear(1, CallReport(0, 1, 1, b""), 5.0)
     assert coordinator.tick(14.9) == []
     text = (
         "rank 0 has waited 10 s for allreduce 'a' of float32[3] (Sum) (operation 1): rank 1 on host h1 has not called"
         " it, its last was allgather of float32[*]"
     )
-    assert coordinator.tick(15.0) == [(0, Stall(text))]
+    assert coordinator.tick(15.0) == [(0, StallWarning(text))]
     assert coordinator.tick(20.0) == []
     assert [rank for rank, _ in coordinator.tick(25.1)] == [0]
     second.call(SUM, waits=False, done=1, now=26.0)
     for rank in range(3):
-        coordinator.hear(rank, Report(0, 2, 2, b""), 26.0)
+        coordinator.hear(rank, CallReport(0, 2, 2, b""), 26.0)
     assert coordinator.tick(100.0) == []
 
 
@@ -366,7 +370,7 @@ def test_a_stopped_rank_is_told_by_its_silence():
     first.call(SUM, waits=False, now=1.0)
     second.call(SUM, waits=False, now=1.0)
     for second_s in range(2, 12):
-        coordinator.hear(0, Report(0, 1, 0, b""), float(second_s))
+        coordinator.hear(0, CallReport(0, 1, 0, b""), float(second_s))
     ((_, told),) = coordinator.tick(11.0)
     assert told.text.endswith("rank 1 on host h1 called it and is silent for 10 s")
 
@@ -382,7 +386,7 @@ def test_a_stall_that_may_not_last_ends_the_job():
     first.call(SUM, now=0.0)
     assert coordinator.tick(4.9) == []
     answers = coordinator.tick(5.0)
-    assert [(rank, type(message)) for rank, message in answers] == [(0, Fail), (1, Fail)]
+    assert [(rank, type(message)) for rank, message in answers] == [(0, GroupFailed), (1, GroupFailed)]
     assert "rank 1 on host h1 has not called it, nor any before; the job ends after 5 s" in answers[0][1].text
 
 

@@ -6,7 +6,7 @@ import torch
 import kvdist.collective as hvd
 from kvdist.collective.operations import zeros_operation
 from kvdist.errors import CollectiveError, CollectiveMismatch
-from kvdist.protocol.collective import Play
+from kvdist.protocol.collective import Participate
 from tests.collective.ranks import returned, run_ranks
 
 
@@ -106,4 +106,4 @@ def test_alone_one_is_the_last():
 @pytest.mark.parametrize("text", ["float32[*, 3]", "nonsense[3]", "float32[-1]", "float32", "Tensor[2]"])
 def test_zeros_are_made_of_nothing_but_a_dtype_and_a_shape(text):
     with pytest.raises(CollectiveError, match="cannot make zeros"):
-        zeros_operation(Play(0, 0, "allreduce", "", (text,), "Sum"))
+        zeros_operation(Participate(0, 0, "allreduce", "", (text,), "Sum"))

@@ -27,7 +27,7 @@ from kvdist.config.environment import Meeting, World
 from kvdist.config.limits import Limits
 from kvdist.errors import CollectiveError, CollectiveMismatch, ConfigError, ForkError, RankLostError
 from kvdist.kvstore import meeting
-from kvdist.protocol.collective import Complete, Gone, Hello, encode
+from kvdist.protocol.collective import AllConnected, RankGone, RankHello, encode
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.collective.ranks import returned, run_ranks, world_of
 from tests.ports import held_port
@@ -148,7 +148,7 @@ def test_a_forked_child_knows_who_it_is_and_touches_nothing():
     ],
 )
 def test_ranks_whose_launcher_said_nothing_of_machines_know_their_places_once_they_have_met(monkeypatch, hosts, places):
-    monkeypatch.setattr("kvdist.collective.coordinator.Complete", lambda _: Complete(tuple(hosts)))
+    monkeypatch.setattr("kvdist.collective.coordinator.AllConnected", lambda _: AllConnected(tuple(hosts)))
     store = HashStore()
 
     def program(rank):
@@ -181,7 +181,7 @@ def test_who_has_left_in_good_order_was_connected_to_all_and_fails_only_operatio
     opening = ConnectingGroup(0, (0, 1))
     opening.fail = lambda error_of, from_sequence=0: failed.append(("opening", error_of("")))
     member.enter(opening)
-    member.hear(Gone(0, "there", "", ((0, 0),)))
+    member.hear(RankGone(0, "there", "", ((0, 0),)))
     assert failed == []
     group = SimpleNamespace(number=0, ranks=(0, 1), is_open=True, fail=lambda of, at=0: failed.append((at, of("x"))))
     member.enter(group)
@@ -265,7 +265,7 @@ def test_what_strangers_send_is_dropped(caplog):
                 stranger.sendall(data)
         transport = ZeroMQTransport(Limits(), judges_silence=False)
         route = transport.connect(endpoint)
-        for frame in (encode(Hello("guess", 1, 2, "h", "1")), b"", b"\xff" * 99):
+        for frame in (encode(RankHello("guess", 1, 2, "h", "1")), b"", b"\xff" * 99):
             transport.send(route, [frame])
         transport.recv(0.2)
         transport.close()

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from kvdist.core.sharding import Slice
 from kvdist.core.worker.requests import DeclareKeys, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.dtypes import from_name
-from kvdist.protocol.messages import Flag
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS, Flag
 from tests.core.wired import SERVER_DECIDES, Wired
 
 Array = npt.NDArray[Any]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvdist.core.worker.requests import DeclareKeys, KeyInfo, Kind, Transfer
 from kvdist.dtypes import DType
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS
 from kvdist.rowsparse import canonical
 from tests.core.row_runs import pull_runs, push_runs
 

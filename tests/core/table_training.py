@@ -19,7 +19,7 @@ from kvdist.checkpoint.slices import Shards, WantedSlice
 from kvdist.core.sharding import row_length
 from kvdist.core.worker.requests import DeclareKeys, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.dtypes import DType
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS
 from tests.core.training import SMALL, set_optimizer
 from tests.core.wired import SERVER_DECIDES, Wired
 

@@ -17,7 +17,7 @@ from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, worker
 from kvdist.optimizer.base import Extent
-from kvdist.protocol.layout import views
+from kvdist.protocol.arrays import views
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, Values
 

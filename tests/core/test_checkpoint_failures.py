@@ -11,7 +11,7 @@ from kvdist.checkpoint.manifest import EVERYTHING, WEIGHTS
 from kvdist.checkpoint.works import CheckFolder, LockFolder, Sweep, UnlockFolder, WriteManifest, WriteShard
 from kvdist.core.machine import PeerConnected, PeerDisconnected
 from kvdist.core.worker.requests import ClaimFolder
-from kvdist.protocol.saving import Mark, SavedFile
+from kvdist.protocol.messages import MarkPushes, SavedFile
 from tests.core.training import (
     FULL,
     VALUES,
@@ -218,7 +218,9 @@ def test_what_cannot_be_swept_does_not_keep_anybody_waiting(tmp_path: Path) -> N
 def test_a_mark_of_a_slice_that_is_elsewhere_fails(tmp_path: Path) -> None:
     wired = a_cluster()
     requests = save_all(wired, tmp_path)
-    source, to, packet = next(one for one in wired.wire if one[1] == "server-0" and isinstance(one[2].message, Mark))
+    source, to, packet = next(
+        one for one in wired.wire if one[1] == "server-0" and isinstance(one[2].message, MarkPushes)
+    )
     packet.message.ids[0] = 999
     wired.settle_works()
     assert source and to

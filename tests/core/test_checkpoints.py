@@ -17,7 +17,7 @@ from kvdist.core.server.cuts import Cuts
 from kvdist.core.worker import saving_calls
 from kvdist.core.worker.saving_calls import SavingCalls
 from kvdist.dtypes import DType
-from kvdist.protocol.saving import Mark
+from kvdist.protocol.messages import MarkPushes
 from tests.core.training import (
     SMALL,
     VALUES,
@@ -115,7 +115,7 @@ def test_many_slices_are_marked_in_several_messages(tmp_path: Path) -> None:
     push_all(wired, 0)
     with mock.patch.object(saving_calls, "SLICES_PER_MARK", 2):
         requests = [wired.save(rank, tmp_path, *VALUES) for rank in (0, 1)]
-    marks = [packet.message for _, _, packet in wired.wire if isinstance(packet.message, Mark)]
+    marks = [packet.message for _, _, packet in wired.wire if isinstance(packet.message, MarkPushes)]
     assert len(marks) > 4 and sum(mark.last for mark in marks) == 4
     push_all(wired, 1)
     wired.settle_works()

@@ -6,7 +6,7 @@ import pytest
 
 from kvdist.core.worker.requests import SendCommand
 from kvdist.errors import KvdistError
-from kvdist.protocol.commands import HEAD_OF_USERS_MAX
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX
 from tests.core.wired import Wired
 
 

@@ -17,10 +17,8 @@ from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.base import Extent
 from kvdist.optimizer.compression import Half, TopK, TwoBit
-from kvdist.protocol.coded import as_octets
-from kvdist.protocol.compressed import Coded, CompressedPush
-from kvdist.protocol.layout import PayloadView, views
-from kvdist.protocol.messages import Flag, Push
+from kvdist.protocol.arrays import Coded, PayloadView, as_octets, views
+from kvdist.protocol.messages import CompressedPush, Flag, Push
 from tests.core.wired import Wired
 
 TWO_BIT = TwoBit(0.5)

@@ -16,7 +16,7 @@ from kvdist.core.worker.requests import Kind, RunData, RunPlan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker
-from kvdist.protocol.layout import views
+from kvdist.protocol.arrays import views
 from kvdist.protocol.messages import Flag
 
 OPEN: Setting = (None, None, None)

@@ -14,7 +14,7 @@ from kvdist.core.worker import outbox as module
 from kvdist.core.worker.outbox import Credit, Outbox, Part, Run
 from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Kind, RunData, make_plan
 from kvdist.dtypes import DType
-from kvdist.protocol.layout import views
+from kvdist.protocol.arrays import views
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import Flag, InitValues, Pull, Push, ReplaceValues
 

@@ -24,8 +24,7 @@ from kvdist.core.machine import (
 from kvdist.core.reliable import ACK_DELAY_S, ANSWER_S_MAX, RETRY_MAX_S, RETRY_S, SLOWEST_BYTES_PER_S, Reliable
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.arrays import Arrays
-from kvdist.protocol.messages import Ack, Alive, Done, InitValues, Message, Packet, Stamp
-from kvdist.protocol.registration import Rejected
+from kvdist.protocol.messages import Ack, Alive, Done, InitValues, Message, Packet, Rejected, Stamp
 
 JOB = 7
 ANN, BOB = Member(worker(0), 1), Member(server(0), 2)

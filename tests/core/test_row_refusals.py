@@ -21,8 +21,22 @@ from kvdist.nodes import Member, server, worker
 from kvdist.optimizer.registry import create
 from kvdist.protocol.arrays import Arrays, padded
 from kvdist.protocol.limits import DEFAULT
-from kvdist.protocol.messages import Assign, Counted, Flag, Outcome, Packet, Placement, Refused, Stamp
-from kvdist.protocol.rows import MORE, ROWS, InitRows, PullRows, PushRows, RowValues
+from kvdist.protocol.messages import (
+    MORE,
+    ROWS,
+    Assign,
+    Counted,
+    Flag,
+    InitRows,
+    Outcome,
+    Packet,
+    Placement,
+    PullRows,
+    PushRows,
+    Refused,
+    RowValues,
+    Stamp,
+)
 from kvdist.protocol.wire import decode, encode
 
 FLOAT32, FLOAT64, INT64 = 1, 2, 7

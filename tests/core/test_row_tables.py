@@ -13,8 +13,7 @@ from kvdist.core.server.row_tables import BUFFERS_KEPT_MAX
 from kvdist.core.worker.requests import DeclareKeys, Kind, Transfer
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
-from kvdist.protocol.messages import Flag
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS, Flag
 from tests.core.row_runs import Tables, pull_runs, push_runs
 
 INT64, FLOAT32, FLOAT64 = 7, 1, 2

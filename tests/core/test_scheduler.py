@@ -23,8 +23,7 @@ from kvdist.core.scheduler.scheduler import ROSTER_GAP_S, Scheduler
 from kvdist.core.worker.requests import Register
 from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
-from kvdist.protocol.messages import Alive, Barrier, Goodbye, Waiting
-from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
+from kvdist.protocol.messages import Alive, Barrier, Goodbye, Hello, Rejected, Roster, Waiting, Welcome
 from kvdist.version import __version__
 from tests.core.wired import Wired
 

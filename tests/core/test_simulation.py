@@ -34,8 +34,7 @@ from kvdist.optimizer.base import Piece
 from kvdist.optimizer.offload import DeviceUpdater, on_device
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
-from kvdist.protocol.messages import Push
-from kvdist.protocol.saving import TakeRestored
+from kvdist.protocol.messages import Push, TakeRestored
 from tests.core import row_runs, row_workload
 from tests.simulation import IMPATIENT, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
 

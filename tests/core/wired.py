@@ -64,10 +64,8 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import create
-from kvdist.protocol.compressed import Coded
-from kvdist.protocol.layout import views
-from kvdist.protocol.messages import Flag, Message, Packet
-from kvdist.protocol.saving import SavedFile
+from kvdist.protocol.arrays import Coded, views
+from kvdist.protocol.messages import Flag, Message, Packet, SavedFile
 from kvdist.protocol.wire import encode
 from kvdist.runtime.io_thread import outcome
 from kvdist.version import __version__

@@ -43,8 +43,7 @@ from kvdist.errors import CheckpointError, KvdistError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.compression import Codec, Half, TopK
 from kvdist.optimizer.registry import create
-from kvdist.protocol.messages import Flag
-from kvdist.protocol.saving import SavedFile
+from kvdist.protocol.messages import Flag, SavedFile
 from kvdist.runtime.mailbox import AnswerByKey
 from kvdist.runtime.node import Node
 from tests.core.row_workload import TABLES, RowOracle, RowUser

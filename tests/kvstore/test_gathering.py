@@ -23,7 +23,7 @@ from kvdist.kvstore.pulling import PullFuture
 from kvdist.kvstore.settings import SERVER_DECIDES, gathered
 from kvdist.kvstore.staging import Staging
 from kvdist.runtime.mailbox import Growing
-from kvdist.transport.shared_memory.memory import OrdinaryMemory
+from kvdist.transport.shared_memory.memory import HeapAllocator
 
 KEYS = [KeyInfo(i, (3,), DType.FLOAT32, tuple(cut(3, 4, 0, 1, i, 1 << 20))) for i in range(8)]
 
@@ -56,7 +56,7 @@ class Store:
 
     def __post_init__(self) -> None:
         def lay_out(given: Given, terms: Terms, settings: Sequence[Any]) -> Contribution:
-            staging = Staging(make_plan(given.infos, 1 << 20), OrdinaryMemory(), Traffic())
+            staging = Staging(make_plan(given.infos, 1 << 20), HeapAllocator(), Traffic())
             return contribute(staging, given, gathered(settings), terms, REFERENCE, [None], lambda _: False, Descent())
 
         self.gatherings = Gatherings(

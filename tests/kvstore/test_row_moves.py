@@ -21,11 +21,10 @@ from kvdist.kvstore.calls import combined
 from kvdist.kvstore.contribution import Terms
 from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.row_moves import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowBuffers, RowMoves
-from kvdist.protocol.messages import Flag, Placement
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS, Flag, Placement
 from kvdist.rowsparse import RowSparse
 from kvdist.runtime.user_threads import UnderWay
-from kvdist.transport.shared_memory.memory import OrdinaryMemory
+from kvdist.transport.shared_memory.memory import HeapAllocator
 
 
 def info_of(shape: tuple[int, ...] = (10, 3), dtype: DType = DType.FLOAT32, servers: int = 2) -> KeyInfo:
@@ -37,7 +36,7 @@ class Recorder:
     """Stands for a cluster and for `Moves`: keeps what is submitted, and finishes it when told."""
 
     def __init__(self) -> None:
-        self.memory, self.traffic, self.optimizer = OrdinaryMemory(), Traffic(), None
+        self.memory, self.traffic, self.optimizer = HeapAllocator(), Traffic(), None
         self.far = False
         self.config = SimpleNamespace(limits=Limits())
         self.transfers: list[Transfer] = []
@@ -92,7 +91,7 @@ HERE = Devices("host", insists=False)
 
 
 def test_a_buffer_is_used_again_by_what_nearly_fills_it() -> None:
-    buffers = RowBuffers(OrdinaryMemory())
+    buffers = RowBuffers(HeapAllocator())
     small, large = buffers.take(100), buffers.take(3 << 20)
     assert len(small) == BUFFER_UNIT_BYTES and len(large) == 3 << 20
     buffers.give_back([small, large])
@@ -103,7 +102,7 @@ def test_a_buffer_is_used_again_by_what_nearly_fills_it() -> None:
 
 
 def test_only_the_newest_buffers_are_kept() -> None:
-    buffers = RowBuffers(OrdinaryMemory())
+    buffers = RowBuffers(HeapAllocator())
     taken = [buffers.take(1) for _ in range(BUFFERS_KEPT_MAX + 3)]
     buffers.give_back(taken)
     again = [buffers.take(1) for _ in range(BUFFERS_KEPT_MAX + 3)]
@@ -112,7 +111,7 @@ def test_only_the_newest_buffers_are_kept() -> None:
 
 
 def test_no_two_threads_have_the_same_buffer() -> None:
-    buffers = RowBuffers(OrdinaryMemory())
+    buffers = RowBuffers(HeapAllocator())
     start = threading.Barrier(4)
 
     def work(mark: int) -> None:

@@ -12,7 +12,7 @@ from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.staging import SETS_KEPT_MAX, Lending, Staging, lend, reaches_another
-from kvdist.transport.shared_memory.memory import OrdinaryMemory
+from kvdist.transport.shared_memory.memory import HeapAllocator
 
 LARGE = ALONE_BYTES_MIN // 4
 
@@ -41,7 +41,7 @@ def filled(staging: Staging, arrays, lent=None):
 def test_payloads_hold_the_sum_over_devices_slice_by_slice(sizes, factors):
     plan = plan_of(*sizes, slice_bytes=ALONE_BYTES_MIN)
     arrays = arrays_of(plan, *factors)
-    payloads, _ = filled(Staging(plan, OrdinaryMemory(), Traffic()), arrays)
+    payloads, _ = filled(Staging(plan, HeapAllocator(), Traffic()), arrays)
     for run, payload in zip(plan.runs, payloads, strict=True):
         for piece in run.pieces:
             count = piece.stop - piece.start
@@ -52,7 +52,7 @@ def test_payloads_hold_the_sum_over_devices_slice_by_slice(sizes, factors):
 
 def test_buffers_are_used_again_and_a_burst_is_not_kept():
     plan = plan_of(3)
-    staging = Staging(plan, OrdinaryMemory(), Traffic())
+    staging = Staging(plan, HeapAllocator(), Traffic())
     sets = [filled(staging, arrays_of(plan, 1))[1] for _ in range(SETS_KEPT_MAX + 2)]
     assert len({id(buffers[0]) for buffers in sets}) == SETS_KEPT_MAX + 2
     for buffers in sets:
@@ -69,8 +69,8 @@ def by_socket(rank):
 def test_a_large_slice_of_one_array_is_lent_and_takes_no_buffer():
     plan = plan_of(2 * LARGE)
     arrays = arrays_of(plan, 1)
-    lent = [lend(run, arrays, Lending.EVERYTHING, by_socket, OrdinaryMemory()) for run in plan.runs]
-    payloads, buffers = filled(Staging(plan, OrdinaryMemory(), Traffic()), arrays, lent)
+    lent = [lend(run, arrays, Lending.EVERYTHING, by_socket, HeapAllocator()) for run in plan.runs]
+    payloads, buffers = filled(Staging(plan, HeapAllocator(), Traffic()), arrays, lent)
     assert buffers == [None]
     assert np.shares_memory(np.frombuffer(payloads[0], np.float32), arrays[0][0])
 
@@ -78,10 +78,10 @@ def test_a_large_slice_of_one_array_is_lent_and_takes_no_buffer():
 def test_what_is_small_or_summed_or_without_padding_is_not_lent():
     for plan, factors in ((plan_of(7), (1,)), (plan_of(2 * LARGE), (1, 1)), (plan_of(2 * LARGE + 1), (1,))):
         arrays = arrays_of(plan, *factors)
-        assert [lend(run, arrays, Lending.EVERYTHING, by_socket, OrdinaryMemory()) for run in plan.runs] == [None]
+        assert [lend(run, arrays, Lending.EVERYTHING, by_socket, HeapAllocator()) for run in plan.runs] == [None]
 
 
-class OwnMemory(OrdinaryMemory):
+class OwnMemory(HeapAllocator):
     """Calls everything its own."""
 
     def owns(self, array):
@@ -102,7 +102,7 @@ class OwnMemory(OrdinaryMemory):
 )
 def test_what_is_lent_depends_on_who_may_change_it_and_where_it_lies(lending, is_resident, shares, is_lent):
     plan = plan_of(2 * LARGE)
-    memory = OwnMemory() if is_resident else OrdinaryMemory()
+    memory = OwnMemory() if is_resident else HeapAllocator()
     (payload,) = [lend(run, arrays_of(plan, 1), lending, lambda rank: shares, memory) for run in plan.runs]
     assert (payload is not None) == is_lent
 

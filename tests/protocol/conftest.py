@@ -12,11 +12,8 @@ import pytest
 
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol import messages as m
-from kvdist.protocol import rows, saving
-from kvdist.protocol.arrays import Arrays
-from kvdist.protocol.compressed import Coded, CompressedPush
-from kvdist.protocol.layout import offsets
-from kvdist.protocol.registration import Peer
+from kvdist.protocol.arrays import Arrays, Coded, offsets
+from kvdist.protocol.messages import CompressedPush, Peer
 
 NAN = math.nan
 
@@ -72,11 +69,11 @@ def _messages() -> list[m.Message]:
         m.ReplaceValues(u32(2), u32(7), arrays([2], [3])),
         m.PullState(u32(1, 2), u32(3, 4), u32(5, 6), u8(0, 255)),
         m.ReplaceState(u32(2, 2), u32(7, 7), u8(0, 1), arrays([2, 1], [3, 5])),
-        rows.InitRows(u32(3, 3), u32(8, 9), u8(rows.MORE, 0), arrays([7, 1, 7, 3], [2, 6, 0, 0])),
-        rows.PushRows(u32(4, 4, 5), u32(0, 11, 12), u32(2, 2, 0), u32(2, 2, 1), u32(32, 0, 1), u8(4, 1, 132),
+        m.InitRows(u32(3, 3), u32(8, 9), u8(m.MORE, 0), arrays([7, 1, 7, 3], [2, 6, 0, 0])),
+        m.PushRows(u32(4, 4, 5), u32(0, 11, 12), u32(2, 2, 0), u32(2, 2, 1), u32(32, 0, 1), u8(4, 1, 132),
                       ((0.5, NAN, 0.25), (NAN, 0.0, 1.0)), u8(0, 1, 1), arrays([7, 1, 7, 1, 7, 8], [3, 9, 0, 0, 1, 5])),
-        rows.PullRows(u32(1, 2), u32(3, 4), u32(5, 6), u32(7, 8), arrays([7, 7], [2, 0])),
-        rows.RowValues(u32(1, 2), u32(3, 4), u32(5, 6), arrays([3, 1], [5, 0])),
+        m.PullRows(u32(1, 2), u32(3, 4), u32(5, 6), u32(7, 8), arrays([7, 7], [2, 0])),
+        m.RowValues(u32(1, 2), u32(3, 4), u32(5, 6), arrays([3, 1], [5, 0])),
         m.Alive(),
         m.Ack(True),
         m.Waiting("round 7 of key 'fc1'", (0, 2), 12.5),
@@ -85,17 +82,18 @@ def _messages() -> list[m.Message]:
         m.Stop(),
         m.Blocked(3, "pull of key 'w'", (7, 1 << 40), 12, u32(0, 12, 14), u32(1, 2, 0), u32(0, 3, 0)),
         m.CheckBlocked(),
-        saving.Claim(13, 1, 2, "/data/run/step-5", ("weights",)),
-        saving.Claimed(13, "0123456789abcdef"),
-        saving.Prepare(14, 1, "/data/run/step-5", ("weights", "states"), "0123456789abcdef"),
-        saving.Mark(1, 2, "/data/run/step-5", ("weights", "states"), "0123456789abcdef", 5, True, u32(3, 4), u32(0, 7)),
-        saving.Save(13, 1, 2, "/data/run/step-5", ("weights",), "0123456789abcdef", 5, 3, 2,
-                    saving.SavedFile("worker-0-ab.json", 9, "ab"), ""),
-        saving.Saved(1, 2, saving.SavedFile("", 0, ""), "the disk is full"),
-        saving.Load(14, 1, 0, "/data/run/step-5", ("states",), "no such folder"),
-        saving.Restore(15, 1, "/data/run/step-5", ("weights", "states")),
-        saving.TakeRestored(16, 1),
-        saving.DropRestored(17, 1),
+        m.Claim(13, 1, 2, "/data/run/step-5", ("weights",)),
+        m.Claimed(13, "0123456789abcdef"),
+        m.Prepare(14, 1, "/data/run/step-5", ("weights", "states"), "0123456789abcdef"),
+        m.MarkPushes(1, 2, "/data/run/step-5", ("weights", "states"), "0123456789abcdef", 5, True, u32(3, 4),
+                     u32(0, 7)),
+        m.Save(13, 1, 2, "/data/run/step-5", ("weights",), "0123456789abcdef", 5, 3, 2,
+                    m.SavedFile("worker-0-ab.json", 9, "ab"), ""),
+        m.Saved(1, 2, m.SavedFile("", 0, ""), "the disk is full"),
+        m.Load(14, 1, 0, "/data/run/step-5", ("states",), "no such folder"),
+        m.Restore(15, 1, "/data/run/step-5", ("weights", "states")),
+        m.TakeRestored(16, 1),
+        m.DropRestored(17, 1),
         m.Command(13, 7, "größer"),
         m.Perform(14, (1 << 32) - 1, ""),
     ]  # fmt: skip

@@ -13,46 +13,46 @@ from kvdist.errors import ProtocolError
 from kvdist.protocol.collective import (
     TEXT_BYTES_MAX,
     Agreed,
-    Bye,
-    Complete,
-    Define,
-    Differ,
-    Fail,
+    AllConnected,
+    AllJoined,
+    CallReport,
+    DefineOperation,
     Farewell,
-    Gone,
-    Hello,
-    Joined,
+    GroupFailed,
+    GroupMembers,
     LastCalls,
-    Leaving,
-    Members,
-    Pace,
-    Play,
-    Report,
-    Stall,
-    Trouble,
+    Mismatch,
+    OperationFailed,
+    Participate,
+    RankBye,
+    RankGone,
+    RankHello,
+    RankLeaving,
+    StallWarning,
+    Throttle,
     decode,
     encode,
 )
 
 EXAMPLES = [
-    Hello("token", 3, 5, "höst", "1.0"),
-    Define("allreduce", "grad.3", ("float32[17, 3]", "int8[]"), "Sum", "cuda"),
-    Report(0, 2**40, 7, bytes(range(18))),
-    Trouble(1, 9, True, "broke"),
-    Members(4, (0, 2, 5)),
-    Bye("", ((0, 12), (3, 2**63))),
-    Complete(("a", "b")),
+    RankHello("token", 3, 5, "höst", "1.0"),
+    DefineOperation("allreduce", "grad.3", ("float32[17, 3]", "int8[]"), "Sum", "cuda"),
+    CallReport(0, 2**40, 7, bytes(range(18))),
+    OperationFailed(1, 9, True, "broke"),
+    GroupMembers(4, (0, 2, 5)),
+    RankBye("", ((0, 12), (3, 2**63))),
+    AllConnected(("a", "b")),
     Agreed(0, 1),
-    Differ(1, 2, False, "text"),
-    Gone(2, "h", "cause", ((0, 1),)),
-    Fail(0xFFFFFFFF, "over"),
-    Play(0, 1, "allreduce", "x", ("float32[2]",), "Sum", "cpu"),
-    Joined(0, 3, 2),
-    Pace(0, True),
-    Stall("slow"),
+    Mismatch(1, 2, False, "text"),
+    RankGone(2, "h", "cause", ((0, 1),)),
+    GroupFailed(0xFFFFFFFF, "over"),
+    Participate(0, 1, "allreduce", "x", ("float32[2]",), "Sum", "cpu"),
+    AllJoined(0, 3, 2),
+    Throttle(0, True),
+    StallWarning("slow"),
     Farewell(),
     LastCalls(((0, 2**40), (7, 0))),
-    Leaving(3, "h", ((0, 2),)),
+    RankLeaving(3, "h", ((0, 2),)),
 ]
 
 
@@ -79,16 +79,16 @@ def test_whatever_comes_only_a_protocol_error_leaves(data):
 
 def test_a_claim_of_many_items_takes_no_memory():
     with pytest.raises(ProtocolError, match="claimed"):
-        decode(bytes([Members.KIND]) + (0).to_bytes(4, "little") + (2**32 - 1).to_bytes(4, "little"))
+        decode(bytes([GroupMembers.KIND]) + (0).to_bytes(4, "little") + (2**32 - 1).to_bytes(4, "little"))
 
 
 def test_a_text_is_cut_between_characters_where_it_is_too_long():
-    text = decode(encode(Stall("ä" * TEXT_BYTES_MAX))).text
+    text = decode(encode(StallWarning("ä" * TEXT_BYTES_MAX))).text
     assert text == "ä" * (TEXT_BYTES_MAX // 2)
 
 
 def test_a_text_that_cannot_be_encoded_still_travels():
-    assert decode(encode(Stall("a\ud800b"))).text == "a?b"
+    assert decode(encode(StallWarning("a\ud800b"))).text == "a?b"
 
 
 def test_the_page_has_every_message_with_its_fields():

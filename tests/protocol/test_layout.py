@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.dtypes import DType
-from kvdist.protocol.arrays import Arrays, padded
-from kvdist.protocol.layout import ITEMSIZES, PayloadView, offsets, views
+from kvdist.protocol.arrays import ITEMSIZES, Arrays, PayloadView, offsets, padded, views
 
 COUNTS = [0, 1, 3, 7, 8, 9, 64, 1001]
 

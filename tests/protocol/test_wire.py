@@ -16,13 +16,10 @@ from hypothesis import strategies as st
 from kvdist.dtypes import DType
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
 from kvdist.protocol import messages as m
-from kvdist.protocol import rows, saving, wire
-from kvdist.protocol.arrays import Arrays, padded
-from kvdist.protocol.coded import coded_sizes
-from kvdist.protocol.compressed import Coded, CompressedPush, Encoding
-from kvdist.protocol.layout import offsets, views
+from kvdist.protocol import wire
+from kvdist.protocol.arrays import Arrays, Coded, Encoding, coded_sizes, offsets, padded, views
 from kvdist.protocol.limits import DEFAULT, WireLimits
-from kvdist.protocol.registration import Peer
+from kvdist.protocol.messages import CompressedPush, Peer
 
 U32_MAX, U64_MAX = (1 << 32) - 1, (1 << 64) - 1
 U32, U64 = st.integers(0, U32_MAX), st.integers(0, U64_MAX)
@@ -39,7 +36,7 @@ RANKED = st.builds(NodeId, st.sampled_from([Role.SERVER, Role.WORKER]), U32 | st
 MEMBERS = st.builds(Member, RANKED | st.just(SCHEDULER), U64)
 PEERS = st.lists(st.builds(Peer, MEMBERS, NAMES, U32, NAMES), max_size=4).map(tuple)
 CONTENTS = st.lists(NAMES, max_size=3).map(tuple)
-FILES = st.builds(saving.SavedFile, NAMES, U64, NAMES)
+FILES = st.builds(m.SavedFile, NAMES, U64, NAMES)
 LENGTHS = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 65])
 
 
@@ -103,11 +100,11 @@ def row_arrays(draw: st.DrawFn, n: int, present: Any = 1) -> Arrays:
 
 
 @st.composite
-def row_pushes(draw: st.DrawFn, n: int) -> rows.PushRows:
+def row_pushes(draw: st.DrawFn, n: int) -> m.PushRows:
     push = draw(pushes(n))
     flags = push.flags & np.uint8(m.Flag.EMPTY | m.Flag.AVERAGE)
     columns = (push.runs, push.ids, push.steps, push.versions, push.samples, flags, push.settings, push.setting_of)
-    return rows.PushRows(*columns, draw(row_arrays(n, 1 - (flags & m.Flag.EMPTY))))
+    return m.PushRows(*columns, draw(row_arrays(n, 1 - (flags & m.Flag.EMPTY))))
 
 
 @st.composite
@@ -202,10 +199,10 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.ReplaceValues: parallel(m.ReplaceValues, 2, arrays),
     m.PullState: parallel(m.PullState, 3, lambda n: octets(n, 255)),
     m.ReplaceState: parallel(m.ReplaceState, 2, lambda n: octets(n, 255), arrays),
-    rows.InitRows: parallel(rows.InitRows, 2, lambda n: octets(n, 1).map(lambda more: more * rows.MORE), row_arrays),
-    rows.PushRows: LENGTHS.flatmap(row_pushes),
-    rows.PullRows: parallel(rows.PullRows, 4, row_ids),
-    rows.RowValues: parallel(rows.RowValues, 3, arrays),
+    m.InitRows: parallel(m.InitRows, 2, lambda n: octets(n, 1).map(lambda more: more * m.MORE), row_arrays),
+    m.PushRows: LENGTHS.flatmap(row_pushes),
+    m.PullRows: parallel(m.PullRows, 4, row_ids),
+    m.RowValues: parallel(m.RowValues, 3, arrays),
     m.Alive: st.just(m.Alive()),
     m.Ack: st.builds(m.Ack, st.booleans()),
     m.Waiting: st.builds(m.Waiting, NAMES, st.lists(U32, max_size=20).map(tuple), FINITE),
@@ -214,18 +211,18 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Stop: st.just(m.Stop()),
     m.Blocked: (LENGTHS | st.just(0)).flatmap(blocked),
     m.CheckBlocked: st.just(m.CheckBlocked()),
-    saving.Mark: (LENGTHS | st.just(0)).flatmap(
-        lambda n: st.builds(saving.Mark, U32, U64, NAMES, CONTENTS, NAMES, U64, st.booleans(), numbers(n), numbers(n))
+    m.MarkPushes: (LENGTHS | st.just(0)).flatmap(
+        lambda n: st.builds(m.MarkPushes, U32, U64, NAMES, CONTENTS, NAMES, U64, st.booleans(), numbers(n), numbers(n))
     ),
-    saving.Claim: st.builds(saving.Claim, U64, U32, U64, NAMES, CONTENTS),
-    saving.Claimed: st.builds(saving.Claimed, U64, NAMES),
-    saving.Prepare: st.builds(saving.Prepare, U64, U32, NAMES, CONTENTS, NAMES),
-    saving.Save: st.builds(saving.Save, U64, U32, U64, NAMES, CONTENTS, NAMES, U64, U32, U32, FILES, NAMES),
-    saving.Saved: st.builds(saving.Saved, U32, U64, FILES, NAMES),
-    saving.Load: st.builds(saving.Load, U64, U32, U64, NAMES, CONTENTS, NAMES),
-    saving.Restore: st.builds(saving.Restore, U64, U32, NAMES, CONTENTS),
-    saving.TakeRestored: st.builds(saving.TakeRestored, U64, U32),
-    saving.DropRestored: st.builds(saving.DropRestored, U64, U32),
+    m.Claim: st.builds(m.Claim, U64, U32, U64, NAMES, CONTENTS),
+    m.Claimed: st.builds(m.Claimed, U64, NAMES),
+    m.Prepare: st.builds(m.Prepare, U64, U32, NAMES, CONTENTS, NAMES),
+    m.Save: st.builds(m.Save, U64, U32, U64, NAMES, CONTENTS, NAMES, U64, U32, U32, FILES, NAMES),
+    m.Saved: st.builds(m.Saved, U32, U64, FILES, NAMES),
+    m.Load: st.builds(m.Load, U64, U32, U64, NAMES, CONTENTS, NAMES),
+    m.Restore: st.builds(m.Restore, U64, U32, NAMES, CONTENTS),
+    m.TakeRestored: st.builds(m.TakeRestored, U64, U32),
+    m.DropRestored: st.builds(m.DropRestored, U64, U32),
     m.Command: st.builds(m.Command, U64, U32, NAMES),
     m.Perform: st.builds(m.Perform, U64, U32, NAMES),
 }

@@ -17,9 +17,7 @@ from kvdist.dtypes import DType
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol import messages as m
 from kvdist.protocol import wire
-from kvdist.protocol.arrays import Arrays, padded
-from kvdist.protocol.coded import coded_size, coded_sizes
-from kvdist.protocol.compressed import Coded, Encoding
+from kvdist.protocol.arrays import Arrays, Coded, Encoding, coded_size, coded_sizes, padded
 from kvdist.protocol.limits import DEFAULT
 
 DOCUMENT = Path(kvdist.protocol.__file__).with_name("WIRE.md").read_text(encoding="utf-8")

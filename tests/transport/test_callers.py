@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from kvdist.config.limits import Limits
-from kvdist.transport.callers import NOWHERE, TOLD_MAX, Bounds, Callers, shut_down
-from kvdist.transport.links import Bound
+from kvdist.transport.callers import NOWHERE, TOLD_MAX, Bounds, SilentConnections, shut_down
+from kvdist.transport.links import BoundSocket
 from kvdist.transport.zeromq import ZeroMQTransport
 
 HERE = "tcp://127.0.0.1:9"
@@ -42,14 +42,14 @@ def descriptor():
 
 
 def test_an_address_is_told_once_and_again_when_the_reason_is_certain(descriptor, said):
-    callers = Callers()
+    callers = SilentConnections()
     for is_certain in (False, False, True, False, True):
         come(callers, descriptor, "for sure" if is_certain else "perhaps", is_certain)
     assert said() == [" from 127.0.0.1: perhaps", " from 127.0.0.1: for sure"]
 
 
 def test_whoever_is_gone_or_no_socket_has_no_address(tmp_path, said):
-    callers = Callers()
+    callers = SilentConnections()
     with open(tmp_path / "file", "wb") as file:
         come(callers, file.fileno(), "a file by now")
     come(callers, 99_999, "closed by now")
@@ -57,7 +57,7 @@ def test_whoever_is_gone_or_no_socket_has_no_address(tmp_path, said):
 
 
 def test_of_one_without_an_address_it_is_said_only_where_nothing_as_certain_has_been(descriptor, said):
-    callers = Callers()
+    callers = SilentConnections()
     come(callers, 99_999, "for sure")
     come(callers, descriptor, "perhaps", is_certain=False)
     come(callers, 99_999, "for sure")
@@ -70,13 +70,13 @@ def test_a_lock_on_a_file_that_has_the_number_by_now_is_kept(tmp_path):
     path = tmp_path / "file"
     with open(path, "wb") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        Callers().accepted(file.fileno())
+        SilentConnections().accepted(file.fileno())
         done = subprocess.run([sys.executable, "-c", LOCKS, str(path)], capture_output=True, text=True, check=False)
         assert "BlockingIOError" in done.stderr, done
 
 
 def test_a_connection_that_ends_by_itself_is_nobodys_business(descriptor, said):
-    callers = Callers()
+    callers = SilentConnections()
     callers.accepted(descriptor)
     callers.closed(descriptor, HERE)
     come(callers, descriptor, "")
@@ -88,7 +88,7 @@ def test_a_connection_that_ends_by_itself_is_nobodys_business(descriptor, said):
 
 def test_of_several_that_are_refused_together_each_is_told_and_no_peer_that_goes_between(monkeypatch, said):
     monkeypatch.setattr("kvdist.transport.callers._address_of", lambda descriptor: (f"192.0.2.{descriptor}", 9))
-    callers = Callers()
+    callers = SilentConnections()
     for number in (1, 2, 3):
         callers.accepted(number)
     callers.known(1)
@@ -102,7 +102,7 @@ def test_of_several_that_are_refused_together_each_is_told_and_no_peer_that_goes
 def test_only_so_many_addresses_are_told(monkeypatch, said):
     addresses = iter((f"192.0.2.{number}", 9) for number in range(TOLD_MAX + 5))
     monkeypatch.setattr("kvdist.transport.callers._address_of", lambda _: next(addresses))
-    callers = Callers()
+    callers = SilentConnections()
     for number in range(TOLD_MAX + 5):
         come(callers, number, "another secret")
     assert len(said()) == TOLD_MAX
@@ -130,7 +130,7 @@ def is_open(theirs):
 
 
 def test_what_brings_too_much_without_a_complete_message_is_shut_down_the_largest_first(pairs):
-    callers = Callers(Bounds(connections=9, bytes_each=1000, bytes_all=1500))
+    callers = SilentConnections(Bounds(connections=9, bytes_each=1000, bytes_all=1500))
     ends = []
     for nbytes in (400, 1001, 700, 600, 0):
         theirs, accepted = pairs()
@@ -146,7 +146,7 @@ def test_what_brings_too_much_without_a_complete_message_is_shut_down_the_larges
 
 
 def test_of_more_connections_than_there_may_be_the_oldest_is_shut_down_and_one_that_has_spoken_is_not_counted(pairs):
-    callers = Callers(Bounds(connections=2, bytes_each=1000, bytes_all=1500))
+    callers = SilentConnections(Bounds(connections=2, bytes_each=1000, bytes_all=1500))
     ends = [pairs() for _ in range(4)]
     for number, (_, accepted) in enumerate(ends):
         callers.accepted(accepted.fileno())
@@ -163,7 +163,7 @@ def test_only_the_connection_that_is_meant_is_shut_down(pairs):
 
 
 def test_connections_are_looked_at_soon_until_they_have_said_something(pairs):
-    callers = Callers(Bounds(connections=9, bytes_each=1 << 20, bytes_all=1 << 20))
+    callers = SilentConnections(Bounds(connections=9, bytes_each=1 << 20, bytes_all=1 << 20))
     _, accepted = pairs()
     watched = [callers.are_watched]
     callers.accepted(accepted.fileno())
@@ -175,7 +175,7 @@ def test_connections_are_looked_at_soon_until_they_have_said_something(pairs):
 
 
 def test_who_says_something_after_the_look_is_not_judged_by_it(pairs):
-    callers = Callers(Bounds(connections=9, bytes_each=10, bytes_all=1000))
+    callers = SilentConnections(Bounds(connections=9, bytes_each=10, bytes_all=1000))
     ends = [pairs() for _ in range(3)]
     for theirs, accepted in ends:
         callers.accepted(accepted.fileno())
@@ -193,10 +193,10 @@ def flooded(monkeypatch):
     """A bound link at which messages always wait, and what is called of its `Callers`."""
     called = []
     monkeypatch.setattr("kvdist.transport.links.BATCH_MESSAGES", 2)
-    monkeypatch.setattr(Callers, "look", lambda _: called.append("look"))
-    monkeypatch.setattr(Callers, "judge", lambda _: called.append("judge"))
+    monkeypatch.setattr(SilentConnections, "look", lambda _: called.append("look"))
+    monkeypatch.setattr(SilentConnections, "judge", lambda _: called.append("judge"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        link = Bound(context.socket(zmq.ROUTER), "inproc://here", None, Bounds(9, 1000, 1500))
+        link = BoundSocket(context.socket(zmq.ROUTER), "inproc://here", None, Bounds(9, 1000, 1500))
         link.socket.bind(link.endpoint)
         dealer.connect(link.endpoint)
         for _ in range(13):

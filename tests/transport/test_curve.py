@@ -16,8 +16,8 @@ from zmq.utils import z85
 
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
-from kvdist.transport.base import Arrived, Connected, Disconnected, Event, Refused, Transport
-from kvdist.transport.curve import ZAP_DOMAIN, ZAP_ENDPOINT, Doorkeeper, hkdf_sha256
+from kvdist.transport.base import Arrived, Connected, DialRefused, Disconnected, Event, Transport
+from kvdist.transport.curve import ZAP_DOMAIN, ZAP_ENDPOINT, ZapAuthenticator, hkdf_sha256
 from kvdist.transport.greeting import SUSPICIOUS_FAILURES, Suspicion, mechanism_at
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.ports import free_port
@@ -76,7 +76,7 @@ def test_what_is_printed_shows_neither_the_secret_nor_a_key():
 @pytest.fixture
 def door() -> Iterator[Callable[[list[bytes]], list[bytes]]]:
     with zmq.Context() as context:
-        keeper = Doorkeeper(context, credentials())
+        keeper = ZapAuthenticator(context, credentials())
         asking = context.socket(zmq.REQ)
         asking.connect(ZAP_ENDPOINT)
 
@@ -129,7 +129,7 @@ def test_nobody_else_is_and_the_doorkeeper_stays_at_his_place(door, asked):
 def test_nobody_is_let_in_when_the_doorkeeper_is_gone(caller):
     ends = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
     with zmq.Context() as context, context.socket(zmq.ROUTER) as guarded, context.socket(zmq.DEALER) as dialling:
-        keeper = Doorkeeper(context, credentials())
+        keeper = ZapAuthenticator(context, credentials())
         credentials().guard(guarded)
         port = guarded.bind_to_random_port("tcp://127.0.0.1")
         keeper.close()
@@ -213,8 +213,8 @@ def test_who_does_not_fit_is_told_why_and_does_not_dial_for_ever(listening, dial
     with opened(bound, caller):
         route = caller.connect(bound.bind("tcp://127.0.0.1:0"), to)
         caller.send(route, [b"hello"])
-        refused, before = until([bound, caller], Refused)
-        assert isinstance(refused, Refused) and refused.route == route and says in refused.reason
+        refused, before = until([bound, caller], DialRefused)
+        assert isinstance(refused, DialRefused) and refused.route == route and says in refused.reason
         assert not any(isinstance(event, Arrived | Connected) for event in before)
         caller.send(route, [b"again"])
         deadline = time.monotonic() + PATIENCE_S
@@ -236,7 +236,7 @@ def test_a_process_that_lets_in_others_than_its_peer_does_is_let_in_itself():
         caller.send(caller.connect(bound.bind("tcp://127.0.0.1:0"), SCHEDULER), [b"hello"])
         arrived, before = until([bound, caller], Arrived)
         assert isinstance(arrived, Arrived) and arrived.sender == worker(0)
-        assert not any(isinstance(event, Refused) for event in before)
+        assert not any(isinstance(event, DialRefused) for event in before)
         assert bound.strangers_refused == 0
 
 
@@ -317,7 +317,7 @@ def test_a_peer_that_is_not_up_yet_is_not_taken_for_one_that_refuses(me):
         bound.bind(shy.endpoint)
         caller.send(route, [b"hello"])
         _, more = until([bound, caller], Arrived)
-        assert not any(isinstance(event, Refused) for event in [*events, *more])
+        assert not any(isinstance(event, DialRefused) for event in [*events, *more])
 
 
 def test_what_failed_before_a_peer_was_up_is_not_held_against_it():
@@ -331,7 +331,7 @@ def test_what_failed_before_a_peer_was_up_is_not_held_against_it():
         bound.bind(shy.endpoint)
         caller.send(route, [b"hello"])
         _, before = until([caller, bound], Arrived)
-        assert not any(isinstance(event, Refused) for event in before)
+        assert not any(isinstance(event, DialRefused) for event in before)
 
 
 def test_a_listener_that_is_busy_for_longer_than_a_handshake_makes_no_stranger_of_a_peer(monkeypatch, caplog):

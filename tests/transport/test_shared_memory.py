@@ -22,7 +22,7 @@ from kvdist.transport.endpoints import split_host, with_host
 from kvdist.transport.shared_memory import descriptors
 from kvdist.transport.shared_memory.arena import Arena
 from kvdist.transport.shared_memory.mapping import address_of
-from kvdist.transport.shared_memory.memory import SharedMemory
+from kvdist.transport.shared_memory.memory import SharedAllocator
 from kvdist.transport.shared_memory.segments import HEADER_BYTES, MAGIC, NAME, Exhausted
 from kvdist.transport.shared_memory.transport import DESCRIBE_FROM_BYTES, SharedMemoryTransport
 from kvdist.transport.window import WindowCache
@@ -213,7 +213,7 @@ def test_memory_of_a_peer_is_unmapped_when_it_is_gone_and_nobody_shows_it() -> N
 def test_what_peers_show_is_pinned_for_a_gpu_until_they_are_gone() -> None:
     pins = Pins()
     with shared() as worker, dialled_process(worker) as (peer, route):
-        SharedMemory(worker.arena, WindowCache([worker.arena.table, worker.table])).pin(pins)
+        SharedAllocator(worker.arena, WindowCache([worker.arena.table, worker.table])).pin(pins)
         mine = worker.allocate(100)
         own = set(pins.present)
         frames = ask(worker, route, b"make", b"%d" % 100_000, b"1")

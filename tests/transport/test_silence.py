@@ -11,7 +11,7 @@ import zmq
 
 from kvdist.config.limits import Limits
 from kvdist.transport.base import Disconnected
-from kvdist.transport.links import CONNECTED, DISCONNECTED, UP, Dialled
+from kvdist.transport.links import CONNECTED, DISCONNECTED, UP, DialledSocket
 from kvdist.transport.silence import hang_up, silence_s
 
 only_linux_tells = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
@@ -71,7 +71,7 @@ def test_a_break_comes_after_silence_if_the_last_look_found_none_of_the_last_hea
     limits, hung_up = Limits(patience_s=10.0), []
     monkeypatch.setattr("kvdist.transport.links.hang_up", lambda *words: hung_up.append(words) or True)
     with zmq.Context() as context:
-        link = Dialled(context.socket(zmq.DEALER), "tcp://127.0.0.1:9")
+        link = DialledSocket(context.socket(zmq.DEALER), "tcp://127.0.0.1:9")
         link.observe(CONNECTED, 77, [])
         link.observe(UP, 0, [])
         for silent_s in looks:

@@ -16,6 +16,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch
 from kvdist.nodes import Member
 from kvdist.protocol.messages import (
+    ROWS,
     Assign,
     Configure,
     Declare,
@@ -26,7 +27,6 @@ from kvdist.protocol.messages import (
     Placed,
     SetOptimizer,
 )
-from kvdist.protocol.rows import ROWS
 
 
 class Agreements:

@@ -23,19 +23,23 @@ from kvdist.core.scheduler.servers_asked import ServersAsked
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Done, ErrorCode, Failed, Message, Waiting
-from kvdist.protocol.saving import (
+from kvdist.protocol.messages import (
     CHECKPOINT,
     Claim,
     Claimed,
+    Done,
     DropRestored,
+    ErrorCode,
+    Failed,
     Load,
+    Message,
     Prepare,
     Restore,
     Save,
     Saved,
     SavedFile,
     TakeRestored,
+    Waiting,
 )
 
 

@@ -9,8 +9,7 @@ from kvdist.core.server.row_block import obstacle
 from kvdist.core.sharding import Keep, keep_for
 from kvdist.nodes import Member
 from kvdist.optimizer.registry import from_description
-from kvdist.protocol.messages import Configure, Declare
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS, Configure, Declare
 
 Description = dict[str, str | int | float | bool | None]
 

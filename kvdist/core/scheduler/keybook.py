@@ -14,8 +14,7 @@ from kvdist.core.sharding import Keep, cut, row_length
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Declare, Placement
-from kvdist.protocol.rows import ROWS
+from kvdist.protocol.messages import ROWS, Declare, Placement
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from collections import Counter
 from kvdist.config.settings import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.registration import Hello, Peer
+from kvdist.protocol.messages import Hello, Peer
 from kvdist.version import __version__
 
 

@@ -38,23 +38,29 @@ from kvdist.core.scheduler.servers_asked import ServersAsked
 from kvdist.core.sharding import Placer
 from kvdist.errors import ConfigError, DeadlockError, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, Member, Role
-from kvdist.protocol.commands import Command
 from kvdist.protocol.messages import (
     Abort,
     Barrier,
     Blocked,
+    Claim,
+    Command,
     Configure,
     Declare,
     Done,
     ErrorCode,
     Failed,
     Goodbye,
+    Hello,
+    Load,
     Message,
+    Rejected,
+    Roster,
+    Save,
+    Saved,
     Stop,
     Waiting,
+    Welcome,
 )
-from kvdist.protocol.registration import Hello, Rejected, Roster, Welcome
-from kvdist.protocol.saving import Claim, Load, Save, Saved
 
 ROSTER_GAP_S = 0.001
 """Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.dtypes import DType
-from kvdist.protocol.arrays import U32, padded
-from kvdist.protocol.layout import offsets
+from kvdist.protocol.arrays import U32, offsets, padded
 
 Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""

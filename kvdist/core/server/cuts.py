@@ -27,7 +27,7 @@ from kvdist.core.machine import Effect, Persist, Persisted, Send
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.keeping import Keeper, Kept
 from kvdist.nodes import Member
-from kvdist.protocol.saving import Mark, Saved, SavedFile
+from kvdist.protocol.messages import MarkPushes, Saved, SavedFile
 
 NO_FILE = SavedFile("", 0, "")
 
@@ -88,7 +88,7 @@ class Cuts:
         """The slices that it keeps are saved, too."""
         self._keepers.append(keeper)
 
-    def mark(self, sender: Member, message: Mark, workers: Mapping[int, Member], name: str) -> None:
+    def mark(self, sender: Member, message: MarkPushes, workers: Mapping[int, Member], name: str) -> None:
         """A worker says which of its pushes belong to a checkpoint; perhaps this is the moment for some slices."""
         cut = self._cuts.get((message.store, message.counter))
         if cut is None:
@@ -176,7 +176,7 @@ class Cuts:
         assert keeper is not None, "what is awaited is here"
         return keeper.kept(number)
 
-    def _enter(self, cut: Cut, message: Mark, rank: int, name: str) -> list[int]:
+    def _enter(self, cut: Cut, message: MarkPushes, rank: int, name: str) -> list[int]:
         """Note the marks of a message; returns the slices that are not taken yet."""
         found = []
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):

@@ -11,11 +11,8 @@ import numpy as np
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.optimizer.compression import decode
-from kvdist.protocol.arrays import Arrays
-from kvdist.protocol.coded import as_octets, decoded_dtypes
-from kvdist.protocol.compressed import CompressedPush
-from kvdist.protocol.layout import PayloadView, offsets
-from kvdist.protocol.messages import Push
+from kvdist.protocol.arrays import Arrays, PayloadView, as_octets, decoded_dtypes, offsets
+from kvdist.protocol.messages import CompressedPush, Push
 
 _ITEMSIZE = DType.FLOAT32.itemsize
 

@@ -13,8 +13,7 @@ from kvdist.checkpoint.works import CheckFolder, ReadShards
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import Effect, Persist, Persisted, Send
 from kvdist.core.server.keeping import Keeper
-from kvdist.protocol.messages import Done, ErrorCode, Failed
-from kvdist.protocol.saving import DropRestored, Prepare, Restore, TakeRestored
+from kvdist.protocol.messages import Done, DropRestored, ErrorCode, Failed, Prepare, Restore, TakeRestored
 
 
 class Restoring:

@@ -33,11 +33,20 @@ from kvdist.initializer import initializer_from
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, server
 from kvdist.optimizer.base import Optimizer
-from kvdist.protocol.arrays import U32, Arrays, padded
-from kvdist.protocol.layout import views
+from kvdist.protocol.arrays import U32, Arrays, padded, views
 from kvdist.protocol.limits import DEFAULT
-from kvdist.protocol.messages import Assign, ErrorCode, Outcome, Waiting
-from kvdist.protocol.rows import MORE, ROWS, InitRows, PullRows, PushRows, RowValues
+from kvdist.protocol.messages import (
+    MORE,
+    ROWS,
+    Assign,
+    ErrorCode,
+    InitRows,
+    Outcome,
+    PullRows,
+    PushRows,
+    RowValues,
+    Waiting,
+)
 
 BUFFERS_KEPT_MAX = 8
 """Buffers of answers that are kept for the next ones: the first touch of fresh memory costs several times a copy."""

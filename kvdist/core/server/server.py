@@ -36,31 +36,39 @@ from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of
 from kvdist.optimizer.registry import from_description
 from kvdist.optimizer.updater import Arithmetic, Updater
-from kvdist.protocol.commands import Perform
-from kvdist.protocol.compressed import CompressedPush
 from kvdist.protocol.messages import (
     Abort,
     Alive,
     Assign,
+    CompressedPush,
     Done,
+    DropRestored,
     ErrorCode,
     Failed,
     Goodbye,
+    InitRows,
     InitValues,
     JoinedPush,
+    MarkPushes,
     Message,
+    Perform,
+    Prepare,
     Pull,
+    PullRows,
     PullState,
     Push,
+    PushRows,
+    Rejected,
     ReplaceState,
     ReplaceValues,
+    Restore,
+    Roster,
     SetOptimizer,
     Stop,
+    TakeRestored,
     Waiting,
+    Welcome,
 )
-from kvdist.protocol.registration import Rejected, Roster, Welcome
-from kvdist.protocol.rows import InitRows, PullRows, PushRows
-from kvdist.protocol.saving import DropRestored, Mark, Prepare, Restore, TakeRestored
 
 
 class Server(Machine):
@@ -141,7 +149,7 @@ class Server(Machine):
                 self.table.pull_state(sender, message)
             case ReplaceState():
                 self.table.replace_state(sender, message)
-            case Mark():
+            case MarkPushes():
                 self.table.mark(sender, message)
             case InitValues() | ReplaceValues():
                 self.table.initialise(sender, message)

@@ -34,14 +34,14 @@ from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.nodes import Member, server
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.updater import Arithmetic, SliceUpdater
-from kvdist.protocol.arrays import U8, U32, Arrays, padded
-from kvdist.protocol.layout import PayloadView, stretches, views
+from kvdist.protocol.arrays import U8, U32, Arrays, PayloadView, padded, stretches, views
 from kvdist.protocol.messages import (
     Assign,
     ErrorCode,
     Flag,
     InitValues,
     JoinedPush,
+    MarkPushes,
     Outcome,
     Pull,
     PullState,
@@ -50,7 +50,6 @@ from kvdist.protocol.messages import (
     ReplaceValues,
     Waiting,
 )
-from kvdist.protocol.saving import Mark
 
 # A plain number: operators of enums are written in Python, and this is asked for every block of every push.
 _EMPTY = int(Flag.EMPTY)
@@ -231,7 +230,7 @@ class Table:
 
     # What workers say.
 
-    def mark(self, sender: Member, message: Mark) -> None:
+    def mark(self, sender: Member, message: MarkPushes) -> None:
         """A checkpoint is to have the sender's pushes up to here."""
         self.cuts.mark(sender, message, self.workers, self._name)
 

@@ -26,21 +26,22 @@ import numpy as np
 from kvdist.core.worker.requests import ALONE_BYTES_MIN, Kind, RunData
 from kvdist.dtypes import DType
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import U8, U32, Arrays, Payload
-from kvdist.protocol.coded import coded_sizes
-from kvdist.protocol.compressed import Coded, CompressedPush
-from kvdist.protocol.layout import offsets
+from kvdist.protocol.arrays import U8, U32, Arrays, Coded, Payload, coded_sizes, offsets
 from kvdist.protocol.messages import (
+    MORE,
+    CompressedPush,
     Flag,
+    InitRows,
     InitValues,
     JoinedPush,
     Pull,
+    PullRows,
     PullState,
     Push,
+    PushRows,
     ReplaceState,
     ReplaceValues,
 )
-from kvdist.protocol.rows import MORE, InitRows, PullRows, PushRows
 
 Column = TypeVar("Column", U8, U32)
 """One number per slice."""

@@ -16,11 +16,8 @@ import numpy.typing as npt
 
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
-from kvdist.protocol.arrays import U8, U32, padded
-from kvdist.protocol.commands import HEAD_OF_USERS_MAX, Command
-from kvdist.protocol.layout import offsets
-from kvdist.protocol.messages import Configure, Declare
-from kvdist.protocol.saving import SavedFile
+from kvdist.protocol.arrays import U8, U32, offsets, padded
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Command, Configure, Declare, SavedFile
 
 Bits = npt.NDArray[np.generic]
 
@@ -193,7 +190,7 @@ class RowChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """How the payload of a run is encoded; see `kvdist.protocol.compressed.Coded`. `entries` has one number a slice."""
+    """How the payload of a run is encoded; see `kvdist.protocol.arrays.Coded`. `entries` has one number a slice."""
 
     encoding: int
     parameter: float

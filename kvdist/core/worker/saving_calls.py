@@ -9,8 +9,7 @@ from kvdist.core.machine import Effect, Send
 from kvdist.core.worker.requests import ClaimFolder, LoadStore, SaveStore
 from kvdist.core.worker.transfers import Transfers
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Waiting
-from kvdist.protocol.saving import CHECKPOINT, Claim, Load, Mark, Save
+from kvdist.protocol.messages import CHECKPOINT, Claim, Load, MarkPushes, Save, Waiting
 
 SLICES_PER_MARK = 1 << 18
 
@@ -54,7 +53,7 @@ class SavingCalls:
                 steps, is_last = self._transfers.slices.pushed[some], start + SLICES_PER_MARK >= len(ids)
                 contents = () if request.failure else request.contents
                 where = (request.store, counter, request.folder, contents, request.run, request.step)
-                effects.append(Send(servers[rank], Mark(*where, is_last, some, steps)))
+                effects.append(Send(servers[rank], MarkPushes(*where, is_last, some, steps)))
         place = (request.store, counter, request.folder, request.contents, request.run, request.step, request.keep)
         save = Save(request.request, *place, len(request.keys), request.file, request.failure)
         return [*effects, Send(SCHEDULER_MEMBER, save)]

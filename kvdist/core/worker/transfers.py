@@ -18,10 +18,8 @@ from kvdist.core.worker.requests import Bits, Kind, Transfer
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.protocol.arrays import U32
-from kvdist.protocol.layout import stretches, views
-from kvdist.protocol.messages import Counted, HandedBack, Refused, Values
-from kvdist.protocol.rows import RowValues
+from kvdist.protocol.arrays import U32, stretches, views
+from kvdist.protocol.messages import Counted, HandedBack, Refused, RowValues, Values
 
 LEADER = -1
 """In place of a server's rank: the worker of this host that pushes to servers for the others."""

@@ -61,21 +61,24 @@ from kvdist.protocol.messages import (
     Abort,
     Alive,
     CheckBlocked,
+    Claimed,
     Counted,
     Done,
     Failed,
     Goodbye,
     HandedBack,
     Message,
+    Peer,
     Placed,
     Push,
     Refused,
+    Rejected,
+    Roster,
+    RowValues,
     Values,
     Waiting,
+    Welcome,
 )
-from kvdist.protocol.registration import Peer, Rejected, Roster, Welcome
-from kvdist.protocol.rows import RowValues
-from kvdist.protocol.saving import Claimed
 
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""

@@ -46,7 +46,7 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Descriptor:
     """Where the bytes of one frame lie."""
 
     frame: int
@@ -90,7 +90,7 @@ def is_table(frame: bytes | bytearray | memoryview) -> bool:
     return memoryview(frame).cast("B")[:MAGIC_BYTES] == TABLE_MAGIC
 
 
-def read_table(frames: Sequence[memoryview]) -> list[Entry]:
+def read_table(frames: Sequence[memoryview]) -> list[Descriptor]:
     """The entries of the last frame.
 
     Raises:
@@ -99,7 +99,7 @@ def read_table(frames: Sequence[memoryview]) -> list[Entry]:
     entries = frames[-1][MAGIC_BYTES:]
     if len(entries) % ENTRY.size:
         raise ProtocolError(f"a table of {len(entries)} bytes, where an entry has {ENTRY.size}")
-    found = [Entry(*fields) for fields in ENTRY.iter_unpack(entries)]
+    found = [Descriptor(*fields) for fields in ENTRY.iter_unpack(entries)]
     left_out = [one.frame for one in found]
     if len(set(left_out)) < len(left_out) or any(index >= len(frames) - 1 or frames[index] for index in left_out):
         raise ProtocolError("a table that names a frame twice, or one that is there")

@@ -16,7 +16,7 @@ from kvdist.transport.window import WindowCache
 LOG = logging.getLogger("kvdist")
 
 
-class Memory(Protocol):
+class Allocator(Protocol):
     """Gives out bytes and knows its own. Any thread."""
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
@@ -38,7 +38,7 @@ class Memory(Protocol):
         """
 
 
-class OrdinaryMemory:
+class HeapAllocator:
     """Bytes of this process, which nobody else can be shown."""
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
@@ -57,7 +57,7 @@ class OrdinaryMemory:
         pass
 
 
-class SharedMemory:
+class SharedAllocator:
     """Bytes of an arena, which processes of this host can be shown.
 
     When the arena is full, or the system has no more memory of that kind, they are ordinary ones. Then values are sent

@@ -38,7 +38,7 @@ from kvdist.transport.endpoints import split_host, with_host
 from kvdist.transport.shared_memory.arena import Arena
 from kvdist.transport.shared_memory.descriptors import (
     FRAMES_MAX,
-    Entry,
+    Descriptor,
     Greeting,
     entry,
     fallback,
@@ -329,7 +329,7 @@ class _Partner:
             whole[one.frame] = self._read(one)
         return whole
 
-    def _read(self, one: Entry) -> memoryview:
+    def _read(self, one: Descriptor) -> memoryview:
         if self._file is None:
             assert self.greeting is not None
             self._file = open_file(self.greeting.owner, self.greeting.number, self.greeting.token)

@@ -19,8 +19,7 @@ import numpy as np
 from kvdist.dtypes import DType
 from kvdist.errors import ProtocolError
 from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.arrays import Arrays
-from kvdist.protocol.compressed import Coded
+from kvdist.protocol.arrays import Arrays, Coded
 from kvdist.protocol.limits import WireLimits
 from kvdist.protocol.messages import ErrorCode
 
