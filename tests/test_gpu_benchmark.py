@@ -269,4 +269,4 @@ def test_the_tests_for_gpus_are_found_without_zeromq_and_without_plugins_of_pyte
     command = [sys.executable, "-m", "pytest", "-p", "absent", "-m", "gpu", "--collect-only", "-q"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tests/test_replicas.py::test_a_network_is_replicated_on_a_gpu_and_trained_there" in done.stdout
+    assert "tests/training/test_replicas.py::test_a_network_is_replicated_on_a_gpu_and_trained_there" in done.stdout
