@@ -1,4 +1,4 @@
-"""Plots of a run: time per step against bytes, workers and number of keys, and the ratios against their targets."""
+"""Plots of a run: systems side by side, and time per step against bytes, workers and numbers of keys."""
 
 from __future__ import annotations
 
@@ -27,8 +27,18 @@ COLOURS = {
     "gloo-flat": "#8c564b",
     "ddp": "#7f7f7f",
 }
+TITLES = {
+    "large": "25 arrays of 4 MB, 2 workers",
+    "large-sgd": "the same, SGD with momentum on the server",
+    "large-adam": "the same, Adam on the server",
+    "large-4": "25 arrays of 4 MB, 4 workers",
+    "small": "1000 arrays of 4 kB, one call",
+    "small-per-key": "1000 arrays of 4 kB, a call for each",
+    "mlp": "a perceptron of 10 million weights",
+    "line": "25 arrays of 4 MB between two hosts at 1 Gbit/s",
+}
+"""Contests that are shown system by system."""
 MARKERS = {"kvdist": "o", "kvdist-resident": "s", "kvdist-shared": "D", "kvdist-tcp": "^"}
-REACHED = {"stretch": "#1a7a1a", "yes": "#78b878", "no": "#d08770"}
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -39,18 +49,18 @@ def draw(record: dict[str, Any], path: Path) -> None:
         ("workers-", "workers", "workers (25×4 MB, 2 servers)", "linear"),
     ]
     held = [one for one in dimensions if measured(record["contests"], one[0])]
-    rows = [row for row in record["rows"] if row["ratio"] is not None]
-    panels = len(held) + bool(rows)
+    beside = [(title, one) for name, title in TITLES.items() if (one := timed(record["contests"], name))]
+    panels = len(held) + len(beside)
     if not panels:
         return
     columns = min(2, panels)
     lines = -(-panels // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(9 * columns, 6.5 * lines), squeeze=False)
+    figure, axes = plt.subplots(lines, columns, figsize=(8 * columns, (6.5 if held else 2.9) * lines), squeeze=False)
     flat = list(axes.flat)
-    for axis, (prefix, key, label, scale) in zip(flat, held, strict=False):
+    for axis, (title, contests) in zip(flat, beside, strict=False):
+        draw_systems(axis, title, contests)
+    for axis, (prefix, key, label, scale) in zip(flat[len(beside) :], held, strict=False):
         draw_dimension(axis, measured(record["contests"], prefix), key, label, scale)
-    if rows:
-        draw_ratios(flat[len(held)], rows)
     for axis in flat[panels:]:
         axis.set_axis_off()
     machine = record["machine"]
@@ -109,23 +119,25 @@ def draw_dimension(axis: Axes, contests: Contests, key: str, label: str, scale: 
     axis.legend(fontsize=9)
 
 
-def draw_ratios(axis: Axes, rows: list[dict[str, Any]]) -> None:
-    """Peer's time over ours as bars; a line marks what is to be reached, a dot what would be better."""
-    names = [f"{title_of(row)}:  {row['ratio']:.2f}" for row in rows]
-    places = range(len(rows))
-    axis.barh(places, [row["ratio"] for row in rows], color=[REACHED[row["reached"]] for row in rows], height=0.6)
-    for place, row in zip(places, rows, strict=True):
-        axis.plot([row["target"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.8)
-        axis.plot(row["stretch"], place, marker="o", color="black", markersize=4)
-    axis.set_yticks(places, names, fontsize=8)
+def timed(contests: Contests, name: str) -> Contests:
+    """The timed systems of one contest."""
+    return [one for one in contests if one["contest"] == name and "median_ms" in one]
+
+
+def draw_systems(axis: Axes, title: str, contests: Contests) -> None:
+    """Time per step of every system of one contest: the median as a bar, a line from the 10th to the 90th percent."""
+    for place, one in enumerate(contests):
+        colour = COLOURS.get(one["name"], "#d62728" if one["name"].startswith("kvdist") else "#bbbbbb")
+        axis.barh(place, one["median_ms"], color=colour, height=0.65)
+        axis.plot([one["p10_ms"], one["p90_ms"]], [place, place], color="black", linewidth=1)
+        axis.annotate(f"{one['median_ms']:.3g}", (max(one["median_ms"], one["p90_ms"]), place), xytext=(5, -3),
+                      textcoords="offset points", fontsize=9)  # fmt: skip
+    axis.set_yticks(range(len(contests)), [one["label"] for one in contests], fontsize=9)
     axis.invert_yaxis()
-    axis.set_xlabel("peer's time / ours (higher is better); line: target, dot: stretch")
+    axis.margins(x=0.1)
+    axis.set_title(title, fontsize=11)
+    axis.set_xlabel("ms a step (lower is better)", fontsize=9)
     axis.grid(True, axis="x", alpha=0.4)
-
-
-def title_of(row: dict[str, Any]) -> str:
-    kind = row["ours"].removeprefix("kvdist").lstrip("-")
-    return f"{row['title']}{f' [{kind}]' if kind else ''}"
 
 
 if __name__ == "__main__":

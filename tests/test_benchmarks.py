@@ -323,3 +323,10 @@ def test_random_rows_are_pushed_and_pulled_by_two_workers(tmp_path: Path, option
     work = sparse.Work(rows=50, pushed=50 if options == ["--dense"] else 20, steps=2, warmup=1)
     sparse.kvdist(work, *options)(str(tmp_path))
     assert all(len(json.loads(Path(tmp_path, f"{rank}.json").read_text())) == 2 for rank in range(2))
+
+
+def test_the_table_of_the_readme_is_what_the_committed_run_says() -> None:
+    readme = load("readme")
+    text = (BENCHMARKS.parent / "README.md").read_text("utf-8")
+    assert text == readme.with_table(text, json.loads(readme.HEADLINE.read_text("utf-8")))
+    assert text.count("| one step | kvdist |") == 1
