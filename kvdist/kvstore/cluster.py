@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from kvdist.config.addresses import crosses_network, host_name
+from kvdist.config.addresses import host_name
 from kvdist.config.settings import (
     ClusterConfig,
     kernels_from_env,
@@ -36,7 +36,6 @@ from kvdist.core.worker.requests import Leave, Register, Request, RunPlan
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
-from kvdist.kernels.interface import Kernels
 from kvdist.kvstore import saved as saved  # whose handler of the interpreter's end is to run after that of this module
 from kvdist.kvstore.commands import HANDLERS
 from kvdist.kvstore.server_device import open_server_device
@@ -79,10 +78,11 @@ class Cluster:
         self.config = config
         self.node = node
         self.memory = memory
-        assert isinstance(node.machine, Worker)
-        self._worker = node.machine
+        self.traffic = Traffic()
+        """Bytes of values that threads of the user have touched."""
         self.under_way = UnderWay(config.limits.under_way_bytes)
-        self._worker.watch(UserThreads(self.under_way))
+        assert isinstance(node.machine, Worker)
+        node.machine.watch(UserThreads(self.under_way))
         self.is_embedded = is_embedded
         self.rank = -1
         self.stores_open = 0
@@ -134,37 +134,21 @@ class Cluster:
         trace = self.node.trace
         return future.result() if trace is None else trace.wait(future)
 
-    @property
-    def traffic(self) -> Traffic:
-        """How many bytes of values this worker has touched."""
-        return self._worker.traffic
+    def shares_memory(self, server: int) -> bool:
+        """See `ClusterView.shares_memory`."""
+        return self.node.view.shares_memory(server)
 
-    def widen_with(self, kernels: Kernels) -> None:
-        """Let these kernels widen values that come as halves."""
-        self._worker.transfers.kernels = kernels
-
-    def shares_memory(self, server_rank: int) -> bool:
-        """Whether what lies in `memory` is not carried to this server."""
-        member = self._worker.servers.get(server_rank)
-        return member is not None and self.node.shares_memory_with(member)
-
-    def is_far(self, server_rank: int) -> bool:
-        """Whether what is sent to this server crosses a network."""
-        member = self._worker.servers.get(server_rank)
-        endpoints = [peer.endpoint for peer in self._worker.peers if peer.member == member]
-        return any(map(crosses_network, endpoints)) and not self.shares_memory(server_rank)
+    def is_far(self, server: int) -> bool:
+        """See `ClusterView.is_far`."""
+        return self.node.view.is_far(server)
 
     def reads_pushes(self, run: RunPlan) -> bool:
-        """Whether a push of this run is read where it lies in `memory`: by its server, or by who sums for this host."""
-        neighbours = self._worker.neighbours
-        if not neighbours.sums(run.server, run.nbytes if len(run.ids) == 1 else 0):
-            return self.shares_memory(run.server)
-        leader = neighbours.leader
-        return neighbours.follows and leader is not None and self.node.shares_memory_with(leader)
+        """See `ClusterView.reads_pushes`."""
+        return self.node.view.reads_pushes(run)
 
-    def shows_results(self, server_rank: int) -> bool:
-        """Whether this server answers a push itself, by values that can be read where they lie."""
-        return server_rank not in self._worker.neighbours.detoured and self.shares_memory(server_rank)
+    def shows_results(self, server: int) -> bool:
+        """See `ClusterView.shows_results`."""
+        return self.node.view.shows_results(server)
 
     @property
     def has_left(self) -> bool:

@@ -30,6 +30,7 @@ from kvdist.core.worker.requests import (
     KeyInfo,
     Kind,
     SetStoreOptimizer,
+    UseKernels,
 )
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError, OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
@@ -344,7 +345,7 @@ class DistStore(KVStore):
         require_no_keys(self._keys.infos)
         self.agree(compressing.statement)
         self._moves.compressing = compressing
-        self._cluster.widen_with(self._kernels)
+        self._cluster.submit(lambda number: UseKernels(number, self._kernels))
 
     def leave_uncompressed(self, keys: Sequence[Key]) -> None:
         """Let these keys travel as they are. See `KVStore.leave_uncompressed`."""

@@ -1,8 +1,8 @@
 """The only loop: runs any machine over any transport, and hands calls and answers between threads.
 
 One thread owns a `Node` and everything in it. Other threads may only `submit` and `post`, which put something into
-the mailbox and wake the loop; answers come back as futures. This is the one place that knows machines, bytes and
-sockets at once, and the one place where effects are carried out.
+the mailbox and wake the loop, and read `view`, a snapshot that never changes; answers come back as futures. This is
+the one place that knows machines, bytes and sockets at once, and the one place where effects are carried out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from kvdist.checkpoint.works import Product
 from kvdist.config.exit_codes import exit_with_peer_lost
+from kvdist.core.cluster_view import ClusterView
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import (
     NEVER,
@@ -101,6 +102,8 @@ class Node:
         self._disk = ThreadedDisk() if disk is None else disk
         self.transport = transport
         self.reliable = Reliable(machine, job)
+        self.view = ClusterView(machine.me)
+        """The newest snapshot of the cluster, for any thread. Replaced before anybody hears of what has changed."""
         self.stopped = False
         self.failure: Exception | None = None
         """Why the machine stopped; None if it stopped well."""
@@ -122,6 +125,8 @@ class Node:
         self._closed = False
         self._dialled: dict[Route, Member] = {}
         """Routes that this process has dialled, and who is expected there."""
+        self._sharing: list[bool] = []
+        """Which of those lead to shared memory, as `view` says."""
         self._introduced: dict[Route, Member] = {}
         """Who has introduced itself last by a route that others have dialled, and has no seat yet."""
         self._refused_routes: set[Route] = set()
@@ -169,11 +174,6 @@ class Node:
     def post(self, event: Event) -> None:
         """Hand the machine an event."""
         self._mailbox.put(event)
-
-    def shares_memory_with(self, member: Member) -> bool:
-        """Whether what lies in the transport's memory is not carried to this member."""
-        route = self._routes.get(member)
-        return route is not None and self.transport.shares(route)
 
     def begin_call(self) -> None:
         """A call of the user: note its thread, and the time for the trace; raise `ForkError` in a forked child."""
@@ -236,6 +236,10 @@ class Node:
             self._carry_out(self.reliable.tick(heard_at))
         self._explain(heard_at)
         self._send_outgoing()
+        sharing = [self.transport.shares(route) for route in self._dialled]
+        if sharing != self._sharing:
+            self._sharing = sharing
+            self._publish()
         return bool(events) or asked or due
 
     @property
@@ -413,7 +417,21 @@ class Node:
             self._carry_out(self.reliable.perform(lambda: machine.submit(requests, now), now))
         return bool(requests or events)
 
+    def _publish(self) -> None:
+        """Show other threads what has changed in the cluster."""
+        machine = self.machine
+        if isinstance(machine, Worker):
+            self.view = machine.view(self._shares_memory_with)
+        else:
+            self.view = ClusterView(machine.me, machine.epoch)
+
+    def _shares_memory_with(self, member: Member) -> bool:
+        route = self._routes.get(member)
+        return route is not None and self.transport.shares(route)
+
     def _carry_out(self, effects: Sequence[Effect]) -> None:
+        if self.machine.epoch != self.view.epoch or self.machine.me is not self.view.me:
+            self._publish()
         for effect in effects:
             match effect:
                 case Transmit(to, packet):

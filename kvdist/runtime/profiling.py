@@ -276,10 +276,10 @@ class Profiler:
     def _path(self) -> Path | None:
         node = self._node
         # A forked child has a copy of this, but the file is its parent's.
-        if node is None or self._trace is None or node.machine.me.node.rank == UNRANKED or os.getpid() != self._pid:
+        if node is None or self._trace is None or node.view.me.node.rank == UNRANKED or os.getpid() != self._pid:
             return None
         named = self._folder / self._settings.filename
-        return named.with_name(f"{named.stem}.{node.machine.me}{named.suffix}").absolute()
+        return named.with_name(f"{named.stem}.{node.view.me}{named.suffix}").absolute()
 
     def _require_place(self) -> None:
         path, node = self._path(), self._node
@@ -287,7 +287,7 @@ class Profiler:
             try:
                 require_writable(path)
             except OSError as error:
-                raise _unwritable(path, str(node.machine.me), error) from error
+                raise _unwritable(path, str(node.view.me), error) from error
 
     def _copy(self) -> TraceCopy | None:
         """What there is to write; None if all that is known stands there already."""
@@ -295,7 +295,7 @@ class Profiler:
         if path is None or node is None or trace is None or self._files.has(path, (self._trace_number, trace.last)):
             return None
         about = {"version": __version__, "host": socket.gethostname(), "clock": "time.monotonic_ns"}
-        return TraceCopy(path, self._trace_number, trace.snapshot(), str(node.machine.me), about)
+        return TraceCopy(path, self._trace_number, trace.snapshot(), str(node.view.me), about)
 
     def _hand_over(self, copy: TraceCopy | None) -> None:
         """Let the thread write this."""

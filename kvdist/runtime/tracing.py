@@ -25,6 +25,7 @@ from kvdist.core.worker.requests import (
     SendCommand,
     SetStoreOptimizer,
     Transfer,
+    UseKernels,
 )
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.messages import (
@@ -180,6 +181,8 @@ def _told(request: Request) -> tuple[str, dict[str, Any]]:
             return f"checkpoint of step {step}", {"keys": len(keys)}
         case LoadStore():
             return "loading of a checkpoint", {}
+        case UseKernels():
+            return "choice of kernels", {}
         case Register():
             return "joining the cluster", {}
         case Leave():

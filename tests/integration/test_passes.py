@@ -67,6 +67,7 @@ class Job:
         """The sum over all processes."""
         machines = [node.machine for node in self.servers]
         found = [cluster.traffic for cluster in self.clusters]
+        found += [cluster.node.machine.traffic for cluster in self.clusters if isinstance(cluster.node.machine, Worker)]
         found += [machine.table.traffic for machine in machines if isinstance(machine, Server)]
         return Traffic(*(sum(getattr(one, name) for one in found) for name in Traffic.__dataclass_fields__))
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
+from kvdist.kernels.interface import Kernels
 from kvdist.protocol.arrays import U8, U32, offsets, padded
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Command, Configure, Declare, SavedFile
 
@@ -235,6 +236,14 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class UseKernels:
+    """Convert values that come in another dtype than their key's by these kernels from now on; completes at once."""
+
+    request: int
+    kernels: Kernels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DeclareKeys:
     """Agree on keys with all workers; completes with a tuple of `KeyInfo`."""
 
@@ -371,6 +380,7 @@ class Leave:
 
 Request = (
     Register
+    | UseKernels
     | DeclareKeys
     | Transfer
     | SetStoreOptimizer

@@ -7,15 +7,17 @@ Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvdist.config.addresses import stays_on_host
+from kvdist.config.addresses import crosses_network, stays_on_host
 from kvdist.config.settings import Limits
+from kvdist.core.cluster_view import ClusterView
 from kvdist.core.error_mapping import link_lost, refusal, scheduler_lost, unreachable, verdict
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.machine import (
     NEVER,
     CompleteKeys,
+    CompleteRequest,
     Connect,
     Effect,
     Event,
@@ -38,6 +40,7 @@ from kvdist.core.worker.blocking import BlockedReports, Threads, UnknownThreads
 from kvdist.core.worker.outbox import Credit
 from kvdist.core.worker.pending import Pending, PendingRequests
 from kvdist.core.worker.requests import (
+    ALONE_BYTES_MIN,
     ClaimFolder,
     DeclareKeys,
     EnterBarrier,
@@ -50,6 +53,7 @@ from kvdist.core.worker.requests import (
     SendCommand,
     SetStoreOptimizer,
     Transfer,
+    UseKernels,
 )
 from kvdist.core.worker.saving_calls import SavingCalls
 from kvdist.core.worker.transfers import LEADER, Transfers
@@ -297,6 +301,27 @@ class Worker(Machine):
             awaited += f", through worker-{leader.node.rank} ({self._host(leader)}), which pushes for its host"
         return f"{text} for {awaited or 'the scheduler'}"
 
+    def view(self, shares: Callable[[Member], bool]) -> ClusterView:
+        """What threads of the user may know of the cluster.
+
+        Args:
+            shares: whether a member reads the shared memory of this process.
+        """
+        neighbours, leader = self.neighbours, self.neighbours.leader
+        return ClusterView(
+            self.me,
+            self.epoch,
+            frozenset(rank for rank, member in self.servers.items() if shares(member)),
+            frozenset(peer.member.node.rank for peer in self.peers if self._is_far_server(peer)),
+            frozenset(rank for rank in self.servers if neighbours.sums(rank, ALONE_BYTES_MIN)),
+            frozenset(rank for rank in self.servers if neighbours.sums(rank, 0)),
+            neighbours.follows and leader is not None and shares(leader),
+        )
+
+    @staticmethod
+    def _is_far_server(peer: Peer) -> bool:
+        return peer.member.node.role is Role.SERVER and crosses_network(peer.endpoint)
+
     def validate(self) -> None:
         """Check every invariant."""
         self.transfers.validate()
@@ -318,6 +343,9 @@ class Worker(Machine):
                 return [Send(SCHEDULER_MEMBER, request.message)]
             case Transfer():
                 return self._transfer(request, now)
+            case UseKernels():
+                self.transfers.kernels = request.kernels
+                return [CompleteRequest(request.request)]
             case SetStoreOptimizer() | SendCommand():
                 self._open(request.request, request.label, now)
                 return [Send(SCHEDULER_MEMBER, request.message)]

@@ -93,9 +93,8 @@ def traffic(store: kv.KVStore) -> None:
 def main() -> None:
     store = kv.create("dist")
     {"mixed": mixed, "disagree": disagree, "leader_first": leader_first, "traffic": traffic}[sys.argv[1]](store)
-    neighbours = store._cluster._worker.neighbours
-    summed = store._cluster.traffic.summed
-    print(f"done on {store.rank}: leads {neighbours.leads}, summed {summed > 0}", flush=True)
+    worker = store._cluster.node.machine
+    print(f"done on {store.rank}: leads {worker.neighbours.leads}, summed {worker.traffic.summed > 0}", flush=True)
     store.close()
 
 

@@ -1,0 +1,52 @@
+"""What threads of the user may know of the cluster: a snapshot that never changes.
+
+`Node` publishes a new one when the cluster changes, and the user's threads read the newest. They never look into a
+machine, which belongs to the node's thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvdist.core.worker.requests import RunPlan, travels_alone
+from kvdist.nodes import Member
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """The cluster as one process sees it. Servers are named by their ranks.
+
+    me: this process; its rank is `UNRANKED` until the scheduler has given it one.
+    epoch: how many rosters it has seen.
+    sharing: servers that read this process's shared memory, so that nothing of it is carried there.
+    far: servers whose addresses lie across a network.
+    summed: servers to which large slices go as one sum of this host.
+    summed_small: the same for small slices.
+    leader_shares: another worker sums for this one, and reads its shared memory.
+    """
+
+    me: Member
+    epoch: int = 0
+    sharing: frozenset[int] = frozenset()
+    far: frozenset[int] = frozenset()
+    summed: frozenset[int] = frozenset()
+    summed_small: frozenset[int] = frozenset()
+    leader_shares: bool = False
+
+    def shares_memory(self, server: int) -> bool:
+        """Whether this server reads this process's shared memory."""
+        return server in self.sharing
+
+    def is_far(self, server: int) -> bool:
+        """Whether what is sent to this server crosses a network."""
+        return server in self.far and server not in self.sharing
+
+    def reads_pushes(self, run: RunPlan) -> bool:
+        """Whether a push of this run is read where it lies: by its server, or by the worker that sums for this host."""
+        is_large = len(run.ids) == 1 and travels_alone(run.nbytes)
+        is_summed = run.server in (self.summed if is_large else self.summed_small)
+        return self.leader_shares if is_summed else run.server in self.sharing
+
+    def shows_results(self, server: int) -> bool:
+        """Whether this server answers a push itself, by values that can be read where they lie."""
+        return server in self.sharing and server not in self.summed
