@@ -5,7 +5,7 @@ of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with o
 code of one's own here, and whoever starts the process chooses it, never a peer.
 
 ``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.commands`. ``kvdist
-doctor`` is the launcher's.
+config`` shows the settings. ``kvdist doctor`` is the launcher's.
 
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
 environment or on the command line, 1 for anything else.
@@ -29,18 +29,12 @@ from pathlib import Path
 
 from kvdist.checkpoint.commands import add_commands
 from kvdist.checkpoint.locks import release_when_terminated
-from kvdist.config.addresses import local_address_towards, own_addresses_of, split_endpoint, tcp_endpoint
+from kvdist.config.addresses import local_address_towards, own_addresses_of
+from kvdist.config.endpoints import split_endpoint, tcp_endpoint
+from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, profile_dir_from_env, read_setting
 from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
-from kvdist.config.settings import (
-    ClusterConfig,
-    checkpoint_root_from_env,
-    kernels_from_env,
-    module_names,
-    optimizer_modules_from_env,
-    profile_dir_from_env,
-    server_modules_from_env,
-)
-from kvdist.config.variables import device_names
+from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
+from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
@@ -88,18 +82,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             text, code = options.command(options)
             print(text)
             return int(code)
-        modules = server_modules_from_env() + module_names(",".join(options.server_module))
-        for_optimizers = optimizer_modules_from_env() + module_names(",".join(options.optimizer_module))
+        modules = _modules("KVDIST_SERVER_MODULE", "--server-module", options.server_module)
+        for_optimizers = _modules("KVDIST_OPTIMIZER_MODULE", "--optimizer-module", options.optimizer_module)
         import_server_modules(modules)
         import_optimizers([name for name in for_optimizers if name not in modules])
-        config = ClusterConfig.from_env()
+        config = cluster_from_env()
         if config is None or config.role is Role.WORKER:
             raise ConfigError(
                 "python -m kvdist runs a scheduler or a server, and DMLC_ROLE says neither; workers run your own"
                 " script. kvdist-launch starts all three"
             )
         if options.server_device is not None:
-            config = replace(config, server_devices=device_names("--server-device", options.server_device))
+            devices = SETTINGS["KVDIST_SERVER_DEVICE"].parse(options.server_device, "--server-device")
+            config = replace(config, server_devices=devices)
         gc.set_threshold(OBJECTS_PER_COLLECTION)
         name_process(str(NodeId(config.role, UNRANKED if config.rank is None else config.rank)))
         node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
@@ -147,8 +142,30 @@ def _parser() -> argparse.ArgumentParser:
         " (default: what KVDIST_SERVER_DEVICE says, or cpu)",
     )
     parser.add_argument("--version", action="version", version=f"kvdist {__version__}")
-    add_commands(parser)
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="other commands", metavar="")
+    add_commands(commands)
+    config = commands.add_parser("config", help="show every setting with its value in this environment")
+    config.add_argument("--update", type=Path, metavar="FILE", help="write the tables of settings into FILE instead")
+    config.set_defaults(command=_show_config)
     return parser
+
+
+def _show_config(options: argparse.Namespace) -> tuple[str, int]:
+    if options.update is not None:
+        options.update.write_text(with_tables(options.update.read_text("utf-8")), "utf-8")
+        return f"{options.update}: its tables are those of kvdist {__version__}", 0
+    width = max(map(len, SETTINGS))
+    rows = [(name, row, read_setting(name)) for name, row in SETTINGS.items()]
+    lines = [
+        (f"{name:<{width}}  " + ("" if value is None else row.kind.text(value))).rstrip() for name, row, value in rows
+    ]
+    return "\n".join(lines), 0
+
+
+def _modules(variable: str, option: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The modules that a variable and an option name."""
+    return (*read_setting(variable), *SETTINGS[variable].parse(",".join(names), option))
 
 
 def import_optimizers(names: Sequence[str]) -> None:
@@ -202,14 +219,14 @@ def _scheduler(config: ClusterConfig) -> Node:
         if is_tcp:
             config.require_private(split_endpoint(endpoint)[0])
         is_ours = is_tcp and split_endpoint(endpoint)[1] == config.root_port
-        if not (endpoint == config.scheduler_endpoint if config.is_local else is_ours):
+        if not (endpoint == scheduler_endpoint(config) if config.is_local else is_ours):
             raise ConfigError(
                 f"KVDIST_LISTEN_FD is {config.listen_fd}, a socket that listens at {endpoint}, but everybody dials"
-                f" {config.scheduler_endpoint} (DMLC_PS_ROOT_PORT): give both the same"
+                f" {scheduler_endpoint(config)} (DMLC_PS_ROOT_PORT): give both the same"
             )
         transport.bind_listening(config.listen_fd)
     elif config.is_local:
-        transport.bind(config.scheduler_endpoint)
+        transport.bind(scheduler_endpoint(config))
     else:
         hosts = own_addresses_of(config.root_host, config.node_host)
         for host in hosts:
@@ -233,8 +250,8 @@ def _server(config: ClusterConfig) -> Node:
         raise ConfigError(f"DMLC_NODE_HOST is {host}, which workers cannot dial; give this machine's own address")
     transport, memory = open_transport(config)
     endpoint = bind_port(transport, config, host)
-    introduced = introduction(config, endpoint, config.scheduler_endpoint)
-    kernels, arithmetic = choose(kernels_from_env()), None
+    introduced = introduction(config, endpoint, scheduler_endpoint(config))
+    kernels, arithmetic = choose(read_setting("KVDIST_KERNELS")), None
     if device is not None:
         memory.pin(device.pin)
         arithmetic = arithmetic_on(device, kernels)

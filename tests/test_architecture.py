@@ -95,7 +95,7 @@ ONLY_IMPORTER = {
 }
 """Libraries that only these files of `kvdist` and the launcher may import."""
 
-ENVIRONMENT_READER = "kvdist/config/settings.py"
+ENVIRONMENT_READER = "kvdist/config/environment.py"
 
 IMPURE = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "os", "pathlib", "queue", "random", "secrets", "select",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.config.settings import TWINS, WITHOUT_EFFECT, Limits
+from kvdist.config.settings import REPLACED_BY_PATIENCE, SETTINGS, WITHOUT_EFFECT
 from kvdist_launch.environment import OWNED_VARIABLES
 from tests.ports import held_port
 
@@ -174,23 +174,10 @@ def test_the_classes_of_the_glossary_are_there() -> None:
 
 
 def variables_in_the_code() -> set[str]:
-    """What the configuration reads and what the launcher sets."""
-    files = [ROOT / "kvdist" / "config" / name for name in ("settings.py", "variables.py", "collective_settings.py")]
-    tree = ast.parse("\n".join(text_of(file).replace("from __future__ import annotations", "") for file in files))
-    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    literal = {text for text in strings if VARIABLE_ALONE.match(text)}
-    limits = {f"KVDIST_{name.upper()}" for name in Limits.__annotations__}
-    return literal | limits | set(TWINS) | set(TWINS.values()) | OWNED_VARIABLES
-
-
-def rows(path: Path, heading: str = "") -> dict[str, list[str]]:
-    """The table rows of a document, or of one section, that begin with a variable: its name and the other cells."""
-    found = {}
-    for line in (section(path, heading) if heading else text_of(path)).splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| `") and VARIABLE_ALONE.match(cells[0].strip("`")):
-            found[cells[0].strip("`")] = cells[1:]
-    return found
+    """Every variable that is read, set by the launcher, or known to change nothing."""
+    twins = {row.twin for row in SETTINGS.values()} | {row.derived[0] for row in SETTINGS.values() if row.derived}
+    others = {*WITHOUT_EFFECT, *REPLACED_BY_PATIENCE, *OWNED_VARIABLES}
+    return {name for name in {*SETTINGS, *twins, *others} if VARIABLE_ALONE.match(name)}
 
 
 def variables_that_are_not_offered(path: Path) -> set[str]:
@@ -214,17 +201,6 @@ def test_what_is_said_not_to_be_offered_is_not_read_by_the_code() -> None:
 
 def test_every_variable_of_the_code_stands_in_the_configuration() -> None:
     assert variables_in_the_code() - set(VARIABLE.findall(text_of(CONFIGURATION))) == set()
-
-
-def test_the_twins_in_the_configuration_are_those_of_the_code() -> None:
-    told = {ours: cells[0].strip("`") for ours, cells in rows(CONFIGURATION).items() if VARIABLE.search(cells[0])}
-    assert told == {theirs: ours for ours, theirs in TWINS.items()}
-
-
-def test_the_limits_and_their_defaults_are_those_of_the_code() -> None:
-    numbers = {name: cells[0] for name, cells in rows(CONFIGURATION, "Limits").items() if re.match(r"`\d", cells[0])}
-    told = {name: re.findall(r"`([^`]+)`", cell)[0] for name, cell in numbers.items()}
-    assert told == {f"KVDIST_{name.upper()}": repr(getattr(Limits(), name)) for name in Limits.__annotations__}
 
 
 # The walk of one gradient.

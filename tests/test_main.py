@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvdist import __main__ as command
-from kvdist.config.settings import optimizer_modules_from_env
+from kvdist.config.environment import read_setting
 from kvdist.core.machine import ChildEnded, ProcessStarted
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels import gpu
@@ -78,7 +78,7 @@ def test_a_line_of_another_form_tells_nothing(line):
         (CLUSTER | {"DMLC_NUM_WORKER": "none"}, "DMLC_NUM_WORKER is 'none'; it must be a whole number"),
         ({"DMLC_ROLE": "server"}, "the environment describes half a cluster"),
         (CLUSTER | {"DMLC_PS_ROOT_URI": "0.0.0.0"}, "0.0.0.0 can be reached from other machines"),
-        (CLUSTER | {"KVDIST_SERVER_DEVICE": "gpu"}, "KVDIST_SERVER_DEVICE is 'gpu', and 'gpu' is no device: write cpu"),
+        (CLUSTER | {"KVDIST_SERVER_DEVICE": "gpu"}, "KVDIST_SERVER_DEVICE is 'gpu'; it must be cpu"),
         (
             CLUSTER | {"DMLC_ROLE": "server", "KVDIST_SERVER_DEVICE": "cuda:0,cpu"},
             "KVDIST_SERVER_DEVICE is 'cuda:0,cpu', which servers take in turn",
@@ -115,14 +115,14 @@ def test_a_device_that_the_command_line_misnames_is_a_mistake(monkeypatch, capsy
     for name, value in (CLUSTER | {"DMLC_ROLE": "server"}).items():
         monkeypatch.setenv(name, value)
     assert command.main(["--server-device", "cuda"]) == command.EXIT_CONFIG
-    assert "kvdist: --server-device is 'cuda', and 'cuda' is no device: write cpu, cuda:0" in capsys.readouterr().err
+    assert "kvdist: --server-device is 'cuda'; it must be cpu, cuda:0" in capsys.readouterr().err
 
 
 def test_an_interruption_ends_with_the_code_of_a_shell(monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.ClusterConfig, "from_env", interrupt)
+    monkeypatch.setattr(command, "cluster_from_env", interrupt)
     assert command.main([]) == 128 + signal.SIGINT
 
 
@@ -233,9 +233,9 @@ def test_a_module_that_both_options_name_is_imported_once(folder, monkeypatch, c
 def test_what_is_no_name_of_a_module_is_never_imported(name, by, monkeypatch, capsys):
     monkeypatch.setenv("KVDIST_OPTIMIZER_MODULE", name if by == "variable" else "")
     assert command.main(["--optimizer-module", name] if by == "option" else []) == command.EXIT_CONFIG
-    assert f"{name!r} is not the name of a module" in capsys.readouterr().err
+    assert f"is {name!r}; it must be names of modules as Python imports them" in capsys.readouterr().err
 
 
 def test_several_modules_stand_with_commas_between():
-    assert optimizer_modules_from_env({"KVDIST_OPTIMIZER_MODULE": " a, b.c ,"}) == ("a", "b.c")
-    assert optimizer_modules_from_env({}) == ()
+    assert read_setting("KVDIST_OPTIMIZER_MODULE", {"KVDIST_OPTIMIZER_MODULE": " a, b.c ,"}) == ("a", "b.c")
+    assert read_setting("KVDIST_OPTIMIZER_MODULE", {}) == ()

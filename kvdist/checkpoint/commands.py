@@ -20,10 +20,8 @@ from kvdist.errors import CheckpointError
 Command = Callable[[argparse.Namespace], tuple[str, int]]
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Let the parser know them: `command` of its result is the `Command`, or None."""
-    parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands on checkpoints", metavar="")
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands to those of a parser: `command` of its result is the `Command`."""
     one = commands.add_parser("export", help="write the weights of a checkpoint into one safetensors file")
     one.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder of checkpoints, or of one step")
     one.add_argument("out", type=Path, metavar="OUT", help="the file to write, such as model.safetensors")

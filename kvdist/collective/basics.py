@@ -14,8 +14,7 @@ from kvdist.collective.engine import is_initialized as is_initialized
 from kvdist.collective.engine import using as using
 from kvdist.collective.process_sets import ProcessSet, add_process_set
 from kvdist.collective.rendezvous import forget_port, leave_port, meet, meet_again
-from kvdist.config.environment import World
-from kvdist.config.settings import collective_settings_from_env, world_from_env
+from kvdist.config.environment import World, collective_settings_from_env, world_from_env
 from kvdist.errors import CollectiveError
 from kvdist.runtime.process_name import name_process
 

@@ -20,11 +20,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kvdist.collective.consistency import CoordinatedCheck
 from kvdist.collective.coordinator import Answers, Coordinator, StallCheck, named
-from kvdist.config.addresses import host_name, is_loopback, tcp_endpoint
-from kvdist.config.collective_settings import CollectiveSettings
+from kvdist.config.addresses import host_name
+from kvdist.config.endpoints import is_loopback, tcp_endpoint
 from kvdist.config.environment import World
-from kvdist.config.limits import Limits
-from kvdist.config.local_sockets import further_endpoint, require_private_folder
+from kvdist.config.settings import CollectiveSettings, Limits
+from kvdist.config.sockets import further_endpoint, require_private_folder
 from kvdist.errors import CollectiveError, ConfigError, ProtocolError
 from kvdist.nodes import worker
 from kvdist.protocol.collective import (

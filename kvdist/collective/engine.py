@@ -22,8 +22,8 @@ from kvdist.collective.group import Group
 from kvdist.collective.operations import JoinOperation, Operation, zeros_operation
 from kvdist.collective.rendezvous import meet, own_address
 from kvdist.collective.timeline import NO_TIMELINE, FileTimeline, Timeline
-from kvdist.config.collective_settings import CollectiveSettings
 from kvdist.config.environment import World, placed
+from kvdist.config.settings import CollectiveSettings
 from kvdist.errors import CollectiveError, ConfigError, ForkError
 
 ALL_RANKS = 0

@@ -20,10 +20,11 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from kvdist.config.addresses import address_of_interface, host_name, is_loopback, own_addresses
-from kvdist.config.collective_settings import CollectiveSettings
+from kvdist.config.addresses import address_of_interface, host_name, own_addresses
+from kvdist.config.endpoints import is_loopback
 from kvdist.config.environment import Meeting, World
-from kvdist.config.local_sockets import private_folder, require_private_folder
+from kvdist.config.settings import CollectiveSettings
+from kvdist.config.sockets import private_folder, require_private_folder
 from kvdist.errors import CollectiveError
 
 LOOPBACK = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Addresses of this machine and others: which are private, which one leads somewhere, how they stand in endpoints."""
+"""Addresses of this machine and its interfaces, asked of the system."""
 
 from __future__ import annotations
 
@@ -12,43 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvdist.config.endpoints import is_loopback
 from kvdist.errors import ConfigError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 OWN_ADDRESSES_MAX = 1024
-
-
-def tcp_endpoint(host: str, port: int) -> str:
-    """``tcp://host:port`` with the brackets that an IPv6 address needs."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host and port of a tcp:// endpoint, without brackets."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def stays_on_host(endpoint: str) -> bool:
-    """Whether what is sent to an endpoint stays on this machine, where it is as fast as memory."""
-    if endpoint.startswith("ipc://"):
-        return True
-    address = endpoint.removeprefix("tcp://")
-    host = address[1:].partition("]")[0] if address.startswith("[") else address.partition(":")[0]
-    return address != endpoint and is_loopback(host)
-
-
-def crosses_network(endpoint: str) -> bool:
-    """Whether what is sent to an endpoint may leave this machine."""
-    return endpoint.startswith("tcp://") and not stays_on_host(endpoint)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host` (a name or an address)."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def host_name() -> str:
@@ -70,7 +38,7 @@ def local_address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:  # an empty or a long label cannot be encoded
         raise ConfigError(
-            f"there is no way from this machine to the scheduler at {host}:{port} ({error});"
+            f"no way from this machine to the scheduler at {host}:{port} ({error});"
             " check DMLC_PS_ROOT_URI, or set DMLC_NODE_HOST to this machine's address"
         ) from error
 
@@ -87,30 +55,30 @@ class OwnAddress:
 
 
 def own_addresses() -> list[OwnAddress]:
-    """The addresses of this machine's interfaces, but for those that are only valid together with an interface."""
+    """The addresses of this machine's interfaces, without link-local ones, which are only valid with an interface."""
     found = [*_own_ipv4(), *_own_ipv6()]
     return [one for one in found if not one.address.is_link_local]
 
 
 def address_of_interface(text: str, prefers_ipv6: bool = False) -> str:
-    """The address of this machine that is meant by the name of an interface, or by a network such as ``10.0.0.0/8``.
+    """The address of this machine on an interface, given by name, or in a network such as ``10.0.0.0/8``.
 
-    Loopback addresses are meant only by ``lo`` and by a network that has no others.
+    A loopback address is returned only for ``lo`` and for a network that has no others.
 
     Args:
         text: what the user has set.
         prefers_ipv6: which to take where an interface has addresses of both kinds.
 
     Raises:
-        ConfigError: there is none; the message lists those that there are.
+        ConfigError: there is none; the message lists the addresses of this machine.
     """
     own = own_addresses()
     if "/" in text:
         try:
             network = ipaddress.ip_network(text, strict=False)
         except ValueError as error:
-            raise ConfigError(f"DMLC_INTERFACE is {text!r}, which is no network: {error}") from None
-        # Nobody who writes 0.0.0.0/0 means the address at which no other machine reaches this one.
+            raise ConfigError(f"DMLC_INTERFACE is {text!r}, which is not a network: {error}") from None
+        # 0.0.0.0/0 does not mean the address at which no other machine reaches this one.
         fits = [one for one in own if one.address in network and (network.is_loopback or not one.address.is_loopback)]
         what = "and this machine has no address in it" + ("" if network.is_loopback else " but loopback ones at most")
     elif _is_address(text):
@@ -125,24 +93,24 @@ def address_of_interface(text: str, prefers_ipv6: bool = False) -> str:
 
 
 def own_addresses_of(host: str, preferred: str | None = None) -> list[str]:
-    """The addresses of this machine that a name or an address means, to be listened at: all of them.
+    """All addresses of this machine that a name or an address stands for, to listen at.
 
-    Others may dial any of them: libzmq takes the first IPv6 address that the name means there, whatever comes first
-    here.
+    Others may dial any of them: libzmq takes the first IPv6 address that the name has on its machine, whatever comes
+    first here.
 
     Args:
         host: what others dial.
-        preferred: leaves out those of other interfaces than that of this address, if the name means it.
+        preferred: leaves out addresses of other interfaces than that of this address, if the name stands for it.
 
     Raises:
-        ConfigError: the name means nothing, or no address of this machine.
+        ConfigError: the name does not resolve, or to no address of this machine.
     """
     if _is_address(host) or host == "*":
         return [host]
     try:
         meant = list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None)))
     except (OSError, UnicodeError) as error:  # an empty or a long label cannot be encoded
-        raise ConfigError(f"the name {host!r} of DMLC_PS_ROOT_URI means nothing here ({error})") from error
+        raise ConfigError(f"DMLC_PS_ROOT_URI is {host!r}, a name that does not resolve here ({error})") from error
     interfaces = {str(one.address): one.interface for one in own_addresses()}
     # All of 127.0.0.0/8 is this machine's, but only one address of it is listed; ::1 is not where IPv6 is turned off.
     here = [one for one in meant if not interfaces or one in interfaces or (is_loopback(one) and ":" not in one)]

@@ -1,21 +1,178 @@
-"""Who this process is among those that train together without servers, whatever has started them.
+"""Who this process is, whatever started it. Alone reads the environment of the process.
 
-Every launcher says it with variables of its own. The first one in `LAUNCHERS` of which any variable is set counts, and
-must have set all that are needed: half of a description is an error, never a guess. `settings` reads the variables.
+A job with servers is described by kvdist's own variables (``DMLC_*`` or ``KVDIST_*``). A job without servers may be
+started by other launchers, each with its own variables. The first one in `LAUNCHERS` of which any variable is set
+counts, and it must have set all that are needed: half of a description is an error, never a guess.
 
-Some launchers say nothing of machines, or not enough. What follows for a process from the rest is then assumed, and
-`placed` puts it right once the ranks have met and know each other's hosts.
+Some launchers say nothing about machines, or not enough. The local and cross numbers are then assumed, and `placed`
+corrects them once the ranks have met and know each other's hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import itertools
+import os
+import re
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from kvdist.config.addresses import is_loopback
-from kvdist.config.slurm import hosts_of, tasks_of
-from kvdist.config.variables import TWINS, integer
+from kvdist.config.addresses import address_of_interface
+from kvdist.config.endpoints import is_loopback
+from kvdist.config.settings import (
+    CLUSTER_VARIABLES,
+    SETTINGS,
+    TWINS,
+    WITHOUT_EFFECT,
+    ClusterConfig,
+    CollectiveSettings,
+    Limits,
+    Variables,
+    check_security,
+    collective_settings_of,
+    limits_of,
+    read_view,
+    with_twins,
+)
 from kvdist.errors import ConfigError
+from kvdist.nodes import Role
+
+# What the environment of this process says. `environ` is read instead of it where it is given.
+
+
+def read_setting(variable: str, environ: Variables | None = None) -> Any:
+    """The value of a setting: see the table in `kvdist.config.settings`.
+
+    Args:
+        variable: our name of the variable, such as ``KVDIST_KERNELS``.
+
+    Raises:
+        ConfigError: the value is not valid.
+    """
+    return SETTINGS[variable].read(_variables(environ))
+
+
+def limits_from_env(environ: Variables | None = None) -> Limits:
+    """The bounds on memory, messages and waits.
+
+    Raises:
+        ConfigError: one is not valid, or does not fit another.
+    """
+    return limits_of(_without_horovod(_variables(environ)))
+
+
+def cluster_from_env(environ: Variables | None = None) -> ClusterConfig | None:
+    """The cluster that the environment describes; None where it describes none at all.
+
+    Raises:
+        ConfigError: some but not all of the needed variables are set, a value is not valid, or another launcher
+            (torchrun, mpirun, srun) started several tasks without a cluster for them.
+    """
+    env = _without_horovod(_variables(environ))
+    given = {name: text for name in CLUSTER_VARIABLES if (text := SETTINGS[name].text(env)[0])}
+    if given in ({}, {"KVDIST_ROLE": "worker"}):
+        _refuse_other_launchers(_variables(environ))
+        return None
+    present = list(given)
+    missing = [name for name in CLUSTER_VARIABLES if name not in present]
+    if missing:
+        raise ConfigError(
+            f"the environment describes half a cluster: {_listed(present)} set, {_listed(missing)} missing. Start with"
+            " kvdist-launch, which sets them all, or set the missing ones"
+        )
+    node_host, interface = SETTINGS["KVDIST_NODE_HOST"].read(env), SETTINGS["KVDIST_INTERFACE"].read(env)
+    if node_host is None and interface is not None:
+        node_host = address_of_interface(interface, prefers_ipv6=":" in given["KVDIST_ROOT_URI"])
+    return read_view(ClusterConfig, env, node_host=node_host, limits=limits_of(env))
+
+
+def embedded_cluster_from_env(environ: Variables | None = None) -> ClusterConfig:
+    """A cluster of one worker and one server inside this process, with the limits that the environment sets.
+
+    Raises:
+        ConfigError: a value is not valid.
+    """
+    env = _without_horovod(_variables(environ))
+    # There is nothing to encrypt here, but a mistake is one here too.
+    check_security(SETTINGS["KVDIST_SECURITY"].read(env), SETTINGS["KVDIST_SECRET_FILE"].read(env))
+    read = {name: SETTINGS[variable].read(env) for name, variable in EMBEDDED.items()}
+    return ClusterConfig(Role.WORKER, "this process", 1, 1, 1, **read, limits=limits_of(env))
+
+
+EMBEDDED = {"bigarray_bound": "KVDIST_BIGARRAY_BOUND", "server_devices": "KVDIST_SERVER_DEVICE"}
+
+
+def world_from_env(environ: Variables | None = None) -> World:
+    """Who this process is among those that train without servers.
+
+    Raises:
+        ConfigError: its launcher has set only half of the variables, or the job has servers.
+    """
+    return world_of(with_twins(_variables(environ)), os.getppid())
+
+
+def collective_settings_from_env(environ: Variables | None = None) -> CollectiveSettings:
+    """The settings of a rank in a job without servers.
+
+    Raises:
+        ConfigError: a value is not valid.
+    """
+    return collective_settings_of(_variables(environ))
+
+
+def has_servers_from_env(environ: Variables | None = None) -> bool:
+    """Whether this process is part of a job with servers, through which its ranks meet (see `World`)."""
+    return with_twins(_variables(environ)).get("KVDIST_NUM_SERVER", "0") != "0"
+
+
+def profile_dir_from_env(environ: Variables | None = None) -> Path:
+    """The folder of traces whose names have none (``KVDIST_PROFILE_DIR``), else where the process started."""
+    return Path(read_setting("KVDIST_PROFILE_DIR", environ) or ".").absolute()
+
+
+def checkpoint_root_from_env(environ: Variables | None = None) -> Path:
+    """The folder below which this process writes and reads checkpoints that others name: by default its own.
+
+    Raises:
+        ConfigError: it is not an absolute path.
+    """
+    return Path(read_setting("KVDIST_CHECKPOINT_ROOT", environ) or Path.cwd())
+
+
+def without_effect(environ: Variables | None = None) -> list[str]:
+    """A sentence for each variable of MXNet that is set and changes nothing here."""
+    env = _variables(environ)
+    is_p3 = (env.get("DMLC_PS_VAN_TYPE") or "").lower() == "p3"
+    found = [name for name in WITHOUT_EFFECT if env.get(name) and not (is_p3 and name == "DMLC_PS_VAN_TYPE")]
+    return [f"{name} has no effect: {WITHOUT_EFFECT[name]}" for name in found]
+
+
+def _variables(environ: Variables | None) -> Variables:
+    return os.environ if environ is None else environ
+
+
+def _without_horovod(env: Variables) -> Variables:
+    """Horovod's variables are about jobs without servers."""
+    return {name: text for name, text in env.items() if not name.startswith("HOROVOD_")}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(SETTINGS[name].name for name in names) + (" is" if len(names) == 1 else " are")
+
+
+def _refuse_other_launchers(env: Variables) -> None:
+    for launcher in LAUNCHERS[1:]:
+        size = env.get(launcher.size, "")
+        if size.isdigit() and int(size) > 1 and launcher.rank in env:
+            raise ConfigError(
+                f"{launcher.name} started {size} tasks ({launcher.size}={size}), but no kvdist cluster is described:"
+                " each task would train a model of its own. Start with kvdist-launch -n WORKERS -s SERVERS COMMAND"
+                " instead, or take kv.create('collective'), which needs no servers"
+            )
+
+
+# Jobs without servers.
 
 PORTS = range(20_000, 30_000)
 """Where rank 0 listens when only the number of a job is known, chosen by that number."""
@@ -29,8 +186,8 @@ class Meeting:
         host: where rank 0 listens; '' when all ranks are on one machine and it chooses a port, see `job`.
         port: at which port; 0 with '' as host.
         listen_fd: rank 0 has inherited the listening socket under this descriptor.
-        is_served: somebody else listens there already, for all ranks (torchrun's agent).
-        job: unlike that of any other job on the machine.
+        is_served: another process listens there already, for all ranks (torchrun's agent).
+        job: a name that no other job on the machine has.
     """
 
     host: str = ""
@@ -48,9 +205,9 @@ class World:
         rank, size: among all processes.
         local_rank, local_size: among those of its machine.
         cross_rank, cross_size: among those that have its local rank, one on each machine.
-        launcher: what has said so; '' for nobody.
+        launcher: what started it; '' for a process on its own.
         meeting: where the others are found.
-        is_assumed: whether nobody has said all of the local and cross numbers; see `placed`.
+        is_assumed: whether the launcher left local or cross numbers open; see `placed`.
     """
 
     rank: int = 0
@@ -73,21 +230,20 @@ class World:
                 raise ConfigError(f"{self.launcher} says {what} {rank} of {size}; ranks count from 0 to the size - 1")
 
 
-Variables = Mapping[str, str]
 Pair = tuple[int, int]
 """A rank and a size."""
 Places = Callable[[Variables], tuple[Pair | None, Pair | None]]
-"""Reads the local and the cross numbers, each None where nobody says them."""
+"""Reads the local and the cross numbers, each None where the launcher does not set them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class JobFacts:
     """What is known of a job when the meeting point is looked for.
 
     Attributes:
         size: the number of ranks.
-        local_size: how many of them are on this machine; None if nobody says.
-        parent: the process that has started this one, which the ranks of one machine have in common.
+        local_size: how many of them are on this machine; None if the launcher does not say.
+        parent: the process that started this one, which the ranks of one machine have in common.
     """
 
     size: int
@@ -101,17 +257,17 @@ class Launcher:
 
     Attributes:
         name: what people call it.
-        rank, size: the variables that say both; one without the other is an error.
+        rank, size: the variables for both; one without the other is an error.
         places: reads the local and the cross numbers.
         meeting: finds where the ranks meet.
-        signs: other variables that only this one sets; they are an error without rank and size.
+        signs: other variables that only this launcher sets; they are an error without rank and size.
     """
 
     name: str
     rank: str
     size: str
     places: Places
-    meeting: Callable[[Variables, Told], Meeting]
+    meeting: Callable[[Variables, JobFacts], Meeting]
     signs: tuple[str, ...] = ()
 
 
@@ -125,7 +281,7 @@ def world_of(env: Variables, parent: int = 0) -> World:
     Raises:
         ConfigError: a launcher has set only some of what is needed, or something that is no number.
     """
-    if integer(env, "KVDIST_NUM_SERVER", 0) != 0:
+    if _integer(env, "KVDIST_NUM_SERVER", 0) != 0:
         raise ConfigError(
             f"this job has servers ({TWINS['KVDIST_NUM_SERVER']}={env['KVDIST_NUM_SERVER']}), through which its ranks"
             " meet: use kv.create('collective') or kvdist.horovod.init(), or start it with -s 0"
@@ -134,13 +290,13 @@ def world_of(env: Variables, parent: int = 0) -> World:
         if launcher.rank == "PMI_RANK" and _is_also_a_task_of_slurm(env):
             continue
         if env.get(launcher.rank) and env.get(launcher.size):
-            return _told_by(launcher, env, parent)
+            return _world_by(launcher, env, parent)
         given = [name for name in (launcher.rank, launcher.size, *launcher.signs) if env.get(name)]
         if given:
-            missing = " and ".join(_shown(name) for name in (launcher.rank, launcher.size) if not env.get(name))
+            missing = " and ".join(_name(name) for name in (launcher.rank, launcher.size) if not env.get(name))
             raise ConfigError(
-                f"{_shown(given[0])} is set and {missing} not: {launcher.name} sets both. Start with it, or unset"
-                f" {_shown(given[0])}"
+                f"{_name(given[0])} is set and {missing} not: {launcher.name} sets both. Start with it, or unset"
+                f" {_name(given[0])}"
             )
     return World()
 
@@ -168,14 +324,14 @@ def placed(world: World, hosts: Sequence[Hashable]) -> World:
     )
 
 
-def _told_by(launcher: Launcher, env: Variables, parent: int) -> World:
-    rank, size = integer(env, launcher.rank), integer(env, launcher.size)
+def _world_by(launcher: Launcher, env: Variables, parent: int) -> World:
+    rank, size = _integer(env, launcher.rank), _integer(env, launcher.size)
     if size < 1:
-        raise ConfigError(f"{_shown(launcher.size)} is {size}; there is at least 1 process")
+        raise ConfigError(f"{_name(launcher.size)} is {size}; there is at least 1 process")
     if size == 1:
         return World(rank, 1, launcher=launcher.name)
     local, cross = launcher.places(env)
-    meeting = launcher.meeting(env, Told(size, None if local is None else local[1], parent))
+    meeting = launcher.meeting(env, JobFacts(size, None if local is None else local[1], parent))
     is_assumed = local is None or (cross is None and local[1] != size)
     if local is None:
         is_here = not meeting.host or is_loopback(meeting.host)
@@ -185,8 +341,18 @@ def _told_by(launcher: Launcher, env: Variables, parent: int) -> World:
     return World(rank, size, *local, *cross, launcher.name, meeting, is_assumed)
 
 
-def _shown(name: str) -> str:
+def _name(name: str) -> str:
     return TWINS.get(name, name)
+
+
+def _integer(env: Variables, name: str, default: int | None = None) -> int:
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{_name(name)} is {text!r}; it must be a whole number") from None
 
 
 # Local and cross numbers.
@@ -204,16 +370,16 @@ def _pair(env: Variables, rank: str, size: str) -> Pair | None:
     if len(given) == 1:
         missing = size if given[0] == rank else rank
         raise ConfigError(f"{given[0]} is set and {missing} is not: set both, or none")
-    pair = integer(env, rank), integer(env, size)
+    pair = _integer(env, rank), _integer(env, size)
     if not 0 <= pair[0] < pair[1]:
         raise ConfigError(f"{rank} is {pair[0]} and {size} is {pair[1]}; ranks count from 0 to the size - 1")
     return pair
 
 
 def _of_agents(env: Variables) -> tuple[Pair | None, Pair | None]:
-    """Torchrun's numbers: each machine has an agent, which is no cross rank unless all have as many processes."""
+    """Torchrun's numbers: the number of a machine's agent is its cross rank if all have equally many processes."""
     local, agents = _pair(env, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), _pair(env, "GROUP_RANK", "GROUP_WORLD_SIZE")
-    is_even = local is not None and agents is not None and local[1] * agents[1] == integer(env, "WORLD_SIZE")
+    is_even = local is not None and agents is not None and local[1] * agents[1] == _integer(env, "WORLD_SIZE")
     return local, agents if is_even else None
 
 
@@ -221,8 +387,8 @@ def _of_tasks(env: Variables) -> tuple[Pair | None, Pair | None]:
     """A task's numbers from Slurm's list of how many tasks each node has."""
     if not env.get("SLURM_STEP_NODELIST"):
         raise ConfigError(
-            f"Slurm has allotted {env['SLURM_NTASKS']} tasks, and this process is none of them, as SLURM_STEP_NODELIST"
-            " is not set: start it with srun"
+            f"Slurm has allotted {env['SLURM_NTASKS']} tasks, but this process is not one of them, as"
+            " SLURM_STEP_NODELIST is not set: start it with srun"
         )
     names = ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE")
     missing = [name for name in names if not env.get(name)]
@@ -230,17 +396,15 @@ def _of_tasks(env: Variables) -> tuple[Pair | None, Pair | None]:
         return None, None
     if missing:
         raise ConfigError(f"{missing[0]} is not set, and Slurm's srun sets all of {', '.join(names)}")
-    local, node, tasks = integer(env, names[0]), integer(env, names[1]), tasks_of(env[names[2]])
+    local, node, tasks = _integer(env, names[0]), _integer(env, names[1]), tasks_of(env[names[2]])
     if not (0 <= node < len(tasks) and 0 <= local < tasks[node]):
-        raise ConfigError(
-            f"{names[0]}={local} and {names[1]}={node} say another place than there is in {names[2]}={env[names[2]]}"
-        )
+        raise ConfigError(f"{names[0]}={local} and {names[1]}={node} contradict {names[2]}={env[names[2]]}")
     across = [index for index, count in enumerate(tasks) if count > local]
     return (local, tasks[node]), (across.index(node), len(across))
 
 
 def _is_also_a_task_of_slurm(env: Variables) -> bool:
-    """Whether srun itself speaks PMI: it says the same rank with either's variables, and machines only with its own."""
+    """Whether srun itself speaks PMI: both families have the same rank, and only its own describe machines."""
     same = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_NTASKS"))
     return not env.get("MPI_LOCALRANKID") and all(env.get(a) and env.get(a) == env.get(b) for a, b in same)
 
@@ -248,15 +412,15 @@ def _is_also_a_task_of_slurm(env: Variables) -> bool:
 # Where they meet.
 
 
-def _at_root(env: Variables, _: Told) -> Meeting:
+def _at_root(env: Variables, _: JobFacts) -> Meeting:
     """Jobs of kvdist-launch and kvdist-run."""
     missing = [name for name in ("KVDIST_ROOT_URI", "KVDIST_ROOT_PORT") if not env.get(name)]
     if missing:
         raise ConfigError(
-            f"the environment describes half a job without servers: {' and '.join(map(_shown, missing))} missing. Start"
+            f"the environment describes half a job without servers: {' and '.join(map(_name, missing))} missing. Start"
             " with kvdist-launch -s 0, which sets them all"
         )
-    descriptor = integer(env, "KVDIST_LISTEN_FD", -1)
+    descriptor = _integer(env, "KVDIST_LISTEN_FD", -1)
     return Meeting(
         env["KVDIST_ROOT_URI"],
         _port(env, "KVDIST_ROOT_PORT"),
@@ -279,52 +443,52 @@ def _at_master(env: Variables) -> Meeting | None:
     return Meeting(env["MASTER_ADDR"], _port(env, "MASTER_PORT"), None, served, job)
 
 
-def _of_torchrun(env: Variables, _: Told) -> Meeting:
+def _of_torchrun(env: Variables, _: JobFacts) -> Meeting:
     meeting = _at_master(env)
     if meeting is None:
         raise ConfigError("RANK and WORLD_SIZE are set, MASTER_ADDR and MASTER_PORT are not: set all four")
     return meeting
 
 
-def _of_horovod(env: Variables, told: Told) -> Meeting:
+def _of_horovod(env: Variables, facts: JobFacts) -> Meeting:
     found = _at_master(env)
     if found is None and (env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") or env.get("HOROVOD_GLOO_RENDEZVOUS_PORT")):
         raise ConfigError(
             "this process was started by horovodrun, whose meeting point other programs cannot use: start it with"
             " kvdist-run, which takes the same options"
         )
-    return found or _on_this_machine(told, f"horovod.{told.parent}", "MASTER_ADDR=node1 MASTER_PORT=29500 ...")
+    return found or _on_this_machine(facts, f"horovod.{facts.parent}", "MASTER_ADDR=node1 MASTER_PORT=29500 ...")
 
 
-def _of_open_mpi(env: Variables, told: Told) -> Meeting:
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or str(told.parent)
+def _of_open_mpi(env: Variables, facts: JobFacts) -> Meeting:
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or str(facts.parent)
     return _at_master(env) or _on_this_machine(
-        told, f"ompi.{job}", "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ..."
+        facts, f"ompi.{job}", "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ..."
     )
 
 
-def _of_pmi(env: Variables, told: Told) -> Meeting:
+def _of_pmi(env: Variables, facts: JobFacts) -> Meeting:
     # MPICH has no variable that is the same for all ranks of a job and another for the next job.
-    job = env.get("PMI_JOBID") or str(told.parent)
+    job = env.get("PMI_JOBID") or str(facts.parent)
     return _at_master(env) or _on_this_machine(
-        told, f"pmi.{job}", "mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 ..."
+        facts, f"pmi.{job}", "mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 ..."
     )
 
 
-def _on_this_machine(told: Told, job: str, example: str) -> Meeting:
-    if told.local_size not in (None, told.size):
+def _on_this_machine(facts: JobFacts, job: str, example: str) -> Meeting:
+    if facts.local_size not in (None, facts.size):
         raise ConfigError(
-            f"the {told.size} processes of this job are on several machines, and nothing says where rank 0 can be"
+            f"the {facts.size} processes of this job are on several machines, and nothing says where rank 0 can be"
             f" reached: pass its address and a free port of it to all of them, as in {example}"
         )
     return Meeting(job=job)
 
 
-def _of_slurm(env: Variables, _: Told) -> Meeting:
+def _of_slurm(env: Variables, _: JobFacts) -> Meeting:
     found = _at_master(env)
     if found is not None:
         return found
-    job, step = integer(env, "SLURM_JOB_ID", 0), integer(env, "SLURM_STEP_ID", 0)
+    job, step = _integer(env, "SLURM_JOB_ID", 0), _integer(env, "SLURM_STEP_ID", 0)
     name, hosts = f"slurm.{job}.{step}", hosts_of(env["SLURM_STEP_NODELIST"])
     if len(hosts) == 1:
         return Meeting(job=name)
@@ -332,10 +496,68 @@ def _of_slurm(env: Variables, _: Told) -> Meeting:
 
 
 def _port(env: Variables, name: str) -> int:
-    port = integer(env, name)
+    port = _integer(env, name)
     if not 1 <= port <= 65535:
-        raise ConfigError(f"{_shown(name)} is {port}; a port is a number from 1 to 65535")
+        raise ConfigError(f"{_name(name)} is {port}; a port is a number from 1 to 65535")
     return port
+
+
+# Slurm's lists.
+
+ENTRIES_MAX = 65_536
+"""A list is a few characters long and stands for any number of entries; more than these are a mistake."""
+
+
+def hosts_of(nodes: str) -> list[str]:
+    """The hosts of a Slurm list like ``login,gpu[01-03,7],r[1-2]n[1-2]``, in its order.
+
+    Raises:
+        ConfigError: the text is not such a list.
+    """
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes)
+    if ",".join(parts) != nodes:
+        raise ConfigError(f"not a valid Slurm host list: {_short(nodes)}; expected one such as gpu[01-03,7]")
+    hosts: list[str] = []
+    for part in parts:
+        pieces = re.split(r"\[([^\[\]]*)\]", part)
+        choices = [_numbers(piece, nodes) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        for words in itertools.product(*choices):
+            hosts.append("".join(words))
+            if len(hosts) > ENTRIES_MAX:
+                raise ConfigError(f"{_short(nodes)} names more than {ENTRIES_MAX} hosts")
+    return hosts
+
+
+def tasks_of(counts: str) -> list[int]:
+    """The numbers of tasks of the nodes in a list like ``2(x3),1``, in its order.
+
+    Raises:
+        ConfigError: the text is not such a list.
+    """
+    found: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if match is None or len(found) + int(match.group(2) or 1) > ENTRIES_MAX:
+            raise ConfigError(f"not a valid Slurm list of task counts: {_short(counts)}; expected one such as 2(x3),1")
+        found += [int(match.group(1))] * int(match.group(2) or 1)
+    return found
+
+
+def _numbers(ranges: str, nodes: str) -> list[str]:
+    numbers: list[str] = []
+    for one in ranges.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", one)
+        if match is None:
+            raise ConfigError(f"not a valid Slurm host list: {_short(nodes)}; expected one such as gpu[01-03,7]")
+        first, last = match.group(1), match.group(2) or match.group(1)
+        if not 0 <= int(last) - int(first) < ENTRIES_MAX:
+            raise ConfigError(f"{_short(nodes)} has the range {one}, which runs backwards or is too long")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _short(text: str, most: int = 80) -> str:
+    return repr(text if len(text) <= most else text[:most] + "...")
 
 
 LAUNCHERS = (

@@ -1,104 +1,697 @@
-"""The cluster as its environment describes it, and every default and limit in one place.
+"""Every setting of kvdist: one table, and the typed values that are read by it.
 
-This module alone reads the environment, so what a process was told can be found by reading one file. MXNet's
-variables (``DMLC_*``) are honoured as they are; each has a ``KVDIST_*`` twin that wins over it.
+A row names the variables that set it, the form and bounds of a value, the default and the meaning. Parsing, error
+messages, the launcher's options and the tables of docs/configuration.md come from the rows.
+
+Invariants: an empty variable counts as not set; our name of a variable wins over its twin; an error names the variable
+that was set. Pure: variables are an argument, and `kvdist.config.environment` alone reads those of the process.
 """
 
 from __future__ import annotations
 
-import os
+import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-from kvdist.config.addresses import address_of_interface, is_loopback, tcp_endpoint
-from kvdist.config.collective_settings import CollectiveSettings, settings_of
-from kvdist.config.environment import World, world_of
-from kvdist.config.limits import Limits as Limits
-from kvdist.config.limits import changed_limits, checked_limits
-from kvdist.config.local_sockets import local_endpoint
-from kvdist.config.variables import CLUSTER_VARIABLES as CLUSTER_VARIABLES
-from kvdist.config.variables import FOREIGN_LAUNCHERS as FOREIGN_LAUNCHERS
-from kvdist.config.variables import (
-    SLICE_THRESHOLD,
-    both,
-    check_security,
-    device_names,
-    integer,
-    one_of,
-    port_range,
-    refuse_foreign_launcher,
-    refuse_replaced,
-    security_settings,
-    with_twins,
-)
-from kvdist.config.variables import TWINS as TWINS
-from kvdist.config.variables import WITHOUT_EFFECT as WITHOUT_EFFECT
+from kvdist.config.endpoints import is_loopback
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
-IO_THREADS_MAX = 64
+MIB = 1 << 20
+Variables = Mapping[str, str]
+View = TypeVar("View")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The form of a setting's value.
+
+    Attributes:
+        expected: completes "it must be ...".
+        parse: makes the value from its text; raises ValueError or KeyError for a text of another form.
+        text: makes the text from the value.
+    """
+
+    expected: str
+    parse: Callable[[str], Any]
+    text: Callable[[Any], str] = str
+
+
+def whole_number(minimum: int, maximum: int | None = None) -> Kind:
+    """Whole numbers from `minimum` to `maximum`."""
+    return Kind(
+        f"a whole number from {minimum} to {maximum}" if maximum else f"a whole number, at least {minimum}",
+        lambda text: _require(int(text), lambda value: minimum <= value and (maximum is None or value <= maximum)),
+    )
+
+
+def seconds(minimum: float, maximum: float | None = None, *, positive: bool = False) -> Kind:
+    """Finite numbers of seconds from `minimum`, which `positive` excludes, to `maximum`."""
+    limit = float("inf") if maximum is None else maximum
+    if maximum is not None:
+        bounds = f"from {minimum:.0f} to {maximum:.0f}"
+    else:
+        bounds = f"above {minimum:.0f}" if positive else f"at least {minimum:.0f}"
+    return Kind(
+        f"a number of seconds, {bounds}",
+        lambda text: _require(
+            float(text),
+            lambda value: minimum <= value <= limit and value < float("inf") and (value > 0 or not positive),
+        ),
+        repr,
+    )
+
+
+def word(*words: str) -> Kind:
+    """One of some words, in upper or lower case."""
+    known = {each: each for each in words}
+    return Kind(f"one of: {', '.join(words)}", lambda text: known[text.strip().lower()])
+
+
+def _require(value: Any, holds: Callable[[Any], bool]) -> Any:
+    if not holds(value):
+        raise ValueError
+    return value
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text)
+    first, last = map(int, match.groups()) if match else (0, 0)
+    return _require((first, last), lambda ends: 1 <= ends[0] <= ends[1] <= 65535)  # type: ignore[no-any-return]
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip().lower() for name in text.split(","))
+    return _require(names, lambda names: all(re.fullmatch(r"cpu|cuda:[0-9]{1,3}", name) for name in names))  # type: ignore[no-any-return]
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    return _require(names, lambda names: all(part.isidentifier() for name in names for part in name.split(".")))  # type: ignore[no-any-return]
+
+
+TEXT = Kind("a text", str)
+FLAG = Kind(
+    "0 or 1", lambda text: {"0": False, "1": True, "false": False, "true": True}[text.lower()], lambda on: str(int(on))
+)
+ROLE = Kind("scheduler, server or worker", lambda text: Role(text.strip().lower()))
+PORT_RANGE = Kind(
+    "a range of ports within 1-65535, the smaller one first, such as 20000-20100",
+    _port_range,
+    lambda ends: "{}-{}".format(*ends),
+)
+DEVICES = Kind(
+    "cpu, cuda:0 for the first GPU of a server's host, or a list such as cuda:0,cuda:1 that the servers take in turn",
+    _devices,
+    ",".join,
+)
+MODULES = Kind(
+    "names of modules as Python imports them, with commas between, such as my_rules for the file my_rules.py",
+    _modules,
+    ",".join,
+)
+ABSOLUTE_PATH = Kind("the absolute path of a folder", lambda text: _require(text, lambda path: path.startswith("/")))
+TIMELINE = Kind("a file", lambda text: "" if text.upper() == "DYNAMIC" else text)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table.
+
+    Attributes:
+        variable: our name of the variable.
+        kind: the form and bounds of a value.
+        default: the value where no variable is set; None where there is none, or where it depends on others.
+        sentence: what the setting means, for help texts and documents.
+        details: what the documents say besides, in Markdown.
+        twin: the name of the variable in MXNet, ps-lite or Horovod.
+        derived: a variable of another form that sets it, and how its text becomes one of ours ('' for not set).
+        shown_default: how documents show the default, where its text would say too little.
+    """
+
+    variable: str
+    kind: Kind
+    default: Any
+    sentence: str
+    details: str = ""
+    twin: str = ""
+    derived: tuple[str, Callable[[str], str]] | None = None
+    shown_default: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name that documents and errors use: MXNet's, where the setting is MXNet's own."""
+        return self.variable if self.twin.startswith("HOROVOD_") else self.twin or self.variable
+
+    def parse(self, text: str, name: str = "") -> Any:
+        """The value of a text.
+
+        Args:
+            text: what was set.
+            name: of the variable or option that was set.
+
+        Raises:
+            ConfigError: the text has another form, or the value is out of bounds.
+        """
+        try:
+            return self.kind.parse(text)
+        except (ValueError, KeyError):
+            shown = text if re.fullmatch(r"-?[0-9.]+", text) else repr(text)
+            raise ConfigError(f"{name or self.name} is {shown}; it must be {self.kind.expected}") from None
+
+    def text(self, env: Variables) -> tuple[str, str]:
+        """The text that is set for it, and the variable that it stands in; both '' where none is set."""
+        name = next((name for name in (self.variable, self.twin) if env.get(name)), "")
+        return env.get(name, ""), name
+
+    def read(self, env: Variables) -> Any:
+        """The value that variables set, else the default.
+
+        Raises:
+            ConfigError: the value is not valid.
+        """
+        text, name = self.text(env)
+        if text:
+            return self.parse(text, name)
+        if self.derived and env.get(self.derived[0]):
+            text = self.derived[1](env[self.derived[0]])
+            return self.parse(text) if text else self.default
+        return self.default
+
+    def help(self) -> str:
+        """The sentence for an option of a command line, with the default."""
+        return self.sentence + (f" (default: {self.kind.text(self.default)})" if self.default not in (None, "") else "")
+
+
+def _bytes_of_elements(text: str) -> str:
+    elements = Setting("MXNET_KVSTORE_SLICE_THRESHOLD", whole_number(2), None, "").parse(text)
+    return str(4 * elements)
+
+
+IDENTITY = "Who a process is"
+BEHAVIOUR = "How it behaves"
+LIMITS = "Limits"
+COLLECTIVE = "Without servers"
+
+TABLE: dict[str, tuple[Setting, ...]] = {
+    IDENTITY: (
+        Setting("KVDIST_ROLE", ROLE, None, "`scheduler`, `server` or `worker`", twin="DMLC_ROLE"),
+        Setting(
+            "KVDIST_ROOT_URI", TEXT, None, "host name or address of the scheduler; of rank 0 in a job without servers",
+            twin="DMLC_PS_ROOT_URI",
+        ),
+        Setting("KVDIST_ROOT_PORT", whole_number(1, 65535), None, "its TCP port, 1 to 65535", twin="DMLC_PS_ROOT_PORT"),
+        Setting(
+            "KVDIST_NUM_WORKER", whole_number(1), None, "how many workers, at least 1; the same in every process",
+            twin="DMLC_NUM_WORKER",
+        ),
+        Setting(
+            "KVDIST_NUM_SERVER", whole_number(0), None, "how many servers; the same in every process",
+            "`0`, set by the launcher with `-s 0`: there is no scheduler either, and `kv.create('dist')` is an error"
+            " that says so",
+            twin="DMLC_NUM_SERVER",
+        ),
+        Setting(
+            "KVDIST_RANK", whole_number(0), None,
+            "the rank that this process asks for within its role; needed in a job that encrypts",
+            shown_default="the next free one",
+        ),
+        Setting("KVDIST_JOB", TEXT, "default", "name of the job: messages of another job are refused"),
+        Setting(
+            "KVDIST_SUPERVISED", FLAG, False,
+            "`1` on a scheduler whose standard input carries a line for each ended process",
+            "The end of that stream is the launcher's end",
+        ),
+        Setting(
+            "KVDIST_LOCAL_RANK", whole_number(0), None,
+            "set by the launcher for workers: this worker's number among those of its machine, to choose a device by",
+        ),
+        Setting(
+            "KVDIST_LOCAL_SIZE", whole_number(1), None,
+            "set by the launcher for workers: how many are on this machine",
+        ),
+        Setting(
+            "KVDIST_CROSS_RANK", whole_number(0), None,
+            "set by the launcher for workers: this machine's number among those that have a worker of this local rank",
+        ),
+        Setting(
+            "KVDIST_CROSS_SIZE", whole_number(1), None, "set by the launcher for workers: how many machines have one"
+        ),
+        Setting(
+            "KVDIST_RESTARTS", whole_number(0), None,
+            "set by the launcher: how often the job was started anew before, with `--on-worker-exit restart:N`; absent"
+            " the first time",
+        ),
+        Setting(
+            "KVDIST_LISTEN_FD", whole_number(0), None,
+            "the number of an inherited descriptor: a socket that listens already, in place of binding"
+            " `DMLC_PS_ROOT_PORT`",
+            "Set by the launcher for a scheduler, and for rank 0 of a job without servers",
+        ),
+    ),
+    BEHAVIOUR: (
+        Setting(
+            "KVDIST_NODE_HOST", TEXT, None, "the address that a server binds and announces", twin="DMLC_NODE_HOST",
+            shown_default="the address towards the scheduler",
+        ),
+        Setting(
+            "KVDIST_INTERFACE", TEXT, None,
+            "the network interface of all hosts (`eth0`), or the network that it is in (`10.0.0.0/8`, `fd00::/8`)",
+            "Its address on this machine is `DMLC_NODE_HOST` where that is not set (a loopback address only of a"
+            " network that has no others). Of several it is an IPv4 one, unless `DMLC_PS_ROOT_URI` is an IPv6 address."
+            " The scheduler listens at all addresses of its host name, or only at those of this interface if some are."
+            " Linux only",
+            twin="DMLC_INTERFACE",
+        ),
+        Setting(
+            "KVDIST_SECRET_FILE", TEXT, None,
+            "a file with the secret of the job, at least 32 random bytes, the same for all processes",
+            "Every connection is encrypted, and only processes with the secret are let in. Every process needs its"
+            " `KVDIST_RANK` then ([security.md](security.md))",
+        ),
+        Setting(
+            "KVDIST_SECURITY", word("none", "curve"), None,
+            "how traffic that leaves a host is protected: `curve` encrypts it, `none` is plain TCP at any address",
+            "`none` beside a secret is an error, and so is `curve` without one (`kvdist-launch` draws a secret)."
+            " Without either, a job whose `DMLC_PS_ROOT_URI` is a loopback address uses files that only its user can"
+            " reach, and other addresses are refused ([security.md](security.md))",
+        ),
+        Setting(
+            "KVDIST_IO_THREADS", whole_number(1, 64), 1,
+            "how many threads of a process move bytes over sockets, and encrypt them", "A connection stays with one",
+        ),
+        Setting(
+            "KVDIST_PORT_RANGE", PORT_RANGE, None, "the ports at which processes listen, such as `20000-20100`",
+            "Servers, and workers that listen for their host, take a free port of it. Without it the system chooses."
+            " The scheduler's port is always `DMLC_PS_ROOT_PORT`",
+        ),
+        Setting(
+            "KVDIST_BIGARRAY_BOUND", whole_number(1), 1_000_000,
+            "keys with at least this many elements are cut over all servers; smaller ones live whole on one",
+            "The scheduler's value counts", twin="MXNET_KVSTORE_BIGARRAY_BOUND",
+        ),
+        Setting(
+            "KVDIST_UPDATE_ON_KVSTORE", FLAG, True,
+            "`0`: where a `Trainer` is not told who updates the weights, its workers do, and not the store",
+            twin="MXNET_UPDATE_ON_KVSTORE",
+        ),
+        Setting(
+            "KVDIST_PLACEMENT", word("bytes", "hash"), "bytes",
+            "`bytes` balances bytes over the servers; `hash` puts key k on server (k · 9973) mod S, as MXNet does",
+            "The scheduler's value counts",
+        ),
+        Setting(
+            "KVDIST_TRANSPORT", word("auto", "tcp"), "auto",
+            "`auto`: processes of one host and user leave large values in shared memory and send only where they lie;"
+            " `tcp`: every byte goes through a TCP socket",
+            "`tcp` on one machine needs a secret or `KVDIST_SECURITY=none` (`kvdist-launch` draws a secret). Each"
+            " process has its own say; both must allow shared memory",
+        ),
+        Setting(
+            "KVDIST_LOCAL_REDUCE", word("auto", "on", "off"), "auto",
+            "what the workers of a host sum in shared memory before it crosses the network, so that one push and one"
+            " answer do for all of them",
+            "`auto`: slices of 64 KiB and more that go to servers on other hosts; `on`: all pushes; `off`: none. Only"
+            " synchronous stores, and only with more than one worker on the host and `KVDIST_TRANSPORT=auto`. Give"
+            " every worker the same: one that says otherwise makes the others of its host wait",
+        ),
+        Setting(
+            "KVDIST_PRIORITY_SLICES", FLAG, False,
+            "`1`: every `dist` and `dist_async` store of this worker has [priority"
+            " slices](performance.md#priority-slices), as the stores `p3` and `p3store_dist` always have",
+            "Keys are cut small and little is on its way at once, so that what the next forward pass needs first"
+            " overtakes. `0`: only those two. `DMLC_PS_VAN_TYPE=p3` is `1` where this is not set; any other van type"
+            " changes nothing. Give every worker the same",
+            derived=("DMLC_PS_VAN_TYPE", lambda text: "1" if text.lower() == "p3" else ""),
+        ),
+        Setting(
+            "KVDIST_KERNELS", word("auto", "numpy", "numba"), "auto",
+            "what does the arithmetic of a server or a local store",
+            "`numpy`; `numba`, which is imported at once and waited for, an error if it is not installed; `auto` starts"
+            " with NumPy and goes over to numba, if it is installed, when values of 4 MB have been worked on, without"
+            " waiting for it. The results are equal bit by bit",
+        ),
+        Setting(
+            "KVDIST_SERVER_DEVICE", DEVICES, ("cpu",),
+            "where servers sum and update: `cpu`, `cuda:0`, or a list such as `cuda:0,cuda:1` that they take in turn",
+            "`cuda:0` is the first GPU of the server's own host. Of a list, server r takes entry r modulo the number of"
+            " entries (by its `KVDIST_RANK`, which it needs then). `kvdist-launch --server-device DEVICE` and `python"
+            " -m kvdist --server-device DEVICE` do the same. A server whose GPU, driver or library is missing ends with"
+            " a sentence before it joins; nothing falls back to the host. See"
+            " [architecture.md](architecture.md#servers-on-gpus)",
+        ),
+        Setting(
+            "KVDIST_GPU", word("auto", "cupy", "numba", "host"), "auto",
+            "what drives the GPUs on which values of this process lie",
+            "`cupy`, `numba`, or `auto`, the first of them that is installed; `host` brings the values to the host's"
+            " memory instead ([gpu.md](gpu.md))",
+        ),
+        Setting(
+            "KVDIST_PROFILER_AUTOSTART", FLAG, False,
+            "`1`: workers and servers [trace themselves](#traces) from their start", twin="MXNET_PROFILER_AUTOSTART",
+        ),
+        Setting(
+            "KVDIST_PROFILE_DIR", TEXT, None, "the directory for traces whose names have none",
+            "A server writes them nowhere else", shown_default="where the process was started",
+        ),
+        Setting(
+            "KVDIST_SERVER_MODULE", MODULES, (),
+            "a module with optimizers or handlers of commands of your own, which scheduler and servers import",
+            "Several have commas between. See [handlers of commands](#commands-to-servers). `kvdist-launch"
+            " --server-module NAME` and `python -m kvdist --server-module NAME` do the same. It must be importable on"
+            " every machine",
+        ),
+        Setting(
+            "KVDIST_OPTIMIZER_MODULE", MODULES, (),
+            "a module with optimizers of your own, which scheduler and servers import",
+            "The older spelling of `KVDIST_SERVER_MODULE`, with `--optimizer-module NAME`",
+        ),
+        Setting(
+            "KVDIST_CHECKPOINT_ROOT", ABSOLUTE_PATH, None,
+            "below which folder scheduler and servers write and read [checkpoints](checkpoints.md), whatever a worker"
+            " names; an absolute path",
+            "A container often starts in `/`, which allows everything",
+            shown_default="the folder in which it was started",
+        ),
+    ),
+    LIMITS: (
+        Setting(
+            "KVDIST_SLICE_BYTES", whole_number(8), 4 * MIB,
+            "a key travels and is updated in pieces of at most this size; small values are joined up to it",
+            "No message between hosts has more bytes of values, except for one whole row: smaller slices help where"
+            " connections break often, and cost throughput",
+        ),
+        Setting(
+            "KVDIST_WINDOW_BYTES", whole_number(1), 64 * MIB,
+            "bytes that a worker may have on the way to one server without an acknowledgement",
+        ),
+        Setting(
+            "KVDIST_PRIORITY_SLICE_BYTES", whole_number(8), 160_000,
+            "the same as `KVDIST_SLICE_BYTES` for stores with priority slices; the scheduler's value cuts",
+            "`MXNET_KVSTORE_SLICE_THRESHOLD` gives it in elements of float32: 40,000 by default, as there",
+            derived=("MXNET_KVSTORE_SLICE_THRESHOLD", _bytes_of_elements),
+        ),
+        Setting(
+            "KVDIST_PRIORITY_WINDOW_BYTES", whole_number(1), 4 * MIB,
+            "bytes that a worker with such a store may have on the way to all servers beyond this host together",
+            "Urgent values wait behind no more than these. Too few leave the line idle: they should be what it carries"
+            " in some 30 ms",
+        ),
+        Setting(
+            "KVDIST_UNDER_WAY_BYTES", whole_number(1), 1024 * MIB,
+            "bytes that a worker may have pushed and that are not counted yet, because a server or another worker is"
+            " slower: a `push` beyond that waits until there is room",
+            "A wait of 10 s is explained like any other. Bytes are those of the values, also where they travel"
+            " compressed. There is always room for two contributions to all keys (to a table of rows: for twice its"
+            " largest push), so that the order in which workers push does not matter. It bounds a worker's memory, and"
+            " each server keeps at most one contribution of each worker to a key",
+        ),
+        Setting(
+            "KVDIST_SHARED_BYTES_MAX", whole_number(1), 1 << 40,
+            "shared memory that a process makes at most; values beyond that lie in ordinary memory and are sent",
+            "Shared memory counts as memory of the process that made it",
+        ),
+        Setting(
+            "KVDIST_FRAME_BYTES_MAX", whole_number(8), 64 * MIB, "the largest frame that a socket accepts or sends"
+        ),
+        Setting(
+            "KVDIST_CONNECT_TIMEOUT_S", seconds(0, positive=True), 30.0,
+            "how long a server or worker waits for the scheduler's first answer",
+        ),
+        Setting(
+            "KVDIST_FORM_TIMEOUT_S", seconds(0, positive=True), 300.0, "how long the cluster may take to be complete"
+        ),
+        Setting(
+            # Less would take an ordinary delay of a busy machine for a loss; more does not fit the options of sockets.
+            "KVDIST_PATIENCE_S", seconds(1, 1_000_000), 10.0,
+            "how many seconds a process or its host may be silent before it counts as lost",
+            "A shorter silence ends nothing, one of half as much again is a loss; `kvdist-launch --patience` sets it."
+            " See [below](#patience)",
+        ),
+        Setting(
+            "KVDIST_EXPLAIN_AFTER_S", seconds(0, positive=True), 10.0,
+            "a wait longer than this prints who is awaited and for what; again at each multiple",
+        ),
+        Setting(
+            "KVDIST_STALL_SHUTDOWN_S", seconds(0), 0.0,
+            "a call that has waited for this long raises and the job ends; `0` for never",
+            "With servers: `DeadlineExceeded` says who is awaited and for what. It should be longer than the longest"
+            " step, evaluation or checkpoint of any worker, and half of it bounds `KVDIST_EXPLAIN_AFTER_S`. Without"
+            " servers: the operation raises on all ranks, and Horovod's variable is read where ours is not set",
+            twin="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        ),
+        Setting(
+            "KVDIST_FAREWELL_S", seconds(0, positive=True), 5.0,
+            "how long the scheduler waits for its servers to end, and a failing worker for its goodbye to be heard",
+        ),
+    ),
+    COLLECTIVE: (
+        Setting(
+            "KVDIST_START_TIMEOUT_S", seconds(0, positive=True), 30.0,
+            "how long the ranks may take to find each other; the missing ones are named then",
+            twin="HOROVOD_START_TIMEOUT",
+        ),
+        Setting(
+            "KVDIST_STALL_CHECK_S", seconds(0), 10.0,
+            "an operation that is waited for longer than this is reported, on rank 0 and on the first rank that waits",
+            "The report says who has not called it, on which host, and what it called last. Again whenever the wait has"
+            " doubled. `0` for never, as `HOROVOD_STALL_CHECK_DISABLE=1`",
+            twin="HOROVOD_STALL_CHECK_TIME_SECONDS",
+        ),
+        Setting(
+            "KVDIST_TIMELINE", TIMELINE, "",
+            "where rank 0 writes from its start what its operations did when, for `chrome://tracing` and Perfetto",
+            "Rank 1 writes beside it, to `timeline.rank1.json`, and so on. Horovod's word `DYNAMIC` begins none",
+            twin="HOROVOD_TIMELINE",
+        ),
+        Setting(
+            "KVDIST_TIMELINE_MARK_CYCLES", FLAG, False,
+            "`1`: it also shows when the thread of operations had done all there was",
+            twin="HOROVOD_TIMELINE_MARK_CYCLES",
+        ),
+    ),
+}  # fmt: skip
+"""Section of docs/configuration.md → its settings."""
+
+SETTINGS: dict[str, Setting] = {row.variable: row for rows in TABLE.values() for row in rows}
+"""Our name of a variable → its setting."""
+
+TWINS = {row.variable: row.twin for row in SETTINGS.values() if row.name == row.twin}
+"""Our name of a variable → MXNet's."""
+
+STALL_CHECK_DISABLE = Setting("HOROVOD_STALL_CHECK_DISABLE", FLAG, False, "no reports of stalled operations")
+
+CLUSTER_VARIABLES = ("KVDIST_ROLE", "KVDIST_ROOT_URI", "KVDIST_ROOT_PORT", "KVDIST_NUM_WORKER", "KVDIST_NUM_SERVER")
+"""What describes a cluster to a process; it needs all of them."""
+
+WITHOUT_EFFECT = {
+    "DMLC_PS_VAN_TYPE": "except for p3; there is one transport, and KVDIST_TRANSPORT turns shared memory off",
+    "DMLC_PS_WATER_MARK": "KVDIST_WINDOW_BYTES bounds what is on its way, for P3 KVDIST_PRIORITY_WINDOW_BYTES",
+    "DMLC_LOCAL": "processes of one host share memory by themselves",
+    "DMLC_USE_KUBERNETES": "DMLC_NODE_HOST is the address that a server announces",
+    "PS_HEARTBEAT_INTERVAL": "heartbeats are always on; their interval follows from KVDIST_PATIENCE_S",
+    "PS_HEARTBEAT_TIMEOUT": "KVDIST_PATIENCE_S is how long a process may be silent",
+    "PS_RESEND": "a lost message is always sent again",
+    "MXNET_KVSTORE_USETREE": "GPUs that reach each other are summed first where not all do; there is nothing to set",
+    "MXNET_KVSTORE_REDUCTION_NTHREADS": "values of the host are summed on the thread that pushes, those of GPUs there",
+    "MXNET_OPTIMIZER_AGGREGATION_SIZE": "all parameters of a step travel together",
+}
+"""Variables of MXNet that people set and that change nothing here → what there is instead."""
+
+REPLACED_BY_PATIENCE = ("KVDIST_SILENCE_S", "KVDIST_RECONNECT_GRACE_S", "KVDIST_HEARTBEAT_S")
+"""Variables of earlier versions that ``KVDIST_PATIENCE_S`` replaces."""
+
+
+def with_twins(environ: Variables) -> dict[str, str]:
+    """The variables, and under our name those that are set under MXNet's alone."""
+    return dict(environ) | {
+        ours: environ[theirs] for ours, theirs in TWINS.items() if not environ.get(ours) and environ.get(theirs)
+    }
+
+
+def set_by(variable: str) -> dict[str, str]:
+    """The metadata of a dataclass's field that a variable sets."""
+    return {"variable": variable}
+
+
+def setting(variable: str) -> Any:
+    """A dataclass's field that a variable sets, with the default of the table."""
+    return field(default=SETTINGS[variable].default, metadata=set_by(variable))
+
+
+def rows_of(view: type) -> dict[str, Setting]:
+    """The settings of a dataclass's fields, by the names of the fields."""
+    return {each.name: SETTINGS[each.metadata["variable"]] for each in fields(view) if each.metadata}
+
+
+def read_view(view: type[View], env: Variables, **known: Any) -> View:
+    """A dataclass of settings with the values that variables set.
+
+    Args:
+        view: the dataclass.
+        env: the variables.
+        known: fields that are not read.
+
+    Raises:
+        ConfigError: a value is not valid.
+    """
+    values = {name: row.read(env) for name, row in rows_of(view).items() if name not in known}
+    return view(**values, **known)
+
+
+# Limits.
+
+HEARTBEAT_S_MAX = 1.0
+DIAL_S_MIN, DIAL_S_MAX = 0.5, 2.0
+"""The kernel's own attempts come after 1, 3, 7 s and later, so that a network that is back would be found too late; a
+slow one needs some hundred milliseconds."""
+REDIAL_S_MIN, REDIAL_S_MAX = 0.1, 2.0
+RECONNECT_GRACE_S = 0.4
+"""How long a connection that the peer's end closed may be away. A process that ends closes its connections at once, so
+this is how soon its end is noticed."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on memory, messages and waits; see the table for each. Every process of a job should have the same."""
+
+    slice_bytes: int = setting("KVDIST_SLICE_BYTES")
+    window_bytes: int = setting("KVDIST_WINDOW_BYTES")
+    priority_slice_bytes: int = setting("KVDIST_PRIORITY_SLICE_BYTES")
+    priority_window_bytes: int = setting("KVDIST_PRIORITY_WINDOW_BYTES")
+    under_way_bytes: int = setting("KVDIST_UNDER_WAY_BYTES")
+    shared_bytes_max: int = setting("KVDIST_SHARED_BYTES_MAX")
+    frame_bytes_max: int = setting("KVDIST_FRAME_BYTES_MAX")
+    connect_timeout_s: float = setting("KVDIST_CONNECT_TIMEOUT_S")
+    form_timeout_s: float = setting("KVDIST_FORM_TIMEOUT_S")
+    patience_s: float = setting("KVDIST_PATIENCE_S")
+    explain_after_s: float = setting("KVDIST_EXPLAIN_AFTER_S")
+    stall_shutdown_s: float = setting("KVDIST_STALL_SHUTDOWN_S")
+    farewell_s: float = setting("KVDIST_FAREWELL_S")
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often a process tells the scheduler its step, and a socket probes its peer."""
+        return min(HEARTBEAT_S_MAX, self.patience_s / 8)
+
+    @property
+    def quiet_s(self) -> float:
+        """A live peer's last bytes are younger than this."""
+        return 2 * self.heartbeat_s
+
+    @property
+    def silence_s(self) -> float:
+        """How long a connection may bring nothing before it is broken and made anew, if the peer is there."""
+        return 0.75 * self.patience_s
+
+    @property
+    def dial_s(self) -> float:
+        """How long one dial waits for an answer."""
+        return min(max(DIAL_S_MIN, self.patience_s / 8), DIAL_S_MAX)
+
+    @property
+    def redial_s(self) -> float:
+        """The longest pause between two dials; the first is `REDIAL_S_MIN`, each is twice the one before."""
+        return min(max(REDIAL_S_MIN, self.patience_s / 16), REDIAL_S_MAX)
+
+    def reconnect_grace_s(self, after_silence: bool) -> float:
+        """How long a broken connection may be away before its peer counts as lost.
+
+        Args:
+            after_silence: whether it had brought nothing for a while, and either end may have broken it for that. It
+                gets what is left of the patience and three eighths more: where the network is back within the
+                patience, the last word came up to a heartbeat before it went, and a dial and a pause are in vain.
+        """
+        return RECONNECT_GRACE_S + (5 / 8 * self.patience_s if after_silence else 0.0)
+
+
+def limits_of(env: Variables) -> Limits:
+    """The limits that variables set.
+
+    Raises:
+        ConfigError: one is not valid, does not fit another, or is of an earlier version.
+    """
+    refuse_replaced(env)
+    limits = read_view(Limits, env)
+    for name in ("slice_bytes", "priority_slice_bytes"):
+        if getattr(limits, name) > limits.frame_bytes_max:
+            raise ConfigError(
+                f"KVDIST_{name.upper()} is {getattr(limits, name)}; a slice travels in one frame, so it must be at most"
+                f" KVDIST_FRAME_BYTES_MAX, {limits.frame_bytes_max}"
+            )
+    if 0 < limits.stall_shutdown_s < 2 * limits.explain_after_s:
+        # Who is awaited has to be known by then.
+        return replace(limits, explain_after_s=limits.stall_shutdown_s / 2)
+    return limits
+
+
+def refuse_replaced(env: Variables) -> None:
+    """Refuse variables of earlier versions.
+
+    Raises:
+        ConfigError: one is set.
+    """
+    for name in REPLACED_BY_PATIENCE:
+        if env.get(name):
+            raise ConfigError(
+                f"{name} is {env[name]}, but this variable was replaced by KVDIST_PATIENCE_S (kvdist-launch"
+                " --patience): how long a process or its host may be silent before it counts as lost, 10 s by default;"
+                f" unset {name}"
+            )
+
+
+# Jobs with servers.
+
+JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce")
+"""What a child process is told even where it is the default, so that its host's own variables do not change it."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Who this process is, where the scheduler is, and how large the cluster is.
+    """Who this process is, where the scheduler is, how large the cluster is, and how it behaves.
+
+    Attributes:
+        node_host: the address that a server binds and announces; None for the one towards the scheduler.
+        job: messages of another job are refused, so two jobs cannot mix by a mistaken port.
+        supervised: a launcher reports ended children on the scheduler's standard input.
+        listen_fd: the inherited descriptor at which the scheduler listens already; not passed on.
 
     Raises (on construction):
-        ConfigError: a value is out of range; the message names the variable that sets it.
+        ConfigError: a value is out of range, or contradicts another one; the message names the variable that sets it.
     """
 
-    role: Role
-    root_host: str
-    root_port: int
-    num_workers: int
-    num_servers: int
-    rank: int | None = None
-    """The rank this process asks for (``KVDIST_RANK``); None lets the scheduler choose the next free one."""
-    node_host: str | None = None
-    """The address a server binds and announces; None means the one this host uses towards the scheduler."""
-    job: str = "default"
-    """Messages of another job are refused, so two jobs cannot mix by a mistaken port."""
-    security: str | None = None
-    """``none`` allows plain TCP, also beyond this host; ``curve``, or a `secret_file`, encrypts all traffic."""
-    secret_file: str | None = None
-    """Where the secret of the job lies, the same bytes for all its processes."""
-    bigarray_bound: int = 1_000_000
-    """Keys with at least this many elements are cut over all servers."""
-    placement: str = "bytes"
-    """``bytes`` balances bytes over the servers; ``hash`` places as the mirrored system does."""
-    transport: str = "auto"
-    """``auto`` leaves large values in shared memory between processes of one host; ``tcp`` sends every byte by TCP."""
-    local_reduce: str = "auto"
-    """What the workers of a host sum before it crosses the network, in shared memory: ``auto`` large slices that go to
-    servers of other hosts, ``on`` whatever is pushed, ``off`` nothing."""
-    supervised: bool = False
-    """A launcher reports ended children on the scheduler's standard input."""
-    port_range: tuple[int, int] | None = None
-    """The first and the last port at which this process may listen, where it chooses; None lets the system choose."""
-    listen_fd: int | None = None
-    """The inherited descriptor at which the scheduler listens already; not passed on."""
-    io_threads: int = 1
-    """How many threads move bytes, and encrypt them; a connection stays with one."""
-    server_devices: tuple[str, ...] = ("cpu",)
-    """Where servers compute, ``cpu`` or ``cuda:N`` of their own host: server r takes entry r modulo the count."""
+    role: Role = field(metadata=set_by("KVDIST_ROLE"))
+    root_host: str = field(metadata=set_by("KVDIST_ROOT_URI"))
+    root_port: int = field(metadata=set_by("KVDIST_ROOT_PORT"))
+    num_workers: int = field(metadata=set_by("KVDIST_NUM_WORKER"))
+    num_servers: int = field(metadata=set_by("KVDIST_NUM_SERVER"))
+    rank: int | None = setting("KVDIST_RANK")
+    node_host: str | None = setting("KVDIST_NODE_HOST")
+    job: str = setting("KVDIST_JOB")
+    security: str | None = setting("KVDIST_SECURITY")
+    secret_file: str | None = setting("KVDIST_SECRET_FILE")
+    bigarray_bound: int = setting("KVDIST_BIGARRAY_BOUND")
+    placement: str = setting("KVDIST_PLACEMENT")
+    transport: str = setting("KVDIST_TRANSPORT")
+    local_reduce: str = setting("KVDIST_LOCAL_REDUCE")
+    supervised: bool = setting("KVDIST_SUPERVISED")
+    port_range: tuple[int, int] | None = setting("KVDIST_PORT_RANGE")
+    listen_fd: int | None = setting("KVDIST_LISTEN_FD")
+    io_threads: int = setting("KVDIST_IO_THREADS")
+    server_devices: tuple[str, ...] = setting("KVDIST_SERVER_DEVICE")
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise ConfigError(f"DMLC_NUM_WORKER is {self.num_workers}; a cluster needs at least 1 worker")
+        for name, row in rows_of(ClusterConfig).items():
+            if getattr(self, name) is not None:
+                row.parse(row.kind.text(getattr(self, name)))
         if self.num_servers == 0:
             raise ConfigError(
-                "this job has no servers (DMLC_NUM_SERVER is 0): kv.create('collective') is the store of it, and for"
-                " the others it is started with servers, by kvdist-launch -s 2 or kvdist_launch.run(..., servers=2)"
+                "this job has no servers (DMLC_NUM_SERVER is 0): use kv.create('collective'), or start it with servers"
+                " by kvdist-launch -s 2 or kvdist_launch.run(..., servers=2)"
             )
-        if self.num_servers < 1:
-            raise ConfigError(f"DMLC_NUM_SERVER is {self.num_servers}; a cluster needs at least 1 server")
-        if not 1 <= self.root_port <= 65535:
-            raise ConfigError(f"DMLC_PS_ROOT_PORT is {self.root_port}; a port is a number from 1 to 65535")
-        if self.rank is not None and self.rank < 0:
-            raise ConfigError(f"KVDIST_RANK is {self.rank}; ranks count from 0")
         count = {Role.WORKER: self.num_workers, Role.SERVER: self.num_servers, Role.SCHEDULER: 1}[self.role]
         if self.rank is not None and self.rank >= count:
             raise ConfigError(f"KVDIST_RANK is {self.rank}, but the cluster has only {count} {self.role}(s)")
@@ -108,11 +701,6 @@ class ClusterConfig:
                 "KVDIST_SECURITY is 'curve', but there is no secret to make keys of: set KVDIST_SECRET_FILE to a file"
                 " with at least 32 random bytes, the same for all processes of the job"
             )
-        if not 1 <= self.io_threads <= IO_THREADS_MAX:
-            raise ConfigError(f"KVDIST_IO_THREADS is {self.io_threads}; it must be from 1 to {IO_THREADS_MAX}")
-        one_of("KVDIST_PLACEMENT", self.placement, ("bytes", "hash"))
-        one_of("KVDIST_TRANSPORT", self.transport, ("auto", "tcp"))
-        one_of("KVDIST_LOCAL_REDUCE", self.local_reduce, ("auto", "on", "off"))
         if self.is_local and self.transport == "tcp":
             raise ConfigError(
                 "KVDIST_TRANSPORT is 'tcp', and every user of this machine can reach unencrypted TCP sockets: set"
@@ -124,13 +712,6 @@ class ClusterConfig:
                 "KVDIST_LOCAL_REDUCE is 'on', but the workers of a host sum in shared memory, and KVDIST_TRANSPORT is"
                 " 'tcp'; change one of them"
             )
-        if self.bigarray_bound < 1:
-            raise ConfigError(f"MXNET_KVSTORE_BIGARRAY_BOUND is {self.bigarray_bound}; it counts elements, at least 1")
-
-    @property
-    def scheduler_endpoint(self) -> str:
-        """Where the scheduler binds and everybody else dials."""
-        return local_endpoint(self.root_port) if self.is_local else tcp_endpoint(self.root_host, self.root_port)
 
     @property
     def is_local(self) -> bool:
@@ -161,7 +742,7 @@ class ClusterConfig:
         return self.server_devices[(rank or 0) % len(self.server_devices)]
 
     def require_private(self, host: str) -> None:
-        """Refuse to listen where others can reach us, unless that was asked for.
+        """Refuse to listen where other machines can reach us, unless that was asked for.
 
         Raises:
             ConfigError: `host` is not a loopback address, there is no secret, and ``KVDIST_SECURITY`` is not ``none``.
@@ -174,302 +755,92 @@ class ClusterConfig:
             " more random bytes. Set KVDIST_SECURITY=none if the network is trusted, or use a loopback address"
         )
 
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> ClusterConfig | None:
-        """The cluster that the environment describes; None when it describes none at all.
-
-        Args:
-            environ: variables to read instead of the process's own.
-
-        Raises:
-            ConfigError: some but not all of the needed variables are set, a value does not parse, or another
-                launcher (torchrun, mpirun, srun) started several tasks without a cluster for them.
-        """
-        env = with_twins(os.environ if environ is None else environ)
-        present = [name for name in CLUSTER_VARIABLES if env.get(name)]
-        if not [name for name in present if name != "KVDIST_ROLE"] and env.get("KVDIST_ROLE") in (None, "", "worker"):
-            refuse_foreign_launcher(env)
-            return None
-        missing = [name for name in CLUSTER_VARIABLES if name not in present and name != "KVDIST_ROLE"]
-        if "KVDIST_ROLE" not in present:
-            missing.insert(0, "KVDIST_ROLE")
-        if missing:
-            raise ConfigError(
-                f"the environment describes half a cluster: {both(present)} set, {both(missing)} missing."
-                " Start with kvdist-launch, which sets them all, or set the missing ones"
-            )
-        security, secret_file = security_settings(env)
-        return cls(
-            role=_role(env["KVDIST_ROLE"]),
-            root_host=env["KVDIST_ROOT_URI"],
-            root_port=integer(env, "KVDIST_ROOT_PORT"),
-            num_workers=integer(env, "KVDIST_NUM_WORKER"),
-            num_servers=integer(env, "KVDIST_NUM_SERVER"),
-            rank=integer(env, "KVDIST_RANK") if env.get("KVDIST_RANK") else None,
-            node_host=_node_host(env),
-            job=env.get("KVDIST_JOB") or "default",
-            security=security,
-            secret_file=secret_file,
-            port_range=port_range(env.get("KVDIST_PORT_RANGE") or ""),
-            listen_fd=integer(env, "KVDIST_LISTEN_FD") if env.get("KVDIST_LISTEN_FD") else None,
-            io_threads=integer(env, "KVDIST_IO_THREADS", cls.io_threads),
-            bigarray_bound=integer(env, "KVDIST_BIGARRAY_BOUND", cls.bigarray_bound),
-            placement=env.get("KVDIST_PLACEMENT") or "bytes",
-            transport=(env.get("KVDIST_TRANSPORT") or "auto").lower(),
-            local_reduce=(env.get("KVDIST_LOCAL_REDUCE") or "auto").lower(),
-            supervised=env.get("KVDIST_SUPERVISED") == "1",
-            server_devices=_server_devices(env),
-            limits=_limits(env),
-        )
-
-    @classmethod
-    def alone(cls, environ: Mapping[str, str] | None = None) -> ClusterConfig:
-        """A cluster of one worker and one server inside this process, with the limits that the environment sets."""
-        env = with_twins(os.environ if environ is None else environ)
-        check_security(*security_settings(env))  # nothing to encrypt here, but a mistake is one here too
-        bound = integer(env, "KVDIST_BIGARRAY_BOUND", cls.bigarray_bound)
-        return cls(
-            Role.WORKER,
-            "this process",
-            1,
-            1,
-            1,
-            bigarray_bound=bound,
-            server_devices=_server_devices(env),
-            limits=_limits(env),
-        )
-
     def to_env(self) -> dict[str, str]:
-        """The variables that describe this cluster to a child process (the inverse of `from_env`)."""
-        env = {
-            "DMLC_ROLE": str(self.role),
-            "DMLC_PS_ROOT_URI": self.root_host,
-            "DMLC_PS_ROOT_PORT": str(self.root_port),
-            "DMLC_NUM_WORKER": str(self.num_workers),
-            "DMLC_NUM_SERVER": str(self.num_servers),
-            "KVDIST_JOB": self.job,
-            "KVDIST_PLACEMENT": self.placement,
-            "KVDIST_TRANSPORT": self.transport,
-            "KVDIST_LOCAL_REDUCE": self.local_reduce,
-            "MXNET_KVSTORE_BIGARRAY_BOUND": str(self.bigarray_bound),
-        }
-        if self.rank is not None:
-            env["KVDIST_RANK"] = str(self.rank)
-        if self.node_host is not None:
-            env["DMLC_NODE_HOST"] = self.node_host
-        if self.security is not None:
-            env["KVDIST_SECURITY"] = self.security
-        if self.secret_file is not None:
-            env["KVDIST_SECRET_FILE"] = self.secret_file
-        if self.port_range is not None:
-            env["KVDIST_PORT_RANGE"] = "{}-{}".format(*self.port_range)
-        if self.io_threads != type(self).io_threads:
-            env["KVDIST_IO_THREADS"] = str(self.io_threads)
-        if self.supervised:
-            env["KVDIST_SUPERVISED"] = "1"
-        if self.server_devices != type(self).server_devices:
-            env["KVDIST_SERVER_DEVICE"] = ",".join(self.server_devices)
-        env |= {f"KVDIST_{name.upper()}": repr(getattr(self.limits, name)) for name in changed_limits(self.limits)}
+        """The variables that describe this cluster to a child process."""
+        env = {}
+        for values in (self, self.limits):
+            for name, row in rows_of(type(values)).items():
+                value = getattr(values, name)
+                if name != "listen_fd" and value is not None and (value != row.default or name in JOB_WIDE):
+                    env[row.name] = row.kind.text(value)
         return env
 
 
-def world_from_env(environ: Mapping[str, str] | None = None) -> World:
-    """Who this process is among those that train without servers; see `kvdist.config.environment`.
+def check_security(security: str | None, secret_file: str | None) -> None:
+    """Refuse a secret beside ``KVDIST_SECURITY=none``.
 
     Raises:
-        ConfigError: whatever started it has said only half of it, or the job has servers.
+        ConfigError: both are set.
     """
-    return world_of(with_twins(os.environ if environ is None else environ), os.getppid())
+    if security == "none" and secret_file is not None:
+        raise ConfigError(
+            f"KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is {secret_file!r}: unset the one that is not meant"
+        )
 
 
-def collective_settings_from_env(environ: Mapping[str, str] | None = None) -> CollectiveSettings:
-    """What the environment sets of a job without servers; see `kvdist.config.collective_settings`.
+# Jobs without servers.
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSettings:
+    """The settings of a rank in a job without servers; see the table for each."""
+
+    start_timeout_s: float = setting("KVDIST_START_TIMEOUT_S")
+    stall_check_s: float = setting("KVDIST_STALL_CHECK_S")
+    stall_shutdown_s: float = setting("KVDIST_STALL_SHUTDOWN_S")
+    timeline: str = setting("KVDIST_TIMELINE")
+    timeline_marks_cycles: bool = setting("KVDIST_TIMELINE_MARK_CYCLES")
+    security: str | None = setting("KVDIST_SECURITY")
+    secret_file: str | None = setting("KVDIST_SECRET_FILE")
+    port_range: tuple[int, int] | None = setting("KVDIST_PORT_RANGE")
+    interface: str | None = setting("KVDIST_INTERFACE")
+    node_host: str | None = setting("KVDIST_NODE_HOST")
+    patience_s: float = setting("KVDIST_PATIENCE_S")
+
+
+def collective_settings_of(env: Variables) -> CollectiveSettings:
+    """The settings that variables make; Horovod's are read where ours are not set.
 
     Raises:
-        ConfigError: a variable has a value that means nothing.
+        ConfigError: a value is not valid.
     """
-    return settings_of(with_twins(os.environ if environ is None else environ))
-
-
-def has_servers_from_env(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is part of a job with servers, through which those meet that train without (see `World`)."""
-    return with_twins(os.environ if environ is None else environ).get("KVDIST_NUM_SERVER", "0") != "0"
-
-
-def patience_from_env(environ: Mapping[str, str] | None = None) -> float:
-    """How many seconds a process or its host may be silent before it counts as lost (``KVDIST_PATIENCE_S``).
-
-    Raises:
-        ConfigError: it is out of range, or another limit is wrong.
-    """
-    return _limits(os.environ if environ is None else environ).patience_s
-
-
-def update_on_kvstore_from_env(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether stores update weights for whoever does not say (``MXNET_UPDATE_ON_KVSTORE``): True but for ``0``.
-
-    Raises:
-        ConfigError: it is neither 0 nor 1.
-    """
-    env = with_twins(os.environ if environ is None else environ)
-    setting = env.get("KVDIST_UPDATE_ON_KVSTORE") or "1"
-    one_of("MXNET_UPDATE_ON_KVSTORE", setting, ("0", "1"))
-    return setting == "1"
-
-
-def without_effect(environ: Mapping[str, str] | None = None) -> list[str]:
-    """A sentence for each variable of the mirrored system that is set and changes nothing."""
-    env = os.environ if environ is None else environ
-    told = {name: advice for name, advice in WITHOUT_EFFECT.items() if env.get(name)}
-    if _is_p3(env):
-        del told["DMLC_PS_VAN_TYPE"]
-    return [f"{name} has no effect: {advice}" for name, advice in told.items()]
-
-
-def priority_slices_from_env(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether ``dist`` stores cut keys into small slices that overtake each other: ``KVDIST_PRIORITY_SLICES``.
-
-    Where that is not set, ``DMLC_PS_VAN_TYPE=p3`` says so.
-
-    Raises:
-        ConfigError: it is neither 0 nor 1.
-    """
-    env = os.environ if environ is None else environ
-    setting = env.get("KVDIST_PRIORITY_SLICES") or ("1" if _is_p3(env) else "0")
-    one_of("KVDIST_PRIORITY_SLICES", setting, ("0", "1"))
-    return setting == "1"
-
-
-def kernels_from_env(environ: Mapping[str, str] | None = None) -> str:
-    """What does the arithmetic of this process (``KVDIST_KERNELS``): ``auto``, ``numpy`` or ``numba``.
-
-    Raises:
-        ConfigError: it is another word.
-    """
-    setting = ((os.environ if environ is None else environ).get("KVDIST_KERNELS") or "auto").lower()
-    one_of("KVDIST_KERNELS", setting, ("auto", "numpy", "numba"))
-    return setting
-
-
-def gpu_from_env(environ: Mapping[str, str] | None = None) -> str:
-    """What drives the GPUs on which values of this process lie (``KVDIST_GPU``).
-
-    ``auto`` (CuPy, else numba), ``cupy``, ``numba``, or ``host``: they are brought to the host.
-
-    Raises:
-        ConfigError: it is another word.
-    """
-    setting = ((os.environ if environ is None else environ).get("KVDIST_GPU") or "auto").lower()
-    one_of("KVDIST_GPU", setting, ("auto", "cupy", "numba", "host"))
-    return setting
-
-
-def optimizer_modules_from_env(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The modules with optimizers of the operator's own (``KVDIST_OPTIMIZER_MODULE``, names with commas between).
-
-    Raises:
-        ConfigError: one cannot be the name of a module.
-    """
-    return module_names((os.environ if environ is None else environ).get("KVDIST_OPTIMIZER_MODULE") or "")
-
-
-def server_modules_from_env(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The modules with optimizers and commands of the operator's own (``KVDIST_SERVER_MODULE``).
-
-    Raises:
-        ConfigError: one cannot be the name of a module.
-    """
-    return module_names((os.environ if environ is None else environ).get("KVDIST_SERVER_MODULE") or "")
-
-
-def profiler_autostart_from_env(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether workers and servers trace themselves from their start (``MXNET_PROFILER_AUTOSTART``): for ``1``.
-
-    Raises:
-        ConfigError: it is neither 0 nor 1.
-    """
-    env = with_twins(os.environ if environ is None else environ)
-    setting = env.get("KVDIST_PROFILER_AUTOSTART") or "0"
-    one_of("MXNET_PROFILER_AUTOSTART", setting, ("0", "1"))
-    return setting == "1"
-
-
-def profile_dir_from_env(environ: Mapping[str, str] | None = None) -> Path:
-    """Where traces lie whose names have no directory (``KVDIST_PROFILE_DIR``), else where the process started."""
-    return Path((os.environ if environ is None else environ).get("KVDIST_PROFILE_DIR") or ".").absolute()
-
-
-def checkpoint_root_from_env(environ: Mapping[str, str] | None = None) -> Path:
-    """Below which folder this process writes and reads checkpoints that others name: by default its own.
-
-    Raises:
-        ConfigError: it is no absolute path.
-    """
-    text = (os.environ if environ is None else environ).get("KVDIST_CHECKPOINT_ROOT")
-    root = Path(text) if text else Path.cwd()
-    if not root.is_absolute():
-        raise ConfigError(f"KVDIST_CHECKPOINT_ROOT is {text!r}, which is no absolute path of a folder")
-    return root
-
-
-def module_names(text: str) -> tuple[str, ...]:
-    """The names of modules in a text like ``my_rules,team.rules``.
-
-    Raises:
-        ConfigError: one cannot be the name of a module.
-    """
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(
-                f"{name!r} is not the name of a module: --server-module, --optimizer-module and the variables for them"
-                " take what Python imports, such as my_rules for the file my_rules.py"
-            )
-    return names
-
-
-def _role(word: str) -> Role:
-    try:
-        return Role(word.strip().lower())
-    except ValueError:
-        raise ConfigError(f"DMLC_ROLE is {word!r}; it must be scheduler, server or worker") from None
-
-
-def _is_p3(env: Mapping[str, str]) -> bool:
-    return env.get("DMLC_PS_VAN_TYPE", "").lower() == "p3"
-
-
-def _limits(env: Mapping[str, str]) -> Limits:
     refuse_replaced(env)
-    changes: dict[str, int | float] = {}
-    if env.get(SLICE_THRESHOLD):
-        elements = integer(env, SLICE_THRESHOLD)
-        if elements < 2:
-            raise ConfigError(f"{SLICE_THRESHOLD} is {elements}; it counts elements of float32, at least 2")
-        changes["priority_slice_bytes"] = 4 * elements
-    for name, kind in Limits.__annotations__.items():
-        text = env.get(f"KVDIST_{name.upper()}")
-        if not text:
-            continue
-        try:
-            value = int(text) if kind == "int" else float(text)
-        except ValueError:
-            raise ConfigError(f"KVDIST_{name.upper()} is {text!r}; it must be a number") from None
-        if value == 0 and getattr(Limits, name) == 0:
-            continue
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"KVDIST_{name.upper()} is {text}; it must be positive and finite")
-        changes[name] = value
-    return checked_limits(replace(Limits(), **changes))  # type: ignore[arg-type]  # mypy cannot see the fields' names
+    settings = read_view(CollectiveSettings, env)
+    check_security(settings.security, settings.secret_file)
+    if STALL_CHECK_DISABLE.read(env) and not env.get("KVDIST_STALL_CHECK_S"):
+        return replace(settings, stall_check_s=0.0)
+    return settings
 
 
-def _server_devices(env: Mapping[str, str]) -> tuple[str, ...]:
-    return device_names("KVDIST_SERVER_DEVICE", env.get("KVDIST_SERVER_DEVICE") or "cpu")
+# The tables of docs/configuration.md.
+
+BEGIN, END = "<!-- settings: {} -->", "<!-- end of settings -->"
 
 
-def _node_host(env: Mapping[str, str]) -> str | None:
-    if env.get("KVDIST_NODE_HOST"):
-        return env["KVDIST_NODE_HOST"]
-    if env.get("KVDIST_INTERFACE"):
-        return address_of_interface(env["KVDIST_INTERFACE"], prefers_ipv6=":" in env["KVDIST_ROOT_URI"])
-    return None
+def with_tables(document: str) -> str:
+    """A Markdown document with the present tables between its marks, ``<!-- settings: SECTION -->`` and its end."""
+    for section, rows in TABLE.items():
+        head, found, rest = document.partition(BEGIN.format(section) + "\n")
+        if found:
+            document = f"{head}{found}{_table(rows)}{END}{rest.partition(END)[2]}"
+    return document
+
+
+def _table(rows: tuple[Setting, ...]) -> str:
+    lines = ["| variable | twin | default | meaning |", "|---|---|---|---|"]
+    for row in rows:
+        other = (row.twin if row.name == row.variable else row.variable) if row.twin else ""
+        meaning = row.sentence + (f". {row.details}" if row.details else "")
+        lines.append(f"| `{row.name}` | {f'`{other}`' if other else ''} | {_shown_default(row)} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown_default(row: Setting) -> str:
+    if row.shown_default or row.default in (None, "", ()):
+        return row.shown_default
+    text = f"`{row.kind.text(row.default)}`"
+    for unit in ("TiB", "GiB", "MiB"):
+        size = MIB << {"TiB": 20, "GiB": 10, "MiB": 0}[unit]
+        if "_BYTES" in row.variable and row.default % size == 0:
+            return f"{text} ({row.default // size} {unit})"
+    return text

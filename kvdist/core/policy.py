@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from kvdist.config.limits import Limits
+from kvdist.config.settings import Limits
 
 
 @dataclass(frozen=True, slots=True)

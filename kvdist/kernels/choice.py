@@ -25,7 +25,7 @@ _LABELS = {np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"}
 
 
 def choose(setting: str, loader: Loader = LOADER) -> Kernels:
-    """The kernels of a setting (`kvdist.config.settings.kernels_from_env`).
+    """The kernels of a setting (``KVDIST_KERNELS``).
 
     Args:
         setting: ``numpy`` is the reference; ``auto`` starts with it and goes over to numba in the background when

@@ -8,13 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvdist.config.settings import (
-    gpu_from_env,
-    has_servers_from_env,
-    kernels_from_env,
-    priority_slices_from_env,
-    world_from_env,
-)
+from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
 from kvdist.core.policy import with_priority_slices
 from kvdist.kernels.choice import choose
 from kvdist.kvstore import own
@@ -79,7 +73,7 @@ def create(name: str = "local") -> KVStore:
     if lowered in LOCAL_NAMES:
         if lowered == "nccl":
             LOG.warning("kv.create('nccl') in a process that is alone: the store is what 'device' gives")
-        return LocalStore(lowered, choose(kernels_from_env()), _devices(lowered))
+        return LocalStore(lowered, choose(read_setting("KVDIST_KERNELS")), _devices(lowered))
     if lowered in DIST_NAMES:
         return _dist(lowered)
     advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
@@ -89,9 +83,9 @@ def create(name: str = "local") -> KVStore:
 
 def _dist(name: str) -> DistStore:
     policy = DIST_NAMES[name]
-    if priority_slices_from_env():
+    if read_setting("KVDIST_PRIORITY_SLICES"):
         policy = with_priority_slices(policy)
-    return DistStore(name, policy, MEMBERSHIP.join(), choose(kernels_from_env()), _devices(name))
+    return DistStore(name, policy, MEMBERSHIP.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
 
 
 def _is_one_of_several() -> bool:
@@ -109,7 +103,7 @@ def collective_store(name: str, number: int = 0, updates: bool = False, predivid
             f"the store {name!r} needs torch, which is not installed or too old: pip install 'kvdist[torch]'"
         ) from error
     engine, store, leave = ENGAGEMENTS.join()
-    kernels, devices = choose(kernels_from_env()), _devices(name)
+    kernels, devices = choose(read_setting("KVDIST_KERNELS")), _devices(name)
     return CollectiveStore(
         name, engine, leave, number=number, store=store, kernels=kernels, devices=devices,
         updates=updates, predivide=predivide,
@@ -126,4 +120,4 @@ def _hybrid() -> KVStore:
 
 def _devices(name: str) -> Devices | None:
     """The GPUs of a store: none for one whose name says the host."""
-    return None if name in HOST_NAMES else Devices(gpu_from_env(), name in DEVICE_NAMES)
+    return None if name in HOST_NAMES else Devices(read_setting("KVDIST_GPU"), name in DEVICE_NAMES)

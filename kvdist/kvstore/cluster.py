@@ -21,13 +21,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvdist.config.addresses import host_name
-from kvdist.config.settings import (
-    ClusterConfig,
-    kernels_from_env,
+from kvdist.config.environment import (
+    cluster_from_env,
+    embedded_cluster_from_env,
     profile_dir_from_env,
-    profiler_autostart_from_env,
+    read_setting,
     without_effect,
 )
+from kvdist.config.settings import ClusterConfig
+from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.joining import Introduction
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
@@ -229,7 +231,7 @@ class Membership:
                     raise present.node.failure or StoreClosed(
                         "this process has left the cluster and cannot join it again; keep one store open until the end"
                     )
-            config = ClusterConfig.from_env()
+            config = cluster_from_env()
             cluster = _embedded() if config is None else _joined(config)
             begin_profiling(self.profiler, cluster.node)
             cluster.start()
@@ -261,7 +263,7 @@ atexit.register(MEMBERSHIP.leave_at_exit)
 def begin_profiling(profiler: Profiler, node: Node) -> None:
     """Let the profiler trace this node: at once, if the environment says so, else when it is started."""
     profiler.attach(node)
-    if profiler_autostart_from_env():
+    if read_setting("KVDIST_PROFILER_AUTOSTART"):
         profiler.start()
 
 
@@ -291,7 +293,7 @@ def _joined(config: ClusterConfig) -> Cluster:
         )
     transport, memory = open_transport(config)
     endpoint = "" if isinstance(memory, HeapAllocator) else _endpoint_for_neighbours(config, transport)
-    introduced = introduction(config, endpoint, config.scheduler_endpoint)
+    introduced = introduction(config, endpoint, scheduler_endpoint(config))
     machine = Worker(introduced, config.limits, time.monotonic(), config.local_reduce, memory.allocate)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
     return Cluster(config, node, memory, node.run)
@@ -316,8 +318,8 @@ def _embedded() -> Cluster:
         "kv.create('dist') found no cluster in the environment: running alone, with an embedded server in this process."
         " Start with `kvdist-launch -n WORKERS -s SERVERS COMMAND` to train on several"
     )
-    config = ClusterConfig.alone()
-    kernels, device = choose(kernels_from_env()), open_server_device(config.server_device(0))
+    config = embedded_cluster_from_env()
+    kernels, device = choose(read_setting("KVDIST_KERNELS")), open_server_device(config.server_device(0))
     network = InprocNetwork()
     now = time.monotonic()
     server_config = replace(config, role=Role.SERVER)

@@ -24,9 +24,10 @@ import numpy as np
 from kvdist.collective import basics
 from kvdist.collective.engine import CollectiveEngine
 from kvdist.collective.process_sets import ProcessSet
-from kvdist.config.addresses import host_name, is_loopback, local_address_towards
-from kvdist.config.environment import Meeting, World, placed
-from kvdist.config.settings import ClusterConfig, has_servers_from_env
+from kvdist.config.addresses import host_name, local_address_towards
+from kvdist.config.endpoints import is_loopback
+from kvdist.config.environment import Meeting, World, cluster_from_env, has_servers_from_env, placed
+from kvdist.config.settings import ClusterConfig
 from kvdist.core.policy import SYNC
 from kvdist.errors import ConfigError, KvdistError
 from kvdist.kvstore.cluster import MEMBERSHIP
@@ -91,7 +92,7 @@ class Engagements:
     def _begin(self, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
         if basics.is_initialized():
             return
-        config = ClusterConfig.from_env() if has_servers_from_env() else None
+        config = cluster_from_env() if has_servers_from_env() else None
         if config is None:
             basics.init(None, process_sets)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvdist.config.settings import gpu_from_env
+from kvdist.config.environment import read_setting
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels import gpu
 from kvdist.kernels.interface import Device
@@ -18,7 +18,7 @@ def open_server_device(name: str) -> Device | None:
     There is no falling back: who asks for a GPU gets it, or this error.
 
     Args:
-        name: ``cpu``, or ``cuda:0`` and so on, as `kvdist.config.variables.device_names` lets through.
+        name: ``cpu``, or ``cuda:0`` and so on, as ``KVDIST_SERVER_DEVICE`` takes it.
 
     Raises:
         ConfigError: ``KVDIST_GPU`` keeps all arithmetic on the host.
@@ -26,7 +26,7 @@ def open_server_device(name: str) -> Device | None:
     """
     if name == "cpu":
         return None
-    setting = gpu_from_env()
+    setting = read_setting("KVDIST_GPU")
     if setting == gpu.HOST:
         raise ConfigError(
             f"KVDIST_SERVER_DEVICE is {name!r}, but KVDIST_GPU is {gpu.HOST!r}, which keeps a process off its GPUs:"

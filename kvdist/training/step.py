@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from kvdist.config.settings import gpu_from_env
+from kvdist.config.environment import read_setting
 from kvdist.kernels.interface import Device
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -227,7 +227,7 @@ class LocalUpdate:
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Parameter], devices: Devices | None = None) -> None:
-        self.devices = Devices(gpu_from_env(), insists=False) if devices is None else devices
+        self.devices = Devices(read_setting("KVDIST_GPU"), insists=False) if devices is None else devices
         self._parameters = parameters
         count = len(parameters[0].replicas)
         self._updaters = [Updaters(optimizer, REFERENCE, self._home(place)) for place in range(count)]

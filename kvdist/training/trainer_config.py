@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvdist.config.settings import ClusterConfig, update_on_kvstore_from_env
+from kvdist.config.environment import cluster_from_env, read_setting
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapted import Adapted
 from kvdist.kvstore.base import KVStore
@@ -229,7 +229,7 @@ def decide_update_on_kvstore(
         store.type,
         store.is_capable(OPTIMIZER),
         update_on_kvstore,
-        by_default=update_on_kvstore_from_env(),
+        by_default=read_setting("KVDIST_UPDATE_ON_KVSTORE"),
         sizes=[one.replicas[0].numel() for one in parameters] if is_local else (),
         has_servers=isinstance(store, KVStore) and store.num_servers > 0,
         has_sparse_grads=any(one.has_sparse_grad for one in parameters),
@@ -312,7 +312,7 @@ def require_unused(store: KVStore) -> None:
 
 def _warn_if_alone(name: str) -> None:
     try:
-        cluster = ClusterConfig.from_env()
+        cluster = cluster_from_env()
     except ConfigError:
         return
     if cluster is not None and cluster.num_workers > 1:

@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Any
 
-from kvdist.config.addresses import split_endpoint
+from kvdist.config.endpoints import split_endpoint
 
 GREETING_BYTES = 64
 MECHANISM = slice(12, 32)

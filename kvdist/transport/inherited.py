@@ -6,8 +6,8 @@ import os
 import socket
 import stat
 
-from kvdist.config.addresses import tcp_endpoint
-from kvdist.config.local_sockets import SCHEME
+from kvdist.config.endpoints import tcp_endpoint
+from kvdist.config.sockets import SCHEME
 from kvdist.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ from typing import cast
 
 import zmq
 
-from kvdist.config.addresses import split_endpoint, stays_on_host, tcp_endpoint
-from kvdist.config.local_sockets import is_bound, local_endpoint, port_of_local
+from kvdist.config.endpoints import split_endpoint, stays_on_host, tcp_endpoint
+from kvdist.config.sockets import is_bound, local_endpoint, port_of_local
 from kvdist.nodes import NodeId
 from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, Event
 from kvdist.transport.callers import NOWHERE, Bounds, SilentConnections, shut_down

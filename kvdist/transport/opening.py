@@ -10,11 +10,16 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from kvdist.config.addresses import tcp_endpoint
-from kvdist.config.local_sockets import further_endpoint, require_private_folder
-from kvdist.config.open_files import open_files_warning, raise_open_files_limit
-from kvdist.config.secret import read_secret
+from kvdist.config.endpoints import tcp_endpoint
 from kvdist.config.settings import ClusterConfig
+from kvdist.config.sockets import (
+    further_endpoint,
+    open_files_warning,
+    raise_open_files_limit,
+    read_secret,
+    require_private_folder,
+    scheduler_endpoint,
+)
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.transport.base import Transport
@@ -65,7 +70,7 @@ def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
         LOG.warning(
             "KVDIST_SECURITY is none: the sockets of this job are plain TCP, and whoever reaches %s can read and change"
             " the model",
-            config.scheduler_endpoint,
+            scheduler_endpoint(config),
         )
     return ZeroMQTransport(
         config.limits, credentials_of(config), config.io_threads, config.num_workers + config.num_servers

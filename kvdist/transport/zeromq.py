@@ -32,9 +32,8 @@ from collections.abc import Sequence
 
 import zmq
 
-from kvdist.config.limits import REDIAL_S_MIN, Limits
-from kvdist.config.local_sockets import SCHEME, listen_at, remove
-from kvdist.config.open_files import BASE, RAISED_MAX
+from kvdist.config.settings import REDIAL_S_MIN, Limits
+from kvdist.config.sockets import OPEN_FILES_BASE, RAISED_MAX, SCHEME, listen_at, remove
 from kvdist.errors import ConfigError, StoreClosed
 from kvdist.nodes import NodeId
 from kvdist.transport.alarm import Wakeup
@@ -98,7 +97,7 @@ class ZeroMQTransport(Transport):
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         descriptors = RAISED_MAX if soft == resource.RLIM_INFINITY else soft
         # All members at once, where as many that have spoken, and the process itself, still find room beside them.
-        share = max(descriptors // SILENT_SHARE, min(peers_max, descriptors - BASE - peers_max))
+        share = max(descriptors // SILENT_SHARE, min(peers_max, descriptors - OPEN_FILES_BASE - peers_max))
         # A member may have a window full on the way before its first message is read.
         each = max(2 * limits.frame_bytes_max, limits.window_bytes + limits.frame_bytes_max)
         self._bounds = Bounds(share, each, max(8 * limits.frame_bytes_max, limits.window_bytes * peers_max, each))

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvdist.config.addresses import host_name
+from kvdist.config.environment import limits_from_env
 from kvdist.config.exit_codes import EXIT_CONFIG
-from kvdist.config.open_files import open_files_warning, raise_open_files_limit
-from kvdist.config.settings import patience_from_env
-from kvdist.config.variables import with_twins
+from kvdist.config.settings import with_twins
+from kvdist.config.sockets import open_files_warning, raise_open_files_limit
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.environment import forwarded
@@ -227,7 +227,7 @@ def _run_on_hosts(
         options.accept_new_host_keys,
         tuple(options.ssh_option or ()),
         options.activate or "",
-        patience_from_env(variables),
+        limits_from_env(variables).patience_s,
     )
     wishes = LaunchOptions(
         python=python_of_hosts(options.python, options.activate),

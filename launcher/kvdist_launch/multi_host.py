@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvdist.config.addresses import address_of_interface
-from kvdist.config.open_files import open_files_warning
+from kvdist.config.sockets import open_files_warning
 from kvdist.errors import ConfigError
 from kvdist_launch.host_pool import HostConnection, HostPool
 from kvdist_launch.hosts import Host

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from kvdist.config.variables import device_names
+from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
 from kvdist.version import __version__
 
@@ -181,7 +181,7 @@ def _worker(text: str) -> int:
 
 def _devices(text: str) -> str:
     try:
-        return ",".join(device_names("--server-device", text))
+        return ",".join(SETTINGS["KVDIST_SERVER_DEVICE"].parse(text, "--server-device"))
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

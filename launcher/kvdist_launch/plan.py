@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvdist.config.environment import cluster_from_env
 from kvdist.config.settings import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, NodeId, Role
@@ -422,7 +423,7 @@ def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping
         variables[SECURITY] = job.security.word
     if job.security.encrypts:
         variables[SECRET_FILE] = UNKNOWN
-    config = ClusterConfig.from_env(variables)
+    config = cluster_from_env(variables)
     if config is None:
         raise ConfigError(f"the launcher described no cluster to {node}")
     settings = config.to_env() | {NUM_SERVERS: str(job.num_servers)}

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.config.addresses import address_of_interface
-from kvdist.config.open_files import raise_open_files_limit
+from kvdist.config.sockets import raise_open_files_limit
 from kvdist.errors import ConfigError
 from kvdist.version import __version__
 

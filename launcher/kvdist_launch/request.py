@@ -14,7 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvdist.config.settings import module_names, patience_from_env
+from kvdist.config.environment import limits_from_env
+from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.environment import (
     SECURITY_VARIABLES,
@@ -170,7 +171,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         raise ConfigError(f"-s is {num_servers}; write the number of servers, or 0 for a job without servers")
     env, env_worker = _variables(options, environ), parse_assignments(options.env_worker or ())
     env_server = parse_assignments(options.env_server or ())
-    patience_from_env({**environ, **env})
+    limits_from_env({**environ, **env})  # before anything starts
     others = any(not host.is_local for host in hosts)
     if options.stdin is not None and options.stdin >= num_workers:
         raise ConfigError(
@@ -303,5 +304,5 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
 
 def _module_words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
     """The words with which schedulers and servers are told of modules; misspelt names end the job before it starts."""
-    names = [name for text in texts for name in module_names(text)]
+    names = [name for text in texts for name in SETTINGS["KVDIST_SERVER_MODULE"].parse(text, option)]
     return tuple(word for name in names for word in (option, name))

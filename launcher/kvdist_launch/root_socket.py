@@ -13,8 +13,8 @@ import random
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvdist.config.local_sockets import SCHEME, listen_at, local_endpoint, port_of_local, remove, require_private_folder
-from kvdist.config.variables import port_range
+from kvdist.config.settings import SETTINGS
+from kvdist.config.sockets import SCHEME, listen_at, local_endpoint, port_of_local, remove, require_private_folder
 from kvdist.errors import ConfigError
 
 VARIABLE = "KVDIST_LISTEN_FD"
@@ -33,7 +33,7 @@ def ports_of(environ: Mapping[str, str]) -> tuple[int, ...]:
     Raises:
         ConfigError: the variable has no range of ports.
     """
-    first, last = port_range(environ.get("KVDIST_PORT_RANGE") or "") or (0, -1)
+    first, last = SETTINGS["KVDIST_PORT_RANGE"].read(environ) or (0, -1)
     return tuple(range(first, last + 1))
 
 

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvdist.config.secret import read_secret
-from kvdist.config.variables import one_of
+from kvdist.config.settings import SETTINGS
+from kvdist.config.sockets import read_secret
 from kvdist.errors import ConfigError
 
 SECRET_BYTES = 32
@@ -72,8 +72,7 @@ def security_of(
         ConfigError: what is asked for contradicts itself or cannot be done, or the secret cannot be used.
     """
     variables = {**environ, **env}
-    word, path = (variables.get(SECURITY) or "").lower(), variables.get(VARIABLE) or ""
-    one_of(SECURITY, word, ("", NONE, CURVE))
+    word, path = SETTINGS[SECURITY].read(variables) or "", variables.get(VARIABLE) or ""
     if option is not None:
         if env.get(SECURITY) and word != option:
             raise ConfigError(f"--security {option} contradicts --env {SECURITY}={word}; leave one of them out")

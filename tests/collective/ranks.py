@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 
 from kvdist.collective.basics import using
 from kvdist.collective.engine import DEFAULTS, CollectiveEngine
-from kvdist.config.collective_settings import CollectiveSettings
 from kvdist.config.environment import World
+from kvdist.config.settings import CollectiveSettings
 
 PATIENCE_S = 120.0
 

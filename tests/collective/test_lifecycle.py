@@ -22,9 +22,8 @@ from kvdist.collective.channel import ConnectingGroup
 from kvdist.collective.consistency import CoordinatedCheck
 from kvdist.collective.engine import CollectiveEngine
 from kvdist.collective.rendezvous import forget_port, meet
-from kvdist.config.collective_settings import CollectiveSettings
 from kvdist.config.environment import Meeting, World
-from kvdist.config.limits import Limits
+from kvdist.config.settings import CollectiveSettings, Limits
 from kvdist.errors import CollectiveError, CollectiveMismatch, ConfigError, ForkError, RankLostError
 from kvdist.kvstore import meeting
 from kvdist.protocol.collective import AllConnected, RankGone, RankHello, encode

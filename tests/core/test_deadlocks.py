@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.config.limits import Limits
+from kvdist.config.settings import Limits
 from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,

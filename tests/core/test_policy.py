@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist.config.limits import Limits
+from kvdist.config.settings import Limits
 from kvdist.core.policy import ASYNC, P3, P3_ASYNC, POLICIES, SYNC, with_priority_slices
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvdist.config.limits import Limits
+from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import PeerConnected, PeerDisconnected
 from kvdist.core.server import replies as answers

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvdist.config.limits import Limits
-from kvdist.config.local_sockets import local_endpoint
+from kvdist.config.settings import Limits
+from kvdist.config.sockets import local_endpoint
 from tests.integration.processes import EXIT_CONFIG, HOST, program
 
 BRIEF = {"KVDIST_CONNECT_TIMEOUT_S": "1"}
@@ -123,7 +123,7 @@ def test_half_an_environment_is_refused_naming_what_is_missing(job):
     ("launcher", "variables"),
     [
         ("torchrun", {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": HOST, "MASTER_PORT": "29500"}),
-        ("mpirun (Open MPI)", {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
+        ("Open MPI's mpirun", {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
         ("Slurm's srun", {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_scheduler_host_that_does_not_exist_is_named(job):
     variables = {**job.environment("server", 1, 1), "DMLC_PS_ROOT_URI": "no-such-host.invalid"}
     process = alone(job, sys.executable, "-m", "kvdist", **variables, **BRIEF)
     assert process.code == EXIT_CONFIG, process.text
-    assert "kvdist: there is no way from this machine to the scheduler at no-such-host.invalid:" in process.text
+    assert "kvdist: no way from this machine to the scheduler at no-such-host.invalid:" in process.text
 
 
 def test_a_cluster_that_never_becomes_complete_ends_and_names_who_is_missing(job):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kvdist.config.local_sockets import local_endpoint
+from kvdist.config.sockets import local_endpoint
 from tests.integration.processes import EXIT_PEER_LOST, NOTICED_S, prefix_of
 
 VICTIMS = ["worker-1", "server-1", "scheduler"]

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from kvdist.config.addresses import tcp_endpoint
+from kvdist.config.endpoints import tcp_endpoint
 from kvdist.config.settings import ClusterConfig
+from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.policy import SYNC
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
@@ -81,12 +82,12 @@ def node_of(config: ClusterConfig) -> tuple[Node, object]:
     now = time.monotonic()
     if config.role is Role.SCHEDULER:
         sockets = ZeroMQTransport(config.limits)
-        sockets.bind(config.scheduler_endpoint)
+        sockets.bind(scheduler_endpoint(config))
         return Node(Scheduler(config, now), sockets, config.job_tag, 10.0), None
     transport, memory = open_transport(config)
     is_dialled = config.role is Role.SERVER or config.local_reduce == "on"
     endpoint = transport.bind(tcp_endpoint(HOST, 0)) if is_dialled else ""
-    introduced = introduction(config, endpoint, config.scheduler_endpoint)
+    introduced = introduction(config, endpoint, scheduler_endpoint(config))
     machine: Server | Worker = (
         Server(introduced, config.limits, REFERENCE, now, memory.allocate)
         if config.role is Role.SERVER

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvdist.config.limits import Limits
+from kvdist.config.settings import Limits
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import KeyInfo, Kind, Transfer

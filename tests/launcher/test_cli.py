@@ -34,7 +34,7 @@ from tests.ports import held_port
         (["-n", "1", "--env-worker", "KVDIST_SECURITY=none", "true"], 2, "all processes of a job need the same"),
         (["-n", "1", "--env-server", "KVDIST_SECRET_FILE=x", "true"], 2, "all processes of a job need the same"),
         (["-n", "1", "-x", "KVDIST_SECRET_FILE=/no/such", "true"], 2, "'/no/such', which cannot be read: No such file"),
-        (["-n", "1", "-x", "KVDIST_SECRET_FILE=/dev/null", "true"], 2, "'/dev/null', which is no file"),
+        (["-n", "1", "-x", "KVDIST_SECRET_FILE=/dev/null", "true"], 2, "'/dev/null', which is not a regular file"),
         (["-n", "1", "-x", "KVDIST_SECRET_FILE=/x", "--security", "none", "true"], 2, "is not to encrypt (--security"),
         (["-n", "2", "-s", "0", "-x", "KVDIST_SECRET_FILE=/x", "true"], 2, "KVDIST_SECRET_FILE asks for encryption"),
         (["-n", "1", "-x", "KVDIST_SECRET_FILE=/x", "--emit", "sbatch", "true"], 2, "makes a secret of its own"),
@@ -59,8 +59,8 @@ from tests.ports import held_port
         (["-n", "1", "--env-file", "/nonexistent", "true"], 2, "--env-file /nonexistent cannot be read"),
         (["-n", "1", "--env", "A", "true"], 2, "'A' does not set a variable"),
         (["-n", "1", "--env", "KVDIST_SLICE_BYTES=x", "true"], 2, "KVDIST_SLICE_BYTES is 'x'"),
-        (["-n", "1", "--server-module", "a-b", "true"], 2, "'a-b' is not the name of a module"),
-        (["-n", "1", "--optimizer-module", "a/b.py", "true"], 2, "'a/b.py' is not the name of a module"),
+        (["-n", "1", "--server-module", "a-b", "true"], 2, "--server-module is 'a-b'; it must be names of modules"),
+        (["-n", "1", "--optimizer-module", "a/b.py", "true"], 2, "--optimizer-module is 'a/b.py'; it must be names"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, message):
@@ -122,7 +122,7 @@ def test_servers_are_told_of_their_devices(capfd, words):
 
 def test_a_device_that_is_none_ends_the_job_before_anything_starts(capfd):
     assert main(["-n", "1", "--env", "KVDIST_SERVER_DEVICE=gpu", "true"]) == 2
-    assert "KVDIST_SERVER_DEVICE is 'gpu', and 'gpu' is no device" in capfd.readouterr().err
+    assert "KVDIST_SERVER_DEVICE is 'gpu'; it must be cpu, cuda:0" in capfd.readouterr().err
 
 
 def test_a_role_program_that_cannot_be_started_leaves_nothing_behind(capfd):

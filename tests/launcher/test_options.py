@@ -59,7 +59,7 @@ def test_an_options_text_becomes_a_value(words, name, value):
     ("words", "message"),
     [
         (["--port-range", "20100-20000"], "write FIRST-LAST, as in 20000-20100"),
-        (["--server-device", "gpu0"], "--server-device is 'gpu0', and 'gpu0' is no device: write cpu, cuda:0 for"),
+        (["--server-device", "gpu0"], "--server-device is 'gpu0'; it must be cpu, cuda:0 for"),
         (["--port-range", "0-5"], "is no range of ports"),
         (["--port-range", "1-65536"], "is no range of ports"),
         (["--interface", "-eth1"], "expected one argument"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.config.settings import ClusterConfig, world_from_env
+from kvdist.config.environment import cluster_from_env, world_from_env
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.hosts import Host, parse_hostfile
@@ -149,7 +149,7 @@ def test_processes_that_others_wait_for_are_started_first():
 @pytest.mark.parametrize(("num_workers", "num_servers"), [(1, 1), (1, 3), (5, 2)])
 def test_every_process_reads_its_own_seat_from_its_environment(num_workers, num_servers):
     for process in plan_here(new_job(num_workers, num_servers)):
-        config = ClusterConfig.from_env(process.environment.over({}))
+        config = cluster_from_env(process.environment.over({}))
         assert config is not None
         assert (config.role, config.rank) == (process.node.role, process.node.rank)
         assert (config.num_workers, config.num_servers) == (num_workers, num_servers)
@@ -165,8 +165,8 @@ def test_without_servers_every_process_reads_its_place_and_is_told_that_there_is
         assert (world.cross_rank, world.cross_size, world.launcher) == (0, 1, "kvdist-launch")
         assert (world.meeting.host, world.meeting.port, world.meeting.job) == ("127.0.0.1", 23456, "0123456789abcdef")
         assert process.is_root == (rank == 0)
-        with pytest.raises(ConfigError, match=r"this job has no servers .*: kv\.create\('collective'\) is the store"):
-            ClusterConfig.from_env(env)
+        with pytest.raises(ConfigError, match=r"this job has no servers .*: use kv\.create\('collective'\)"):
+            cluster_from_env(env)
 
 
 def test_without_servers_everybody_is_told_the_address_of_the_first_worker_host():
@@ -238,13 +238,13 @@ def test_an_option_wins_over_the_environment_under_either_of_a_variables_names()
     job = new_job(env={"MXNET_KVSTORE_BIGARRAY_BOUND": "7"}, env_worker={"KVDIST_BIGARRAY_BOUND": "8"})
     environ = {"KVDIST_BIGARRAY_BOUND": "9"}
     for processes in (plan_here(job, environ), plan_on("d1", job, environ, KVDIST_BIGARRAY_BOUND="10")):
-        configs = [ClusterConfig.from_env(process.environment.over(environ)) for process in processes]
+        configs = [cluster_from_env(process.environment.over(environ)) for process in processes]
         assert [config and config.bigarray_bound for config in configs] == [7, 7, 7, 8, 8]
 
 
 def test_all_hosts_have_the_settings_of_the_launching_machine():
     processes = plan_on("d1\nd2", new_job(), {"KVDIST_PLACEMENT": "hash"}, KVDIST_TRANSPORT="tcp")
-    configs = [ClusterConfig.from_env(process.environment.over({"KVDIST_TRANSPORT": "tcp"})) for process in processes]
+    configs = [cluster_from_env(process.environment.over({"KVDIST_TRANSPORT": "tcp"})) for process in processes]
     assert {(config.placement, config.transport) for config in configs if config} == {("hash", "auto")}
 
 

@@ -193,7 +193,7 @@ def test_the_help_names_every_option(capsys):
 
 def test_no_time_for_the_start_is_refused(capfd):
     assert main(["-np", "1", "--start-timeout", "0", "true"]) == 2
-    assert "_TIMEOUT_S is 0; it must be positive" in capfd.readouterr().err
+    assert "_TIMEOUT_S is 0; it must be a number of seconds, above 0" in capfd.readouterr().err
 
 
 def test_the_time_for_the_start_reaches_every_process(capfd):

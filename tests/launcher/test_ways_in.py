@@ -146,4 +146,4 @@ def test_a_store_of_servers_is_refused_where_there_are_none(launch):
     script = "from kvdist import kv; kv.create('dist')"
     code, _, err = launch("-n", "2", "-s", "0", sys.executable, "-c", script).finish()
     assert code == 1
-    assert "this job has no servers (DMLC_NUM_SERVER is 0): kv.create('collective') is the store of it" in err
+    assert "this job has no servers (DMLC_NUM_SERVER is 0): use kv.create('collective')" in err

@@ -12,7 +12,7 @@ import sys
 import pytest
 import zmq
 
-from kvdist.config.limits import Limits
+from kvdist.config.settings import Limits
 from kvdist.transport.callers import NOWHERE, TOLD_MAX, Bounds, SilentConnections, shut_down
 from kvdist.transport.links import BoundSocket
 from kvdist.transport.zeromq import ZeroMQTransport

@@ -9,7 +9,7 @@ import sys
 import pytest
 import zmq
 
-from kvdist.config.limits import Limits
+from kvdist.config.settings import Limits
 from kvdist.transport.base import Disconnected
 from kvdist.transport.links import CONNECTED, DISCONNECTED, UP, DialledSocket
 from kvdist.transport.silence import hang_up, silence_s

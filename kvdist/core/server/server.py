@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
-from kvdist.config.addresses import crosses_network
+from kvdist.config.endpoints import crosses_network
 from kvdist.config.settings import Limits
 from kvdist.core.commands import Handler, perform
 from kvdist.core.error_mapping import scheduler_lost, verdict

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvdist.config.addresses import crosses_network, stays_on_host
+from kvdist.config.endpoints import crosses_network, stays_on_host
 from kvdist.config.settings import Limits
 from kvdist.core.cluster_view import ClusterView
 from kvdist.core.error_mapping import link_lost, refusal, scheduler_lost, unreachable, verdict

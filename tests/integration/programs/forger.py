@@ -4,7 +4,8 @@ import sys
 import time
 from dataclasses import replace
 
-from kvdist.config.settings import ClusterConfig
+from kvdist.config.environment import cluster_from_env
+from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.worker.requests import Register
 from kvdist.core.worker.worker import Worker
 from kvdist.kvstore.cluster import introduction
@@ -13,9 +14,9 @@ from kvdist.transport.opening import open_transport
 
 
 def main():
-    config = ClusterConfig.from_env()
+    config = cluster_from_env()
     transport, memory = open_transport(config)
-    claimed = introduction(replace(config, rank=int(sys.argv[1])), "", config.scheduler_endpoint)
+    claimed = introduction(replace(config, rank=int(sys.argv[1])), "", scheduler_endpoint(config))
     machine = Worker(claimed, config.limits, time.monotonic(), "off", memory.allocate)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
     future = node.submit(Register)

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist.config.environment import LAUNCHERS, PORTS, Meeting, World, placed, world_of
-from kvdist.config.settings import world_from_env
-from kvdist.config.slurm import hosts_of, tasks_of
+from kvdist.config.environment import (
+    LAUNCHERS,
+    PORTS,
+    Meeting,
+    World,
+    hosts_of,
+    placed,
+    tasks_of,
+    world_from_env,
+    world_of,
+)
 from kvdist.errors import ConfigError
 
 PARENT = 4242
@@ -162,11 +170,11 @@ REFUSED = {
     "an allocation of Slurm": ({"SLURM_NTASKS": "3"}, "SLURM_NTASKS is set and SLURM_PROCID not: Slurm's srun sets"),
     "a batch script of Slurm": (
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"},
-        "Slurm has allotted 3 tasks, and this process is none of them, .*: start it with srun",
+        "Slurm has allotted 3 tasks, but this process is not one of them, .*: start it with srun",
     ),
     "part of a place in Slurm": (without(SLURM, "SLURM_NODEID"), "SLURM_NODEID is not set, and Slurm's srun sets all"),
-    "a place that Slurm does not have": ({**SLURM, "SLURM_NODEID": "3"}, "say another place than there is"),
-    "no list of hosts": ({**SLURM, "SLURM_STEP_NODELIST": "gpu[1-"}, "is no list of Slurm's hosts"),
+    "a place that Slurm does not have": ({**SLURM, "SLURM_NODEID": "3"}, "contradict SLURM_STEP_TASKS_PER_NODE"),
+    "no list of hosts": ({**SLURM, "SLURM_STEP_NODELIST": "gpu[1-"}, "not a valid Slurm host list"),
 }
 
 
@@ -259,5 +267,5 @@ def test_numbers_of_tasks_of_slurm_are_written_out():
     assert tasks_of("2(x3),1") == [2, 2, 2, 1]
     assert tasks_of("12") == [12]
     for text in ("", "2(x)", "2x3", "a", "1(x999999999)"):
-        with pytest.raises(ConfigError, match="numbers of tasks"):
+        with pytest.raises(ConfigError, match="Slurm list of task counts"):
             tasks_of(text)

@@ -14,8 +14,8 @@ from kvdist.config.addresses import (
     local_address_towards,
     own_addresses,
     own_addresses_of,
-    split_endpoint,
 )
+from kvdist.config.endpoints import split_endpoint
 from kvdist.errors import ConfigError
 
 MACHINE = [
@@ -64,8 +64,8 @@ def test_an_interface_or_a_network_stands_for_an_address(machine, text, prefers_
             "172.16.0.0/12",
             "is '172.16.0.0/12', and this machine has no address in it but loopback ones at most; interfaces: lo 127.",
         ),
-        ("10.0.0.0/40", "is '10.0.0.0/40', which is no network: "),
-        ("eth0/24", "is 'eth0/24', which is no network: "),
+        ("10.0.0.0/40", "is '10.0.0.0/40', which is not a network: "),
+        ("eth0/24", "is 'eth0/24', which is not a network: "),
         ("127.0.0.1", "is '127.0.0.1', an address: write the name of its interface, or ADDRESS/32 "),
         ("fd00:1::7", "is 'fd00:1::7', an address: write the name of its interface, or ADDRESS/32 "),
     ],
@@ -74,7 +74,7 @@ def test_what_stands_for_no_address_is_refused_with_all_that_there_are(machine, 
     with pytest.raises(ConfigError) as caught:
         address_of_interface(text)
     assert says in str(caught.value)
-    assert "which is no network" in says or str(caught.value).endswith("six 2001:db8::1")
+    assert "which is not a network" in says or str(caught.value).endswith("six 2001:db8::1")
 
 
 def test_a_network_of_everything_does_not_mean_a_machine_that_has_only_loopback_addresses(monkeypatch):
@@ -133,13 +133,13 @@ def test_a_name_that_means_nothing_is_refused(monkeypatch):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    with pytest.raises(ConfigError, match=r"the name 'node-7' of DMLC_PS_ROOT_URI means nothing here"):
+    with pytest.raises(ConfigError, match=r"DMLC_PS_ROOT_URI is 'node-7', a name that does not resolve here"):
         own_addresses_of("node-7")
 
 
 @pytest.mark.parametrize("host", ["x..y", f"{'x' * 64}.example", "x" * 300])
 def test_a_name_that_cannot_be_one_is_refused_in_a_sentence(host):
-    with pytest.raises(ConfigError, match=rf"the name '{host}' of DMLC_PS_ROOT_URI means nothing here"):
+    with pytest.raises(ConfigError, match=rf"DMLC_PS_ROOT_URI is '{host}', a name that does not resolve here"):
         own_addresses_of(host)
     with pytest.raises(ConfigError, match=rf"no way from this machine to the scheduler at {host}:9 .*DMLC_PS_ROOT_URI"):
         local_address_towards(host, 9)

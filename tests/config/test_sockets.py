@@ -1,4 +1,4 @@
-"""The files at which processes of one machine listen, and the folder in which they lie."""
+"""Files of one machine: sockets and their folder, the secret of a job."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import sys
 
 import pytest
 
-from kvdist.config import local_sockets
-from kvdist.config.local_sockets import (
+from kvdist.config import sockets
+from kvdist.config.sockets import (
     SCHEME,
+    SECRET_BYTES_MAX,
     further_endpoint,
     is_bound,
     listen_at,
     local_endpoint,
     port_of_local,
     private_folder,
+    read_secret,
     remove,
     require_private_folder,
 )
@@ -28,9 +30,9 @@ from kvdist.errors import ConfigError
 
 LISTEN = """
 import sys, time
-from kvdist.config import local_sockets
-local_sockets.private_folder = lambda: sys.argv[1]
-listening = local_sockets.listen_at(sys.argv[2])
+from kvdist.config import sockets
+sockets.private_folder = lambda: sys.argv[1]
+listening = sockets.listen_at(sys.argv[2])
 print("listens", flush=True)
 time.sleep(60)
 """
@@ -39,7 +41,7 @@ time.sleep(60)
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     path = str(tmp_path / "sockets")
-    monkeypatch.setattr(local_sockets, "private_folder", lambda: path)
+    monkeypatch.setattr(sockets, "private_folder", lambda: path)
     return path
 
 
@@ -109,3 +111,56 @@ def test_a_file_that_somebody_else_has_bound_since_stays(folder):
     with contextlib.closing(listen_at(path)):
         remove(path, os.stat(path).st_ino + 1)
         assert os.path.exists(path)
+
+
+# The secret.
+
+
+@pytest.fixture
+def secret_file(tmp_path):
+    file = tmp_path / "secret"
+    file.write_bytes(b"\n" + bytes(range(31)))
+    file.chmod(0o600)
+    return file
+
+
+def refusal(path):
+    with pytest.raises(ConfigError) as caught:
+        read_secret(str(path))
+    assert str(path) in str(caught.value) and "KVDIST_SECRET_FILE" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o640, 0o440])
+def test_every_byte_of_a_file_that_others_cannot_read_is_the_secret(secret_file, mode):
+    secret_file.chmod(mode)
+    assert read_secret(str(secret_file)) == b"\n" + bytes(range(31))
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644, 0o777])
+def test_a_file_that_everybody_may_use_is_refused_with_what_to_do(secret_file, mode):
+    secret_file.chmod(mode)
+    assert f"(mode {mode:04o}): chmod 600 {secret_file}" in refusal(secret_file)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    assert "which cannot be read: No such file or directory" in refusal(tmp_path / "nothing")
+
+
+def test_a_folder_and_a_pipe_are_refused_without_waiting(tmp_path):
+    assert "which is not a regular file" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    assert "which is not a regular file" in refusal(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(("nbytes", "says"), [(0, "has 0 bytes"), (31, "has 31 bytes"),
+                                              (SECRET_BYTES_MAX + 1, "has more than 65536 bytes")])  # fmt: skip
+def test_a_secret_that_is_too_short_or_too_long_is_refused(secret_file, nbytes, says):
+    secret_file.write_bytes(bytes(nbytes))
+    assert says in refusal(secret_file)
+    assert "head -c 32 /dev/urandom" in refusal(secret_file)
+
+
+def test_no_refusal_shows_a_byte_of_it(secret_file):
+    secret_file.write_bytes(b"do not show")
+    assert "do not show" not in refusal(secret_file)

@@ -1,26 +1,38 @@
-"""The cluster as the environment describes it: what is read, what is refused, and that it survives a round trip."""
+"""The settings of a cluster and of a job without servers: what is read, what is refused, and the round trip."""
 
 from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist.config.addresses import is_loopback, local_address_towards, stays_on_host, tcp_endpoint
-from kvdist.config.local_sockets import local_endpoint, port_of_local
-from kvdist.config.settings import (
-    FOREIGN_LAUNCHERS,
-    TWINS,
-    ClusterConfig,
-    Limits,
-    kernels_from_env,
-    priority_slices_from_env,
-    update_on_kvstore_from_env,
+from kvdist.config.addresses import local_address_towards
+from kvdist.config.endpoints import is_loopback, stays_on_host, tcp_endpoint
+from kvdist.config.environment import (
+    LAUNCHERS,
+    cluster_from_env,
+    collective_settings_from_env,
+    embedded_cluster_from_env,
+    read_setting,
     without_effect,
 )
+from kvdist.config.settings import (
+    SETTINGS,
+    TWINS,
+    ClusterConfig,
+    CollectiveSettings,
+    Limits,
+    Setting,
+    rows_of,
+    seconds,
+    whole_number,
+    with_tables,
+)
+from kvdist.config.sockets import local_endpoint, port_of_local, scheduler_endpoint
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
@@ -36,7 +48,7 @@ OURS = {name: MXNET[theirs] for name, theirs in TWINS.items() if theirs in MXNET
 
 def read(**changes: str) -> ClusterConfig:
     """The configuration of a worker, with changed variables; an empty one counts as not set."""
-    config = ClusterConfig.from_env({**MXNET, **changes})
+    config = cluster_from_env({**MXNET, **changes})
     assert config is not None
     return config
 
@@ -49,7 +61,7 @@ def refused(**changes: str) -> str:
 
 @pytest.mark.parametrize("environ", [MXNET, OURS], ids=["DMLC names", "KVDIST names"])
 def test_both_families_of_names_describe_the_same_cluster(environ):
-    assert ClusterConfig.from_env(environ) == ClusterConfig(Role.WORKER, "10.0.0.1", 9091, 2, 3)
+    assert cluster_from_env(environ) == ClusterConfig(Role.WORKER, "10.0.0.1", 9091, 2, 3)
 
 
 def test_our_name_of_a_variable_wins_over_the_old_one():
@@ -62,13 +74,13 @@ def test_our_name_does_not_win_when_it_is_empty():
 
 @pytest.mark.parametrize("environ", [{}, {"DMLC_ROLE": "worker"}, {"HOME": "/", "KVDIST_PLACEMENT": "hash"}])
 def test_an_environment_without_a_cluster_describes_none(environ):
-    assert ClusterConfig.from_env(environ) is None
+    assert cluster_from_env(environ) is None
 
 
 def test_without_an_argument_the_environment_of_the_process_is_read(monkeypatch):
     for name, value in MXNET.items():
         monkeypatch.setenv(name, value)
-    assert ClusterConfig.from_env() == read()
+    assert cluster_from_env() == read()
 
 
 @pytest.mark.parametrize("missing", MXNET)
@@ -82,7 +94,7 @@ def test_half_a_cluster_is_refused_and_what_is_missing_is_named(missing):
 @pytest.mark.parametrize("role", ["server", "scheduler"])
 def test_a_server_without_a_cluster_is_refused_and_everything_missing_is_named(role):
     with pytest.raises(ConfigError, match=r"DMLC_ROLE is set.*DMLC_PS_ROOT_URI.*DMLC_NUM_SERVER are missing"):
-        ClusterConfig.from_env({"DMLC_ROLE": role})
+        cluster_from_env({"DMLC_ROLE": role})
 
 
 @pytest.mark.parametrize(
@@ -90,31 +102,31 @@ def test_a_server_without_a_cluster_is_refused_and_everything_missing_is_named(r
     [
         ("DMLC_ROLE", "boss", "DMLC_ROLE is 'boss'; it must be scheduler, server or worker"),
         ("DMLC_NUM_WORKER", "two", "DMLC_NUM_WORKER is 'two'; it must be a whole number"),
-        ("DMLC_NUM_WORKER", "0", "DMLC_NUM_WORKER is 0"),
+        ("DMLC_NUM_WORKER", "0", "DMLC_NUM_WORKER is 0; it must be a whole number, at least 1"),
         ("DMLC_NUM_SERVER", "-1", "DMLC_NUM_SERVER is -1"),
-        ("DMLC_PS_ROOT_PORT", "0", "DMLC_PS_ROOT_PORT is 0; a port is a number from 1 to 65535"),
+        ("DMLC_PS_ROOT_PORT", "0", "DMLC_PS_ROOT_PORT is 0; it must be a whole number from 1 to 65535"),
         ("DMLC_PS_ROOT_PORT", "65536", "DMLC_PS_ROOT_PORT is 65536"),
-        ("KVDIST_RANK", "-1", "KVDIST_RANK is -1; ranks count from 0"),
+        ("KVDIST_RANK", "-1", "KVDIST_RANK is -1; it must be a whole number, at least 0"),
         ("KVDIST_RANK", "2", "KVDIST_RANK is 2, but the cluster has only 2 worker(s)"),
         ("KVDIST_RANK", "x", "KVDIST_RANK is 'x'"),
         ("MXNET_KVSTORE_BIGARRAY_BOUND", "0", "MXNET_KVSTORE_BIGARRAY_BOUND is 0"),
         ("MXNET_KVSTORE_BIGARRAY_BOUND", "1e6", "MXNET_KVSTORE_BIGARRAY_BOUND is '1e6'"),
         ("KVDIST_SECURITY", "some", "KVDIST_SECURITY is 'some'; it must be one of: none, curve"),
-        ("KVDIST_IO_THREADS", "0", "KVDIST_IO_THREADS is 0; it must be from 1 to 64"),
+        ("KVDIST_IO_THREADS", "0", "KVDIST_IO_THREADS is 0; it must be a whole number from 1 to 64"),
         ("KVDIST_IO_THREADS", "two", "KVDIST_IO_THREADS is 'two'; it must be a whole number"),
         ("KVDIST_LISTEN_FD", "three", "KVDIST_LISTEN_FD is 'three'; it must be a whole number"),
-        ("KVDIST_PORT_RANGE", "20000", "KVDIST_PORT_RANGE is '20000'; write it like 20000-20100"),
-        ("KVDIST_PORT_RANGE", "-5-7", "KVDIST_PORT_RANGE is '-5-7'; write it like"),
-        ("KVDIST_PORT_RANGE", "200-100", "it must lie within 1-65535, the smaller port first"),
-        ("KVDIST_PORT_RANGE", "0-100", "it must lie within 1-65535"),
-        ("KVDIST_PORT_RANGE", "100-65536", "it must lie within 1-65535"),
+        ("KVDIST_PORT_RANGE", "20000", "KVDIST_PORT_RANGE is 20000; it must be a range of ports"),
+        ("KVDIST_PORT_RANGE", "-5-7", "KVDIST_PORT_RANGE is '-5-7'; it must be a range of ports"),
+        ("KVDIST_PORT_RANGE", "200-100", "within 1-65535, the smaller one first"),
+        ("KVDIST_PORT_RANGE", "0-100", "within 1-65535"),
+        ("KVDIST_PORT_RANGE", "100-65536", "within 1-65535"),
         ("KVDIST_PLACEMENT", "random", "KVDIST_PLACEMENT is 'random'"),
-        ("KVDIST_SLICE_BYTES", "4MiB", "KVDIST_SLICE_BYTES is '4MiB'; it must be a number"),
-        ("KVDIST_SLICE_BYTES", "0", "KVDIST_SLICE_BYTES is 0; it must be positive and finite"),
+        ("KVDIST_SLICE_BYTES", "4MiB", "KVDIST_SLICE_BYTES is '4MiB'; it must be a whole number"),
+        ("KVDIST_SLICE_BYTES", "0", "KVDIST_SLICE_BYTES is 0; it must be a whole number, at least 8"),
         ("KVDIST_PATIENCE_S", "-1", "KVDIST_PATIENCE_S is -1"),
-        ("KVDIST_PATIENCE_S", "inf", "KVDIST_PATIENCE_S is inf"),
-        ("KVDIST_PATIENCE_S", "nan", "KVDIST_PATIENCE_S is nan"),
-        ("KVDIST_PATIENCE_S", "0.9", "KVDIST_PATIENCE_S is 0.9; it must be from 1 to 1e"),
+        ("KVDIST_PATIENCE_S", "inf", "KVDIST_PATIENCE_S is 'inf'"),
+        ("KVDIST_PATIENCE_S", "nan", "KVDIST_PATIENCE_S is 'nan'"),
+        ("KVDIST_PATIENCE_S", "0.9", "KVDIST_PATIENCE_S is 0.9; it must be a number of seconds, from 1 to 1000000"),
         ("KVDIST_SILENCE_S", "60", "KVDIST_SILENCE_S is 60, but this variable was replaced by KVDIST_PATIENCE_S"),
         ("KVDIST_RECONNECT_GRACE_S", "1", "but this variable was replaced by KVDIST_PATIENCE_S"),
         ("KVDIST_HEARTBEAT_S", "1", "KVDIST_HEARTBEAT_S is 1, but this variable was replaced by KVDIST_PATIENCE_S"),
@@ -134,20 +146,20 @@ def test_a_role_is_read_whatever_its_case():
     assert read(DMLC_ROLE=" Server ").role is Role.SERVER
 
 
-@pytest.mark.parametrize(("launcher", "names"), FOREIGN_LAUNCHERS.items())
-def test_several_tasks_of_another_launcher_are_refused_when_there_is_no_cluster(launcher, names):
-    size, rank = names
+@pytest.mark.parametrize("launcher", LAUNCHERS[1:], ids=lambda launcher: launcher.name)
+def test_several_tasks_of_another_launcher_are_refused_when_there_is_no_cluster(launcher):
+    size, rank = launcher.size, launcher.rank
     with pytest.raises(ConfigError) as caught:
-        ClusterConfig.from_env({size: "4", rank: "0"})
-    assert str(caught.value).startswith(f"{launcher} started 4 tasks ({size}=4)")
+        cluster_from_env({size: "4", rank: "0"})
+    assert str(caught.value).startswith(f"{launcher.name} started 4 tasks ({size}=4)")
     assert "kvdist-launch" in str(caught.value)
 
 
-@pytest.mark.parametrize(("size", "rank"), FOREIGN_LAUNCHERS.values())
+@pytest.mark.parametrize(("size", "rank"), [(launcher.size, launcher.rank) for launcher in LAUNCHERS[1:]])
 def test_a_single_task_or_a_described_cluster_is_no_matter_for_another_launcher(size, rank):
-    assert ClusterConfig.from_env({size: "1", rank: "0"}) is None
-    assert ClusterConfig.from_env({size: "4"}) is None
-    assert ClusterConfig.from_env({**MXNET, size: "4", rank: "0"}) == read()
+    assert cluster_from_env({size: "1", rank: "0"}) is None
+    assert cluster_from_env({size: "4"}) is None
+    assert cluster_from_env({**MXNET, size: "4", rank: "0"}) == read()
 
 
 def test_limits_are_read_by_their_names_with_their_types():
@@ -192,7 +204,7 @@ def configs(draw: st.DrawFn) -> ClusterConfig:
 
 @given(configs())
 def test_a_cluster_survives_the_way_through_an_environment(config):
-    assert ClusterConfig.from_env(config.to_env()) == config
+    assert cluster_from_env(config.to_env()) == config
 
 
 def test_an_environment_never_holds_torchruns_variables():
@@ -255,7 +267,7 @@ def test_settings_about_security_that_contradict_each_other_are_refused(security
 )
 def test_a_process_on_its_own_refuses_what_a_cluster_would(settings):
     with pytest.raises(ConfigError, match="KVDIST_SECURITY is"):
-        ClusterConfig.alone(settings)
+        embedded_cluster_from_env(settings)
 
 
 def test_the_configuration_knows_where_the_secret_lies_and_not_what_it_is(tmp_path):
@@ -273,7 +285,7 @@ def test_an_inherited_descriptor_is_not_passed_on():
 
 def test_an_ipv6_address_is_written_in_brackets():
     assert tcp_endpoint("::1", 5) == "tcp://[::1]:5"
-    assert read(DMLC_PS_ROOT_URI="::1", KVDIST_SECURITY="none").scheduler_endpoint == "tcp://[::1]:9091"
+    assert scheduler_endpoint(read(DMLC_PS_ROOT_URI="::1", KVDIST_SECURITY="none")) == "tcp://[::1]:9091"
     assert tcp_endpoint("node-7", 5) == "tcp://node-7:5"
 
 
@@ -312,20 +324,20 @@ def test_reading_changes_nothing_in_the_environment_of_the_process():
     ({"KVDIST_KERNELS": word}, word.lower()) for word in ("auto", "numpy", "NUMBA")
 ])  # fmt: skip
 def test_the_kernels_are_chosen_by_one_word(environ, setting):
-    assert kernels_from_env(environ) == setting
+    assert read_setting("KVDIST_KERNELS", environ) == setting
 
 
 def test_kernels_that_do_not_exist_are_refused(monkeypatch):
     monkeypatch.setenv("KVDIST_KERNELS", "fortran")
     with pytest.raises(ConfigError, match="KVDIST_KERNELS is 'fortran'; it must be one of: auto, numpy, numba"):
-        kernels_from_env()
+        read_setting("KVDIST_KERNELS")
 
 
 def test_what_a_host_sums_is_auto_unless_it_is_said_and_survives_a_round_trip():
     assert read().local_reduce == "auto"
     config = read(KVDIST_LOCAL_REDUCE="ON")
     assert config.local_reduce == "on"
-    assert ClusterConfig.from_env(config.to_env()) == config
+    assert cluster_from_env(config.to_env()) == config
 
 
 def test_another_word_for_what_a_host_sums_is_refused_with_those_that_are_known():
@@ -339,9 +351,9 @@ def test_a_host_cannot_sum_in_shared_memory_that_was_turned_off():
 def test_a_variable_that_changes_nothing_is_told_with_what_there_is_instead():
     assert without_effect({"PATH": "/bin", "MXNET_KVSTORE_BIGARRAY_BOUND": "5", "PS_RESEND": ""}) == []
     (sentence,) = without_effect({"PS_RESEND": "1", "DMLC_PS_VAN_TYPE": "P3"})
-    assert sentence == "PS_RESEND has no effect: what is lost is always sent again"
+    assert sentence == "PS_RESEND has no effect: a lost message is always sent again"
     (sentence,) = without_effect({"DMLC_PS_VAN_TYPE": "ibverbs"})
-    assert sentence.startswith("DMLC_PS_VAN_TYPE has no effect: but for p3; ")
+    assert sentence.startswith("DMLC_PS_VAN_TYPE has no effect: except for p3; ")
 
 
 @pytest.mark.parametrize(
@@ -356,19 +368,19 @@ def test_a_variable_that_changes_nothing_is_told_with_what_there_is_instead():
     ],
 )
 def test_priority_slices_are_asked_for_by_either_name(environ, expected):
-    assert priority_slices_from_env(environ) is expected
+    assert read_setting("KVDIST_PRIORITY_SLICES", environ) is expected
 
 
 def test_another_word_for_priority_slices_is_refused():
-    with pytest.raises(ConfigError, match="KVDIST_PRIORITY_SLICES is 'yes'; it must be one of: 0, 1"):
-        priority_slices_from_env({"KVDIST_PRIORITY_SLICES": "yes"})
+    with pytest.raises(ConfigError, match="KVDIST_PRIORITY_SLICES is 'yes'; it must be 0 or 1"):
+        read_setting("KVDIST_PRIORITY_SLICES", {"KVDIST_PRIORITY_SLICES": "yes"})
 
 
 def test_the_size_of_priority_slices_is_read_in_elements_or_in_bytes_and_survives_a_round_trip():
     assert read().limits.priority_slice_bytes == 4 * 40_000
     config = read(MXNET_KVSTORE_SLICE_THRESHOLD="1001")
     assert config.limits.priority_slice_bytes == 4004
-    assert ClusterConfig.from_env(config.to_env()) == config
+    assert cluster_from_env(config.to_env()) == config
     both = read(MXNET_KVSTORE_SLICE_THRESHOLD="1001", KVDIST_PRIORITY_SLICE_BYTES="512")
     assert both.limits.priority_slice_bytes == 512
 
@@ -376,10 +388,18 @@ def test_the_size_of_priority_slices_is_read_in_elements_or_in_bytes_and_survive
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("MXNET_KVSTORE_SLICE_THRESHOLD", "1", "it counts elements of float32, at least 2"),
+        (
+            "MXNET_KVSTORE_SLICE_THRESHOLD",
+            "1",
+            "MXNET_KVSTORE_SLICE_THRESHOLD is 1; it must be a whole number, at least 2",
+        ),
         ("MXNET_KVSTORE_SLICE_THRESHOLD", "4e4", "MXNET_KVSTORE_SLICE_THRESHOLD is '4e4'; it must be a whole number"),
-        ("KVDIST_PRIORITY_SLICE_BYTES", "7", "KVDIST_PRIORITY_SLICE_BYTES is 7; a slice has at least 8 bytes"),
-        ("KVDIST_PRIORITY_WINDOW_BYTES", "0", "KVDIST_PRIORITY_WINDOW_BYTES is 0; it must be positive and finite"),
+        ("KVDIST_PRIORITY_SLICE_BYTES", "7", "KVDIST_PRIORITY_SLICE_BYTES is 7; it must be a whole number, at least 8"),
+        (
+            "KVDIST_PRIORITY_WINDOW_BYTES",
+            "0",
+            "KVDIST_PRIORITY_WINDOW_BYTES is 0; it must be a whole number, at least 1",
+        ),
     ],
 )
 def test_priority_slices_of_no_size_are_refused(name, value, message):
@@ -389,13 +409,13 @@ def test_priority_slices_of_no_size_are_refused(name, value, message):
 @pytest.mark.parametrize(("setting", "expected"), [(None, True), ("", True), ("1", True), ("0", False)])
 def test_who_updates_by_default_is_read_by_either_name(setting, expected):
     env = {} if setting is None else {"MXNET_UPDATE_ON_KVSTORE": setting}
-    assert update_on_kvstore_from_env(env) is expected
-    assert update_on_kvstore_from_env({**env, "KVDIST_UPDATE_ON_KVSTORE": "0"}) is False
+    assert read_setting("KVDIST_UPDATE_ON_KVSTORE", env) is expected
+    assert read_setting("KVDIST_UPDATE_ON_KVSTORE", {**env, "KVDIST_UPDATE_ON_KVSTORE": "0"}) is False
 
 
 def test_another_word_for_who_updates_is_refused():
-    with pytest.raises(ConfigError, match="MXNET_UPDATE_ON_KVSTORE is 'yes'; it must be one of: 0, 1"):
-        update_on_kvstore_from_env({"MXNET_UPDATE_ON_KVSTORE": "yes"})
+    with pytest.raises(ConfigError, match="MXNET_UPDATE_ON_KVSTORE is 'yes'; it must be 0 or 1"):
+        read_setting("KVDIST_UPDATE_ON_KVSTORE", {"MXNET_UPDATE_ON_KVSTORE": "yes"})
 
 
 # Where servers compute.
@@ -414,7 +434,7 @@ def test_the_devices_of_servers_are_read_and_passed_on(text, devices):
     config = read(KVDIST_SERVER_DEVICE=text, KVDIST_RANK="0")
     assert config.server_devices == devices
     assert config.to_env().get("KVDIST_SERVER_DEVICE", "cpu") == ",".join(devices)
-    assert ClusterConfig.alone({"KVDIST_SERVER_DEVICE": text}).server_devices == devices
+    assert embedded_cluster_from_env({"KVDIST_SERVER_DEVICE": text}).server_devices == devices
 
 
 def test_servers_take_the_devices_in_turn_by_their_ranks():
@@ -430,17 +450,16 @@ def test_servers_take_the_devices_in_turn_by_their_ranks():
 @pytest.mark.parametrize("text", ["cuda", "gpu:0", "cuda:", "cuda:-1", "cuda:0,", "0", "cuda:0;cuda:1", "cuda:1234"])
 def test_what_is_no_device_is_named(text):
     message = refused(KVDIST_SERVER_DEVICE=text)
-    assert message.startswith(f"KVDIST_SERVER_DEVICE is {text!r}, and ")
-    assert "write cpu, cuda:0 for the first GPU of a server's host, or a list such as cuda:0,cuda:1" in message
+    assert message.startswith(f"KVDIST_SERVER_DEVICE is {text if text == '0' else repr(text)}; it must be cpu, cuda:0")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
 def test_a_cluster_on_loopback_addresses_meets_at_a_file_of_its_user_unless_it_asks_for_tcp(address):
     config = read(DMLC_PS_ROOT_URI=address)
-    assert config.is_local and config.scheduler_endpoint == local_endpoint(9091)
-    assert port_of_local(config.scheduler_endpoint) == 9091
+    assert config.is_local and scheduler_endpoint(config) == local_endpoint(9091)
+    assert port_of_local(scheduler_endpoint(config)) == 9091
     for tcp in ({"KVDIST_SECURITY": "none"}, {"KVDIST_SECRET_FILE": "/s"}, {"DMLC_PS_ROOT_URI": "10.0.0.1"}):
-        assert read(**{"DMLC_PS_ROOT_URI": address, **tcp}).scheduler_endpoint.startswith("tcp://")
+        assert scheduler_endpoint(read(**{"DMLC_PS_ROOT_URI": address, **tcp})).startswith("tcp://")
 
 
 def test_tcp_without_a_word_about_security_is_refused():
@@ -450,9 +469,125 @@ def test_tcp_without_a_word_about_security_is_refused():
 
 
 def test_a_stall_may_last_for_ever_and_is_explained_before_it_ends_the_job():
-    assert ClusterConfig.alone({"KVDIST_STALL_SHUTDOWN_S": "0"}).limits.stall_shutdown_s == 0
-    limits = ClusterConfig.alone({"KVDIST_STALL_SHUTDOWN_S": "3"}).limits
+    assert embedded_cluster_from_env({"KVDIST_STALL_SHUTDOWN_S": "0"}).limits.stall_shutdown_s == 0
+    limits = embedded_cluster_from_env({"KVDIST_STALL_SHUTDOWN_S": "3"}).limits
     assert (limits.stall_shutdown_s, limits.explain_after_s) == (3, 1.5)
-    assert ClusterConfig.alone({"KVDIST_STALL_SHUTDOWN_S": "600"}).limits.explain_after_s == 10
+    assert embedded_cluster_from_env({"KVDIST_STALL_SHUTDOWN_S": "600"}).limits.explain_after_s == 10
     with pytest.raises(ConfigError, match="KVDIST_STALL_SHUTDOWN_S is -1"):
-        ClusterConfig.alone({"KVDIST_STALL_SHUTDOWN_S": "-1"})
+        embedded_cluster_from_env({"KVDIST_STALL_SHUTDOWN_S": "-1"})
+
+
+# The table.
+
+
+def test_every_default_is_in_its_bounds_and_survives_a_way_through_its_text():
+    for row in SETTINGS.values():
+        if row.default is not None:
+            assert row.parse(row.kind.text(row.default)) == row.default, row.variable
+
+
+def test_every_setting_of_a_process_has_one_row_and_says_what_it_means():
+    for row in SETTINGS.values():
+        assert row.variable.startswith("KVDIST_") and row.sentence and not row.sentence.endswith(".")
+    assert {row.variable for view in (ClusterConfig, CollectiveSettings, Limits) for row in rows_of(view).values()}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"KVDIST_X": "3", "MXNET_X": "4", "X": "5"}, 3),
+        ({"KVDIST_X": "", "MXNET_X": "4", "X": "5"}, 4),
+        ({"X": "5"}, 10),
+        ({}, 7),
+    ],
+)
+def test_our_name_wins_over_the_twin_and_that_over_a_variable_of_another_form(env, expected):
+    row = Setting("KVDIST_X", whole_number(0), 7, "", twin="MXNET_X", derived=("X", lambda text: str(2 * int(text))))
+    assert row.read(env) == expected
+
+
+def test_an_error_names_the_variable_that_was_set_with_what_is_expected():
+    row = Setting("KVDIST_X", seconds(0, positive=True), 1.0, "", twin="MXNET_X")
+    for name in ("KVDIST_X", "MXNET_X"):
+        with pytest.raises(ConfigError, match=f"^{name} is 0; it must be a number of seconds, above 0$"):
+            row.read({name: "0"})
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_settings():
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text("utf-8")
+    assert with_tables(text) == text, "python -m kvdist config --update docs/configuration.md writes them"
+    assert all(f"| `{row.name}` |" in text for row in SETTINGS.values())
+
+
+def test_a_table_takes_the_place_of_an_older_one():
+    head, tail = "before\n<!-- settings: Without servers -->\n", "<!-- end of settings -->\nafter\n"
+    written = with_tables(head + "| old |\n" + tail)
+    assert written.startswith(head + "| variable | twin | default | meaning |\n") and written.endswith(tail)
+    assert "| `KVDIST_START_TIMEOUT_S` | `HOROVOD_START_TIMEOUT` | `30.0` | " in written and "| old |" not in written
+
+
+# What follows from the patience.
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "heartbeat_s", "quiet_s", "silence_s", "graces_s"),
+    [(1, 0.125, 0.25, 0.75, (0.4, 1.025)), (4, 0.5, 1, 3, (0.4, 2.9)), (3600, 1, 2, 2700, (0.4, 2250.4))],
+)
+def test_what_follows_from_the_patience(patience_s, heartbeat_s, quiet_s, silence_s, graces_s):
+    limits = Limits(patience_s=patience_s)
+    assert (limits.heartbeat_s, limits.quiet_s, limits.silence_s) == (heartbeat_s, quiet_s, silence_s)
+    assert (limits.reconnect_grace_s(False), limits.reconnect_grace_s(True)) == pytest.approx(graces_s)
+
+
+@pytest.mark.parametrize("patience_s", [1, 1.5, 2, 4, 10, 30, 60, 3600, 1e6])
+def test_who_is_back_within_the_patience_has_the_time_to_dial(patience_s):
+    """The last word came a heartbeat before the network went; when it is back, a dial has just begun in vain."""
+    limits = Limits(patience_s=patience_s)
+    back_s = limits.heartbeat_s + limits.patience_s + limits.dial_s + limits.redial_s
+    assert back_s < limits.silence_s + limits.reconnect_grace_s(after_silence=True) <= 1.375 * limits.patience_s + 0.4
+
+
+# Jobs without servers.
+
+
+def test_no_variable_gives_the_defaults():
+    assert collective_settings_from_env({}) == CollectiveSettings()
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"KVDIST_STALL_CHECK_S": "2.5"}, {"stall_check_s": 2.5}),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "60"}, {"stall_check_s": 60.0}),
+        ({"HOROVOD_STALL_CHECK_DISABLE": "1"}, {"stall_check_s": 0.0}),
+        ({"HOROVOD_STALL_CHECK_DISABLE": "1", "KVDIST_STALL_CHECK_S": "5"}, {"stall_check_s": 5.0}),
+        ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90", "KVDIST_STALL_SHUTDOWN_S": "9"}, {"stall_shutdown_s": 9.0}),
+        ({"HOROVOD_START_TIMEOUT": "45"}, {"start_timeout_s": 45.0}),
+        ({"HOROVOD_TIMELINE": "/tmp/t.json"}, {"timeline": "/tmp/t.json"}),
+        ({"HOROVOD_TIMELINE": "DYNAMIC"}, {"timeline": ""}),
+        ({"KVDIST_TIMELINE": "a.json", "HOROVOD_TIMELINE": "b.json"}, {"timeline": "a.json"}),
+        ({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}, {"timeline_marks_cycles": True}),
+        ({"KVDIST_SECURITY": "None"}, {"security": "none"}),
+        ({"KVDIST_PORT_RANGE": "20000-20010"}, {"port_range": (20000, 20010)}),
+        ({"DMLC_INTERFACE": "eth1"}, {"interface": "eth1"}),
+    ],
+)
+def test_a_variable_sets_one_setting_of_a_job_without_servers(env, expected):
+    made = collective_settings_from_env(env)
+    assert made == CollectiveSettings(**expected)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"KVDIST_STALL_CHECK_S": "soon"},
+        {"HOROVOD_STALL_CHECK_TIME_SECONDS": "-1"},
+        {"KVDIST_STALL_SHUTDOWN_S": "inf"},
+        {"KVDIST_START_TIMEOUT_S": "0"},
+        {"HOROVOD_STALL_CHECK_DISABLE": "maybe"},
+        {"KVDIST_SECURITY": "tls"},
+    ],
+)
+def test_a_setting_of_a_job_without_servers_is_refused_by_the_name_of_its_variable(env):
+    with pytest.raises(ConfigError, match=next(iter(env))):
+        collective_settings_from_env(env)
