@@ -25,7 +25,7 @@ STEP_DEVICES = 2
 
 def moves(bench: Bench, stack: contextlib.ExitStack) -> list[Case]:
     """All of them but the copy. What a step keeps open is closed with the stack."""
-    cases = [pack(bench), unpack(bench), merge_rows(bench), gather_rows(bench), add_rows(bench), all_finite(bench)]
+    cases = [pack(bench), unpack(bench), merge_rows(bench), add_rows(bench), all_finite(bench)]
     return [*cases, download(bench), upload(bench), step(bench, stack)]
 
 
@@ -178,29 +178,6 @@ def _downloaded(device: Device, array: Any) -> torch.Tensor:
 def _indices(bench: Bench, count: int, generator: torch.Generator) -> torch.Tensor:
     """Different ones, in any order."""
     return torch.randperm(bench.sizes.table_rows, device=bench.place, generator=generator)[:count].contiguous()
-
-
-def gather_rows(bench: Bench) -> Case:
-    """Rows copied out of a table."""
-    count, width = bench.sizes.rows, bench.sizes.row_elements
-
-    def make(seed: int) -> Inputs:
-        return {**_table(bench, seed), "out": poisoned(count * width, torch.float32, bench.place)}
-
-    def right(inputs: Inputs) -> list[torch.Tensor]:
-        return [inputs["table"].view(-1, width)[inputs["indices"]].view(-1)]
-
-    def ours(device: Device, inputs: Inputs) -> Bound:
-        table, out = (device.view(inputs[name], DType.FLOAT32) for name in ("table", "out"))
-        indices = device.view(inputs["indices"], DType.INT64)
-        return Bound(lambda: device.gather_rows(table, indices, out), lambda: [inputs["out"]])
-
-    def index_select(inputs: Inputs) -> Bound:
-        table, out = (inputs[name].view(-1, width) for name in ("table", "out"))
-        return Bound(lambda: torch.index_select(table, 0, inputs["indices"], out=out), lambda: [inputs["out"]])
-
-    contenders = {**bench.each(ours), "torch index_select": index_select}
-    return Case(f"gather of {count} rows of {width}", count * (8 + 8 * width), make, right, contenders)
 
 
 def add_rows(bench: Bench) -> Case:

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
+from kvdist.kernels.interface import Equation
 from kvdist.kernels.reference import REFERENCE
 
 
@@ -105,7 +106,7 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 @dataclass(eq=False)
-class PassedMark:
+class PassedEvent:
     """See `kvdist.kernels.interface.DeviceEvent`."""
 
     device: NumpyDevice
@@ -122,7 +123,8 @@ class NumpyDevice:
     index: int = 0
     unreachable: frozenset[int] = frozenset()
     """Devices with which it does not copy directly."""
-    obeys_numpy: bool = True
+    kernels_only: bool = False
+    """Whether it runs rules by kernels alone, and has none."""
     memory_bytes_max: int = 1 << 40
     """What may be allocated in all, to run out of it."""
     uploaded_bytes: int = 0
@@ -149,6 +151,8 @@ class NumpyDevice:
             zeros=self._zeros,
             **own,
         )
+        if self.kernels_only:
+            self.kernels = replace(self.kernels, fused_update=self._no_kernel)
 
     @property
     def name(self) -> str:
@@ -157,6 +161,12 @@ class NumpyDevice:
     @property
     def library(self) -> str:
         return "numpy of tests"
+
+    def runs(self, equation: Equation | None) -> bool:
+        return equation is not None or not self.kernels_only
+
+    def _no_kernel(self, equation: Equation, *arguments: Any) -> bool:
+        raise TypeError(f"{self.library} has no kernel for {equation.name} of {arguments[6].label} on {self.name}")
 
     def view(self, value: Any, dtype: DType) -> DeviceArray:
         assert value.device is self and value.memory.flags.c_contiguous
@@ -181,8 +191,8 @@ class NumpyDevice:
     def reaches(self, other: NumpyDevice) -> bool:
         return other.index not in self.unreachable
 
-    def mark(self) -> PassedMark:
-        return PassedMark(self, self.done + len(self.pending))
+    def mark(self) -> PassedEvent:
+        return PassedEvent(self, self.done + len(self.pending))
 
     def catch_up(self, number: int) -> None:
         while self.done < number:
@@ -234,10 +244,6 @@ class NumpyDevice:
         flat = wide.reshape(-1)
         narrow = flat if dtype.storage == dtype.accumulate else REFERENCE.from_float32(flat, dtype)
         return DeviceArray(different, self), DeviceArray(narrow, self)
-
-    def gather_rows(self, table: DeviceArray, indices: DeviceArray, out: DeviceArray) -> None:
-        length = out.size // max(1, indices.size)
-        out.memory[...] = table.memory.reshape(-1, length)[indices.memory].reshape(-1)
 
     def add_rows(self, table: DeviceArray, indices: DeviceArray, rows: DeviceArray) -> None:
         length = rows.size // max(1, indices.size)

@@ -67,25 +67,10 @@ SIDEWAYS = {
 LAUNCHER_MAY_IMPORT = {"kvdist.config", "kvdist.errors", "kvdist.nodes", "kvdist.version"}
 
 ONLY_IMPORTER = {
-    "cupy": {"kvdist/kernels/cupy_gpu.py"},
-    "llvmlite": {
-        "kvdist/kernels/numba_coding.py",
-        "kvdist/kernels/numba_cpu.py",
-        "kvdist/kernels/numba_gpu_parts.py",
-    },
+    "cupy": {"kvdist/kernels/cupy_cuda/device.py"},
+    "llvmlite": {"kvdist/kernels/numba_cpu.py"},
     "msgpack": {"kvdist/protocol/objects.py", "kvdist/protocol/wire.py"},
-    "numba": {
-        "kvdist/kernels/numba_coding.py",
-        "kvdist/kernels/numba_cpu.py",
-        "kvdist/kernels/numba_gpu.py",
-        "kvdist/kernels/numba_gpu_coding.py",
-        "kvdist/kernels/numba_gpu_launch.py",
-        "kvdist/kernels/numba_gpu_memory.py",
-        "kvdist/kernels/numba_gpu_parts.py",
-        "kvdist/kernels/numba_gpu_rows.py",
-        "kvdist/kernels/numba_gpu_streams.py",
-        "kvdist/kernels/numba_gpu_sums.py",
-    },
+    "numba": {"kvdist/kernels/numba_cpu.py", "kvdist/kernels/numba_cuda.py"},
     "zmq": {
         "kvdist/transport/curve.py",
         "kvdist/transport/links.py",

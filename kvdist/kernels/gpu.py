@@ -34,7 +34,7 @@ def gpu_index(value: Any) -> int | None:
     if where is not None:
         code, index = where()
         return int(index) if int(code) in _ON_GPU else None
-    from kvdist.kernels.numba_gpu import index_of  # the one library whose arrays do not say where they lie
+    from kvdist.kernels.numba_cuda import index_of  # the one library whose arrays do not say where they lie
 
     return index_of(value)
 
@@ -45,13 +45,13 @@ def _is_cuda_tensor(value: Any) -> bool:
 
 
 def _cupy(index: int) -> Device:
-    from kvdist.kernels.cupy_gpu import open_device
+    from kvdist.kernels.cupy_cuda.device import open_device
 
     return open_device(index)
 
 
 def _numba(index: int) -> Device:
-    from kvdist.kernels.numba_gpu import open_device
+    from kvdist.kernels.numba_cuda import open_device
 
     return open_device(index)
 

@@ -147,7 +147,7 @@ class RoundToHalf(Protocol):
 
 
 class Quantise(Protocol):
-    """float32 into one or two bits an element; what that loses is kept for the next time. See `kernels.quantised`."""
+    """float32 into one or two bits an element; what that loses is kept for the next time: `kernels.quantization`."""
 
     def __call__(self, grad: Array, residual: Array, threshold: float, out: Array) -> None:
         """Add `grad` to `residual`, write the codes of the sum, and take from it what they are worth.
@@ -248,12 +248,15 @@ class Device(Protocol):
         """What drives it, with its version, for the log."""
 
     @property
-    def obeys_numpy(self) -> bool:
-        """Whether NumPy's functions work on its arrays, so that rules without a kernel run on it."""
-
-    @property
     def kernels(self) -> Kernels:
         """The functions on its arrays. All take and give arrays of this device."""
+
+    def runs(self, equation: Equation | None) -> bool:
+        """Whether an update by a rule can run here: by a kernel, or function by function on the library's arrays.
+
+        Args:
+            equation: the rule's; None for a rule that has none.
+        """
 
     # Memory.
 
@@ -314,7 +317,7 @@ class Device(Protocol):
         """The opposite of `pack`: fill many small arrays out of one of uint8."""
 
     def add_dequantised_2bit(self, data: Array, threshold: float, total: Array) -> None:
-        """Add what 2-bit codes are worth to `total`, of float32. The codes are as of `kvdist.kernels.quantised`."""
+        """Add what 2-bit codes are worth to `total`, of float32. The codes are as of `kvdist.kernels.quantization`."""
 
     def add_dequantised_1bit(self, data: Array, threshold: float, total: Array) -> None:
         """Add what 1-bit codes are worth to `total`, of float32."""
@@ -330,9 +333,6 @@ class Device(Protocol):
         Returns:
             The different indices in ascending order, and as many rows. Rows of one index are added in the order given.
         """
-
-    def gather_rows(self, table: Array, indices: Array, out: Array) -> None:
-        """out[i] = table[indices[i]], for rows of ``out.size // indices.size`` elements; no index is out of range."""
 
     def add_rows(self, table: Array, indices: Array, rows: Array) -> None:
         """table[indices[i]] += rows[i], of one floating type that NumPy has. No index comes twice."""

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvdist.dtypes import DType
-from kvdist.kernels import quantised
-from kvdist.kernels.halves import from_float32, to_float32
+from kvdist.kernels import quantization
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels
+from kvdist.kernels.quantization import from_float32, to_float32
 
 
 def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
@@ -55,6 +55,13 @@ def check_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DT
         raise ValueError(
             f"gradients of {dtype.label} cannot be scaled by {list(scales)}: use a scale of 1 or a floating-point key"
         )
+
+
+def factored(scales: Sequence[float]) -> tuple[Sequence[float], float]:
+    """Each contribution's own scale, and that of the sum, which is multiplied once where all are equal."""
+    if scales and _all_equal(scales):
+        return (1.0,) * len(scales), scales[0]
+    return scales, 1.0
 
 
 def _all_equal(scales: Sequence[float]) -> bool:
@@ -166,10 +173,10 @@ REFERENCE = Kernels(
     to_float32=to_float32,
     from_float32=from_float32,
     fused_update=fused_update,
-    round_to_half=quantised.round_to_half,
-    quantise_2bit=quantised.quantise_2bit,
-    dequantise_2bit=quantised.dequantise_2bit,
-    quantise_1bit=quantised.quantise_1bit,
-    dequantise_1bit=quantised.dequantise_1bit,
+    round_to_half=quantization.round_to_half,
+    quantise_2bit=quantization.quantise_2bit,
+    dequantise_2bit=quantization.dequantise_2bit,
+    quantise_1bit=quantization.quantise_1bit,
+    dequantise_1bit=quantization.dequantise_1bit,
 )
 """The NumPy backend."""

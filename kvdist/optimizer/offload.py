@@ -29,7 +29,7 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
-from kvdist.kernels.interface import Array, Device, Equation, Kernels
+from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kernels.reference import check_sum
 from kvdist.optimizer.base import Extent, Optimizer, Piece
 from kvdist.optimizer.states import Part, SliceState
@@ -66,7 +66,7 @@ class DeviceUpdater:
         require_runs_on(optimizer, device)
         self.optimizer = optimizer
         self._device = device
-        self._updater = Updater(optimizer, _kernels_of(device))
+        self._updater = Updater(optimizer, device.kernels)
         self._residents: dict[Hashable, _Resident] = {}
         self._scratch = _Scratch(device)
 
@@ -229,44 +229,13 @@ class _DownloadedStates(Mapping[Hashable, SliceState]):
         return len(self._states)
 
 
-def _kernels_of(device: Device) -> Kernels:
-    """Those of the device. Where rules cannot go function by function, what no kernel does is refused.
-
-    A device may have a rule in one piece, and not for every type.
-    """
-    if device.obeys_numpy:
-        return device.kernels
-
-    def fused_update(
-        equation: Equation,
-        weight: Array,
-        contributions: Sequence[Array],
-        scales: Sequence[float],
-        clip: float | None,
-        out: Array,
-        states: Sequence[Array],
-        dtype: DType,
-        master: Array | None = None,
-    ) -> bool:
-        own = device.kernels.fused_update
-        if own(equation, weight, contributions, scales, clip, out, states, dtype, master):
-            return True
-        raise TypeError(
-            f"{device.library} has no kernel for {equation.name} of {dtype.label} on {device.name}: install cupy there,"
-            " or start the servers without --server-device"
-        )
-
-    return replace(device.kernels, fused_update=fused_update)
-
-
 def require_runs_on(optimizer: Optimizer, device: Device) -> None:
-    """Check that a device can run a rule: in one piece by a kernel, or function by function if it obeys NumPy's.
+    """Check that a device can run a rule.
 
     Raises:
         DeviceError: it cannot; the message says why and what to do.
     """
-    has_kernel = optimizer.equation(0.1, 0.0, 1) is not None
-    if not optimizer.on_host and (has_kernel or device.obeys_numpy):
+    if not optimizer.on_host and device.runs(optimizer.equation(0.1, 0.0, 1)):
         return
     why = (
         "it draws its random numbers on the host"

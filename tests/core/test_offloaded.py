@@ -167,7 +167,7 @@ def test_what_is_being_saved_on_a_device_stays_while_training_goes_on(tmp_path: 
 
 
 def test_an_optimizer_that_cannot_run_there_is_refused_to_every_worker_and_another_one_may_be_chosen() -> None:
-    wired = Wired(2, 2, devices=[NumpyDevice(rank, obeys_numpy=False) for rank in (0, 1)])
+    wired = Wired(2, 2, devices=[NumpyDevice(rank, kernels_only=True) for rank in (0, 1)])
     requests = [wired.set_optimizer(rank, "ftrl") for rank in (0, 1)]
     wired.settle()
     for request in requests:
@@ -180,7 +180,7 @@ def test_an_optimizer_that_cannot_run_there_is_refused_to_every_worker_and_anoth
 
 
 def test_a_round_that_no_kernel_of_the_device_can_do_is_refused_to_its_workers() -> None:
-    wired = Wired(2, 1, devices=[NumpyDevice(obeys_numpy=False)])
+    wired = Wired(2, 1, devices=[NumpyDevice(kernels_only=True)])
     training.set_optimizer(wired, "sgd")
     wired.initialise({"a": [1.0], "b": [2.0]})
     pushes = [wired.push(rank, {"a": [1.0], "b": [1.0]}) for rank in (0, 1)]

@@ -1,11 +1,12 @@
-"""The battery of devices for numba's, whose kernels run in the simulator."""
+"""The batteries of devices for numba's, whose kernels run in the simulator."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvdist.kernels.numba_gpu import open_device
+from kvdist.kernels.numba_cuda import open_device
 from tests.kernels.device_battery import *  # noqa: F403
+from tests.kernels.numba_battery import *  # noqa: F403
 
 
 @pytest.fixture(scope="module")

@@ -12,18 +12,15 @@ from kvdist.optimizer import Updater, create, offload
 from kvdist.optimizer.offload import DeviceUpdater, offloaded
 from kvdist.optimizer.states import Part
 
-RULES = [
-    ("sgd", {}), ("sgd", {"momentum": 0.9, "clip_gradient": 0.5}), ("nag", {"momentum": 0.9}), ("adam", {}),
-    ("adamw", {}), ("adagrad", {}),
-]  # fmt: skip
-FLOATS = [DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16]
+RULES = [("sgd", {}), ("sgd", {"momentum": 0.9, "clip_gradient": 0.5}), ("adam", {})]
+FLOATS = [DType.FLOAT32, DType.FLOAT64]
 
 
 @pytest.fixture(scope="module")
 def device():
-    from kvdist.kernels import numba_gpu
+    from kvdist.kernels import numba_cuda
 
-    return numba_gpu.open_device(0)
+    return numba_cuda.open_device(0)
 
 
 def drawn(seed, dtype, size):
@@ -58,7 +55,7 @@ def test_a_rule_with_a_kernel_gives_the_bits_of_the_host(device, name, numbers, 
         assert [one.tobytes() for one in own.arrays] == [one.tobytes() for one in other.arrays]
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16], ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.label)
 def test_arrays_are_joined_split_saved_and_restored_there(device, dtype):
     rule = create("adam", multi_precision=True)
     here, there = Updater(rule), DeviceUpdater(rule, device)

@@ -1,4 +1,4 @@
-"""The CUDA kernels compiled for this processor: an engine over NumPy arrays, and a device made of it.
+"""The CUDA kernels compiled for this processor: a runtime over NumPy arrays, and a device made of it.
 
 The text is the very same that a GPU gets; `cuda_on_host.h` stands for what CUDA adds to C++.
 """
@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvdist.kernels import cuda
-from kvdist.kernels.cuda import arrays
-from kvdist.kernels.cuda.calls import Calls
+from kvdist.kernels import cupy_cuda as cuda
+from kvdist.kernels.cupy_cuda.arithmetic import CudaArithmetic
 
 HEADER = Path(__file__).parent / "cuda_on_host.h"
 BARRIERS = {"squares"}
@@ -97,7 +96,7 @@ def guarded(size):
     return memory[start : start + size]
 
 
-class HostEngine:
+class HostRuntime:
     """NumPy arrays that begin at 16 bytes, as a device's do, and kernels that run before `launch` returns."""
 
     def __init__(self, library):
@@ -145,15 +144,13 @@ class Done:
         return None
 
 
-class HostDevice:
-    """The functions of `Device`, over `HostEngine`."""
+class HostDevice(CudaArithmetic):
+    """The functions of `Device`, over `HostRuntime`."""
 
     name, index, library = "host:0", 0, "g++"
 
     def __init__(self, library):
-        self.engine = HostEngine(library)
-        self._calls = Calls(self.engine)
-        self.kernels = self._calls.table("cuda on the host")
+        super().__init__(HostRuntime(library), "cuda on the host")
 
     def view(self, value, dtype):
         return value.view(dtype.storage)
@@ -175,27 +172,3 @@ class HostDevice:
 
     def pin(self, host):
         return Done() if host.size else None
-
-    def pack(self, sources, offsets, out):
-        arrays.pack(self.engine, sources, offsets, out)
-
-    def unpack(self, source, offsets, outs):
-        arrays.unpack(self.engine, source, offsets, outs)
-
-    def add_dequantised_2bit(self, data, threshold, total):
-        self._calls.dequantise(2, data, threshold, total, add=True)
-
-    def add_dequantised_1bit(self, data, threshold, total):
-        self._calls.dequantise(1, data, threshold, total, add=True)
-
-    def merge_rows(self, indices, rows, dtype):
-        return arrays.merge_rows(self.engine, indices, rows, dtype)
-
-    def gather_rows(self, table, indices, out):
-        arrays.gather_rows(self.engine, table, indices, out)
-
-    def add_rows(self, table, indices, rows):
-        arrays.add_rows(self.engine, table, indices, rows)
-
-    def all_finite(self, values, dtype):
-        return arrays.all_finite(self.engine, values, dtype)

@@ -1,4 +1,4 @@
-"""As much of CuPy as `kvdist.kernels.cupy_gpu` uses, over NumPy, with the kernels compiled for this processor.
+"""As much of CuPy as `kvdist.kernels.cupy_cuda.device` uses, over NumPy, with the kernels compiled for this processor.
 
 It says what we believe of CuPy, and holds us to it: that memory is touched on the stream and the device that are
 current, that kernels are named as they were compiled, that their options are there.
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvdist.kernels import cuda
+from kvdist.kernels import cupy_cuda as cuda
 
-MODULE = Path(cuda.__file__).parent.parent / "cupy_gpu.py"
+MODULE = Path(cuda.__file__).parent / "device.py"
 
 
 class Pointer:
@@ -233,7 +233,7 @@ class Stub:
 
 
 def load(stub):
-    """`kvdist.kernels.cupy_gpu` over this, as a module of its own."""
+    """`kvdist.kernels.cupy_cuda.device` over this, as a module of its own."""
     ours = {"cupy": stub.module, "cupy.cuda": stub.cuda}
     before = {name: sys.modules.get(name) for name in ours}
     sys.modules.update(ours)

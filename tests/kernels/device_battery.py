@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from kvdist.dtypes import DType
-from kvdist.kernels.interface import Equation
-from kvdist.kernels.quantised import quantised_bytes
+from kvdist.kernels.quantization import quantised_bytes
 from kvdist.kernels.reference import REFERENCE
-from kvdist.optimizer import Updater, create
 
 LONG = [0, 1, 3, 7, 8, 17, 255, 256, 257, 4099, 70001]
 SHORT = [0, 1, 7, 17, 257]
@@ -25,25 +23,6 @@ HALVES = [DType.FLOAT16, DType.BFLOAT16]
 FLOATS = [DType.FLOAT32, DType.FLOAT64]
 NUMPY_FLOATS = [*FLOATS, DType.FLOAT16]
 KINDS = ["ones", "equal", "unequal"]
-RULES = {
-    "sgd": ("sgd", {}),
-    "momentum": ("sgd", {"momentum": 0.9}),
-    "nag": ("nag", {"momentum": 0.7}),
-    "adam": ("adam", {}),
-    "adamw": ("adamw", {}),
-    "adamw without correction": ("adamw", {"correct_bias": False}),
-    "adagrad": ("adagrad", {}),
-}
-EQUATIONS = {
-    "sgd": ((0.1, 0.01), 0),
-    "sgd_momentum": ((0.1, 0.01, 0.9), 1),
-    "nag": ((0.1, 0.01, 0.9), 1),
-    "adam": ((0.1, 0.01, 0.9, 0.1, 0.99, 0.01, 1e-8), 2),
-    "adamw": ((0.1, 0.01, 0.9, 0.1, 0.99, 0.01, 1e-8), 2),
-    "adagrad": ((0.1, 0.01, 1e-7), 1),
-}
-"""Numbers of each equation, and how many states it has."""
-
 by_label = functools.partial(pytest.mark.parametrize, ids=lambda dtype: dtype.label)
 
 
@@ -204,97 +183,6 @@ def test_only_halves_are_cast(device):
         device.kernels.from_float32(one, DType.FLOAT64)
 
 
-# Updates.
-
-
-def updated(kernels, rule, dtype, size, count, kind="equal", lift=lambda array: array, in_place=False, **settings):
-    """Weight, states and master after three updates, of whatever library `lift` makes arrays of."""
-    name, numbers = RULES[rule]
-    updater = Updater(create(name, **{**numbers, **settings}), kernels)
-    weight = lift(tame(size, 99, dtype))
-    for step in range(3):
-        out = weight if in_place else lift(np.zeros(size, dtype.storage))
-        given = [lift(values(size, 10 * step + i, dtype)) for i in range(count)]
-        updater.update("w", weight, given, scales_of(kind, count), dtype, out)
-        weight = out
-    state = updater.states["w"]
-    return weight, *state.arrays, *(() if state.master is None else (state.master,))
-
-
-def check_update(device, rule, dtype, size, count, shift=0, **settings):
-    actual = updated(device.kernels, rule, dtype, size, count, lift=lambda host: up(device, host, shift), **settings)
-    expected = updated(REFERENCE, rule, dtype, size, count, **settings)
-    assert len(actual) == len(expected)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert_same(down(device, ours), theirs, dtype)
-
-
-@by_label("dtype", [*FLOATS, *HALVES])
-@pytest.mark.parametrize("rule", RULES)
-def test_an_update_has_the_bits_of_the_reference(device, sizes, rule, dtype):
-    for size in sizes[-3:]:
-        check_update(device, rule, dtype, size, 3, wd=0.01, clip_gradient=0.5)
-
-
-@by_label("dtype", HALVES)
-@pytest.mark.parametrize("rule", RULES)
-def test_a_half_weight_may_have_a_master(device, sizes, rule, dtype):
-    for size in sizes[-2:]:
-        check_update(device, rule, dtype, size, 2, wd=0.01, multi_precision=True)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_an_update_knows_every_kind_of_scale(device, rule):
-    for count, kind in ((1, "ones"), (1, "equal"), (2, "unequal"), (5, "unequal"), (9, "ones")):
-        check_update(device, rule, DType.FLOAT32, 257, count, kind=kind)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_an_update_takes_no_gradients_and_many(device, rule):
-    for count in (0, 33):
-        check_update(device, rule, DType.FLOAT32, 17, count, wd=0.01)
-
-
-@by_label("dtype", [DType.FLOAT32, DType.BFLOAT16])
-@pytest.mark.parametrize("rule", RULES)
-def test_arrays_of_an_update_may_start_anywhere_and_the_weight_may_be_written_in_place(device, rule, dtype):
-    for shift in (1, 4):
-        check_update(device, rule, dtype, 259, 2, shift=shift, in_place=True, multi_precision=True)
-
-
-@by_label("dtype", [*FLOATS, *HALVES])
-@pytest.mark.parametrize("name", EQUATIONS)
-def test_the_rules_that_backends_may_know_are_done_in_one_piece(device, name, dtype):
-    numbers, count = EQUATIONS[name]
-    weight, grad = (up(device, tame(17, seed, dtype)) for seed in (1, 2))
-    states = [device.kernels.zeros(17, dtype.accumulate) for _ in range(count)]
-    update = device.kernels.fused_update
-    assert update(Equation(name, numbers), weight, [grad], [1.0], None, weight, states, dtype)
-
-
-def test_a_rule_that_is_not_known_changes_nothing(device):
-    weight, grad = (up(device, tame(17, seed)) for seed in (1, 2))
-    update = device.kernels.fused_update
-    assert not update(Equation("unheard of", (0.1,)), weight, [grad], [1.0], None, weight, [], DType.FLOAT32)
-    assert_same(down(device, weight), tame(17, 1), DType.FLOAT32)
-
-
-@by_label("dtype", HALVES)
-def test_a_master_follows_a_weight_that_somebody_else_has_changed(device, dtype):
-    finals = []
-    for kernels, lift in ((REFERENCE, np.copy), (device.kernels, lambda host: up(device, host))):
-        updater = Updater(create("sgd", momentum=0.9, multi_precision=True), kernels)
-        weight = lift(tame(100, 1, dtype))
-        updater.update("w", weight, [lift(tame(100, 2, dtype))], [1.0], dtype, weight)
-        changed = weight.copy() if kernels is REFERENCE else down(device, weight)
-        changed[::3] = tame(100, 3, dtype)[::3]
-        weight = lift(changed)
-        updater.update("w", weight, [lift(tame(100, 4, dtype))], [1.0], dtype, weight)
-        finals.append((weight, updater.states["w"].master))
-    for theirs, ours in zip(*finals, strict=True):
-        assert_same(down(device, ours), theirs, dtype)
-
-
 # Quantising.
 
 
@@ -434,17 +322,6 @@ def test_no_rows_are_merged_into_none(device):
     indices, rows = device.kernels.zeros(0, np.dtype(np.int64)), device.kernels.zeros(0, np.dtype(np.float32))
     kept, sums = device.merge_rows(indices, rows, DType.FLOAT32)
     assert kept.size == sums.size == 0 and kept.dtype == np.int64 and sums.dtype == np.float32
-
-
-@by_label("dtype", list(DType))
-@pytest.mark.parametrize("length", [1, 3, 8, 33])
-def test_rows_are_gathered(device, dtype, length):
-    table = values(20 * length, 1, dtype)
-    for indices in (np.array([3, 0, 19, 3, 7]), np.zeros(0, np.int64), np.arange(20)[::-1].copy()):
-        out = up(device, np.zeros(indices.size * length, dtype.storage))
-        device.gather_rows(up(device, table, 1), up(device, indices), out)
-        expected = table.reshape(20, length)[indices].reshape(-1)
-        np.testing.assert_array_equal(down(device, out).view(np.uint8), expected.view(np.uint8))
 
 
 @by_label("dtype", NUMPY_FLOATS)

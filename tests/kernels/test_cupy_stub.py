@@ -1,4 +1,4 @@
-"""`kvdist.kernels.cupy_gpu` over a stub of CuPy: what a GPU would be asked for, and what becomes of errors."""
+"""`kvdist.kernels.cupy_cuda.device` over a stub of CuPy: what a GPU would be asked for, and what becomes of errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvdist.errors import DeviceError
 from tests.kernels import cupy_stub
 from tests.kernels.device_battery import *  # noqa: F403
 from tests.kernels.device_battery import SHORT, down, up
+from tests.kernels.update_battery import *  # noqa: F403
 
 SINGLE = np.dtype(np.float32)
 
@@ -205,9 +206,9 @@ def test_what_does_not_fit_into_a_bucket_is_refused(device):
 
 def test_rows_that_do_not_fit_are_refused(device):
     indices, rows = device.kernels.zeros(4, np.dtype(np.int64)), device.kernels.zeros(6, SINGLE)
-    with pytest.raises(ValueError, match="6 elements are no whole rows of 4"):
-        device.gather_rows(rows, indices, rows)
-    with pytest.raises(TypeError, match="rows are named by int64, not float32"):
+    with pytest.raises(ValueError, match="row data has 6 elements, which is not a multiple of 4 rows"):
+        device.add_rows(rows, indices, rows)
+    with pytest.raises(TypeError, match="indices of rows are int64, not float32"):
         device.merge_rows(rows, rows, DType.FLOAT32)
     with pytest.raises(TypeError, match="one of float32, float64 and float16 are added, not int64 to float32"):
         device.add_rows(rows, indices, indices)

@@ -23,7 +23,7 @@ from tests.kernels.device_battery import HALVES, LONG, assert_same, by_label, do
 pytestmark = pytest.mark.gpu
 
 SINGLE = np.dtype(np.float32)
-BACKENDS = {"cupy": "kvdist.kernels.cupy_gpu", "numba": "kvdist.kernels.numba_gpu"}
+BACKENDS = {"cupy": "kvdist.kernels.cupy_cuda.device", "numba": "kvdist.kernels.numba_cuda"}
 ASIDE = "on a side stream of torch"
 NOT_IN_ONE_PIECE = [
     "adadelta", "adabelief", "adamax", "dcasgd", "ftml", "ftrl", "groupadagrad", "lamb", "lans", "lars", "nadam",

@@ -218,7 +218,7 @@ def test_a_function_of_the_user_gets_arrays_of_the_gpu(machine):
 
 @pytest.mark.parametrize("begin_on_gpu", [True, False])
 def test_an_optimizer_that_the_gpu_cannot_run_is_refused_and_the_value_stays(begin_on_gpu):
-    machine = Machine(obeys_numpy=False)
+    machine = Machine(kernels_only=True)
     machine.store.init("w", machine.on(0, floats(0)) if begin_on_gpu else floats(0))
     with pytest.raises(DeviceError, match="ftrl cannot run on cuda:0"):
         machine.store.set_optimizer(create("ftrl"))

@@ -86,7 +86,7 @@ def test_the_embedded_server_computes_on_the_device_too(devices, monkeypatch, na
 
 
 def test_the_embedded_server_refuses_what_its_device_cannot_run(monkeypatch):
-    monkeypatch.setattr(gpu, "open_gpu", lambda index, setting, otherwise: NumpyDevice(index, obeys_numpy=False))
+    monkeypatch.setattr(gpu, "open_gpu", lambda index, setting, otherwise: NumpyDevice(index, kernels_only=True))
     monkeypatch.setenv("KVDIST_SERVER_DEVICE", "cuda:0")
     with kv.create("dist") as store, pytest.raises(ConfigError, match="server-0: ftrl cannot run on cuda:0"):
         store.set_optimizer("ftrl")

@@ -15,18 +15,11 @@ from numba.cuda.cudadrv.driver import CudaAPIError
 
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
-from kvdist.kernels import numba_gpu_kernels
 from kvdist.kernels.gpu import gpu_index
-from kvdist.kernels.numba_gpu import index_of, open_device
-from kvdist.kernels.numba_gpu_launch import names, template
-from kvdist.kernels.numba_gpu_memory import Memory
-from kvdist.kernels.numba_gpu_merge import grouped, grouped_by_torch
-from kvdist.kernels.numba_gpu_streams import Held, Streams, torch_with_cuda
-from kvdist.kernels.numba_gpu_tables import STRETCH_BYTES, TABLES_MAX, Tables, _copies
+from kvdist.kernels.numba_cuda import NumbaDevice, _Owned, _torch_with_cuda, index_of, open_device
 from kvdist.kvstore.devices import Devices
 from kvdist.kvstore.local import LocalStore
 from kvdist.optimizer import Updater, create
-from kvdist.optimizer.offload import require_runs_on
 from kvdist.optimizer.states import Part
 
 SINGLE = np.dtype(np.float32)
@@ -99,18 +92,18 @@ def test_a_copy_between_types_or_lengths_is_refused(device):
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "the memory of cuda:2 is full"),
         (CudaAPIError(35, "CUDA_ERROR_INSUFFICIENT_DRIVER"), "the driver of cuda:2 is too old for this numba"),
         (CudaAPIError(222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"), "the driver of cuda:2 is too old for this numba"),
-        (CudaAPIError(700, "an illegal\naddress"), "cuda:2 cannot do what was asked of it through numba: .*an illegal"),
+        (CudaAPIError(700, "an illegal\naddress"), "cuda:2 failed in numba: .*an illegal"),
     ],
     ids=["full", "full of torch", "old", "older", "other"],
 )
 def test_what_the_driver_refuses_is_said_in_a_sentence(error, sentence):
-    with pytest.raises(DeviceError, match=sentence), Streams(2).current():
+    with pytest.raises(DeviceError, match=sentence), NumbaDevice(2).current():
         raise error
 
 
 def test_mistakes_of_a_caller_stay_what_they_are():
     for error in (TypeError("wrong"), ValueError("wrong"), DeviceError("said already")):
-        with pytest.raises(type(error), match=str(error)), Streams(0).current():
+        with pytest.raises(type(error), match=str(error)), NumbaDevice(0).current():
             raise error
 
 
@@ -229,86 +222,28 @@ def test_states_of_neighbours_are_joined_and_split_on_the_device(device):
     assert updater.states[1].arrays[0].size == 4
 
 
-def test_a_rule_without_a_kernel_is_refused_before_the_first_update(device):
-    require_runs_on(create("adamw"), device)
-    for name in ("adamax", "lamb"):
-        with pytest.raises(DeviceError, match=f"{name} cannot run on cuda:0 .numba .* has no kernel for it"):
-            require_runs_on(create(name), device)
+# The host.
 
 
-# Tables.
-
-
-def test_a_copy_is_cut_into_stretches_of_the_widest_pieces():
-    table = np.array(_copies(((8, 16, STRETCH_BYTES + 12), (8, 18, 6), (3, 16, 8), (8, 19, 8)))).reshape(-1, 4).tolist()
-    assert table == [
-        [8, 16, STRETCH_BYTES // 8, 8],
-        [8 + STRETCH_BYTES, 16 + STRETCH_BYTES, 3, 4],
-        [8, 18, 3, 2],
-        [3, 16, 8, 1],
-        [8, 19, 8, 1],
-    ]
-
-
-def test_a_table_is_sent_once_and_few_are_kept(device, monkeypatch):
-    memory = Memory(0)
-    sent: list[int] = []
-    send = memory.sent
-    monkeypatch.setattr(memory, "sent", lambda host: sent.append(host.size) or send(host))
-    tables = Tables(memory)
-    source, out = up(device, np.arange(200, dtype=np.uint8)), device.kernels.zeros(200, np.dtype(np.uint8))
-    move = (source.address, out.address, 200)
-    for _ in range(3):
-        tables.copy([move])
-    assert sent == [4]
-    np.testing.assert_array_equal(down(device, out), np.arange(200))
-    for length in range(1, TABLES_MAX + 1):
-        tables.copy([(source.address, out.address, length)])
-    tables.copy([move])
-    assert len(sent) == 1 + TABLES_MAX + 1
-
-
-# Sums of squares.
-
-
-@pytest.mark.parametrize("size", [299, 300, 301, 1500])
-def test_squares_are_summed_in_two_steps(device, monkeypatch, size):
-    monkeypatch.setattr(numba_gpu_kernels, "PARTIAL_SUMS", 300)
-    values = np.arange(size, dtype=np.float32)
-    assert device.kernels.squares(up(device, values)) == float((np.arange(size) ** 2).sum())
-
-
-# Rows.
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 100])
-def test_torch_sorts_rows_out_as_numpy_does(count):
-    indices = np.random.default_rng(count).integers(0, 20, count)
-    for ours, theirs in zip(grouped_by_torch(torch, torch.from_numpy(indices)), grouped(indices), strict=True):
-        np.testing.assert_array_equal(ours.numpy(), theirs)
-
-
-# Kernels.
-
-
-def test_every_name_has_a_kernel_and_no_other_has_one():
-    assert len(set(names())) == len(names()) > 100
-    for name in names():
-        template(name)
-    for name in (("sum", "float8", 2), ("lamb", "float32", 1), ("narrow", "float32", 0), ("finite", "int32", 0)):
-        with pytest.raises(KeyError):
-            template(name)
+def test_what_has_no_kernel_is_computed_in_the_host_s_memory_and_logged_once(device, caplog):
+    halves = np.arange(5, dtype=np.float16)
+    for _ in range(2):
+        out = device.kernels.empty(5, halves.dtype)
+        device.kernels.weighted_sum([up(device, halves)] * 2, [1.0, 1.0], DType.FLOAT16, out)
+        np.testing.assert_array_equal(down(device, out), halves * 2)
+    (record,) = [record for record in caplog.records if "sums of float16" in record.getMessage()]
+    assert "computed in the host's memory" in record.getMessage() and "kvdist[gpu]" in record.getMessage()
 
 
 def test_torch_has_no_word_before_it_uses_cuda():
-    assert torch_with_cuda() is None
+    assert _torch_with_cuda() is None
 
 
-def test_what_numba_owns_is_let_go_with_its_device_current():
+def test_what_numba_owns_is_released_with_its_device_current():
     class Owned:
         pass
 
-    class Watched(Streams):
+    class Watched(NumbaDevice):
         @contextmanager
         def current(self):
             seen.append("current")
@@ -316,9 +251,9 @@ def test_what_numba_owns_is_let_go_with_its_device_current():
             seen.append("as before")
 
     owned, seen = Owned(), []
-    weakref.finalize(owned, seen.append, "let go")
-    held = Held(owned, Watched(2))
+    weakref.finalize(owned, seen.append, "released")
+    held = _Owned(owned, Watched(2))
     del owned
     assert seen == []
     del held
-    assert seen == ["current", "let go", "as before"]
+    assert seen == ["current", "released", "as before"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +21,9 @@ from cupy.cuda import runtime
 
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
-from kvdist.kernels.cuda import COMPILE_OPTIONS, THREADS, arrays, family_of, source
-from kvdist.kernels.cuda.calls import Calls
-from kvdist.kernels.interface import Array, Device, Kernels
+from kvdist.kernels.cupy_cuda import COMPILE_OPTIONS, THREADS, family_of, source
+from kvdist.kernels.cupy_cuda.arithmetic import CudaArithmetic
+from kvdist.kernels.interface import Array, Device, Equation
 
 _NO_DEVICE, _OLD_DRIVER, _PEER_ALREADY = 100, 35, 704
 """Numbers of CUDA's errors."""
@@ -55,7 +55,7 @@ def open_device(index: int) -> Device:
     return device
 
 
-class CupyMark:
+class CupyEvent:
     """See `DeviceEvent`. A thread that waits sleeps."""
 
     def __init__(self, event: Any, name: str) -> None:
@@ -72,14 +72,14 @@ class CupyMark:
             self.event.synchronize()
 
 
-class CupyDevice:
+class CupyDevice(CudaArithmetic):
     """See `Device`. Made by `open_device`."""
+
+    _runtime: CupyRuntime
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._engine = CupyEngine(index)
-        self._calls = Calls(self._engine)
-        self._kernels = self._calls.table(f"cupy on {self.name}")
+        super().__init__(CupyRuntime(index), f"cupy on {self.name}")
         self._peers: set[int] = set()
 
     @property
@@ -98,14 +98,8 @@ class CupyDevice:
         version = runtime.runtimeGetVersion()
         return f"CuPy {cupy.__version__} with CUDA {version // 1000}.{version % 1000 // 10}"
 
-    @property
-    def kernels(self) -> Kernels:
-        """See `Device.kernels`."""
-        return self._kernels
-
-    @property
-    def obeys_numpy(self) -> bool:
-        """See `Device.obeys_numpy`. CuPy's own kernels take subnormal numbers for zero."""
+    def runs(self, equation: Equation | None) -> bool:
+        """See `Device.runs`. Where there is no kernel CuPy's own do, which take subnormal numbers for zero."""
         return True
 
     def stream(self) -> Any:
@@ -113,7 +107,7 @@ class CupyDevice:
         torch = _torch_with_cuda()
         if torch is not None:
             return torch.cuda.current_stream(self._index)
-        with self._engine.active() as stream:
+        with self._runtime.active() as stream:
             return stream
 
     @contextmanager
@@ -154,7 +148,7 @@ class CupyDevice:
         return array
 
     def _view_of_array(self, value: Any, dtype: DType) -> Array:
-        with self._engine.here():
+        with self._runtime.here():
             array = cupy.asarray(value)  # no copy, because it lies on a device
         if array.dtype != dtype.storage:
             raise TypeError(f"an array of {array.dtype} was given where {dtype.label} is expected")
@@ -168,14 +162,14 @@ class CupyDevice:
     def upload(self, host: Array, out: Array) -> None:
         """See `Device.upload`."""
         _check_copy(host, out)
-        self._engine.copy_from_host(host, out)
+        self._runtime.copy_from_host(host, out)
 
     def download(self, array: Array, host: Array) -> None:
         """See `Device.download`."""
         _check_copy(array, host)
         if array.nbytes:
-            with self._engine.active() as stream:
-                source = self._engine.address(array)
+            with self._runtime.active() as stream:
+                source = self._runtime.address(array)
                 runtime.memcpyAsync(host.ctypes.data, source, array.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
 
     def copy(self, array: Array, out: Array, source: Device) -> None:
@@ -184,15 +178,15 @@ class CupyDevice:
         if not array.nbytes:
             return
         foreign: Any = array
-        given, target = foreign.__cuda_array_interface__["data"][0], self._engine.address(out)
+        given, target = foreign.__cuda_array_interface__["data"][0], self._runtime.address(out)
         if source.index == self._index:
-            with self._engine.active() as stream:
+            with self._runtime.active() as stream:
                 runtime.memcpyAsync(target, given, array.nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
             return
         mark = source.mark()
-        with self._engine.active() as stream:
+        with self._runtime.active() as stream:
             self._reach(source.index)
-            if isinstance(mark, CupyMark):
+            if isinstance(mark, CupyEvent):
                 stream.wait_event(mark.event)
             else:
                 mark.wait()
@@ -200,9 +194,9 @@ class CupyDevice:
         if isinstance(source, CupyDevice):
             source.follow(self.mark())
 
-    def follow(self, mark: CupyMark) -> None:
+    def follow(self, mark: CupyEvent) -> None:
         """Let what this thread asks for from now on wait for a mark of another device."""
-        with self._engine.active() as stream:
+        with self._runtime.active() as stream:
             stream.wait_event(mark.event)
 
     def reaches(self, other: Device) -> bool:
@@ -212,12 +206,12 @@ class CupyDevice:
         with _translated(self.name):
             return bool(runtime.deviceCanAccessPeer(self._index, other.index))
 
-    def mark(self) -> CupyMark:
+    def mark(self) -> CupyEvent:
         """See `Device.mark`."""
-        with self._engine.active() as stream:
+        with self._runtime.active() as stream:
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(stream)
-        return CupyMark(event, self.name)
+        return CupyEvent(event, self.name)
 
     def pin(self, host: Array) -> Any:
         """See `Device.pin`."""
@@ -243,43 +237,9 @@ class CupyDevice:
                     raise
         self._peers.add(peer)
 
-    # Arithmetic that only devices need.
 
-    def pack(self, sources: Sequence[Array], offsets: Sequence[int], out: Array) -> None:
-        """See `Device.pack`."""
-        arrays.pack(self._engine, sources, offsets, out)
-
-    def unpack(self, source: Array, offsets: Sequence[int], outs: Sequence[Array]) -> None:
-        """See `Device.unpack`."""
-        arrays.unpack(self._engine, source, offsets, outs)
-
-    def add_dequantised_2bit(self, data: Array, threshold: float, total: Array) -> None:
-        """See `Device.add_dequantised_2bit`."""
-        self._calls.dequantise(2, data, threshold, total, add=True)
-
-    def add_dequantised_1bit(self, data: Array, threshold: float, total: Array) -> None:
-        """See `Device.add_dequantised_1bit`."""
-        self._calls.dequantise(1, data, threshold, total, add=True)
-
-    def merge_rows(self, indices: Array, rows: Array, dtype: DType) -> tuple[Array, Array]:
-        """See `Device.merge_rows`."""
-        return arrays.merge_rows(self._engine, indices, rows, dtype)
-
-    def gather_rows(self, table: Array, indices: Array, out: Array) -> None:
-        """See `Device.gather_rows`."""
-        arrays.gather_rows(self._engine, table, indices, out)
-
-    def add_rows(self, table: Array, indices: Array, rows: Array) -> None:
-        """See `Device.add_rows`."""
-        arrays.add_rows(self._engine, table, indices, rows)
-
-    def all_finite(self, arrays_: Sequence[Array], dtype: DType) -> bool:
-        """See `Device.all_finite`."""
-        return arrays.all_finite(self._engine, arrays_, dtype)
-
-
-class CupyEngine:
-    """Memory and launches of one device: see `kvdist.kernels.cuda.calls.Engine`. Safe to use from several threads."""
+class CupyRuntime:
+    """Memory and launches of one device: see `CudaRuntime`. Safe to use from several threads."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -309,25 +269,25 @@ class CupyEngine:
             yield stream
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """See `Engine.empty`."""
+        """See `CudaRuntime.empty`."""
         with self.active():
             array: Array = cupy.empty(count, dtype)
         return array
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """See `Engine.zeros`."""
+        """See `CudaRuntime.zeros`."""
         array = self.empty(count, dtype)
         self.clear(array)
         return array
 
     def clear(self, array: Array) -> None:
-        """See `Engine.clear`."""
+        """See `CudaRuntime.clear`."""
         if array.nbytes:
             with self.active() as stream:
                 runtime.memsetAsync(self.address(array), 0, array.nbytes, stream.ptr)
 
     def address(self, array: Array) -> int:
-        """See `Engine.address`. What a kernel would fail on is refused, because CUDA goes on with nothing after that.
+        """See `CudaRuntime.address`. Refuses what a kernel would fail on: after such a failure CUDA does nothing more.
 
         Raises:
             TypeError: it is no array of CuPy.
@@ -351,14 +311,14 @@ class CupyEngine:
                 runtime.memcpyAsync(target, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
     def sent(self, host: Array) -> Array:
-        """See `Engine.sent`. Memory that is not pinned has been read when CUDA's copy returns."""
+        """See `CudaRuntime.sent`. Memory that is not pinned has been read when CUDA's copy returns."""
         octets = np.ascontiguousarray(host).view(np.uint8).reshape(-1)
         array = self.empty(octets.size, octets.dtype)
         self.copy_from_host(octets, array)
         return array
 
     def number(self, array: Array) -> Any:
-        """See `Engine.number`."""
+        """See `CudaRuntime.number`."""
         host = np.empty(1, array.dtype)
         with self.active() as stream:
             source = self.address(array)
@@ -367,7 +327,7 @@ class CupyEngine:
         return host[0]
 
     def grouped(self, indices: Array) -> tuple[Array, Array, Array]:
-        """See `Engine.grouped`. CuPy's sort is stable."""
+        """See `CudaRuntime.grouped`. CuPy's sort is stable."""
         with self.active():
             order = cupy.argsort(indices)
             ascending = indices[order]
@@ -377,7 +337,7 @@ class CupyEngine:
             return ascending[starts], order, starts
 
     def launch(self, kernel: str, blocks: int, *arguments: Any) -> None:
-        """See `Engine.launch`."""
+        """See `CudaRuntime.launch`."""
         with self.active():
             function = self._compiled.get(kernel) or self._compile(kernel)
             function((blocks,), (THREADS,), arguments)

@@ -9,26 +9,6 @@ INLINE i64 row_of(int turn, int lanes) {
 
 INLINE i64 lane_of(int lanes) { return threadIdx.x & ((1 << lanes) - 1); }
 
-// out[i] = table[indices[i]], in units of V. Bytes an element: twice its size; 8 for each row.
-template <class V>
-KERNEL gather_rows(const V* table, const i64* indices, V* out, i64 rows, i64 units, int lanes) {
-    i64 index[ROW_TURNS];
-#pragma unroll
-    for (int turn = 0; turn < ROW_TURNS; turn++) {
-        i64 row = row_of(turn, lanes);
-        index[turn] = row < rows ? indices[row] : -1;
-    }
-    for (i64 unit = lane_of(lanes); unit < units; unit += 1 << lanes) {
-        V moved[ROW_TURNS];
-#pragma unroll
-        for (int turn = 0; turn < ROW_TURNS; turn++)
-            if (index[turn] >= 0) moved[turn] = table[index[turn] * units + unit];
-#pragma unroll
-        for (int turn = 0; turn < ROW_TURNS; turn++)
-            if (index[turn] >= 0) out[row_of(turn, lanes) * units + unit] = moved[turn];
-    }
-}
-
 // table[indices[i]] += rows[i]; no index comes twice. Bytes an element: thrice its size; 8 for each row.
 template <class T>
 KERNEL add_rows(T* table, const i64* indices, const T* rows, i64 count, i64 length, int lanes) {

@@ -1,8 +1,8 @@
 """The kernels for NVIDIA's GPUs as text, and which instances of their templates there are.
 
-The `.cu` files beside this are CUDA C++ without any header. They are compiled at run time by whoever drives the GPU
-(`kvdist.kernels.cupy_gpu`), and, in tests, by a compiler of C++ for this processor. `COMPILE_OPTIONS` are part of what
-they mean: without them results differ from the reference in their last bits.
+The `.cu` files beside this are CUDA C++ without any header. `kvdist.kernels.cupy_cuda.device` compiles them when they
+are first launched, tests for this processor. `COMPILE_OPTIONS` are part of their meaning: without them results differ
+from the reference in their last bits.
 """
 
 from __future__ import annotations
@@ -48,9 +48,6 @@ SUM_BATCHES = {1: 4, 2: 4, 4: 2, 8: 1}
 INTEGER_BATCH = (4, 1)
 """Likewise, for all sums of integers: few are summed, and each instance takes time to compile."""
 
-UNITS = {16: "uint4", 8: "u64", 4: "u32", 2: "u16", 1: "u8"}
-"""What rows are copied in, by its bytes."""
-
 FAMILIES = {
     "weighted_sum": "sums",
     "cast": "sums",
@@ -60,7 +57,6 @@ FAMILIES = {
     "dequantise": "coding",
     "copy_pieces": "pieces",
     "find_not_finite": "pieces",
-    "gather_rows": "rows",
     "add_rows": "rows",
     "sum_groups": "rows",
     "squares": "squares",
@@ -115,7 +111,6 @@ def _movers() -> list[str]:
     return [
         "copy_pieces",
         *(f"find_not_finite<{unit}>" for unit in ("u16", "u32", "u64")),
-        *(f"gather_rows<{unit}>" for unit in UNITS.values()),
         *(f"add_rows<{element}>" for element in floats),
         *(f"sum_groups<{element}>" for element in dict.fromkeys(ELEMENT.values())),
         *(f"squares<{element}>" for element in floats),
