@@ -41,7 +41,7 @@ from kvdist.core.server.server import Server
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.kernels.choice import choose
 from kvdist.kvstore.cluster import begin_profiling, introduction
-from kvdist.kvstore.commands import HANDLERS
+from kvdist.kvstore.registry import HANDLERS
 from kvdist.kvstore.server_device import open_server_device
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.offload import arithmetic_on

@@ -73,7 +73,7 @@ from kvdist.collective import (
 from kvdist.collective.reduction import NoneCompressor
 from kvdist.errors import CollectiveError
 from kvdist.kvstore import collective_store
-from kvdist.kvstore.contract import KVStoreBase
+from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.meeting import ENGAGEMENTS
 from kvdist.optimizer.base import Optimizer
 from kvdist.training.trainer import Trainer

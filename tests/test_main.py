@@ -13,7 +13,7 @@ from kvdist.config.environment import read_setting
 from kvdist.core.machine import ChildEnded, ProcessStarted
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels import gpu
-from kvdist.kvstore import commands
+from kvdist.kvstore import registry as store_registry
 from kvdist.nodes import SCHEDULER, server, worker
 from kvdist.optimizer import create, registry
 
@@ -200,7 +200,7 @@ def note(head, body, rank):
 @pytest.fixture
 def handlers(monkeypatch):
     fresh = {}
-    monkeypatch.setattr(commands, "HANDLERS", fresh)
+    monkeypatch.setattr(store_registry, "HANDLERS", fresh)
     monkeypatch.setattr(command, "HANDLERS", fresh)
     return fresh
 

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
 from kvdist.core.policy import with_priority_slices
 from kvdist.kernels.choice import choose
-from kvdist.kvstore import own
+from kvdist.kvstore import registry
+from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.cluster import MEMBERSHIP
-from kvdist.kvstore.commands import register_command
-from kvdist.kvstore.contract import KVStoreBase
-from kvdist.kvstore.devices import Devices
+from kvdist.kvstore.device import Devices
 from kvdist.kvstore.dist import DistStore
 from kvdist.kvstore.local import LocalStore
-from kvdist.kvstore.names import (
+from kvdist.kvstore.registry import (
     COLLECTIVE_NAMES,
     DEVICE_NAMES,
     DIST_NAMES,
@@ -27,8 +26,9 @@ from kvdist.kvstore.names import (
     HOST_NAMES,
     HYBRID,
     LOCAL_NAMES,
+    register,
+    register_command,
 )
-from kvdist.kvstore.own import register
 
 if TYPE_CHECKING:
     from kvdist.kvstore.collective import CollectiveStore
@@ -64,8 +64,8 @@ def create(name: str = "local") -> KVStore:
     if not isinstance(name, str):
         raise TypeError(f"the name of a store is a string, not {type(name).__name__}")
     lowered = name.lower()
-    if lowered in own.REGISTERED:
-        return own.REGISTERED[lowered]()  # type: ignore[no-any-return]  # the class is the user's promise
+    if lowered in registry.REGISTERED:
+        return registry.REGISTERED[lowered]()  # type: ignore[no-any-return]  # the class is the user's promise
     if lowered in COLLECTIVE_NAMES or (lowered == "nccl" and _is_one_of_several()):
         return collective_store(lowered)
     if lowered == HYBRID:
@@ -77,7 +77,7 @@ def create(name: str = "local") -> KVStore:
     if lowered in DIST_NAMES:
         return _dist(lowered)
     advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
-    known = ", ".join([*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *own.REGISTERED])
+    known = ", ".join([*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED])
     raise ValueError(f"there is no store called {name!r}{advice}; known are: {known}")
 
 

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeAlias
 
 from kvdist.errors import KvdistError
-from kvdist.kvstore.contract import KVStoreBase
+from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.saved import Checkpoint, Names
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer

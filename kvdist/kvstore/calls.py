@@ -19,11 +19,9 @@ from kvdist.core.sharding import row_length
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, Value
-from kvdist.kvstore.contribution import Terms
-from kvdist.kvstore.devices import Devices
-from kvdist.kvstore.key_table import KeyTable
-from kvdist.kvstore.staging import Lending
-from kvdist.kvstore.tables import Ids, Rows, as_table, gradient, require_rows, wanted
+from kvdist.kvstore.device import Devices
+from kvdist.kvstore.keys import Ids, KeyTable, Rows, as_table, gradient, require_rows, wanted
+from kvdist.kvstore.staging import Lending, PushOptions
 from kvdist.kvstore.values import Bits, Key
 from kvdist.rowsparse import RowSparse
 from kvdist.runtime.user_threads import AwaitedFuture
@@ -35,11 +33,11 @@ _Plain: TypeAlias = tuple[Keys, Value] | None
 
 
 class ArrayMoves(Protocol):
-    """Moves values of keys that are arrays; every method as of `Calls`."""
+    """ArrayTransfers values of keys that are arrays; every method as of `Calls`."""
 
-    def push(self, key: Keys, value: Value, priority: int, terms: Terms) -> None: ...
+    def push(self, key: Keys, value: Value, priority: int, options: PushOptions) -> None: ...
 
-    def push_async(self, key: Keys, value: Value, priority: int, terms: Terms) -> Future[None]: ...
+    def push_async(self, key: Keys, value: Value, priority: int, options: PushOptions) -> Future[None]: ...
 
     def pull(self, key: Keys, out: Value | None, priority: int) -> Future[Any]: ...
 
@@ -51,7 +49,7 @@ class ArrayMoves(Protocol):
         value: Value,
         out: Value | None,
         priority: int,
-        terms: Terms,
+        options: PushOptions,
         lending: Lending,
         hold: bool = False,
     ) -> Future[Any]: ...
@@ -61,9 +59,9 @@ class ArrayMoves(Protocol):
 
 
 class TableMoves(Protocol):
-    """Moves rows of keys that are tables."""
+    """ArrayTransfers rows of keys that are tables."""
 
-    def push(self, info: KeyInfo, rows: Rows | None, priority: int, terms: Terms) -> Future[None]:
+    def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
         """Push rows; None: there is no gradient here."""
 
     def pull(self, info: KeyInfo, ids: Ids, out: Bits, priority: int) -> Future[None]:
@@ -106,24 +104,24 @@ class Calls:
         self._devices = devices
         self._said_skipped = False
 
-    def push(self, key: Keys, value: Value, priority: int, terms: Terms) -> None:
+    def push(self, key: Keys, value: Value, priority: int, options: PushOptions) -> None:
         """Push; nobody waits for the answer."""
         if not self._keys.tables:
-            self._arrays.push(key, value, priority, terms)
+            self._arrays.push(key, value, priority, options)
             return
         plain, gradients = self._pushed(key, value)
         if plain is not None:
-            self._arrays.push(*plain, priority, terms)
+            self._arrays.push(*plain, priority, options)
         for info, rows in gradients:
-            self._arrays.watch(self._rows.push(info, rows, priority, terms))
+            self._arrays.watch(self._rows.push(info, rows, priority, options))
 
-    def push_async(self, key: Keys, value: Value, priority: int, terms: Terms) -> Future[None]:
+    def push_async(self, key: Keys, value: Value, priority: int, options: PushOptions) -> Future[None]:
         """Push; the future resolves when it is counted."""
         if not self._keys.tables:
-            return self._arrays.push_async(key, value, priority, terms)
+            return self._arrays.push_async(key, value, priority, options)
         plain, gradients = self._pushed(key, value)
-        futures = [] if plain is None else [self._arrays.push_async(*plain, priority, terms)]
-        return combined(futures + [self._rows.push(info, rows, priority, terms) for info, rows in gradients])
+        futures = [] if plain is None else [self._arrays.push_async(*plain, priority, options)]
+        return combined(futures + [self._rows.push(info, rows, priority, options) for info, rows in gradients])
 
     def pull(self, key: Keys, out: Value | None, priority: int, ignore_sparse: bool) -> Future[Any]:
         """Pull into `out`, or into new arrays."""
@@ -148,21 +146,21 @@ class Calls:
         value: Value,
         out: Value | None,
         priority: int,
-        terms: Terms,
+        options: PushOptions,
         lending: Lending,
         hold: bool = False,
     ) -> Future[Any]:
         """Push and pull the result; with `hold` the future has per key what shows it, or None."""
         if not self._keys.tables:
-            return self._arrays.pushpull(key, value, out, priority, terms, lending, hold)
+            return self._arrays.pushpull(key, value, out, priority, options, lending, hold)
         plain, gradients = self._pushed(key, value)
         plain_out, places = self._apart(key, value if out is None else out)
         pulls = [pull for info, arrays in places for pull in self._results(info, arrays, in_place=out is None)]
         futures: list[Future[Any]] = []
         if plain is not None and plain_out is not None:
             results = None if out is None else plain_out[1]
-            futures.append(self._arrays.pushpull(*plain, results, priority, terms, lending, hold))
-        futures += [self._rows.push(info, rows, priority, terms) for info, rows in gradients]
+            futures.append(self._arrays.pushpull(*plain, results, priority, options, lending, hold))
+        futures += [self._rows.push(info, rows, priority, options) for info, rows in gradients]
         futures += self._submitted(pulls, priority)
 
         def finish() -> Any:

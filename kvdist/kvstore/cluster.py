@@ -39,7 +39,7 @@ from kvdist.core.worker.worker import Worker
 from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
 from kvdist.kvstore import saved as saved  # whose handler of the interpreter's end is to run after that of this module
-from kvdist.kvstore.commands import HANDLERS
+from kvdist.kvstore.registry import HANDLERS
 from kvdist.kvstore.server_device import open_server_device
 from kvdist.nodes import Role
 from kvdist.optimizer.offload import arithmetic_on

@@ -32,14 +32,14 @@ from kvdist.kernels.gpu import HOST
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import local_saving, saved, values
+from kvdist.kvstore.allreduce import Ranks
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
-from kvdist.kvstore.commands import command_of
-from kvdist.kvstore.copies import Copies, OwnValues
-from kvdist.kvstore.declared import ROWS_ADVICE, Declared
-from kvdist.kvstore.devices import Devices
-from kvdist.kvstore.ranks import Ranks
+from kvdist.kvstore.copies import OwnValues, ReplicatedValues
+from kvdist.kvstore.declared import ROWS_ADVICE, CollectiveKeys
+from kvdist.kvstore.device import Devices
+from kvdist.kvstore.keys import is_sparse
+from kvdist.kvstore.registry import command_of
 from kvdist.kvstore.saved import Checkpoint, Names
-from kvdist.kvstore.tables import is_sparse
 from kvdist.kvstore.values import Key
 from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
 from kvdist.optimizer.base import Optimizer
@@ -82,9 +82,9 @@ class CollectiveStore(KVStore):
         self._ranks = Ranks(engine, number, store)
         own = devices or Devices(HOST, insists=False)
         self._updates = updates
-        self._keys = Declared(own)
+        self._keys = CollectiveKeys(own)
         self._local = OwnValues("device", kernels, own)
-        self._copies = Copies(self._keys, self._ranks, self._local, predivide)
+        self._copies = ReplicatedValues(self._keys, self._ranks, self._local, predivide)
         self._errors: deque[BaseException] = deque()
         self._closed = False
         self._saving = WorkersSaving(self)

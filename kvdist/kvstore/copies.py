@@ -16,14 +16,13 @@ import torch
 
 from kvdist.errors import CollectiveMismatch
 from kvdist.kvstore import values
+from kvdist.kvstore.allreduce import KeyAllReduce, KeySum, Ranks, Summed, as_tensor, memory_of, write
 from kvdist.kvstore.base import Keys, UpdaterFunction, Value
-from kvdist.kvstore.declared import Declared
+from kvdist.kvstore.declared import CollectiveKeys
 from kvdist.kvstore.local import LocalStore
 from kvdist.kvstore.local_rows import resolved
 from kvdist.kvstore.local_saving import Holding
-from kvdist.kvstore.ranks import Ranks
-from kvdist.kvstore.summing import Part, Summed, Summing, as_tensor, memory_of, write
-from kvdist.kvstore.updaters import Updaters
+from kvdist.kvstore.local_values import Updaters
 from kvdist.kvstore.values import Bits, Key
 from kvdist.optimizer.base import LIVE, Optimizer
 
@@ -45,7 +44,7 @@ class OwnValues(LocalStore):
         self._take(found)
 
 
-class Copies:
+class ReplicatedValues:
     """This worker's copy of the values.
 
     Args:
@@ -55,7 +54,7 @@ class Copies:
         predivide: by what values are divided before they are summed, and multiplied after it.
     """
 
-    def __init__(self, keys: Declared, ranks: Ranks, local: OwnValues, predivide: float = 1.0) -> None:
+    def __init__(self, keys: CollectiveKeys, ranks: Ranks, local: OwnValues, predivide: float = 1.0) -> None:
         self.lock = threading.RLock()
         self.unkept: set[Key] = set()
         """Keys whose sums go to the callers alone."""
@@ -124,14 +123,14 @@ class Copies:
         parts = []
         for one, arrays, places in given:
             own, wire = self._keys.types[one]
-            parts.append(Part(one, self._keys[one][0], own, arrays, places, wire))
+            parts.append(KeySum(one, self._keys[one][0], own, arrays, places, wire))
         numbers = None if self.optimizer is None else {name: getattr(self.optimizer, name) for name in LIVE}
         weight = 1.0 if self.optimizer is None else float(self.optimizer.rescale_grad)
 
         def then(summed: list[Summed]) -> list[Summed]:
             return self._take(summed, numbers)
 
-        summing = Summing(parts, average, then, weight, self._predivide, keeps)
+        summing = KeyAllReduce(parts, average, then, weight, self._predivide, keeps)
         self.last = self._ranks.submit(summing)
         return self.last
 

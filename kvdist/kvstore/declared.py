@@ -14,10 +14,10 @@ import torch
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values
+from kvdist.kvstore.allreduce import dtype_of
 from kvdist.kvstore.base import Keys, Value
-from kvdist.kvstore.devices import Devices
-from kvdist.kvstore.summing import dtype_of
-from kvdist.kvstore.tables import as_dense, as_table, is_sparse
+from kvdist.kvstore.device import Devices
+from kvdist.kvstore.keys import as_dense, as_table, is_sparse
 from kvdist.kvstore.values import Key, Shape
 from kvdist.optimizer.compression import Half, from_params
 from kvdist.rowsparse import LazyRows, RowSparse
@@ -34,7 +34,7 @@ Agree = Callable[[str, Callable[[list[str]], str]], None]
 """Compares what all workers say; the second argument makes the sentence where they differ."""
 
 
-class Declared:
+class CollectiveKeys:
     """The keys of one store.
 
     Args:

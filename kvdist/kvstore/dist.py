@@ -41,20 +41,18 @@ from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.calls import Calls
 from kvdist.kvstore.cluster import Cluster
-from kvdist.kvstore.commands import command_of
-from kvdist.kvstore.compressing import Compressing, require_no_keys, require_uncompressed
-from kvdist.kvstore.contribution import Terms
-from kvdist.kvstore.devices import Devices
-from kvdist.kvstore.gathering import PLAIN
-from kvdist.kvstore.key_table import Fresh, KeyTable
-from kvdist.kvstore.moves import Moves
-from kvdist.kvstore.row_moves import RowMoves
+from kvdist.kvstore.coalescing import PLAIN
+from kvdist.kvstore.compression import StoreCompression, require_no_keys, require_uncompressed
+from kvdist.kvstore.device import Devices
+from kvdist.kvstore.keys import Fresh, KeyTable, as_table, require_no_tables
+from kvdist.kvstore.metrics import MetricsExchange
+from kvdist.kvstore.push_pull import ArrayTransfers
+from kvdist.kvstore.registry import command_of
+from kvdist.kvstore.row_moves import RowTransfers
 from kvdist.kvstore.saved import Checkpoint, Names
 from kvdist.kvstore.saving import Saving
-from kvdist.kvstore.staging import Lending
+from kvdist.kvstore.staging import Lending, PushOptions
 from kvdist.kvstore.state_moves import pull_states, replace_states
-from kvdist.kvstore.tables import as_table, require_no_tables
-from kvdist.kvstore.together import Together
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
@@ -92,8 +90,8 @@ class DistStore(KVStore):
         self._keys = KeyTable()
         own = devices or Devices(HOST, insists=False)
         own.pin_with(lambda device: cluster.memory.pin(device.pin))
-        self._moves = Moves(cluster, self._keys, policy, kernels, own, self._remember, self._require_usable)
-        self._rows = RowMoves(cluster, self._moves)
+        self._moves = ArrayTransfers(cluster, self._keys, policy, kernels, own, self._remember, self._require_usable)
+        self._rows = RowTransfers(cluster, self._moves)
         self._calls = Calls(self._keys, self._moves, self._rows, self._keys.__getitem__, own)
         self._uncompressed: set[Key] = set()
         self._barrier_lock = threading.Lock()
@@ -102,7 +100,7 @@ class DistStore(KVStore):
         """Of pushes that nobody waited for."""
         waits = (cluster.wait, cluster.hold)
         self._saving = Saving(self._number, cluster.rank, self._moves.submit, *waits, cluster.memory.forget_shown)
-        self._together = Together(lambda: DistStore("dist", SYNC, cluster, kernels))
+        self._together = MetricsExchange(lambda: DistStore("dist", SYNC, cluster, kernels))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {len(self._keys)} keys"
@@ -338,7 +336,7 @@ class DistStore(KVStore):
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress pushes, and pulls if that is asked for. See `KVStore.set_gradient_compression`."""
         self._require_usable()
-        compressing = Compressing(compression_params, self._uncompressed, self._kernels)
+        compressing = StoreCompression(compression_params, self._uncompressed, self._kernels)
         if self._moves.compressing is not None:
             self._moves.compressing.require_equal(compressing)
             return
@@ -487,5 +485,5 @@ def _declaration(store: int, said: tuple[Any, ...], number: int) -> DeclareKeys:
     return DeclareKeys(number, store, *said)
 
 
-def _terms(average: bool, samples: int) -> Terms:
-    return PLAIN if not average and samples == 0 else Terms(average, samples)
+def _terms(average: bool, samples: int) -> PushOptions:
+    return PLAIN if not average and samples == 0 else PushOptions(average, samples)

@@ -22,8 +22,8 @@ from kvdist.kvstore import saved, values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.collective import CollectiveStore
 from kvdist.kvstore.dist import DistStore
+from kvdist.kvstore.keys import as_table
 from kvdist.kvstore.saved import Checkpoint, CheckpointFuture, Names
-from kvdist.kvstore.tables import as_table
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create

@@ -27,18 +27,15 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import local_saving, saved, values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.calls import Calls
-from kvdist.kvstore.commands import command_of
-from kvdist.kvstore.compressing import Compressing, require_no_keys, require_uncompressed
-from kvdist.kvstore.contribution import Terms
-from kvdist.kvstore.devices import Devices
-from kvdist.kvstore.entries import Entry
+from kvdist.kvstore.compression import StoreCompression, require_no_keys, require_uncompressed
+from kvdist.kvstore.device import Devices
+from kvdist.kvstore.keys import as_table, require_no_tables
 from kvdist.kvstore.local_arrays import LocalArrays
 from kvdist.kvstore.local_rows import LocalRows, resolved
-from kvdist.kvstore.names import COMPRESSING_NAMES
-from kvdist.kvstore.staging import Lending
-from kvdist.kvstore.tables import as_table, require_no_tables
-from kvdist.kvstore.together import as_averaged, as_given, like
-from kvdist.kvstore.updaters import Updaters
+from kvdist.kvstore.local_values import LocalValue, Updaters
+from kvdist.kvstore.metrics import as_averaged, as_given, like
+from kvdist.kvstore.registry import COMPRESSING_NAMES, command_of
+from kvdist.kvstore.staging import Lending, PushOptions
 from kvdist.kvstore.values import Bits, Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
@@ -100,7 +97,7 @@ class LocalStore(KVStore):
 
     def init(self, key: Keys, value: Value) -> None:
         """Store copies of the values; see `KVStore.init`."""
-        fresh: list[Entry] = []
+        fresh: list[LocalValue] = []
         given = [(one, [as_table(one, array) for array in arrays]) for one, arrays in self._given(key, value)]
         undeclared = self._rows.keys.undeclared([pair for pair in given if self._is_table(*pair)])
         tables = [(one, table) for one, table, *_ in undeclared]
@@ -126,7 +123,7 @@ class LocalStore(KVStore):
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Sum over the devices and update or replace the stored value; see `KVStore.push`."""
         self._require_open()
-        self._calls.push(key, value, priority, Terms(average, samples))
+        self._calls.push(key, value, priority, PushOptions(average, samples))
 
     def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Copy the stored values out; see `KVStore.pull`."""
@@ -145,7 +142,7 @@ class LocalStore(KVStore):
     ) -> None:
         """`push`, then `pull`; see `KVStore.pushpull`."""
         self._require_open()
-        self._calls.pushpull(key, value, out, priority, Terms(average, samples), Lending.NOTHING).result()
+        self._calls.pushpull(key, value, out, priority, PushOptions(average, samples), Lending.NOTHING).result()
 
     def push_async(
         self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
@@ -220,7 +217,7 @@ class LocalStore(KVStore):
         return as_given(value, array)
 
     def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
-        """Copies of the values; see `KVStore.from_rank_0`."""
+        """ReplicatedValues of the values; see `KVStore.from_rank_0`."""
         self._require_open()
         copies = [like(value) for value in values]
         for copy, value in zip(copies, values, strict=True):
@@ -244,7 +241,7 @@ class LocalStore(KVStore):
         self._require_open()
         if self._type not in COMPRESSING_NAMES:
             raise ValueError(f"a {self._type!r} store does not compress gradients: that needs 'dist' or 'device'")
-        compressing = Compressing(compression_params, self._uncompressed, self._kernels)
+        compressing = StoreCompression(compression_params, self._uncompressed, self._kernels)
         if compressing.compression.pulled_as is not DType.FLOAT32:
             raise ValueError(
                 f"'pull' is for stores whose values travel, and those of {self._type!r} do not: leave it out, or use"

@@ -16,21 +16,18 @@ from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kernels.interface import Device, Kernels
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, UpdaterFunction, Value
-from kvdist.kvstore.compressing import Compressing
-from kvdist.kvstore.contribution import Terms
-from kvdist.kvstore.device_sum import home_of
-from kvdist.kvstore.devices import Devices, require_one_kind
-from kvdist.kvstore.entries import DeviceEntry, Entry, HostEntry
+from kvdist.kvstore.compression import StoreCompression
+from kvdist.kvstore.device import Devices, home_of, require_one_kind
+from kvdist.kvstore.keys import as_dense
 from kvdist.kvstore.local_rows import resolved
 from kvdist.kvstore.local_saving import Held
-from kvdist.kvstore.staging import Lending
-from kvdist.kvstore.tables import as_dense
-from kvdist.kvstore.updaters import Updaters
+from kvdist.kvstore.local_values import DeviceValue, HostValue, LocalValue, Updaters
+from kvdist.kvstore.staging import Lending, PushOptions
 from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.offload import require_runs_on
 
-Matched = list[tuple[Entry, list[Any]]]
+Matched = list[tuple[LocalValue, list[Any]]]
 """The entries of a call, with their arrays, each checked to fit."""
 
 
@@ -43,23 +40,23 @@ class LocalArrays:
     """
 
     def __init__(self, kernels: Kernels, devices: Devices) -> None:
-        self.entries: dict[Key, Entry] = {}
+        self.entries: dict[Key, LocalValue] = {}
         self.updaters: Updaters | None = None
         """What a contribution changes the value by; without it, and without `function`, the sum replaces the value."""
         self.function: UpdaterFunction | None = None
-        self.compressing: Compressing | None = None
+        self.compressing: StoreCompression | None = None
         self._kernels = kernels
         self._devices = devices
         self._settled: dict[Key, tuple[int, int]] = {}
         """Key that has had a contribution → the number of its GPU (-1 for the host), and its bytes."""
 
-    def __getitem__(self, key: Key) -> Entry:
+    def __getitem__(self, key: Key) -> LocalValue:
         entry = self.entries.get(key)
         if entry is None:
             raise KeyNotInitialised(values.unknown_key(key, self.entries))
         return entry
 
-    def fresh(self, key: Key, arrays: list[Any]) -> Entry | None:
+    def fresh(self, key: Key, arrays: list[Any]) -> LocalValue | None:
         """A new entry with a copy of the first of these values; None where the key has one, which must fit.
 
         Raises:
@@ -122,11 +119,11 @@ class LocalArrays:
 
     # As `kvdist.kvstore.calls.ArrayMoves`. Everything is done when a method returns.
 
-    def push(self, key: Keys, value: Value, priority: int, terms: Terms) -> None:
+    def push(self, key: Keys, value: Value, priority: int, options: PushOptions) -> None:
         self._contribute(self._matched(values.pairs(key, value)))
 
-    def push_async(self, key: Keys, value: Value, priority: int, terms: Terms) -> Future[None]:
-        self.push(key, value, priority, terms)
+    def push_async(self, key: Keys, value: Value, priority: int, options: PushOptions) -> Future[None]:
+        self.push(key, value, priority, options)
         return resolved(None)
 
     def pull(self, key: Keys, out: Value | None, priority: int) -> Future[Any]:
@@ -145,7 +142,7 @@ class LocalArrays:
         value: Value,
         out: Value | None,
         priority: int,
-        terms: Terms,
+        options: PushOptions,
         lending: Lending,
         hold: bool = False,
     ) -> Future[Any]:
@@ -181,15 +178,15 @@ class LocalArrays:
             else:
                 home.sum(arrays, compressing)
 
-    def _made(self, key: Key, shape: Shape, dtype: DType, first: Any) -> Entry:
+    def _made(self, key: Key, shape: Shape, dtype: DType, first: Any) -> LocalValue:
         device, kind = self._devices.of(first), values.kind_of(first)
         if device is None:
-            return HostEntry(key, shape, dtype, kind, self._kernels, values.read_bits(first))
-        entry = DeviceEntry(key, shape, dtype, kind, self._devices, device, first)
+            return HostValue(key, shape, dtype, kind, self._kernels, values.read_bits(first))
+        entry = DeviceValue(key, shape, dtype, kind, self._devices, device, first)
         entry.replace(first)
         return entry
 
-    def _home_for(self, entry: Entry, arrays: Sequence[Any]) -> Entry:
+    def _home_for(self, entry: LocalValue, arrays: Sequence[Any]) -> LocalValue:
         """The entry, which from its first contribution on rests where that comes from."""
         if entry.key in self._settled:
             return entry
@@ -205,11 +202,11 @@ class LocalArrays:
         self._settled[entry.key] = home.index, nbytes
         return self._moved(entry, home, next(array for array in arrays if self._devices.of(array) is home))
 
-    def _moved(self, entry: Entry, home: Device, like: Any) -> Entry:
-        if isinstance(entry, DeviceEntry):
+    def _moved(self, entry: LocalValue, home: Device, like: Any) -> LocalValue:
+        if isinstance(entry, DeviceValue):
             entry.move(home)
             return entry
-        moved = DeviceEntry(entry.key, entry.shape, entry.dtype, entry.kind, self._devices, home, like)
+        moved = DeviceValue(entry.key, entry.shape, entry.dtype, entry.kind, self._devices, home, like)
         moved.load(entry.host_bits())
         self.entries[entry.key] = moved
         return moved

@@ -11,10 +11,9 @@ from kvdist.core.sharding import slices_of
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.initializer import initializer_from
 from kvdist.kernels.interface import Kernels
-from kvdist.kvstore.contribution import Terms
-from kvdist.kvstore.key_table import KeyTable, described
-from kvdist.kvstore.local_saving import HeldRows
-from kvdist.kvstore.tables import Ids, Rows
+from kvdist.kvstore.keys import Ids, KeyTable, Rows, described
+from kvdist.kvstore.local_saving import HeldTable
+from kvdist.kvstore.staging import PushOptions
 from kvdist.kvstore.values import Bits, Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.messages import ROWS
@@ -49,16 +48,16 @@ class LocalRows:
         self.keys.add(KeyInfo(key, shape, dtype, slices, form=form), value)
 
     @property
-    def held(self) -> list[HeldRows]:
+    def held(self) -> list[HeldTable]:
         """What is to be saved, in the order of initialisation."""
-        return [HeldRows(block, self.keys[key].form) for key, block in self.blocks.items()]
+        return [HeldTable(block, self.keys[key].form) for key, block in self.blocks.items()]
 
     def require_fit(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that cannot update one of the tables."""
         for key, block in self.blocks.items():
             self._require_fit(key, block.shape, block.is_lazy, optimizer)
 
-    def push(self, info: KeyInfo, rows: Rows | None, priority: int, terms: Terms) -> Future[None]:
+    def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
         """Update the table by these rows."""
         if rows is not None:
             ids, values = rows

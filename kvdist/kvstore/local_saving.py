@@ -96,7 +96,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldRows:
+class HeldTable:
     """One table that this process keeps."""
 
     block: RowBlock
@@ -121,7 +121,7 @@ class HeldRows:
         row_saving.restore(self.block, found, _optimizer(updater))
 
 
-Holding = Held | HeldRows
+Holding = Held | HeldTable
 
 
 def claim(folder: Path, locks: Locks) -> str:

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from kvdist.core.sharding import row_length
 from kvdist.core.worker.requests import Bits, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
+from kvdist.kvstore.arguments import hyperparameters_of
 from kvdist.kvstore.cluster import Cluster
-from kvdist.kvstore.contribution import Terms
-from kvdist.kvstore.moves import Moves
-from kvdist.kvstore.settings import setting_of
-from kvdist.kvstore.tables import Ids, Rows
+from kvdist.kvstore.keys import Ids, Rows
+from kvdist.kvstore.push_pull import ArrayTransfers
+from kvdist.kvstore.staging import PushOptions
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import padded
 from kvdist.protocol.messages import Flag
@@ -63,7 +63,7 @@ class RowBuffers:
             del self._free[: max(0, len(self._free) - BUFFERS_KEPT_MAX)]
 
 
-class RowMoves:
+class RowTransfers:
     """Pushes and pulls of the tables of one store.
 
     Args:
@@ -71,7 +71,7 @@ class RowMoves:
         moves: what submits requests, and knows the optimizer.
     """
 
-    def __init__(self, cluster: Cluster, moves: Moves) -> None:
+    def __init__(self, cluster: Cluster, moves: ArrayTransfers) -> None:
         self._cluster = cluster
         self._moves = moves
         self._buffers = RowBuffers(cluster.memory)
@@ -85,10 +85,10 @@ class RowMoves:
         self._moves.ask(lambda number: Transfer(number, Kind.INITIALISE_ROWS, label, runs))
         self._buffers.give_back(buffers)
 
-    def push(self, info: KeyInfo, rows: Rows | None, priority: int, terms: Terms) -> Future[None]:
+    def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
         """Push rows; without any it still counts. None: there is no gradient here."""
-        flags = (Flag.AVERAGE if terms.average else 0) | (Flag.EMPTY if rows is None else 0)
-        setting = setting_of(info, self._moves.optimizer)
+        flags = (Flag.AVERAGE if options.average else 0) | (Flag.EMPTY if rows is None else 0)
+        setting = hyperparameters_of(info, self._moves.optimizer)
         nbytes, under_way = 0 if rows is None else sum(array.nbytes for array in rows), self._cluster.under_way
         largest = self._largest.get(info.key, 0)
         if nbytes > largest:
@@ -97,7 +97,7 @@ class RowMoves:
         label = f"push of rows of key {info.key!r}"
 
         def submit() -> Future[None]:
-            runs, buffers = self._laid_out(info, rows, int(flags), (setting,), terms.samples)
+            runs, buffers = self._laid_out(info, rows, int(flags), (setting,), options.samples)
             return self._moves.submit(
                 lambda number: Transfer(number, Kind.PUSH_ROWS, label, runs, priority),
                 lambda: self._buffers.give_back(buffers),

@@ -1,4 +1,4 @@
-"""Memory in which contributions wait until a server has counted them, laid out as their plan says.
+"""The payloads of a push: memory laid out as its plan says, in which contributions wait until they are counted.
 
 A plan's buffers are used again and again, because the first touch of fresh memory costs several times a copy.
 """
@@ -9,17 +9,20 @@ import enum
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunPlan, make_plan
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunData, RunPlan, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import DeviceEvent, Kernels
-from kvdist.kvstore.descent import Descent
-from kvdist.kvstore.devices import OnDevice, Part
+from kvdist.kvstore.arguments import PushArgs, Settings, run_hyperparameters
+from kvdist.kvstore.device import Download, OnDevice, Part, as_host_bits
 from kvdist.kvstore.values import Key
+from kvdist.protocol.arrays import U8
+from kvdist.protocol.messages import Flag
 from kvdist.transport.shared_memory.memory import Allocator
 
 STAGED_BYTES_MIN = 64 << 20
@@ -75,7 +78,7 @@ class Staging:
         arrays: Sequence[Sequence[Part]],
         kernels: Kernels,
         lent: Sequence[memoryview | None],
-        descent: Descent | None = None,
+        download: Download | None = None,
     ) -> tuple[list[memoryview], Buffers, list[DeviceEvent]]:
         """The payload of each run, the buffers that they occupy, and what to wait for before they are sent.
 
@@ -86,7 +89,7 @@ class Staging:
             arrays: per key of the plan its contributions, one per device, as bits.
             kernels: what sums.
             lent: per run the caller's own memory to be used as the payload, or None.
-            descent: brings down what lies on GPUs; None where nothing does.
+            download: brings down what lies on GPUs; None where nothing does.
         """
         try:
             buffers = self._free.pop()
@@ -98,10 +101,10 @@ class Staging:
             for i, (run, payload) in enumerate(zip(self.plan.runs, lent, strict=True)):
                 if payload is None:
                     buffer = buffers[i] = buffers[i] or RunBuffer(run, self._memory)
-                    if descent is None:
+                    if download is None:
                         self._copy(run, buffer, arrays, kernels)
                     else:
-                        descent.bring(self.plan, run, buffer.payload, buffer.views, arrays, kernels, marks)
+                        download.bring(self.plan, run, buffer.payload, buffer.views, arrays, kernels, marks)
                     self._traffic.copied_in += run.nbytes
                     payload = buffer.payload
                 payloads.append(payload)
@@ -241,3 +244,108 @@ def _extent(array: Bits) -> tuple[int, int]:
     """The first address of a contiguous array, and the one behind it."""
     start: int = array.__array_interface__["data"][0]
     return start, start + array.nbytes
+
+
+SAMPLES_MAX = (1 << 32) - 1
+"""A message has four bytes for it."""
+
+
+@dataclass(slots=True)
+class Payloads:
+    """One push: its runs, and the buffers that they occupy until they are counted."""
+
+    staging: Staging
+    runs: list[RunData]
+    buffers: Buffers = field(default_factory=list)
+    marks: list[DeviceEvent] = field(default_factory=list)
+    """What GPUs still copy into the payloads."""
+
+    def settle(self) -> None:
+        """Wait until the payloads are filled. To be called before they are sent, on the node's thread.
+
+        The program goes on meanwhile, and the GPU copies one push while the program asks for the next one's sums.
+        """
+        for mark in self.marks:
+            mark.wait()
+        self.marks.clear()
+
+    def release(self) -> None:
+        """It is counted: its buffers may be filled again. Called from the node's thread."""
+        if self.buffers:
+            self.staging.give_back(self.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """How the servers are to count a push; see `KVStore.push`."""
+
+    average: bool
+    samples: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.samples <= SAMPLES_MAX:
+            raise ValueError(f"samples is {self.samples}; it counts examples, from 0 to {SAMPLES_MAX}")
+
+
+def lay_out(
+    staging: Staging,
+    given: PushArgs,
+    settings: Settings,
+    options: PushOptions,
+    kernels: Kernels,
+    lent: Sequence[memoryview | None],
+    reads: Reads,
+    download: Download,
+) -> Payloads:
+    """Lay out the arrays of a push.
+
+    Args:
+        staging: the buffers of this list of keys.
+        given: what is pushed.
+        settings: the numbers of the optimizer that travel along.
+        options: how the push counts.
+        kernels: what sums over devices.
+        lent: per run the caller's own memory that is sent, or an encoded payload, or None.
+        reads: whether whoever a run is sent to shares memory with this process.
+        download: brings down what lies on GPUs.
+    """
+    plan, bits = staging.plan, given.bits
+    distinct, setting_of_key = settings
+    flag = int(Flag.AVERAGE) if options.average else 0
+    buffers: Buffers = []
+    marks: list[DeviceEvent] = []
+    if all(bits):
+        payloads, buffers, marks = staging.fill(bits, kernels, lent, download if given.is_on_gpus else None)
+        flags: list[U8] = [_flags(run, flag) for run in plan.runs]
+    else:
+        # Some key has no value here. That is rare, so it may be slow, and occupies no buffers.
+        empty = np.array([not parts for parts in bits])
+        flags = [_flags(run, flag) | np.where(empty[run.key_of], Flag.EMPTY, 0).astype(np.uint8) for run in plan.runs]
+        payloads = [
+            _payload_of_some(run, given, kernels) if own is None else own
+            for run, own in zip(plan.runs, lent, strict=True)
+        ]
+    runs = []
+    for run, payload, run_flags in zip(plan.runs, payloads, flags, strict=True):
+        own, index = run_hyperparameters(distinct, None if setting_of_key is None else setting_of_key[run.key_of])
+        runs.append(RunData(run, payload, (), run_flags, own, index, samples=options.samples, stays=reads(run)))
+    return Payloads(staging, runs, buffers, marks)
+
+
+def _payload_of_some(run: RunPlan, given: PushArgs, kernels: Kernels) -> memoryview:
+    """The payload of a run some of whose keys have no value: those take no bytes."""
+    payload = bytearray()
+    for piece in run.pieces:
+        if not given.bits[piece.index]:
+            continue
+        info = given.infos[piece.index]
+        total = np.empty(piece.stop - piece.start, info.dtype.storage)
+        parts = as_host_bits([part[piece.start : piece.stop] for part in given.bits[piece.index]])
+        kernels.weighted_sum(parts, [1.0] * len(parts), info.dtype, total)
+        payload += total.tobytes()
+        payload += b"\0" * (-total.nbytes % 8)
+    return memoryview(payload)
+
+
+def _flags(run: RunPlan, flag: int) -> U8:
+    return np.full(len(run.ids), flag, np.uint8)

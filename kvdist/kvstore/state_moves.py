@@ -14,7 +14,7 @@ import numpy as np
 from kvdist.core.server.state_parts import MASTER, NUMBERS, wide
 from kvdist.core.worker.requests import Bits, KeyInfo, Kind, Piece, Request, RunData, RunPlan, Transfer
 from kvdist.dtypes import DType
-from kvdist.kvstore.handed import named
+from kvdist.kvstore.arguments import named
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, has_master, state_size
 from kvdist.protocol.arrays import padded

@@ -1,6 +1,6 @@
 """What a user may hand in: keys, arrays and tensors, and how to read and write their memory.
 
-Neither torch nor a library for GPUs is imported here: whoever hands in a tensor has imported it already. Inside the
+Neither torch nor a library for GPUs is imported here: a caller that has a tensor has imported it already. Inside the
 package a value is its *bits*: a one-dimensional NumPy array of the storage type of its `DType`, in C order and
 little-endian.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
 from kvdist.kernels.gpu import gpu_index
-from kvdist.kvstore import gpu_arrays
 from kvdist.rowsparse import RowSparse
 
 Key: TypeAlias = int | str
@@ -91,8 +91,8 @@ def describe(value: Any) -> tuple[Shape, DType]:
             raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
         return value.shape, dtype
     if not is_tensor(value):
-        if gpu_arrays.is_one(value):
-            return gpu_arrays.describe(value, _BY_NUMPY, _SUPPORTED)
+        if _is_gpu_array(value):
+            return _describe_gpu_array(value)
         raise TypeError(
             f"a value must be a NumPy array or a torch tensor, not {type(value).__name__}; numpy.asarray makes an array"
         )
@@ -163,7 +163,7 @@ def read_bits(value: Any) -> Bits:
             return plain.reshape(-1)
         return np.array(plain, dtype=describe(plain)[1].storage, order="C", copy=True).reshape(-1)
     if not is_tensor(value):
-        return gpu_arrays.read(value).reshape(-1)
+        return _read_gpu_array(value).reshape(-1)
     return _tensor_memory(value.detach().cpu().contiguous())
 
 
@@ -193,7 +193,7 @@ def about_to_change(value: Any) -> Any:
 
 def is_in_order(value: Any) -> bool:
     """Whether a tensor, or an array on a GPU, is contiguous in C order."""
-    return bool(value.is_contiguous()) if is_tensor(value) else gpu_arrays.is_in_order(value)
+    return bool(value.is_contiguous()) if is_tensor(value) else _is_gpu_array_in_order(value)
 
 
 def in_order(value: Any) -> Any:
@@ -204,7 +204,7 @@ def in_order(value: Any) -> Any:
     """
     if is_tensor(value):
         return value.detach().contiguous()
-    if not gpu_arrays.is_in_order(value):
+    if not _is_gpu_array_in_order(value):
         raise TypeError("an array on a GPU must be contiguous in C order: make it so, as with cupy.ascontiguousarray")
     return value
 
@@ -228,7 +228,7 @@ def write_bits(value: Any, bits: Bits) -> None:
             raise ValueError(_read_only(value))
         np.asarray(value)[...] = bits.reshape(value.shape)
     elif not is_tensor(value):
-        gpu_arrays.write(value, bits)
+        _write_gpu_array(value, bits)
     else:
         value.detach().copy_(_tensor_over(bits, describe(value)[1]).view(value.shape))
 
@@ -247,7 +247,7 @@ def kind_of(value: Any) -> str:
     if isinstance(value, _NUMPY):
         return "numpy"
     if not is_tensor(value):
-        return gpu_arrays.kind_of(value)
+        return _gpu_kind_of(value)
     return "torch" if value.device.type == "cpu" else f"torch:{value.device}"
 
 
@@ -257,7 +257,7 @@ def like(kind: str, shape: Shape, dtype: DType, bits: Bits) -> Any:
         return bits.reshape(shape)
     library, _, device = kind.partition(":")
     if library != "torch":
-        return gpu_arrays.like(library, int(device), bits.reshape(shape))
+        return _gpu_array_like(library, int(device), bits.reshape(shape))
     tensor = _tensor_over(bits, dtype).view(shape)
     return tensor.to(device) if device else tensor
 
@@ -388,3 +388,62 @@ def _tensor_over(bits: Bits, dtype: DType) -> Any:
 @functools.cache
 def _torch_dtypes(torch: Any) -> dict[Any, DType]:
     return {getattr(torch, dtype.label): dtype for dtype in DType}
+
+
+def _is_gpu_array(value: Any) -> bool:
+    """Whether the value is an array on a GPU."""
+    return getattr(value, "__cuda_array_interface__", None) is not None
+
+
+def _describe_gpu_array(value: Any) -> tuple[Shape, DType]:
+    """Shape and element type.
+
+    Raises:
+        TypeError: the type is not one that a key may have.
+    """
+    dtype = _BY_NUMPY.get(np.dtype(value.dtype))
+    if dtype is None:
+        raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
+    return tuple(value.shape), dtype
+
+
+def _is_gpu_array_in_order(value: Any) -> bool:
+    """Whether it is contiguous in C order."""
+    interface = value.__cuda_array_interface__
+    strides = interface.get("strides")
+    if strides is None or math.prod(interface["shape"]) == 0:
+        return True
+    expected = np.dtype(interface["typestr"]).itemsize
+    for length, stride in zip(reversed(interface["shape"]), reversed(strides), strict=True):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _read_gpu_array(value: Any) -> NDArray[Any]:
+    """A copy in the host's memory, in C order."""
+    get = getattr(value, "get", None) or value.copy_to_host
+    return np.ascontiguousarray(get())
+
+
+def _write_gpu_array(value: Any, bits: NDArray[Any]) -> None:
+    """Copy host memory into it."""
+    put = getattr(value, "set", None) or value.copy_to_device
+    put(np.ascontiguousarray(bits).reshape(value.shape))
+
+
+def _gpu_kind_of(value: Any) -> str:
+    """Its library, and the number of its GPU."""
+    return f"{type(value).__module__.partition('.')[0]}:{gpu_index(value)}"
+
+
+def _gpu_array_like(library: str, index: int, array: NDArray[Any]) -> Any:
+    """A copy of host memory on a GPU, as an array of the library."""
+    if library == "cupy":
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(index):
+            return cupy.asarray(array)
+    cuda = sys.modules[library].cuda
+    with cuda.gpus[index]:
+        return cuda.to_device(array)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets
 from kvdist.errors import ForkError
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.names import DIST_NAMES
+from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.training.parameters import Parameter
 

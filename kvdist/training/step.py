@@ -20,11 +20,11 @@ from kvdist.config.environment import read_setting
 from kvdist.kernels.interface import Device
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
-from kvdist.kvstore.adapted import Adapted
+from kvdist.kvstore.adapter import Adapted
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.devices import Devices, OnDevice, as_host_bits
-from kvdist.kvstore.names import DIST_NAMES
-from kvdist.kvstore.updaters import Updaters
+from kvdist.kvstore.device import Devices, OnDevice, as_host_bits
+from kvdist.kvstore.local_values import Updaters
+from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.training.parameters import Parameter
 

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 from kvdist.checkpoint.slices import updates_in
 from kvdist.kvstore import create as create_store
+from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.saved import Checkpoint
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest

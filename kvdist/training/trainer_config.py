@@ -22,9 +22,8 @@ import torch
 
 from kvdist.config.environment import cluster_from_env, read_setting
 from kvdist.errors import ConfigError, KeyNotInitialised
-from kvdist.kvstore.adapted import Adapted
+from kvdist.kvstore.adapter import OPTIMIZER, Adapted, KVStoreBase
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.contract import OPTIMIZER, KVStoreBase
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.compression import from_params
 from kvdist.optimizer.registry import create as create_optimizer

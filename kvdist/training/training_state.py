@@ -14,8 +14,8 @@ from typing import Any
 
 from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, read_manifest
 from kvdist.kvstore import local_saving, saved, values
+from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.contract import KVStoreBase
 from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
 from kvdist.optimizer.states import SliceState
 from kvdist.training.parameters import Parameter

@@ -14,7 +14,7 @@ from kvdist import BarrierTimeout, InitMismatch, KeyNotInitialised, LazyRows, Ro
 from kvdist.collective.basics import current
 from kvdist.errors import CheckpointError, CollectiveError, CollectiveMismatch, RankLostError
 from kvdist.kvstore import collective, local, saved
-from kvdist.kvstore.names import COLLECTIVE_NAMES
+from kvdist.kvstore.registry import COLLECTIVE_NAMES
 from tests.collective.ranks import returned, run_ranks
 
 

@@ -17,7 +17,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels.gpu import gpu_index
 from kvdist.kernels.numba_cuda import NumbaDevice, _Owned, _torch_with_cuda, index_of, open_device
-from kvdist.kvstore.devices import Devices
+from kvdist.kvstore.device import Devices
 from kvdist.kvstore.local import LocalStore
 from kvdist.optimizer import Updater, create
 from kvdist.optimizer.states import Part

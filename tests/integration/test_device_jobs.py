@@ -10,7 +10,7 @@ import pytest
 
 from kvdist.core.policy import SYNC
 from kvdist.errors import DeviceError
-from kvdist.kvstore.devices import Devices
+from kvdist.kvstore.device import Devices
 from kvdist.kvstore.dist import DistStore
 from tests.devices import NumpyDevice
 from tests.integration.test_passes import Job, running

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvdist import KvdistError, StoreClosed, kv
-from kvdist.kvstore import commands
+from kvdist.kvstore import registry
 
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch):
-    monkeypatch.setattr(commands, "HANDLERS", {})
-    return commands.HANDLERS
+    monkeypatch.setattr(registry, "HANDLERS", {})
+    return registry.HANDLERS
 
 
 def test_a_registered_function_stays_itself(handlers):

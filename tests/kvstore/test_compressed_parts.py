@@ -7,8 +7,8 @@ import pytest
 
 from kvdist import kv
 from kvdist.errors import PushRefused
-from kvdist.kvstore import moves
-from kvdist.kvstore.parts import parts_of
+from kvdist.kvstore import push_pull
+from kvdist.kvstore.push_pull import parts_of
 
 SIZES = [3, 40, 0, 17, 1, 200, 5]
 KEYS = list(range(len(SIZES)))
@@ -24,7 +24,7 @@ def parts(monkeypatch):
         counts.append(len(found))
         return found
 
-    monkeypatch.setattr(moves, "parts_of", small_parts)
+    monkeypatch.setattr(push_pull, "parts_of", small_parts)
     return counts
 
 

@@ -15,7 +15,7 @@ ASYNC_NAMES = ["dist_async", "dist_async_device", "dist_device_async"]
 
 @pytest.fixture(autouse=True)
 def what_was_registered_is_forgotten(monkeypatch):
-    monkeypatch.setattr("kvdist.kvstore.own.REGISTERED", {})
+    monkeypatch.setattr("kvdist.kvstore.registry.REGISTERED", {})
 
 
 @pytest.mark.parametrize("name", LOCAL_NAMES)

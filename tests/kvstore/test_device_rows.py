@@ -10,8 +10,7 @@ import pytest
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore.device_rows import merged, merged_gradient
-from kvdist.kvstore.devices import OnDevice
+from kvdist.kvstore.device import OnDevice, merged, merged_gradient
 from kvdist.rowsparse import canonical
 from tests.devices import DeviceArray, NumpyDevice
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvdist.errors import DeviceError
 from kvdist.kernels.gpu import open_gpu
-from kvdist.kvstore.devices import Devices
+from kvdist.kvstore.device import Devices
 from kvdist.kvstore.local import LocalStore
 from kvdist.optimizer import create
 from tests.devices import DeviceArray, NumpyDevice

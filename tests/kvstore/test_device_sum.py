@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvdist.dtypes import DType
-from kvdist.kvstore.device_sum import home_of, summed
-from kvdist.kvstore.devices import OnDevice
+from kvdist.kvstore.device import OnDevice, home_of, summed
 from tests.devices import NumpyDevice
 
 

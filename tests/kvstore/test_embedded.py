@@ -310,7 +310,9 @@ def test_buffers_are_not_kept_for_every_order_of_a_list(store):
 
 
 @pytest.mark.parametrize("compression", [None, {"type": "fp16"}])
-@pytest.mark.parametrize("fails", ["kvstore.moves.cut", "kvstore.moves.Views", "runtime.node.Node.submit"])
+@pytest.mark.parametrize(
+    "fails", ["kvstore.push_pull.cut", "kvstore.push_pull.SharedResults", "runtime.node.Node.submit"]
+)
 def test_a_push_that_an_exception_cuts_off_leaves_no_bytes_under_way(monkeypatch, compression, fails):
     small, large, huge = (np.ones(count, np.float32) for count in (3, 100_000, 3 << 20))
     rows = RowSparse([1, 3], np.ones((2, 4), np.float32), (5, 4))

@@ -7,7 +7,7 @@ import pytest
 from kvdist.core.sharding import cut
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
-from kvdist.kvstore.parts import parts_of
+from kvdist.kvstore.push_pull import parts_of
 
 
 def keys(*sizes):

@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 
-from kvdist.kvstore.pulling import PullFuture, fail, fulfil
+from kvdist.kvstore.coalescing import PullFuture, fail, fulfil
 
 
 class Owner:

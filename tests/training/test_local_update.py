@@ -6,7 +6,7 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore.updaters import Updaters
+from kvdist.kvstore.local_values import Updaters
 from kvdist.optimizer import Updater, create
 from tests.devices import NumpyDevice
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvdist import kv, sync_buffers
-from tests.kvstore.test_contract import Mine
+from tests.kvstore.test_adapter import Mine
 
 
 def network():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvdist.core.policy import ASYNC
-from kvdist.kvstore.names import DIST_NAMES
+from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.training import trainer_config
 from kvdist.training.trainer_config import ASYNCHRONOUS, store_updates, would_only_copy
 

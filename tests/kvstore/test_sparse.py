@@ -16,11 +16,11 @@ from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import KeyInfo, Kind, Transfer
 from kvdist.dtypes import DType
-from kvdist.kvstore import row_moves, tables
+from kvdist.kvstore import keys, row_moves
 from kvdist.kvstore.calls import combined
-from kvdist.kvstore.contribution import Terms
-from kvdist.kvstore.devices import Devices
-from kvdist.kvstore.row_moves import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowBuffers, RowMoves
+from kvdist.kvstore.device import Devices
+from kvdist.kvstore.row_moves import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowBuffers, RowTransfers
+from kvdist.kvstore.staging import PushOptions
 from kvdist.protocol.messages import ROWS, Flag, Placement
 from kvdist.rowsparse import RowSparse
 from kvdist.runtime.user_threads import UnderWay
@@ -33,7 +33,7 @@ def info_of(shape: tuple[int, ...] = (10, 3), dtype: DType = DType.FLOAT32, serv
 
 
 class Recorder:
-    """Stands for a cluster and for `Moves`: keeps what is submitted, and finishes it when told."""
+    """Stands for a cluster and for `ArrayTransfers`: keeps what is submitted, and finishes it when told."""
 
     def __init__(self) -> None:
         self.memory, self.traffic, self.optimizer = HeapAllocator(), Traffic(), None
@@ -67,8 +67,8 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def moves(recorder: Recorder) -> RowMoves:
-    return RowMoves(recorder, recorder)  # type: ignore[arg-type]
+def moves(recorder: Recorder) -> RowTransfers:
+    return RowTransfers(recorder, recorder)  # type: ignore[arg-type]
 
 
 def sent(transfer: Transfer) -> list[tuple[int, list[int], list[float]]]:
@@ -83,7 +83,7 @@ def sent(transfer: Transfer) -> list[tuple[int, list[int], list[float]]]:
     return found
 
 
-TERMS = Terms(False, 0)
+TERMS = PushOptions(False, 0)
 HERE = Devices("host", insists=False)
 
 
@@ -131,11 +131,13 @@ def test_no_two_threads_have_the_same_buffer() -> None:
 # Runs.
 
 
-def test_every_server_gets_its_rows_and_an_empty_part_where_it_has_none(recorder: Recorder, moves: RowMoves) -> None:
+def test_every_server_gets_its_rows_and_an_empty_part_where_it_has_none(
+    recorder: Recorder, moves: RowTransfers
+) -> None:
     info = info_of()
     moves.push(info, (np.array([0, 4, 9]), np.arange(9, dtype=np.float32).reshape(3, 3)), 0, TERMS)
     moves.push(info, (np.array([7]), np.ones((1, 3), np.float32)), 0, TERMS)
-    moves.push(info, None, 0, Terms(True, 5))
+    moves.push(info, None, 0, PushOptions(True, 5))
     first, second, third = recorder.transfers
     assert sent(first) == [(0, [0, 4], [0, 3]), (1, [9], [6])]
     assert sent(second) == [(0, [], []), (1, [7], [1])]
@@ -148,7 +150,7 @@ def test_every_server_gets_its_rows_and_an_empty_part_where_it_has_none(recorder
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.UINT8, DType.FLOAT64])
 def test_what_stands_behind_the_values_is_zero_although_memory_is_used_again(
-    recorder: Recorder, moves: RowMoves, dtype: DType
+    recorder: Recorder, moves: RowTransfers, dtype: DType
 ) -> None:
     info = info_of(dtype=dtype, servers=1)
     for turn in range(2):
@@ -162,7 +164,7 @@ def test_what_stands_behind_the_values_is_zero_although_memory_is_used_again(
 
 @pytest.mark.parametrize("is_far", [False, True])
 def test_many_rows_travel_in_several_messages_in_order(
-    recorder: Recorder, moves: RowMoves, monkeypatch: pytest.MonkeyPatch, is_far: bool
+    recorder: Recorder, moves: RowTransfers, monkeypatch: pytest.MonkeyPatch, is_far: bool
 ) -> None:
     recorder.far = is_far
     if is_far:
@@ -188,22 +190,22 @@ def test_many_rows_travel_in_several_messages_in_order(
     assert out.tolist() == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
 
 
-def test_rows_of_the_largest_size_travel(recorder: Recorder, moves: RowMoves) -> None:
-    info = info_of((7, tables.ROW_BYTES_MAX), DType.UINT8, 1)
-    moves.push(info, (np.arange(7), np.ones((7, tables.ROW_BYTES_MAX), np.uint8)), 0, TERMS)
+def test_rows_of_the_largest_size_travel(recorder: Recorder, moves: RowTransfers) -> None:
+    info = info_of((7, keys.ROW_BYTES_MAX), DType.UINT8, 1)
+    moves.push(info, (np.arange(7), np.ones((7, keys.ROW_BYTES_MAX), np.uint8)), 0, TERMS)
     (run,) = recorder.transfers[0].runs
     assert [chunk.rows for chunk in run.chunks] == [6, 1]
     assert all(len(chunk.payload) <= PUSHED_BYTES_MAX for chunk in run.chunks)
 
 
-def test_a_pull_asks_only_the_servers_that_have_some_of_the_rows(recorder: Recorder, moves: RowMoves) -> None:
+def test_a_pull_asks_only_the_servers_that_have_some_of_the_rows(recorder: Recorder, moves: RowTransfers) -> None:
     moves.pull(info_of(servers=3), np.array([0, 9]), np.zeros(6, np.float32), 4)
     moves.pull(info_of(), np.zeros(0, np.int64), np.zeros(0, np.float32), 0)
     assert [run.plan.server for run in recorder.transfers[0].runs] == [0, 2]
     assert recorder.transfers[0].priority == 4 and not recorder.transfers[1].runs
 
 
-def test_memory_is_not_used_again_before_its_push_is_counted(recorder: Recorder, moves: RowMoves) -> None:
+def test_memory_is_not_used_again_before_its_push_is_counted(recorder: Recorder, moves: RowTransfers) -> None:
     info, ids = info_of(), np.arange(10)
     for value in (1, 2, 3):
         moves.push(info, (ids, np.full((10, 3), value, np.float32)), 0, TERMS)
@@ -213,7 +215,7 @@ def test_memory_is_not_used_again_before_its_push_is_counted(recorder: Recorder,
     assert shown == [1, 4, 3, 4]
 
 
-def test_first_values_that_could_not_be_given_keep_their_memory(recorder: Recorder, moves: RowMoves) -> None:
+def test_first_values_that_could_not_be_given_keep_their_memory(recorder: Recorder, moves: RowTransfers) -> None:
     rows = (np.arange(10), np.ones((10, 3), np.float32))
 
     def fail(make: Any) -> None:
@@ -274,20 +276,20 @@ def test_one_future_for_many_that_several_threads_resolve() -> None:
 def test_gradients_of_devices_are_summed_in_order_and_none_is_none() -> None:
     info = info_of((4, 2), servers=1)
     one = RowSparse([3, 1, 3], np.array([[1, 1], [2, 2], [4, 4]], np.float32), (4, 2))
-    found = tables.gradient(info, [one, np.ones((4, 2), np.float32)], HERE)
+    found = keys.gradient(info, [one, np.ones((4, 2), np.float32)], HERE)
     assert found is not None
     assert found[0].tolist() == [0, 1, 2, 3] and found[1][:, 0].tolist() == [1, 3, 1, 6]
-    alone = tables.gradient(info, [one], HERE)
+    alone = keys.gradient(info, [one], HERE)
     assert alone is not None and alone[0].tolist() == [1, 3] and alone[1][:, 1].tolist() == [2, 5]
-    assert tables.gradient(info, [], HERE) is None
-    nothing = tables.gradient(info, [RowSparse.zeros((4, 2))], HERE)
+    assert keys.gradient(info, [], HERE) is None
+    nothing = keys.gradient(info, [RowSparse.zeros((4, 2))], HERE)
     assert nothing is not None and len(nothing[0]) == 0 and nothing[1].shape == (0, 2)
 
 
 def test_halves_of_devices_are_summed_in_float32() -> None:
     info = info_of((2, 1), DType.FLOAT16, 1)
     parts = [RowSparse([0], np.array([[value]], np.float16), (2, 1)) for value in (2048, 1, 1)]
-    found = tables.gradient(info, parts, HERE)
+    found = keys.gradient(info, parts, HERE)
     assert found is not None and found[1].tolist() == [[2050]]
 
 
@@ -301,17 +303,17 @@ def test_halves_of_devices_are_summed_in_float32() -> None:
     ],
 )
 def test_wanted_rows_are_each_named_once_in_order(ids: Any) -> None:
-    found = tables.wanted(info_of(servers=1), ids)
+    found = keys.wanted(info_of(servers=1), ids)
     assert found.dtype == np.int64 and found.tolist() == [0, 1, 3]
 
 
 def test_no_rows_may_be_wanted_in_any_shape() -> None:
-    assert tables.wanted(info_of(), np.zeros((3, 0), np.int64)).tolist() == []
+    assert keys.wanted(info_of(), np.zeros((3, 0), np.int64)).tolist() == []
 
 
 def test_ids_that_are_in_order_already_are_a_copy_of_the_callers() -> None:
     ids = np.array([1, 4, 6])
-    found = tables.wanted(info_of(servers=1), ids)
+    found = keys.wanted(info_of(servers=1), ids)
     assert found.tolist() == [1, 4, 6] and not np.shares_memory(found, ids)
 
 
@@ -328,9 +330,9 @@ def test_ids_that_are_in_order_already_are_a_copy_of_the_callers() -> None:
 )
 def test_wanted_rows_that_are_none_are_refused(ids: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        tables.wanted(info_of(), ids)
+        keys.wanted(info_of(), ids)
 
 
 def test_a_table_without_rows_has_none_to_want() -> None:
     with pytest.raises(ValueError, match="row 0 was asked for"):
-        tables.wanted(info_of((0, 3), servers=1), [0])
+        keys.wanted(info_of((0, 3), servers=1), [0])

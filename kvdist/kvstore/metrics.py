@@ -1,10 +1,9 @@
-"""Values that workers exchange outside of training: means of metrics, and what rank 0 has.
+"""Values that workers exchange beside training: means of metrics, and what rank 0 has.
 
-Rules that hold here:
+Invariants:
 
 * They travel in a store of their own, made when it is first needed, so the user's keys and optimizer are not touched.
-* Every call begins with a barrier at which all workers say what they are about to exchange. A mistake is then an error
-  on all of them, and nobody waits for a key that the others never declare.
+* Every call begins with a barrier at which all workers state what they exchange, so a mistake is an error on all.
 * Keys are named by dtype and shape, so a metric that is averaged at each epoch is one key.
 """
 
@@ -23,7 +22,7 @@ from kvdist.kvstore.base import KVStore
 _SHARE = "share of the workers with a value"
 
 
-class Together:
+class MetricsExchange:
     """The exchange of one store.
 
     Args:

@@ -12,7 +12,7 @@ from kvdist.core.sharding import cut
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
-from kvdist.kvstore.key_table import KeyTable
+from kvdist.kvstore.keys import KeyTable
 from kvdist.protocol.limits import DEFAULT
 
 

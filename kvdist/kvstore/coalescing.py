@@ -1,59 +1,178 @@
 """Calls for one small key at a time, as in ``for k in keys: store.push(k, grad[k])``, joined to calls for many.
 
-Rules that hold here:
+Invariants:
 
-* What was said keeps its order: a gathering takes in a call only while no other request of the store stands behind it
-  in the mailbox, but for the pulls that follow its pushes, of which none may be of the key that is pushed.
-* A call is checked, and its value copied, before it returns. What it costs later is paid by the node's thread.
-* Pulls travel together, but each is answered alone: whoever waits for one key must not wait for the rounds of others.
-* A loop is gathered as it was the last time, so that the servers see the same keys together at every step.
+* Requests keep their order: a batch takes in a call only while no other request of the store stands behind it in the
+  mailbox, except the pulls that follow its pushes, none of which may be of the key that is pushed.
+* A call is checked, and its value copied, before it returns. The rest is done by the node's thread.
+* Pulls travel together, but each has its own future: a caller that waits for one key does not wait for other rounds.
+* A loop is joined as it was the last time, so that the servers see the same keys together at every step.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from kvdist.core.machine import NEVER
 from kvdist.core.worker.requests import Bits, KeyInfo, Kind, RunData, Transfer
-from kvdist.kvstore.contribution import Contribution, Terms
-from kvdist.kvstore.handed import EncodedSlices, Given, named
-from kvdist.kvstore.pulling import PullFuture, fail, fulfil
-from kvdist.kvstore.settings import Setting
+from kvdist.kvstore.arguments import EncodedSlices, Hyperparameters, PushArgs, named
+from kvdist.kvstore.staging import Payloads, PushOptions
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import padded
 from kvdist.runtime.mailbox import AnswerByKey, Finish, Growing
+from kvdist.runtime.user_threads import AwaitedFuture
+
+# Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
+_LOCK = threading.RLock()
+
+
+class PullFuture(AwaitedFuture[None]):
+    """A future of None that cannot be cancelled: the answer may be under way into the user's array.
+
+    Args:
+        hurry: called when somebody waits.
+    """
+
+    _is_whole = False
+    """The base class is initialised. On the class, so that each future need not set it."""
+    _is_done = False
+    _error: BaseException | None = None
+
+    def __init__(self, hurry: Callable[[], None]) -> None:
+        self._hurry = hurry
+
+    def __getattr__(self, name: str) -> Any:
+        # Of all attributes only those that the base class sets when it is initialised can be missing.
+        if self._is_whole:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not self._is_done:
+            self._hurry()
+        self._become_whole()
+        return getattr(self, name)
+
+    def cancel(self) -> bool:
+        """Always False."""
+        return False
+
+    def cancelled(self) -> bool:
+        """Always False."""
+        return False
+
+    def running(self) -> bool:
+        """Whether it is not done."""
+        return not self._is_done
+
+    def done(self) -> bool:
+        """Whether the result is in its array, or never will be."""
+        return self._is_done
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the result is in its array.
+
+        Raises:
+            TimeoutError: it is not there after so many seconds.
+            KvdistError: what the pull failed with.
+        """
+        if not self._is_done:
+            self._hurry()
+            super().result(timeout)
+        elif self._error is not None:
+            raise self._error
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return what the pull failed with; None if it did not."""
+        if self._is_done:
+            return self._error
+        self._hurry()
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
+        """Have `fn` called when it is done. Nobody waits for that, so the pull need not hurry."""
+        self._become_whole()
+        super().add_done_callback(fn)
+
+    def set_result(self, result: None) -> None:
+        """The result is in its array."""
+        fulfil([self])
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """It never will be."""
+        assert exception is not None
+        fail([self], exception)
+
+    def _become_whole(self) -> None:
+        """Have what the base class keeps."""
+        with _LOCK:
+            if not self._is_whole:
+                # Made elsewhere and put here at once: another thread may use each part as soon as it is there.
+                base: Future[None] = Future()
+                base.set_running_or_notify_cancel()
+                vars(self).update(vars(base))
+                self._is_whole = True
+                if self._is_done:
+                    self._tell()
+
+    def _tell(self) -> None:
+        """Let the base class wake who waits, and call who wants to be called."""
+        if self._error is None:
+            super().set_result(None)
+        else:
+            super().set_exception(self._error)
+
+
+def fulfil(futures: Sequence[PullFuture]) -> None:
+    """The results of these are in their arrays."""
+    with _LOCK:
+        for future in futures:
+            future._is_done = True
+        whole = [future for future in futures if future._is_whole]
+    for future in whole:
+        future._tell()
+
+
+def fail(futures: Sequence[PullFuture], error: BaseException) -> None:
+    """These have failed."""
+    with _LOCK:
+        for future in futures:
+            future._error = error
+            future._is_done = True
+        whole = [future for future in futures if future._is_whole]
+    for future in whole:
+        future._tell()
+
 
 SMALL_BYTES_MAX = 16 << 10
 """Larger values are worth a request of their own."""
-GATHERED_MAX = 4096
+BATCH_CALLS_MAX = 4096
 """Calls that one request takes in."""
 QUIET_S = 0.0005
 """A gathering waits until nothing has been added to it for so long,"""
 PATIENCE_S = 0.03
 """or so long, if it took in more the last time: a loop whose thread is interrupted should not be cut there."""
-GATHER_S = 0.05
+BATCH_S = 0.05
 """And no longer than this in all: a loop that takes longer does something else besides, or is a very long one."""
 
-LayOut = Callable[[Given, Terms, Sequence[Setting]], Contribution]
+LayOut = Callable[[PushArgs, PushOptions, Sequence[Hyperparameters]], Payloads]
 """Makes the runs of a push, given the setting of each key."""
 PlanPull = Callable[[Sequence[KeyInfo], Sequence[Bits]], Sequence[RunData]]
 """Makes the runs of a pull into these arrays."""
 Failed = Callable[[BaseException], None]
 """Gets the error of pushes."""
-Submit = Callable[["_Pushes | _Pulls", Callable[[int], Transfer], Growing], None]
+Submit = Callable[["_PushBatch | _PullBatch", Callable[[int], Transfer], Growing], None]
 """Leaves a request for the node's thread that may wait."""
-PLAIN = Terms(average=False, samples=0)
+PLAIN = PushOptions(average=False, samples=0)
 """The usual ones."""
 
 
-class _Gathering:
+class _Batch:
     """One request that is still to be made.
 
     Args:
         expected: how many calls there were the last time that it began with the same key.
-        lock: of `Gatherings`.
+        lock: of `Coalescer`.
     """
 
     def __init__(self, expected: int, lock: threading.RLock) -> None:
@@ -79,7 +198,7 @@ class _Gathering:
         count = len(self.infos)
         if count != self._seen:
             self._seen, self._seen_at = count, now
-        return min(self._seen_at + (PATIENCE_S if count < self._expected else QUIET_S), self._since + GATHER_S)
+        return min(self._seen_at + (PATIENCE_S if count < self._expected else QUIET_S), self._since + BATCH_S)
 
     def end(self, error: BaseException) -> None:
         """It will not be made. Whoever has just been added to it sees the error."""
@@ -89,7 +208,7 @@ class _Gathering:
 
     def takes(self, key: Key) -> bool:
         """Whether a call for this key may be added."""
-        return self.is_open and key not in self.infos and len(self.infos) < GATHERED_MAX
+        return self.is_open and key not in self.infos and len(self.infos) < BATCH_CALLS_MAX
 
     def add(self, info: KeyInfo, priority: int) -> None:
         """Note a call, the caller keeps the rest of it."""
@@ -98,13 +217,13 @@ class _Gathering:
         self.infos[info.key] = info
 
 
-class _Pushes(_Gathering):
+class _PushBatch(_Batch):
     def __init__(
         self,
         expected: int,
         lock: threading.RLock,
         lay_out: LayOut,
-        terms: Terms,
+        options: PushOptions,
         failed: Failed,
         leave: Callable[[int], None],
     ) -> None:
@@ -113,16 +232,16 @@ class _Pushes(_Gathering):
         """Under way with it; under the lock."""
         self._leave = leave
         self._lay_out = lay_out
-        self.terms = terms
+        self.terms = options
         self.bits: list[list[Bits]] = []
         self.encoded: list[EncodedSlices | None] = []
-        self.settings: list[Setting] = []
+        self.settings: list[Hyperparameters] = []
         self._failed = failed
-        self._contribution: Contribution | None = None
+        self._contribution: Payloads | None = None
 
     def make(self, number: int) -> Transfer:
         infos = list(self.infos.values())
-        self._contribution = own = self._lay_out(Given(infos, self.bits, self.encoded), self.terms, self.settings)
+        self._contribution = own = self._lay_out(PushArgs(infos, self.bits, self.encoded), self.terms, self.settings)
         self.bits, self.encoded = [], []  # they lie in the staging buffers now
         return Transfer(number, Kind.PUSH, f"push of {named(infos)}", own.runs, self.priority)
 
@@ -137,7 +256,7 @@ class _Pushes(_Gathering):
         self._leave(self.nbytes)
 
 
-class _Pulls(_Gathering, AnswerByKey):
+class _PullBatch(_Batch, AnswerByKey):
     def __init__(self, expected: int, lock: threading.RLock, plan_pull: PlanPull) -> None:
         super().__init__(expected, lock)
         self._plan_pull = plan_pull
@@ -174,7 +293,7 @@ class _Pulls(_Gathering, AnswerByKey):
         fail(waiting, exception)
 
 
-class Gatherings:
+class Coalescer:
     """The gatherings of one store that still take in calls: at most one of pushes, and one of pulls behind it.
 
     Args:
@@ -202,8 +321,8 @@ class Gatherings:
         self._leave = leave
         # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
         self._lock = threading.RLock()
-        self._pushes: _Pushes | None = None
-        self._pulls: _Pulls | None = None
+        self._pushes: _PushBatch | None = None
+        self._pulls: _PullBatch | None = None
         self._counts: dict[tuple[Kind, Key], int] = {}
         """Kind and first key → how many calls the last gathering that began so had."""
 
@@ -219,17 +338,17 @@ class Gatherings:
         self,
         info: KeyInfo,
         bits: Bits,
-        setting: Setting,
+        setting: Hyperparameters,
         priority: int,
-        terms: Terms,
+        options: PushOptions,
         encoded: EncodedSlices | None = None,
     ) -> None:
         """Take in a push, whose bytes are under way; `bits` are copied, unless they were `encoded`."""
         copy, key = [bits.copy() if encoded is None else bits], info.key
         with self._lock:
             into, pulls = self._pushes, self._pulls
-            if into is None or not into.takes(key) or into.terms != terms or (pulls and key in pulls.infos):
-                into = self._begin_pushes(key, terms)
+            if into is None or not into.takes(key) or into.terms != options or (pulls and key in pulls.infos):
+                into = self._begin_pushes(key, options)
             into.add(info, priority)
             into.bits.append(copy)
             into.encoded.append(encoded)
@@ -258,22 +377,22 @@ class Gatherings:
             fail([future], error)
         return future
 
-    def _begin_pushes(self, key: Key, terms: Terms) -> _Pushes:
+    def _begin_pushes(self, key: Key, options: PushOptions) -> _PushBatch:
         self.close()
         expected = self._counts.get((Kind.PUSH, key), 0)
-        self._pushes = begun = _Pushes(expected, self._lock, self._lay_out, terms, self._failed, self._leave)
+        self._pushes = begun = _PushBatch(expected, self._lock, self._lay_out, options, self._failed, self._leave)
         self._submit(begun, self._closing(begun, (Kind.PUSH, key)), begun)
         return begun
 
-    def _begin_pulls(self, key: Key) -> _Pulls:
+    def _begin_pulls(self, key: Key) -> _PullBatch:
         if self._pulls is not None:
             self.close()
         expected = self._counts.get((Kind.PULL, key), 0)
-        self._pulls = begun = _Pulls(expected, self._lock, self._plan_pull)
+        self._pulls = begun = _PullBatch(expected, self._lock, self._plan_pull)
         self._submit(begun, self._closing(begun, (Kind.PULL, key)), begun)
         return begun
 
-    def _closing(self, gathering: _Pushes | _Pulls, name: tuple[Kind, Key]) -> Callable[[int], Transfer]:
+    def _closing(self, gathering: _PushBatch | _PullBatch, name: tuple[Kind, Key]) -> Callable[[int], Transfer]:
         """The request is made when it is sent; from then on it takes in nothing more."""
 
         def make(number: int) -> Transfer:
@@ -285,7 +404,7 @@ class Gatherings:
         return make
 
 
-def is_small(given: Given) -> bool:
+def is_small(given: PushArgs) -> bool:
     """Whether this is one small array of one key, in the host's memory."""
     if len(given.infos) != 1 or len(given.bits[0]) != 1 or given.is_on_gpus:
         return False

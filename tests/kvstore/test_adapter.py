@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvdist import Trainer, kv
-from kvdist.kvstore.adapted import Adapted
+from kvdist.kvstore.adapter import Adapted
 
 
 class Mine(kv.KVStoreBase):
@@ -71,7 +71,7 @@ def assert_all(tensors, number):
 
 @pytest.fixture(autouse=True)
 def what_was_registered_is_forgotten(monkeypatch):
-    monkeypatch.setattr("kvdist.kvstore.own.REGISTERED", {})
+    monkeypatch.setattr("kvdist.kvstore.registry.REGISTERED", {})
 
 
 def test_a_store_that_lacks_a_part_of_the_contract_cannot_be_made():

@@ -1,7 +1,6 @@
-"""How values of a `DistStore` move: from checked calls to requests of the worker machine, and back into arrays.
+"""Pushes and pulls of arrays on a cluster: from checked arguments to requests, and from answers to arrays.
 
-The user's thread checks, copies where it has to, and lays out; the node's thread does the rest. Everything here was
-let in by the store, which looks whether it is open.
+The user's thread checks, copies where it has to, and lays out; the node's thread does the rest.
 """
 
 from __future__ import annotations
@@ -11,33 +10,56 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from kvdist.core.policy import Policy
-from kvdist.core.worker.requests import Bits, KeyInfo, Kind, Plan, Request, RunData, RunPlan, Transfer
+from kvdist.core.traffic import Traffic
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Kind, Plan, Request, RunData, RunPlan, Transfer
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.ascent import Blocks
+from kvdist.kvstore.arguments import (
+    Hyperparameters,
+    PullArgs,
+    PushArgs,
+    Settings,
+    cut,
+    gathered,
+    hyperparameters_of,
+    made,
+    named,
+    plain_one,
+    plan_hyperparameters,
+    pull_args,
+    push_args,
+)
 from kvdist.kvstore.base import Keys, Value
 from kvdist.kvstore.calls import combined
 from kvdist.kvstore.cluster import Cluster
-from kvdist.kvstore.compressing import Compressing
-from kvdist.kvstore.contribution import Contribution, Terms, contribute
-from kvdist.kvstore.descent import Descent
-from kvdist.kvstore.devices import Devices, Part, as_host_bits
-from kvdist.kvstore.encoding import contribute_encoded
-from kvdist.kvstore.gathering import SMALL_BYTES_MAX, Gatherings, is_small
-from kvdist.kvstore.handed import Given, Taken, cut, given, made, named, plain_one, taken
-from kvdist.kvstore.key_table import KeyTable
-from kvdist.kvstore.parts import parts_of
-from kvdist.kvstore.settings import Setting, Settings, gathered, setting_of, settings_of
-from kvdist.kvstore.staging import Lending, Reads, Shares, Staging, Stagings, lend, reaches_another
+from kvdist.kvstore.coalescing import SMALL_BYTES_MAX, Coalescer, is_small
+from kvdist.kvstore.compression import StoreCompression, encoded_payloads
+from kvdist.kvstore.device import Devices, Download, Part, PinnedBlocks, as_host_bits
+from kvdist.kvstore.keys import KeyTable
+from kvdist.kvstore.staging import (
+    Lending,
+    Payloads,
+    PushOptions,
+    Reads,
+    Shares,
+    Staging,
+    Stagings,
+    lay_out,
+    lend,
+    reaches_another,
+)
 from kvdist.kvstore.values import Key
-from kvdist.kvstore.views import Views
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import padded
+from kvdist.protocol.messages import Flag
 from kvdist.runtime.mailbox import Finish
+from kvdist.transport.shared_memory.memory import Allocator
 
 
-class Moves:
+class ArrayTransfers:
     """Pushes and pulls of one store.
 
     Args:
@@ -62,14 +84,14 @@ class Moves:
     ) -> None:
         self.optimizer: Optimizer | None = None
         """Whose numbers travel with each push."""
-        self.compressing: Compressing | None = None
+        self.compressing: StoreCompression | None = None
         """What encodes pushes."""
         self._cluster = cluster
         self._keys = keys
         self._kernels = kernels
         self._devices = devices
-        self._descent = Descent()
-        self._blocks = Blocks()
+        self._download = Download()
+        self._blocks = PinnedBlocks()
         self._remember = remember
         self.check = check
         self._stagings = Stagings(policy.slice_bytes(cluster.config.limits), cluster.memory, cluster.traffic)
@@ -78,7 +100,7 @@ class Moves:
         self._reads_pushes: Reads = cluster.reads_pushes if is_summed else self._is_read_by_server
         self._shows_results: Shares = cluster.shows_results if is_summed else cluster.shares_memory
         node = cluster.node
-        self._gatherings = Gatherings(
+        self._gatherings = Coalescer(
             self._lay_out,
             self._plan_pull,
             lambda answer, make, growing: node.submit_for(answer, make, growing=growing),
@@ -101,41 +123,41 @@ class Moves:
         self._gatherings.close()
         return self._cluster.ask(make)
 
-    def push(self, key: Keys, value: Value, priority: int, terms: Terms) -> None:
+    def push(self, key: Keys, value: Value, priority: int, options: PushOptions) -> None:
         """Push; the caller's arrays are free when it returns, and nobody waits for the answer."""
         plain = plain_one(self._keys, key, value)
         if plain is not None and plain[1].nbytes <= SMALL_BYTES_MAX:
-            self._push_gathered(*plain, priority, terms)
+            self._push_gathered(*plain, priority, options)
             return
-        handed = given(self._keys, key, value, self._devices)
+        handed = push_args(self._keys, key, value, self._devices)
         if is_small(handed):
             (bits,) = as_host_bits(handed.bits[0])
-            self._push_gathered(handed.infos[0], bits, priority, terms)
+            self._push_gathered(handed.infos[0], bits, priority, options)
             return
-        self.watch(self._push(handed, priority, terms, Lending.NOTHING))
+        self.watch(self._push(handed, priority, options, Lending.NOTHING))
 
-    def _push_gathered(self, info: KeyInfo, bits: Bits, priority: int, terms: Terms) -> None:
-        setting = setting_of(info, self.optimizer)
+    def _push_gathered(self, info: KeyInfo, bits: Bits, priority: int, options: PushOptions) -> None:
+        setting = hyperparameters_of(info, self.optimizer)
         nbytes, encoded = padded(bits.nbytes), None
         self._cluster.under_way.enter(nbytes, self.check)
         try:
             # Encoded now, not when it leaves: residuals follow the order of the calls.
             if info.is_compressed and self.compressing is not None:
                 encoded = self.compressing.encode(info, [bits])
-            self._gatherings.push(info, bits, setting, priority, terms, encoded)
+            self._gatherings.push(info, bits, setting, priority, options, encoded)
         except BaseException:
             self._cluster.under_way.leave(nbytes)
             raise
 
-    def push_async(self, key: Keys, value: Value, priority: int, terms: Terms) -> Future[None]:
+    def push_async(self, key: Keys, value: Value, priority: int, options: PushOptions) -> Future[None]:
         """Push; the future resolves when it is counted."""
-        return self._push(given(self._keys, key, value, self._devices), priority, terms, Lending.RESIDENT)
+        return self._push(push_args(self._keys, key, value, self._devices), priority, options, Lending.RESIDENT)
 
-    def _push(self, handed: Given, priority: int, terms: Terms, lending: Lending) -> Future[None]:
+    def _push(self, handed: PushArgs, priority: int, options: PushOptions, lending: Lending) -> Future[None]:
         label = f"push of {named(handed.infos)}"
 
-        def part(some: Given) -> Future[None]:
-            return self._submit_push(Kind.PUSH, some, terms, lending, label, priority, lambda own: own.release)
+        def part(some: PushArgs) -> Future[None]:
+            return self._submit_push(Kind.PUSH, some, options, lending, label, priority, lambda own: own.release)
 
         places = self._parts(handed)
         if len(places) == 1:
@@ -145,28 +167,28 @@ class Moves:
     def _submit_push(
         self,
         kind: Kind,
-        some: Given,
-        terms: Terms,
+        some: PushArgs,
+        options: PushOptions,
         lending: Lending,
         label: str,
         priority: int,
-        complete: Callable[[Contribution], Finish],
+        complete: Callable[[Payloads], Finish],
     ) -> Future[Any]:
         """Lay out a push and leave it for the node's thread; its bytes are under way until it is counted.
 
         Args:
             kind, label, priority: of the request.
             some: what is pushed.
-            terms: how it counts.
+            options: how it counts.
             lending: which arrays of the caller may be sent.
             complete: adds to the runs of the push what the request needs besides; gives what follows its answer.
         """
         staging = self._staging(some.infos)
 
         def submit() -> Future[Any]:
-            settings = settings_of(staging.plan, self.optimizer)
+            settings = plan_hyperparameters(staging.plan, self.optimizer)
             lent = self._lent(staging.plan, some.bits, lending, self._reads_pushes)
-            own = self._laid_out(staging, some, settings, terms, lent)
+            own = self._laid_out(staging, some, settings, options, lent)
 
             def make(number: int) -> Request:
                 own.settle()
@@ -180,7 +202,7 @@ class Moves:
 
         return self._cluster.under_way.count(staging.nbytes, self.check, submit)
 
-    def _parts(self, handed: Given) -> list[slice]:
+    def _parts(self, handed: PushArgs) -> list[slice]:
         """In which parts a push leaves: what has to be encoded first should not wait for the rest."""
         return [slice(None)] if self.compressing is None else parts_of(handed.infos)
 
@@ -198,7 +220,7 @@ class Moves:
         plain = plain_one(self._keys, key, out, writable=True)
         if plain is not None and _is_gathered(*plain):
             return self._gatherings.pull(*plain, None, priority)
-        places = taken(self._keys, key, out, self._devices, self._blocks)
+        places = pull_args(self._keys, key, out, self._devices, self._blocks)
         if len(places.infos) == 1 and _is_gathered(places.infos[0], places.results[0]):
             finish = None if places.is_direct else places.spread
             return self._gatherings.pull(places.infos[0], places.results[0], finish, priority)
@@ -208,9 +230,9 @@ class Moves:
         """Pull into `out`, or into new arrays."""
         if out is None:
             return self._pull_to(*made(self._keys, key), priority)
-        return self._pull_into(taken(self._keys, key, out, self._devices, self._blocks), priority)
+        return self._pull_into(pull_args(self._keys, key, out, self._devices, self._blocks), priority)
 
-    def _pull_into(self, places: Taken, priority: int) -> Future[Any]:
+    def _pull_into(self, places: PullArgs, priority: int) -> Future[Any]:
         return self._pull_to(places.infos, places.results, places.spread, priority)
 
     def _pull_to(self, infos: Sequence[KeyInfo], results: Sequence[Bits], finish: Finish, priority: int) -> Future[Any]:
@@ -224,28 +246,30 @@ class Moves:
         value: Value,
         out: Value | None,
         priority: int,
-        terms: Terms,
+        options: PushOptions,
         lending: Lending,
         hold: bool = False,
     ) -> Future[Any]:
         """Push and pull the result; with `hold` large results are shown where they lie, but for those of GPUs."""
-        contribution = given(self._keys, key, value, self._devices)
-        places = taken(self._keys, key, value if out is None else out, self._devices, self._blocks)
+        contribution = push_args(self._keys, key, value, self._devices)
+        places = pull_args(self._keys, key, value if out is None else out, self._devices, self._blocks)
         if out is not None and lending is not Lending.NOTHING and reaches_another(contribution.bits, places.results):
             lending = Lending.NOTHING
         if not hold and len(parts := self._parts(contribution)) > 1:
             label = f"pushpull of {named(contribution.infos)}"
             return combined(
                 [
-                    self._pushpull_part(contribution.part(part), places.results[part], priority, terms, lending, label)
+                    self._pushpull_part(
+                        contribution.part(part), places.results[part], priority, options, lending, label
+                    )
                     for part in parts
                 ],
                 places.spread,
             )
 
-        def complete(own: Contribution) -> Finish:
+        def complete(own: Payloads) -> Finish:
             # A result that is shown is not in the memory from which results rise to GPUs.
-            views = Views(own.staging.plan, self._shows_results) if hold and places.ascent is None else None
+            views = SharedResults(own.staging.plan, self._shows_results) if hold and places.upload is None else None
             own.runs = [
                 views.keeping(run)
                 if views is not None and views.keeps(run.plan)
@@ -264,16 +288,16 @@ class Moves:
             return finish
 
         label = f"pushpull of {named(contribution.infos)}"
-        return self._submit_push(Kind.PUSHPULL, contribution, terms, lending, label, priority, complete)
+        return self._submit_push(Kind.PUSHPULL, contribution, options, lending, label, priority, complete)
 
     def _pushpull_part(
-        self, some: Given, results: Sequence[Bits], priority: int, terms: Terms, lending: Lending, label: str
+        self, some: PushArgs, results: Sequence[Bits], priority: int, options: PushOptions, lending: Lending, label: str
     ) -> Future[Any]:
-        def complete(own: Contribution) -> Finish:
+        def complete(own: Payloads) -> Finish:
             own.runs = [replace(run, sinks=cut(run.plan, results)) for run in own.runs]
             return own.release
 
-        return self._submit_push(Kind.PUSHPULL, some, terms, lending, label, priority, complete)
+        return self._submit_push(Kind.PUSHPULL, some, options, lending, label, priority, complete)
 
     def give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
@@ -289,16 +313,21 @@ class Moves:
     def _staging(self, infos: Sequence[KeyInfo]) -> Staging:
         return self._stagings.of(infos, self._keys.nbytes)
 
-    def _lay_out(self, handed: Given, terms: Terms, settings: Sequence[Setting]) -> Contribution:
+    def _lay_out(self, handed: PushArgs, options: PushOptions, settings: Sequence[Hyperparameters]) -> Payloads:
         staging = self._staging(handed.infos)
         lent: list[memoryview | None] = [None] * len(staging.plan.runs)
-        return self._laid_out(staging, handed, gathered(settings), terms, lent)
+        return self._laid_out(staging, handed, gathered(settings), options, lent)
 
     def _laid_out(
-        self, staging: Staging, handed: Given, settings: Settings, terms: Terms, lent: Sequence[memoryview | None]
-    ) -> Contribution:
-        own = (staging, handed, settings, terms, self._kernels, lent, self._reads_pushes, self._descent)
-        return contribute(*own) if self.compressing is None else contribute_encoded(self.compressing, *own)
+        self,
+        staging: Staging,
+        handed: PushArgs,
+        settings: Settings,
+        options: PushOptions,
+        lent: Sequence[memoryview | None],
+    ) -> Payloads:
+        own = (staging, handed, settings, options, self._kernels, lent, self._reads_pushes, self._download)
+        return lay_out(*own) if self.compressing is None else encoded_payloads(self.compressing, *own)
 
     def _is_read_by_server(self, run: RunPlan) -> bool:
         return self._cluster.shares_memory(run.server)
@@ -315,3 +344,77 @@ class Moves:
 def _is_gathered(info: KeyInfo, result: Bits) -> bool:
     """Whether a pull of this key alone may travel with others: it is small, and one answer brings all of it."""
     return result.nbytes <= SMALL_BYTES_MAX and len(info.slices) == 1
+
+
+class SharedResults:
+    """The keys of one call whose results stay in the servers' memory: large ones, all of whose servers share it.
+
+    Args:
+        plan: the keys and their runs.
+        shares: whether the server of a rank shares memory with this process.
+    """
+
+    def __init__(self, plan: Plan, shares: Shares) -> None:
+        self._plan = plan
+        self._indices = [
+            i
+            for i, info in enumerate(plan.keys)
+            if info.pulled_as is None and _is_large(info) and _all_share(info, shares)
+        ]
+        self._wanted = set(self._indices)
+        self._kept: dict[int, list[tuple[int, int, dict[int, Bits]]]] = {index: [] for index in self._indices}
+        """Key → its slices: (start, stop, the run's values by their place)."""
+
+    def keeps(self, run: RunPlan) -> bool:
+        """Whether the result of this run stays where it is."""
+        return len(run.pieces) == 1 and run.pieces[0].index in self._wanted
+
+    def keeping(self, run: RunData) -> RunData:
+        """The run, asking for a result that may be read where it lies."""
+        kept: dict[int, Bits] = {}
+        (piece,) = run.plan.pieces
+        self._kept[piece.index].append((piece.start, piece.stop, kept))
+        assert run.flags is not None
+        return replace(run, flags=run.flags | np.uint8(Flag.HOLD), kept=kept)
+
+    def shown(self, memory: Allocator, results: Sequence[Bits], keys: KeyTable, traffic: Traffic) -> list[Any]:
+        """The results have come: per key an array that shows it, or None after copying it to `results`."""
+        found: list[Any] = [None] * len(self._plan.keys)
+        for index in self._indices:
+            info = self._plan.keys[index]
+            pieces = sorted(self._kept[index], key=lambda piece: piece[:2])
+            window = memory.show([kept[0].view(np.uint8) for _, _, kept in pieces])
+            if window is not None:
+                found[index] = shown = keys.like(info, window.view(info.dtype.storage))
+                if isinstance(shown, np.ndarray):
+                    shown.flags.writeable = False  # what torch does not know
+                continue
+            for start, stop, kept in pieces:
+                results[index][start:stop] = kept[0]
+                traffic.copied_out += kept[0].nbytes
+        return found
+
+
+def _is_large(info: KeyInfo) -> bool:
+    return all(piece.count * info.dtype.itemsize >= ALONE_BYTES_MIN for piece in info.slices)
+
+
+def _all_share(info: KeyInfo, shares: Shares) -> bool:
+    return all(shares(piece.server) for piece in info.slices)
+
+
+PART_BYTES = 8 << 20
+"""Of values: a millisecond of encoding, and some four messages."""
+
+
+def parts_of(infos: Sequence[KeyInfo], part_bytes: int = PART_BYTES) -> list[slice]:
+    """Stretches of a list of keys, each but the last of so many bytes of values or more; at least one."""
+    parts, begin, nbytes = [], 0, 0
+    for i, info in enumerate(infos):
+        nbytes += info.size * info.dtype.itemsize
+        if nbytes >= part_bytes:
+            parts.append(slice(begin, i + 1))
+            begin, nbytes = i + 1, 0
+    if begin < len(infos) or not parts:
+        parts.append(slice(begin, len(infos)))
+    return parts

@@ -13,10 +13,9 @@ from kvdist.core.sharding import cut
 from kvdist.core.worker.requests import KeyInfo, make_plan
 from kvdist.dtypes import DType
 from kvdist.errors import KeyNotInitialised
-from kvdist.kvstore import handed
-from kvdist.kvstore.ascent import Blocks
-from kvdist.kvstore.devices import Devices
-from kvdist.kvstore.key_table import KeyTable
+from kvdist.kvstore import arguments as arguments_module
+from kvdist.kvstore.device import Devices, PinnedBlocks
+from kvdist.kvstore.keys import KeyTable
 
 F32 = np.float32
 SHAPES: dict[int | str, tuple[int, ...]] = {1: (3,), 2: (2, 3), 3: (), 4: (0,), 5: (4, 1)}
@@ -36,15 +35,20 @@ def filled(shape: tuple[int, ...], first: int = 1) -> Any:
 
 
 def is_plain(keys: KeyTable, key: Any, value: Any, writable: bool = False) -> bool:
-    return handed._plain(keys, key, value, handed._WRITABLE if writable else handed._READABLE) is not None
+    return (
+        arguments_module._plain(
+            keys, key, value, arguments_module._WRITABLE if writable else arguments_module._READABLE
+        )
+        is not None
+    )
 
 
-def given_of(keys: KeyTable, key: Any, value: Any) -> handed.Given:
-    return handed.given(keys, key, value, Devices("host", insists=False))
+def push_args_of(keys: KeyTable, key: Any, value: Any) -> arguments_module.PushArgs:
+    return arguments_module.push_args(keys, key, value, Devices("host", insists=False))
 
 
-def taken_of(keys: KeyTable, key: Any, out: Any) -> handed.Taken:
-    return handed.taken(keys, key, out, Devices("host", insists=False), Blocks())
+def pull_args_of(keys: KeyTable, key: Any, out: Any) -> arguments_module.PullArgs:
+    return arguments_module.pull_args(keys, key, out, Devices("host", insists=False), PinnedBlocks())
 
 
 def outcome(function: Any, *arguments: Any) -> tuple[Any, ...]:
@@ -53,7 +57,7 @@ def outcome(function: Any, *arguments: Any) -> tuple[Any, ...]:
         result = function(*arguments)
     except (TypeError, ValueError, KeyNotInitialised) as error:
         return type(error), str(error)
-    if isinstance(result, handed.Given):
+    if isinstance(result, arguments_module.PushArgs):
         return [info.key for info in result.infos], [[bits.tolist() for bits in each] for each in result.bits]
     return [info.key for info in result.infos], [bits.size for bits in result.results], len(result.copies)
 
@@ -61,7 +65,7 @@ def outcome(function: Any, *arguments: Any) -> tuple[Any, ...]:
 def both_ways(function: Any, *arguments: Any) -> tuple[Any, ...]:
     """The outcome, which must be the same with the short loop switched off."""
     found = outcome(function, *arguments)
-    with mock.patch.object(handed, "_plain", lambda *_: None):
+    with mock.patch.object(arguments_module, "_plain", lambda *_: None):
         assert outcome(function, *arguments) == found
     return found
 
@@ -71,9 +75,9 @@ def test_a_list_of_plain_arrays_takes_the_short_way_and_shows_their_own_memory(s
     keys = table()
     arrays = [filled(shape, 10 * number) for number, shape in SHAPES.items() if isinstance(number, int)]
     assert is_plain(keys, sequence(SHAPES), sequence(arrays), writable=True)
-    both_ways(given_of, keys, list(SHAPES), arrays)
-    both_ways(taken_of, keys, list(SHAPES), arrays)
-    given, taken = given_of(keys, list(SHAPES), arrays), taken_of(keys, list(SHAPES), arrays)
+    both_ways(push_args_of, keys, list(SHAPES), arrays)
+    both_ways(pull_args_of, keys, list(SHAPES), arrays)
+    given, taken = push_args_of(keys, list(SHAPES), arrays), pull_args_of(keys, list(SHAPES), arrays)
     for array, (bits,), result in zip(arrays, given.bits, taken.results, strict=True):
         assert bits.ndim == result.ndim == 1
         result[...] = 77
@@ -117,9 +121,9 @@ def tensor(shape: tuple[int, ...]) -> Any:
 def test_other_forms_of_arrays_take_the_long_way_and_give_the_same(form: Any) -> None:
     keys, array = table(), form((2, 3))
     assert not is_plain(keys, [2], [array])
-    assert both_ways(given_of, keys, [1, 2], [filled((3,)), array]) == ([1, 2], [[[1, 2, 3]], [[1, 2, 3, 4, 5, 6]]])
-    assert both_ways(taken_of, keys, [1, 2], [filled((3,)), array])[0] == [1, 2]
-    taken = taken_of(keys, [1, 2], [filled((3,)), array])
+    assert both_ways(push_args_of, keys, [1, 2], [filled((3,)), array]) == ([1, 2], [[[1, 2, 3]], [[1, 2, 3, 4, 5, 6]]])
+    assert both_ways(pull_args_of, keys, [1, 2], [filled((3,)), array])[0] == [1, 2]
+    taken = pull_args_of(keys, [1, 2], [filled((3,)), array])
     taken.results[1][...] = 9
     taken.spread()
     assert (np.asarray(array) == 9).all()
@@ -130,8 +134,8 @@ def test_a_file_in_memory_takes_the_long_way(tmp_path: Any) -> None:
     array[...] = filled((2, 3))
     keys = table()
     assert not is_plain(keys, [2], [array])
-    assert both_ways(given_of, keys, [2], [array]) == ([2], [[[1, 2, 3, 4, 5, 6]]])
-    both_ways(taken_of, keys, [2], [array])
+    assert both_ways(push_args_of, keys, [2], [array]) == ([2], [[[1, 2, 3, 4, 5, 6]]])
+    both_ways(pull_args_of, keys, [2], [array])
 
 
 def read_only(shape: tuple[int, ...]) -> Any:
@@ -144,7 +148,7 @@ def test_a_read_only_array_can_be_pushed_and_takes_no_result() -> None:
     keys = table()
     assert is_plain(keys, [1, 2], [read_only((3,)), filled((2, 3))])
     assert not is_plain(keys, [1, 2], [read_only((3,)), filled((2, 3))], writable=True)
-    error, text = both_ways(taken_of, keys, [2, 1], [filled((2, 3)), read_only((3,))])
+    error, text = both_ways(pull_args_of, keys, [2, 1], [filled((2, 3)), read_only((3,))])
     assert error is ValueError and text.startswith("key 1: the array of shape (3,) and dtype float32 is read-only")
 
 
@@ -170,7 +174,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("key", "value", "error", "words"), REFUSED)
-@pytest.mark.parametrize("function", [given_of, taken_of], ids=["given", "taken"])
+@pytest.mark.parametrize("function", [push_args_of, pull_args_of], ids=["given", "taken"])
 def test_what_is_wrong_is_refused_in_the_same_words(
     function: Any, key: Any, value: Any, error: type, words: str
 ) -> None:
@@ -184,7 +188,7 @@ def test_what_is_wrong_is_refused_in_the_same_words(
 def test_numbers_of_numpy_are_keys_and_take_the_long_way(number: Any) -> None:
     keys = table()
     assert not is_plain(keys, [number, 2], [filled((3,)), filled((2, 3))])
-    found = both_ways(given_of, keys, [number, 2], [filled((3,)), filled((2, 3))])
+    found = both_ways(push_args_of, keys, [number, 2], [filled((3,)), filled((2, 3))])
     assert found[0] == [1, 2] and type(found[0][0]) is int
 
 
@@ -196,15 +200,15 @@ def test_a_subclass_of_str_takes_the_long_way() -> None:
     keys = table({"w": (3,)})
     assert is_plain(keys, ["w"], [filled((3,))])
     assert not is_plain(keys, [Name("w")], [filled((3,))])
-    assert both_ways(given_of, keys, [Name("w")], [filled((3,))]) == (["w"], [[[1, 2, 3]]])
+    assert both_ways(push_args_of, keys, [Name("w")], [filled((3,))]) == (["w"], [[[1, 2, 3]]])
 
 
 def test_a_repeated_key_gathers_its_arrays() -> None:
     keys = table()
     arrays = [filled((3,)), filled((2, 3)), filled((3,), 5)]
     assert not is_plain(keys, [1, 2, 1], arrays)
-    assert both_ways(given_of, keys, [1, 2, 1], arrays)[1][0] == [[1, 2, 3], [5, 6, 7]]
-    taken = taken_of(keys, [1, 2, 1], arrays)
+    assert both_ways(push_args_of, keys, [1, 2, 1], arrays)[1][0] == [[1, 2, 3], [5, 6, 7]]
+    taken = pull_args_of(keys, [1, 2, 1], arrays)
     taken.results[0][...] = 9
     taken.spread()
     assert (arrays[0] == 9).all() and (arrays[2] == 9).all()
@@ -213,35 +217,35 @@ def test_a_repeated_key_gathers_its_arrays() -> None:
 def test_none_and_lists_for_each_key_take_the_long_way() -> None:
     keys = table()
     assert not is_plain(keys, [1, 2], [None, filled((2, 3))])
-    assert both_ways(given_of, keys, [1, 2], [None, filled((2, 3))])[1] == [[], [[1, 2, 3, 4, 5, 6]]]
+    assert both_ways(push_args_of, keys, [1, 2], [None, filled((2, 3))])[1] == [[], [[1, 2, 3, 4, 5, 6]]]
     devices = [[filled((3,)), None, filled((3,), 4)]]
     assert not is_plain(keys, [1], devices)
-    assert both_ways(given_of, keys, [1], devices)[1] == [[[1, 2, 3], [4, 5, 6]]]
-    assert both_ways(taken_of, keys, [1], devices) == ([1], [3], 1)
+    assert both_ways(push_args_of, keys, [1], devices)[1] == [[[1, 2, 3], [4, 5, 6]]]
+    assert both_ways(pull_args_of, keys, [1], devices) == ([1], [3], 1)
 
 
 @pytest.mark.parametrize("key", [1, "w"])
 def test_a_single_key_takes_the_long_way(key: int | str) -> None:
     keys = table({key: (3,)})
     assert not is_plain(keys, key, filled((3,)))
-    assert both_ways(given_of, keys, key, filled((3,))) == ([key], [[[1, 2, 3]]])
+    assert both_ways(push_args_of, keys, key, filled((3,))) == ([key], [[[1, 2, 3]]])
 
 
 def test_the_bits_of_a_bfloat16_key_are_not_an_array_of_numbers() -> None:
     keys = table({1: (3,)}, DType.BFLOAT16)
     assert not keys.plain
-    for function in (given_of, taken_of):
+    for function in (push_args_of, pull_args_of):
         error, text = both_ways(function, keys, [1], [np.zeros(3, np.uint16)])
         assert error is TypeError and "key 1: arrays of dtype uint16 are not supported" in text
     value = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
-    assert both_ways(given_of, keys, [1], [value]) == ([1], [[[0x3F80, 0x4000, 0x4040]]])
+    assert both_ways(push_args_of, keys, [1], [value]) == ([1], [[[0x3F80, 0x4000, 0x4040]]])
 
 
 def test_a_scalar_of_numpy_is_pushed_the_long_way_and_takes_no_result() -> None:
     keys = table()
     assert not is_plain(keys, [3], [np.float32(2)])
-    assert both_ways(given_of, keys, [3], [np.float32(2)]) == ([3], [[[2]]])
-    error, text = both_ways(taken_of, keys, [3], [np.float32(2)])
+    assert both_ways(push_args_of, keys, [3], [np.float32(2)]) == ([3], [[[2]]])
+    error, text = both_ways(pull_args_of, keys, [3], [np.float32(2)])
     assert error is ValueError and "a NumPy scalar cannot be written into" in text
 
 
@@ -253,8 +257,8 @@ def test_results_are_cut_as_their_slices_are() -> None:
     ]
     results = [filled((3,)), filled((10,), 11)]
     for run in make_plan(infos, 1 << 20).runs:
-        pieces = handed.cut(run, results)
+        pieces = arguments_module.cut(run, results)
         assert [piece.size for piece in pieces] == run.counts.tolist() == [3, 4, 4, 2]
         assert np.concatenate(pieces).tolist() == [*range(1, 4), *range(11, 21)]
     (whole,) = make_plan(infos[:1], 1 << 20).runs
-    assert handed.cut(whole, results)[0] is results[0]
+    assert arguments_module.cut(whole, results)[0] is results[0]

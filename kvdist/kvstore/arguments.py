@@ -1,20 +1,26 @@
-"""What a call hands over: per key the bits that are pushed, or the memory that takes the result."""
+"""The arguments of a push or a pull, checked: per key the bits that are pushed, or the memory for the result.
+
+With them goes what the optimizer says about each key (learning rate, weight decay, rescale), read at the push, so
+servers see a change at once.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvdist.core.worker.requests import Bits, KeyInfo, RunPlan
+from kvdist.core.worker.requests import Bits, KeyInfo, Plan, RunPlan
 from kvdist.kvstore import values
-from kvdist.kvstore.ascent import Ascent, Blocks, WrittenThere
 from kvdist.kvstore.base import Keys, Value
-from kvdist.kvstore.devices import Devices, OnDevice, Part, require_one_kind
-from kvdist.kvstore.key_table import KeyTable, Matched
-from kvdist.kvstore.tables import as_dense
+from kvdist.kvstore.device import Devices, OnDevice, Part, PinnedBlocks, Upload, WrittenThere, require_one_kind
+from kvdist.kvstore.keys import KeyTable, Matched, as_dense
+from kvdist.kvstore.values import Key
+from kvdist.optimizer.base import Optimizer
+from kvdist.protocol.arrays import U8
 
 EncodedSlices = dict[int, tuple[Bits, int]]
 """The encoded contribution to a key: start of a slice → its bytes, padded, and the number of entries in them."""
@@ -26,7 +32,7 @@ _WRITABLE = 0x501
 
 
 @dataclass(slots=True)
-class Given:
+class PushArgs:
     """What is pushed.
 
     Attributes:
@@ -41,45 +47,45 @@ class Given:
     encoded: list[EncodedSlices | None] | None = None
     is_on_gpus: bool = False
 
-    def part(self, place: slice) -> Given:
+    def part(self, place: slice) -> PushArgs:
         """Some of the keys."""
-        return Given(self.infos[place], self.bits[place], is_on_gpus=self.is_on_gpus)
+        return PushArgs(self.infos[place], self.bits[place], is_on_gpus=self.is_on_gpus)
 
 
 @dataclass(slots=True)
-class Taken:
+class PullArgs:
     """Where results go.
 
     Attributes:
         infos: the keys.
         results: per key the memory that takes its result.
         copies: what else wants a result: the array, and the memory that has it.
-        ascent: brings results to GPUs.
+        upload: brings results to GPUs.
         there: what else is written on GPUs.
     """
 
     infos: list[KeyInfo]
     results: list[Bits]
     copies: list[tuple[Any, Bits]]
-    ascent: Ascent | None = None
+    upload: Upload | None = None
     there: Sequence[WrittenThere] = ()
 
     @property
     def is_direct(self) -> bool:
         """Whether results are wanted nowhere else than where they arrive."""
-        return not self.copies and self.ascent is None and not self.there
+        return not self.copies and self.upload is None and not self.there
 
     def spread(self) -> None:
         """The results are there: bring them to where else they are wanted."""
-        if self.ascent is not None:
-            self.ascent.rise()
+        if self.upload is not None:
+            self.upload.start()
         for one in self.there:
             one.write()
         for array, bits in self.copies:
             values.write_bits(array, bits)
 
 
-def given(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> Given:
+def push_args(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> PushArgs:
     """What a call pushes, checked.
 
     Raises:
@@ -88,20 +94,20 @@ def given(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> Given:
     """
     plain = _plain(keys, key, value, _READABLE)
     if plain is not None:
-        return Given(plain[0], [[bits] for bits in plain[1]])
+        return PushArgs(plain[0], [[bits] for bits in plain[1]])
     pairs = values.pairs(key, value)
     matched = keys.matched([(one, [as_dense(array, devices) for array in arrays]) for one, arrays in pairs])
     infos = [info for info, _ in matched]
     if not _names_gpus(matched):
-        return Given(infos, [[values.read_bits(array) for array in arrays] for _, arrays in matched])
+        return PushArgs(infos, [[values.read_bits(array) for array in arrays] for _, arrays in matched])
     for info, arrays in matched:
         require_one_kind(info.key, arrays)
     bits = [[devices.read(array, info.dtype) for array in arrays] for info, arrays in matched]
     is_on_gpus = any(isinstance(part, OnDevice) for parts in bits for part in parts)
-    return Given(infos, bits, is_on_gpus=is_on_gpus)
+    return PushArgs(infos, bits, is_on_gpus=is_on_gpus)
 
 
-def taken(keys: KeyTable, key: Keys, out: Value, devices: Devices, blocks: Blocks) -> Taken:
+def pull_args(keys: KeyTable, key: Keys, out: Value, devices: Devices, blocks: PinnedBlocks) -> PullArgs:
     """Where a call wants its results, checked.
 
     Raises:
@@ -110,7 +116,7 @@ def taken(keys: KeyTable, key: Keys, out: Value, devices: Devices, blocks: Block
     """
     plain = _plain(keys, key, out, _WRITABLE)
     if plain is not None:
-        return Taken(*plain, copies=[])
+        return PullArgs(*plain, copies=[])
     matched = keys.matched(values.pairs(key, out), writable=True)
     infos = [info for info, _ in matched]
     results: list[Bits | None] = []
@@ -134,8 +140,8 @@ def taken(keys: KeyTable, key: Keys, out: Value, devices: Devices, blocks: Block
                 there.append(WrittenThere.of(array, first))
             else:
                 copies.append((array, first))
-    ascent = _ascent(infos, rising, results, blocks) if rising else None
-    return Taken(infos, [one for one in results if one is not None], copies, ascent, there)
+    upload = _upload(infos, rising, results, blocks) if rising else None
+    return PullArgs(infos, [one for one in results if one is not None], copies, upload, there)
 
 
 def _names_gpus(matched: Matched) -> bool:
@@ -143,20 +149,20 @@ def _names_gpus(matched: Matched) -> bool:
     return any(values.gpu_of(array) is not None for _, arrays in matched for array in arrays)
 
 
-def _ascent(
+def _upload(
     infos: Sequence[KeyInfo],
     rising: Sequence[tuple[int, list[OnDevice]]],
     results: list[Bits | None],
-    blocks: Blocks,
-) -> Ascent:
+    blocks: PinnedBlocks,
+) -> Upload:
     """What brings these keys' results to GPUs; tells `results` where they land."""
     sizes = [(infos[index].size, infos[index].dtype) for index, _ in rising]
-    ascent = Ascent(blocks, sizes, rising[0][1][0].device)
+    upload = Upload(blocks, sizes, rising[0][1][0].device)
     for number, (index, places) in enumerate(rising):
-        results[index] = ascent.results[number]
+        results[index] = upload.results[number]
         for place in places:
-            ascent.want(number, place)
-    return ascent
+            upload.want(number, place)
+    return upload
 
 
 def plain_one(keys: KeyTable, key: Keys, value: Value, writable: bool = False) -> tuple[KeyInfo, Bits] | None:
@@ -228,3 +234,54 @@ def made(table: KeyTable, key: Keys) -> tuple[list[KeyInfo], list[Bits], Callabl
 
 def _copy(table: KeyTable, infos: Sequence[KeyInfo], results: Sequence[Bits], index: int) -> Any:
     return table.like(infos[index], results[index].copy())
+
+
+Hyperparameters = tuple[float, float, float]
+SERVER_DECIDES: Hyperparameters = (math.nan, math.nan, math.nan)
+"""There is no optimizer here to ask."""
+
+
+Settings = tuple[list[Hyperparameters], "np.ndarray[Any, Any] | None"]
+"""Distinct settings, and for each key of a plan the index of its own; None if all have the first."""
+
+
+def hyperparameters_of(info: KeyInfo, optimizer: Optimizer | None) -> Hyperparameters:
+    """The setting of one key."""
+    if optimizer is None:
+        return SERVER_DECIDES
+    numbers = (optimizer.pushed_lr(info.key), optimizer.wd_for(info.key), optimizer.rescale_grad)
+    return _finite(info.key, numbers)
+
+
+def gathered(settings: Sequence[Hyperparameters]) -> Settings:
+    """Settings that were taken key by key."""
+    distinct: dict[Hyperparameters, int] = {}
+    index = [distinct.setdefault(setting, len(distinct)) for setting in settings]
+    return list(distinct), np.array(index) if len(distinct) > 1 else None
+
+
+def plan_hyperparameters(plan: Plan, optimizer: Optimizer | None) -> Settings:
+    """The distinct (learning rate, weight decay, rescale) of a plan's keys; per key an index, None if all alike."""
+    if optimizer is None:
+        return [SERVER_DECIDES], None
+    rescale = optimizer.rescale_grad
+    if not optimizer.lr_mult and not optimizer.wd_mult:
+        return [_finite(None, (optimizer.pushed_lr(None), optimizer.wd, rescale))], None
+    return gathered([hyperparameters_of(info, optimizer) for info in plan.keys])
+
+
+def run_hyperparameters(
+    settings: list[Hyperparameters], index: np.ndarray[Any, Any] | None
+) -> tuple[tuple[Hyperparameters, ...], U8 | None]:
+    """The settings that one run uses, and its slices' indices into them."""
+    if index is None:
+        return (settings[0],), None
+    used, positions = np.unique(index, return_inverse=True)
+    return tuple(settings[i] for i in used.tolist()), positions.astype(np.uint8)
+
+
+def _finite(key: Key | None, setting: Hyperparameters) -> Hyperparameters:
+    if not all(map(math.isfinite, setting)):
+        whose = "the optimizer" if key is None else f"key {key!r}"
+        raise ValueError(f"learning rate, weight decay and rescale of {whose} are {setting}; they must be finite")
+    return setting

@@ -1,4 +1,4 @@
-"""Blocks in which results arrive before they rise to GPUs: used again, and never let go while a GPU reads them."""
+"""Pinned blocks in which results arrive before their upload: used again, and not released while a GPU reads them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import numpy as np
 import pytest
 
 from kvdist.dtypes import DType
-from kvdist.kvstore.ascent import KEPT_MAX, PINNED_BYTES_MIN, Ascent, Blocks
-from kvdist.kvstore.devices import OnDevice
+from kvdist.kvstore.device import KEPT_MAX, PINNED_BYTES_MIN, OnDevice, PinnedBlocks, Upload
 from tests.devices import NumpyDevice
 
 SIZES = [nbytes * PINNED_BYTES_MIN for nbytes in (6, 2, 10, 4, 8, 12, 1)]
 
 
-def rise(blocks: Blocks, device: NumpyDevice, count: int) -> None:
+def rise(blocks: PinnedBlocks, device: NumpyDevice, count: int) -> None:
     """A call whose result of so many elements comes to the device."""
-    ascent = Ascent(blocks, [(count, DType.FLOAT32)], device)
+    upload = Upload(blocks, [(count, DType.FLOAT32)], device)
     out = device.array(np.zeros(count, np.float32))
-    ascent.want(0, OnDevice(device, out))
-    ascent.results[0][...] = count
-    ascent.rise()
+    upload.want(0, OnDevice(device, out))
+    upload.results[0][...] = count
+    upload.start()
     assert (out.memory == count).all()
 
 
 def test_a_block_of_a_call_that_is_over_is_found_among_those_of_other_sizes():
-    device, blocks = NumpyDevice(), Blocks()
+    device, blocks = NumpyDevice(), PinnedBlocks()
     taken = [blocks.take(nbytes, device) for nbytes in SIZES[:KEPT_MAX]]
     for block in taken:
         blocks.give_back(block)
@@ -33,7 +32,7 @@ def test_a_block_of_a_call_that_is_over_is_found_among_those_of_other_sizes():
 
 
 def test_a_small_block_is_not_pinned_and_given_up_when_nobody_reads_it():
-    device, blocks = NumpyDevice(), Blocks()
+    device, blocks = NumpyDevice(), PinnedBlocks()
     block = blocks.take(PINNED_BYTES_MIN - 1, device)
     assert block.memory.size == PINNED_BYTES_MIN - 1 and device.pinned_bytes == 0
     device.upload(block.memory[:50], device.array(np.zeros(50, np.uint8)))
@@ -43,7 +42,7 @@ def test_a_small_block_is_not_pinned_and_given_up_when_nobody_reads_it():
 
 
 def test_of_too_many_blocks_the_smallest_is_let_go_and_only_when_nobody_reads_it():
-    device, blocks = NumpyDevice(), Blocks()
+    device, blocks = NumpyDevice(), PinnedBlocks()
     taken = [blocks.take(nbytes, device) for nbytes in SIZES]
     device.upload(taken[-1].memory[:50], device.array(np.zeros(50, np.uint8)))
     taken[-1].marks.append(device.mark())
@@ -56,7 +55,7 @@ def test_of_too_many_blocks_the_smallest_is_let_go_and_only_when_nobody_reads_it
 
 @pytest.mark.parametrize("counts", [SIZES, SIZES[::-1], [1, 100_000, 7, 3, 90_000]], ids=str)
 def test_calls_of_all_sizes_bring_their_results(counts):
-    device, blocks = NumpyDevice(), Blocks()
+    device, blocks = NumpyDevice(), PinnedBlocks()
     for count in counts * 3:
         rise(blocks, device, count)
     blocks.close()

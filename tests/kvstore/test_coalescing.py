@@ -14,14 +14,12 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import KeyInfo, Kind, Transfer, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore import gathering
-from kvdist.kvstore.contribution import Contribution, Terms, contribute
-from kvdist.kvstore.descent import Descent
-from kvdist.kvstore.gathering import GATHER_S, PATIENCE_S, PLAIN, QUIET_S, Gatherings
-from kvdist.kvstore.handed import Given
-from kvdist.kvstore.pulling import PullFuture
-from kvdist.kvstore.settings import SERVER_DECIDES, gathered
-from kvdist.kvstore.staging import Staging
+from kvdist.kvstore import coalescing
+from kvdist.kvstore.arguments import SERVER_DECIDES, PushArgs, gathered
+from kvdist.kvstore.coalescing import BATCH_S, PATIENCE_S, PLAIN, QUIET_S, Coalescer, PullFuture
+from kvdist.kvstore.device import Download
+from kvdist.kvstore.staging import Payloads, PushOptions, Staging
+from kvdist.kvstore.staging import lay_out as lay_out_push
 from kvdist.runtime.mailbox import Growing
 from kvdist.transport.shared_memory.memory import HeapAllocator
 
@@ -52,14 +50,16 @@ class Store:
     errors: list[BaseException] = field(default_factory=list)
     counted: list[int] = field(default_factory=list)
     """Bytes that are not under way any more."""
-    gatherings: Gatherings = field(init=False)
+    gatherings: Coalescer = field(init=False)
 
     def __post_init__(self) -> None:
-        def lay_out(given: Given, terms: Terms, settings: Sequence[Any]) -> Contribution:
+        def lay_out(given: PushArgs, options: PushOptions, settings: Sequence[Any]) -> Payloads:
             staging = Staging(make_plan(given.infos, 1 << 20), HeapAllocator(), Traffic())
-            return contribute(staging, given, gathered(settings), terms, REFERENCE, [None], lambda _: False, Descent())
+            return lay_out_push(
+                staging, given, gathered(settings), options, REFERENCE, [None], lambda _: False, Download()
+            )
 
-        self.gatherings = Gatherings(
+        self.gatherings = Coalescer(
             lay_out,
             lambda infos, results: [],
             lambda answer, make, growing: self.left.append(Left(answer, make, growing)),
@@ -68,9 +68,9 @@ class Store:
             self.counted.append,
         )
 
-    def push(self, *keys: int, value: float = 1.0, terms: Terms = PLAIN, priority: int = 0) -> None:
+    def push(self, *keys: int, value: float = 1.0, options: PushOptions = PLAIN, priority: int = 0) -> None:
         for key in keys:
-            self.gatherings.push(KEYS[key], np.full(3, value, np.float32), SERVER_DECIDES, priority, terms)
+            self.gatherings.push(KEYS[key], np.full(3, value, np.float32), SERVER_DECIDES, priority, options)
 
     def pull(self, *keys: int, finish: Callable[[], Any] | None = None, priority: int = 0) -> list[PullFuture]:
         out = np.zeros(3, np.float32)
@@ -131,8 +131,8 @@ def test_what_another_request_has_closed_or_the_node_has_taken_takes_in_nothing(
 
 def test_pushes_that_count_differently_do_not_mix(store: Store) -> None:
     store.push(0)
-    store.push(1, terms=Terms(average=False, samples=0))
-    store.push(2, terms=Terms(average=True, samples=8))
+    store.push(1, options=PushOptions(average=False, samples=0))
+    store.push(2, options=PushOptions(average=True, samples=8))
     assert store.made() == [(Kind.PUSH, [0, 1]), (Kind.PUSH, [2])]
 
 
@@ -144,7 +144,7 @@ def test_a_request_has_the_highest_priority_of_its_calls(store: Store) -> None:
 
 
 def test_a_request_does_not_grow_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "GATHERED_MAX", 3)
+    monkeypatch.setattr(coalescing, "BATCH_CALLS_MAX", 3)
     store.push(*range(5))
     assert store.made() == [(Kind.PUSH, [0, 1, 2]), (Kind.PUSH, [3, 4])]
 
@@ -225,8 +225,8 @@ def test_it_waits_until_nothing_is_added_any_more(store: Store) -> None:
     assert growing.due(10.003) == 10.003 + QUIET_S
     for i in range(2, 8):
         store.push(i)
-        due = growing.due(10.0 + GATHER_S * i / 7.01)
-    assert due == 10.0 + GATHER_S  # while it grows, but not for ever
+        due = growing.due(10.0 + BATCH_S * i / 7.01)
+    assert due == 10.0 + BATCH_S  # while it grows, but not for ever
 
 
 def test_a_loop_that_was_longer_the_last_time_is_waited_for(store: Store) -> None:
@@ -235,13 +235,13 @@ def test_a_loop_that_was_longer_the_last_time_is_waited_for(store: Store) -> Non
     store.push(0, 1)
     growing = store.left[1].growing
     assert growing.due(10.0) == 10.0 + PATIENCE_S
-    assert growing.due(10.0 + GATHER_S) == 10.0 + PATIENCE_S  # nothing came since
+    assert growing.due(10.0 + BATCH_S) == 10.0 + PATIENCE_S  # nothing came since
     store.push(2)
     assert growing.due(10.001) == 10.001 + QUIET_S
     store.pull(0)
     assert store.left[2].growing.due(10.0) == 10.0 + QUIET_S  # pulls are another loop
     store.push(3)
-    assert growing.due(11.0) == 10.0 + GATHER_S
+    assert growing.due(11.0) == 10.0 + BATCH_S
     store.left[1].made()
     store.push(1)
     assert store.left[3].growing.due(20.0) == 20.0 + QUIET_S  # one that begins elsewhere is another loop

@@ -1,16 +1,15 @@
-"""What a local store keeps of one key: its value, where it rests, and how contributions get into it.
+"""What a local store keeps of one key: its value, where it rests, its optimizer's state, how contributions change it.
 
-Rules that hold here:
+Invariants:
 
 * The stored value is the store's own: what comes in is summed into it, what goes out is copied from it.
-* A key rests where its first contributions come from: on the host, or on one of the GPUs. What comes from elsewhere is
-  brought there.
+* A key rests where its first contributions come from: on the host, or on one of the GPUs. Its state follows it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,91 @@ import numpy as np
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.compressing import Compressing
-from kvdist.kvstore.device_codes import through_on_devices
-from kvdist.kvstore.device_sum import brought
-from kvdist.kvstore.devices import Devices, OnDevice, new_value, uploaded
-from kvdist.kvstore.updaters import Updaters
+from kvdist.kvstore.compression import StoreCompression, through_on_devices
+from kvdist.kvstore.device import Devices, OnDevice, brought, new_value, uploaded
 from kvdist.kvstore.values import Bits, Key, Shape
-from kvdist.optimizer.base import Extent
+from kvdist.optimizer.base import Extent, Optimizer
+from kvdist.optimizer.offload import on_device, on_host, require_runs_on
+from kvdist.optimizer.states import SliceState
+from kvdist.optimizer.updater import Updater
+
+
+class Updaters:
+    """One updater for the host, and one for each GPU on which a key rests. A state follows its key.
+
+    Args:
+        optimizer: the rule and its numbers.
+        kernels: the host's.
+        home: tells on which GPU a key rests now; None for the host.
+    """
+
+    def __init__(self, optimizer: Optimizer, kernels: Kernels, home: Callable[[Hashable], Device | None]) -> None:
+        self._host = Updater(optimizer, kernels)
+        self._on_gpus: dict[int, Updater] = {}
+        self._home = home
+        self._rested: dict[Hashable, Device | None] = {}
+        """Key → where its state is."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates the values."""
+        return self._host.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        for updater in (self._host, *self._on_gpus.values()):
+            updater.optimizer = optimizer
+
+    def of(self, key: Hashable) -> Updater:
+        """What updates a key where it rests; its state is there.
+
+        Raises:
+            DeviceError: the optimizer cannot run on that GPU.
+        """
+        device = self._home(key)
+        updater = self._on(device)
+        before = self._rested.get(key, device)
+        if before is not device:
+            state = _lifted(self._on(before).state_of(key), before)
+            self._on(before).restore(key, None)
+            updater.restore(key, _put_down(state, device))
+        self._rested[key] = device
+        return updater
+
+    def state_of(self, key: Hashable) -> SliceState | None:
+        """The state of a key, in the host's memory; None if it has never been updated.
+
+        That of a key of the host is live: copy what must not change.
+        """
+        return _lifted(self.of(key).state_of(key), self._rested[key])
+
+    def restore(self, key: Hashable, state: SliceState | None) -> None:
+        """Go on from this state; see `Updater.restore`."""
+        self.of(key).restore(key, _put_down(state, self._rested[key]))
+
+    def _on(self, device: Device | None) -> Updater:
+        if device is None:
+            return self._host
+        updater = self._on_gpus.get(device.index)
+        if updater is None:
+            require_runs_on(self.optimizer, device)
+            updater = self._on_gpus[device.index] = Updater(self.optimizer, device.kernels)
+        return updater
+
+
+def _lifted(state: SliceState | None, device: Device | None) -> SliceState | None:
+    return state if state is None or device is None else on_host(state, device)
+
+
+def _put_down(state: SliceState | None, device: Device | None) -> SliceState | None:
+    return state if state is None or device is None else on_device(state, device)
+
 
 UpdaterFunction = Callable[[Any, Any, Any], None]
 """(key, what was received, the stored value, to be changed in place)."""
 
 
-class Entry(ABC):
+class LocalValue(ABC):
     """One key.
 
     Args:
@@ -58,15 +129,15 @@ class Entry(ABC):
         """Take another value, from wherever the user has it."""
 
     @abstractmethod
-    def sum(self, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def sum(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         """The sum of these becomes the value."""
 
     @abstractmethod
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         """The optimizer changes the value by the sum of these."""
 
     @abstractmethod
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         """The user's function changes the value, told the sum of these."""
 
     @abstractmethod
@@ -82,11 +153,11 @@ class Entry(ABC):
         return values.like(self.kind, self.shape, self.dtype, self.host_bits().copy())
 
 
-class HostEntry(Entry):
+class HostValue(LocalValue):
     """A key that rests in the host's memory.
 
     Args:
-        key, shape, dtype, kind: as of `Entry`.
+        key, shape, dtype, kind: as of `LocalValue`.
         kernels: what does the arithmetic.
     """
 
@@ -105,16 +176,16 @@ class HostEntry(Entry):
     def replace(self, value: Any) -> None:
         self.load(values.read_bits(value))
 
-    def sum(self, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def sum(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         self._sum_into(self.bits, arrays, compressing)
 
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         parts = self._parts(arrays, compressing)
         updater = updaters.of(self.key)
         scales = [updater.optimizer.rescale_grad] * len(parts)
         updater.update(self.key, self.bits, parts, scales, self.dtype, self.bits, extent=Extent(self.key, self.shape))
 
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         # A sum of its own, even of one array: the function may write into what it received.
         total = np.empty_like(self.bits)
         self._sum_into(total, arrays, compressing)
@@ -128,11 +199,11 @@ class HostEntry(Entry):
     def host_bits(self) -> Bits:
         return self.bits
 
-    def _parts(self, arrays: Sequence[Any], compressing: Compressing | None) -> list[Bits]:
+    def _parts(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> list[Bits]:
         parts = [values.read_bits(array) for array in arrays]
         return parts if compressing is None else compressing.through(self.key, parts)
 
-    def _sum_into(self, out: Bits, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def _sum_into(self, out: Bits, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         parts = self._parts(arrays, compressing)
         if len(parts) == 1:  # a plain copy, at less than half the cost of a kernel's call
             out[...] = parts[0]
@@ -140,11 +211,11 @@ class HostEntry(Entry):
         self._kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)
 
 
-class DeviceEntry(Entry):
+class DeviceValue(LocalValue):
     """A key that rests on a GPU.
 
     Args:
-        key, shape, dtype, kind: as of `Entry`.
+        key, shape, dtype, kind: as of `LocalValue`.
         devices: where values lie.
         device: where it rests.
         like: a value of the user's on a GPU, whose library makes the one that is kept.
@@ -183,17 +254,17 @@ class DeviceEntry(Entry):
         else:
             self.load(part)
 
-    def sum(self, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def sum(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         self._sum_into(self._bits, self._parts(arrays, compressing))
 
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         updater = updaters.of(self.key)
         parts = self._parts(arrays, compressing)
         scales = [updater.optimizer.rescale_grad] * len(parts)
         extent = Extent(self.key, self.shape)
         updater.update(self.key, self._bits, parts, scales, self.dtype, self._bits, extent=extent)
 
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: Compressing | None) -> None:
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
         received = self._made()
         self._sum_into(self._device.view(received, self.dtype), self._parts(arrays, compressing))
         with self._device.kernels.active():
@@ -223,7 +294,7 @@ class DeviceEntry(Entry):
         kind = f"torch:{self._device.name}" if self._library == "torch" else self._library
         return new_value(kind, self._device, self.shape, self.dtype)
 
-    def _parts(self, arrays: Sequence[Any], compressing: Compressing | None) -> list[Array]:
+    def _parts(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> list[Array]:
         parts = [self._here(self._devices.read(array, self.dtype)) for array in arrays]
         if compressing is not None:
             return through_on_devices(compressing, self.key, parts, self._device)

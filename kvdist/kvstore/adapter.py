@@ -1,0 +1,134 @@
+"""Stores that users register: the contract they keep (`KVStoreBase`), and how a trainer calls one (`Adapted`).
+
+A store that implements all of `kvdist.KVStore` keeps the contract too. One that implements only the contract is called
+as MXNet calls it: key by key, with a list of arrays, one per device, and a higher priority for parameters that the next
+forward pass needs earlier. Such a store never gets None for a missing gradient (it gets zeros), and is never asked for
+an average (it gets gradients that are divided already).
+
+Write a class like this, and `kvdist.kv.create` knows it by its name in lower case::
+
+    @kv.register
+    class Mine(kv.KVStoreBase):
+        ...
+
+    trainer = Trainer(net.parameters(), 'sgd', kvstore='mine')
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+from kvdist.kvstore.registry import register
+from kvdist.optimizer.base import Optimizer
+
+OPTIMIZER = "optimizer"
+"""The capability to update values; the one that `KVStoreBase.is_capable` is asked for."""
+
+
+class KVStoreBase(abc.ABC):
+    """What a `Trainer` needs of a store; derive from it for one of your own.
+
+    Keys are the positions of the parameters, 0, 1, 2, …; values are torch tensors.
+    """
+
+    register = staticmethod(register)
+    """`kvdist.kv.register`, where the mirrored system has it: ``@KVStoreBase.register``."""
+
+    @property
+    @abc.abstractmethod
+    def type(self) -> str:
+        """The name with which the store was created."""
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This worker's number, from 0 to `num_workers` - 1."""
+
+    @property
+    @abc.abstractmethod
+    def num_workers(self) -> int:
+        """How many workers share the store."""
+
+    @abc.abstractmethod
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """Write rank 0's `value` into every array of `out`, on every worker, and remember it as the key's.
+
+        A later call for the same key gives it another value.
+        """
+
+    @abc.abstractmethod
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Sum the arrays of `value` over devices and workers, and write the result into every array of `out`.
+
+        The result is the sum; with an optimizer it is the value of the key, updated with that sum. ``out=None`` means
+        into `value`.
+        """
+
+    @abc.abstractmethod
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can do something; asked for ``optimizer``: update values by `set_optimizer`."""
+
+    @abc.abstractmethod
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Update values with this `kvdist.optimizer.Optimizer` from now on, whose numbers may change at any time.
+
+        Raises:
+            NotImplementedError: the store is not capable of it.
+        """
+
+
+class Adapted:
+    """A store of the user's own, for a trainer.
+
+    Args:
+        store: it keeps the contract.
+    """
+
+    def __init__(self, store: KVStoreBase) -> None:
+        self._store = store
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share the store."""
+        return self._store.num_workers
+
+    def agree(self, statement: str) -> None:
+        """Nothing: the contract has no way to compare what workers say."""
+
+    def leave_uncompressed(self, keys: Sequence[int]) -> None:
+        """Nothing: the contract knows no compression."""
+
+    def leave_unkept(self, keys: Sequence[int]) -> None:
+        """Nothing: the contract has no such hint."""
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the store update."""
+        self._store.set_optimizer(optimizer)
+
+    def broadcast(self, keys: Sequence[int], values: Sequence[Any], out: Sequence[list[Any]]) -> None:
+        """Give each key the value of rank 0, on all devices."""
+        for key, value, places in zip(keys, values, out, strict=True):
+            self._store.broadcast(key, value, places)
+
+    def pushpull(
+        self,
+        keys: Sequence[int],
+        value: Sequence[list[Any] | None],
+        out: Sequence[list[Any] | None] | None = None,
+        *,
+        average: bool = False,
+        samples: int = 0,
+    ) -> None:
+        """Sum each key's arrays and write the result into all of `out`; None for what was given."""
+        divisor = self._store.num_workers if average else 1
+        for position, (key, given, places) in enumerate(zip(keys, value, out or value, strict=True)):
+            assert places is not None, "a result needs a place"
+            if given is None:
+                arrays = [places[0].detach().new_zeros(places[0].shape)]
+            elif divisor != 1:
+                arrays = [array / divisor for array in given]
+            else:
+                arrays = given
+            self._store.pushpull(key, arrays, places, -position)

@@ -1,0 +1,605 @@
+"""GPUs of one store: reading values where they lie, summing them there, and the ways to the host and back.
+
+*Upload*: the results of a call land side by side in one block of pinned memory, from which each GPU gets them in one
+copy. *Download*: the small pieces of a run are packed on each GPU, summed on one of them, and copied to the run's
+payload. Invariants: only GPUs on which values lie are touched; copies are asked for on the stream that was current
+where the call was made, and not waited for there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from kvdist.core.sharding import row_length
+from kvdist.core.worker.requests import KeyInfo, Piece, Plan, RunPlan
+from kvdist.dtypes import DType
+from kvdist.errors import DeviceError
+from kvdist.kernels.gpu import HOST, has_library, open_gpu
+from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
+from kvdist.kvstore import values
+from kvdist.kvstore.values import Bits, Key, Shape
+from kvdist.protocol.arrays import padded
+
+LOG = logging.getLogger("kvdist")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnDevice:
+    """Bits that lie on a GPU."""
+
+    device: Device
+    array: Array
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return int(self.array.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return int(self.array.nbytes)
+
+    def on_host(self) -> Bits:
+        """A copy in the host's memory. Waits for the GPU."""
+        bits: Bits = np.empty(self.size, self.array.dtype)
+        self.device.download(self.array, bits)
+        self.device.mark().wait()
+        return bits
+
+    def __getitem__(self, place: slice) -> OnDevice:
+        return OnDevice(self.device, self.array[place])
+
+
+Part = Bits | OnDevice
+"""What one device contributes to a key."""
+
+
+class Devices:
+    """The GPUs of one store.
+
+    Args:
+        setting: ``KVDIST_GPU``.
+        insists: whether the store's name asks for sums on GPUs, so that a library for them may not be missing.
+        open_device: gives the GPU of a number, driven as the setting says.
+    """
+
+    def __init__(self, setting: str, insists: bool, open_device: Callable[[int, str], Device] = open_gpu) -> None:
+        self._setting = setting
+        self._insists = insists
+        self._open = open_device
+        self._opened: dict[int, Device] = {}
+        self._lock = threading.Lock()  # results are brought to GPUs on the thread of the node
+        self._is_off = setting == HOST or not (insists or has_library(setting))
+        self._said = False
+        self._pin_with: Callable[[Device], None] | None = None
+
+    def pin_with(self, pin: Callable[[Device], None]) -> None:
+        """Call this with the first GPU that is used: it pins the memory from which the store sends."""
+        self._pin_with = pin
+
+    def of(self, value: Any) -> Device | None:
+        """The GPU on which a value lies; None for the host, and where values are brought there.
+
+        Raises:
+            DeviceError: the GPU cannot be used.
+        """
+        index = values.gpu_of(value)
+        if index is None:
+            return None
+        if self._is_off:
+            self._say_so(index)
+            return None
+        return self.at(index)
+
+    def at(self, index: int) -> Device:
+        """The GPU of a number."""
+        with self._lock:
+            device = self._opened.get(index)
+            if device is None:
+                device = self._open(index, self._setting)
+                if self._pin_with is not None and not self._opened:
+                    self._pin_with(device)
+                self._opened[index] = device
+            return device
+
+    def read(self, value: Any, dtype: DType) -> Part:
+        """What a value holds, where it lies; no copy of what is contiguous."""
+        device = self.of(value)
+        if device is None:
+            return values.read_bits(value)
+        return OnDevice(device, device.view(values.in_order(value), dtype))
+
+    def place(self, value: Any, dtype: DType) -> OnDevice | None:
+        """The value's own memory on a GPU, to be written into; None where it has none in order.
+
+        Autograd is told that a tensor changes, as by `values.writable_bits`.
+        """
+        device = self.of(value)
+        if device is None or not values.is_in_order(value):
+            return None
+        return OnDevice(device, device.view(values.about_to_change(value), dtype))
+
+    def _say_so(self, index: int) -> None:
+        if not self._said:
+            self._said = True
+            why = "KVDIST_GPU is host" if self._setting == HOST else "no library for GPUs is installed"
+            LOG.warning("values on cuda:%d are brought to the host and summed there: %s", index, why)
+
+
+def require_one_kind(key: Key, parts: Sequence[Any]) -> None:
+    """Check that the values of one key lie all on the host or all on GPUs.
+
+    Raises:
+        DeviceError: some lie here and some there; the message says which.
+    """
+    if len(parts) < 2:
+        return
+    places = [values.gpu_of(part) for part in parts]
+    if None in places and any(place is not None for place in places):
+        said = ", ".join("cpu" if place is None else f"cuda:{place}" for place in places)
+        raise DeviceError(
+            f"the values of key {key!r} lie on {said}: a sum is made on GPUs or on the host, so move all of them to one"
+            " or the other, as with tensor.to(...)"
+        )
+
+
+def as_host_bits(parts: Sequence[Part]) -> list[Bits]:
+    """All of them in the host's memory."""
+    return [part.on_host() if isinstance(part, OnDevice) else part for part in parts]
+
+
+def uploaded(bits: Bits, device: Device) -> OnDevice:
+    """A copy on a GPU. Waits for it."""
+    copy = device.kernels.empty(bits.size, bits.dtype)
+    device.upload(bits, copy)
+    device.mark().wait()
+    return OnDevice(device, copy)
+
+
+def new_value(kind: str, device: Device, shape: Shape, dtype: DType) -> Any:
+    """An array of a kind (`values.kind_of`) on a GPU, whose content means nothing."""
+    made = values.empty_tensor(kind, shape, dtype)
+    return device.kernels.empty(math.prod(shape), dtype.storage).reshape(shape) if made is None else made
+
+
+def home_of(devices: Sequence[Device], load: Mapping[int, int]) -> Device:
+    """The one with the fewest bytes so far; the first of several.
+
+    Args:
+        devices: those that contribute.
+        load: device index → bytes that are summed there.
+    """
+    return min(devices, key=lambda device: load.get(device.index, 0))
+
+
+def islands(parts: Sequence[OnDevice], home: Device) -> list[list[OnDevice]]:
+    """The parts in groups whose GPUs reach each other; what is at home or reaches it stays alone."""
+    groups: list[list[OnDevice]] = []
+    far: list[list[OnDevice]] = []
+    for part in parts:
+        if part.device.index == home.index or home.reaches(part.device):
+            groups.append([part])
+            continue
+        for island in far:
+            if all(other.device.reaches(part.device) or other.device.index == part.device.index for other in island):
+                island.append(part)
+                break
+        else:
+            far.append([part])
+            groups.append(far[-1])
+    return groups
+
+
+def brought(parts: Sequence[OnDevice], home: Device, dtype: DType) -> list[Array]:
+    """Arrays of `home` whose sum is that of the parts, in their order. Parts that lie there are not copied.
+
+    Halves are not summed on the way, because they would be rounded once more.
+    """
+    is_half = dtype.storage != dtype.accumulate
+    groups = [[part] for part in parts] if is_half else islands(parts, home)
+    # On an island all reach each other, so the sum there makes no islands again.
+    sums = [group[0] if len(group) == 1 else summed(group[0].device, group, dtype) for group in groups]
+    return [moved(one, home) for one in sums]
+
+
+def summed(home: Device, parts: Sequence[OnDevice], dtype: DType, out: Array | None = None) -> OnDevice:
+    """The sum of parts on one of their GPUs: one pass over what was brought there. A single part is given as it is."""
+    arrays = brought(parts, home, dtype)
+    if len(arrays) == 1 and out is None:
+        return OnDevice(home, arrays[0])
+    total = home.kernels.empty(parts[0].size, dtype.storage) if out is None else out
+    home.kernels.weighted_sum(arrays, [1.0] * len(arrays), dtype, total)
+    return OnDevice(home, total)
+
+
+def moved(part: OnDevice, home: Device) -> Array:
+    """A part as an array of `home`: itself, if it lies there."""
+    if part.device.index == home.index:
+        return part.array
+    copy = home.kernels.empty(part.size, part.array.dtype)
+    home.copy(part.array, copy, part.device)
+    return copy
+
+
+ALIGNMENT_BYTES = 256
+"""Where results begin: as allocators of GPUs align."""
+LARGE_BYTES = 1 << 18
+"""A result of so many bytes is worth a copy of its own."""
+PINNED_BYTES_MIN = 1 << 14
+"""Pinning takes longer than a copy of fewer bytes does, and a loop over keys would pin a page for each of them."""
+KEPT_MAX = 4
+"""PinnedBlocks that are kept for the next calls."""
+
+
+@dataclass(slots=True, eq=False)
+class PinnedBlock:
+    """Memory of one call's results."""
+
+    memory: Bits
+    pin: Any = None
+    """What keeps it pinned."""
+    marks: list[DeviceEvent] = field(default_factory=list)
+    """Behind them nobody reads it any more."""
+
+    def wait(self) -> None:
+        """Until nobody reads it any more."""
+        while self.marks:
+            self.marks[-1].wait()
+            self.marks.pop()
+
+
+class PinnedBlocks:
+    """The blocks of one store. Any thread."""
+
+    def __init__(self) -> None:
+        self._free: deque[PinnedBlock] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, device: Device) -> PinnedBlock:
+        """A block of so many bytes, pinned for GPUs, which nobody reads any more."""
+        if nbytes < PINNED_BYTES_MIN:
+            return PinnedBlock(np.empty(nbytes, np.uint8))
+        with self._lock:
+            fitting = [block for block in self._free if block.memory.size >= nbytes]
+            found = min(fitting, key=lambda block: block.memory.size, default=None)
+            if found is not None:
+                self._free.remove(found)
+        if found is None:
+            # Whole pages of its own: what is pinned is pinned by the page.
+            memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+            return PinnedBlock(memory, device.pin(memory))
+        found.wait()
+        return found
+
+    def give_back(self, block: PinnedBlock) -> None:
+        """It may be taken again, once its marks are passed. Of too many the smallest is let go."""
+        if block.pin is None and block.memory.size < PINNED_BYTES_MIN:
+            block.wait()
+            return
+        smallest = None
+        with self._lock:
+            self._free.append(block)
+            if len(self._free) > KEPT_MAX:
+                smallest = min(self._free, key=lambda one: one.memory.size)
+                self._free.remove(smallest)
+        if smallest is not None:
+            smallest.wait()  # its pages go back to the system, and a GPU may still read them
+
+    def close(self) -> None:
+        """Let all of them go, when nobody reads them any more."""
+        with self._lock:
+            free, self._free = self._free, deque()
+        for block in free:
+            block.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A result that an array on a GPU takes."""
+
+    start: int
+    bits: Bits
+    place: OnDevice
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is copied by itself."""
+        return self.bits.nbytes >= LARGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Uploaded:
+    """What one GPU has."""
+
+    device: Device
+    starts: list[int]
+    wanted: Sequence[_Wanted]
+    packed: Array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenThere:
+    """A result for an array on a GPU that its own library writes: it is not contiguous, or the GPU is not used here.
+
+    Args:
+        array: takes the result.
+        bits: has it.
+        stream: the one that was current where the call was made.
+    """
+
+    array: Any
+    bits: Bits
+    stream: AbstractContextManager[Any]
+
+    @classmethod
+    def of(cls, array: Any, bits: Bits) -> WrittenThere:
+        """To be called where the user's call is made."""
+        return cls(array, bits, values.present_stream(array))
+
+    def write(self) -> None:
+        """Copy; waits for the GPU."""
+        with self.stream:
+            values.write_bits(self.array, self.bits)
+
+
+class Upload:
+    """The results of one call that are wanted on GPUs.
+
+    Args:
+        blocks: gives memory.
+        sizes: of the keys whose results land here: elements and type.
+        device: one of the GPUs.
+    """
+
+    def __init__(self, blocks: PinnedBlocks, sizes: Sequence[tuple[int, DType]], device: Device) -> None:
+        starts, end = [], 0
+        for count, dtype in sizes:
+            starts.append(end)
+            end += -(-count * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._blocks = blocks
+        self._block = blocks.take(end, device)
+        memory = self._block.memory
+        self._starts = starts
+        self.results: list[Bits] = [
+            memory[start : start + count * dtype.itemsize].view(dtype.storage)
+            for start, (count, dtype) in zip(starts, sizes, strict=True)
+        ]
+        """Where each of them lands."""
+        self._wanted: dict[int, list[_Wanted]] = {}
+        self._streams: dict[int, tuple[Device, Any]] = {}
+
+    def want(self, index: int, place: OnDevice) -> None:
+        """This array takes the result with this index. To be called where the user's call is made."""
+        device = place.device
+        if device.index not in self._streams:
+            self._streams[device.index] = device, device.stream()
+        wanted = _Wanted(self._starts[index], self.results[index], place)
+        self._wanted.setdefault(device.index, []).append(wanted)
+
+    def start(self) -> None:
+        """The results are there: ask for all copies."""
+        done: list[_Uploaded] = []
+        for index, wanted in self._wanted.items():
+            device, stream = self._streams[index]
+            with device.on(stream):
+                done.append(self._upload_to(device, wanted, done))
+                self._block.marks.append(device.mark())
+        self._blocks.give_back(self._block)
+
+    def _upload_to(self, device: Device, wanted: Sequence[_Wanted], done: Sequence[_Uploaded]) -> _Uploaded:
+        """Copy what is wanted on one GPU, from one that has the same and is reached directly, or from the host."""
+        starts = [one.start for one in wanted]
+        nearest = next((one for one in done if one.starts == starts and device.reaches(one.device)), None)
+        for position, one in enumerate(wanted):
+            if not one.is_large:
+                continue
+            if nearest is None:
+                device.upload(one.bits, one.place.array)
+            else:
+                device.copy(nearest.wanted[position].place.array, one.place.array, nearest.device)
+        small = [one for one in wanted if not one.is_large]
+        return _Uploaded(device, starts, wanted, self._spread(device, small, nearest) if small else None)
+
+    def _spread(self, device: Device, small: Sequence[_Wanted], nearest: _Uploaded | None) -> Array:
+        """Bring small results to a GPU in one copy, and to their arrays in one launch. Returns them as they came."""
+        start = min(one.start for one in small)
+        stop = max(one.start + one.bits.nbytes for one in small)
+        packed = device.kernels.empty(stop - start, np.dtype(np.uint8))
+        if nearest is None or nearest.packed is None:
+            device.upload(self._block.memory[start:stop], packed)
+        else:
+            device.copy(nearest.packed, packed, nearest.device)
+        device.unpack(packed, [one.start - start for one in small], [one.place.array for one in small])
+        return packed
+
+
+_OCTET = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One piece of a run whose contributions lie on GPUs."""
+
+    piece: Piece
+    dtype: DType
+    parts: list[OnDevice]
+    view: Bits
+    """Where its sum is wanted."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The numbers of the GPUs, in the order of the contributions."""
+        return tuple([part.device.index for part in self.parts])
+
+
+class Download:
+    """Brings the contributions of one store down."""
+
+    def __init__(self) -> None:
+        self._load = Counter[int]()
+        """GPU → bytes that were summed there."""
+
+    def bring(
+        self,
+        plan: Plan,
+        run: RunPlan,
+        payload: memoryview,
+        views: Sequence[Bits],
+        arrays: Sequence[Sequence[Part]],
+        kernels: Kernels,
+        marks: list[DeviceEvent],
+    ) -> None:
+        """Ask for everything that fills a run's payload.
+
+        Args:
+            plan, run: what is sent.
+            payload: of the run; zeros where nothing lies.
+            views: of the run's pieces in it.
+            arrays: per key of the plan its contributions. Those of the host are summed at once.
+            kernels: the host's.
+            marks: takes what has to be waited for before the payload is sent, or used for something else.
+        """
+        items = []
+        for piece, view in zip(run.pieces, views, strict=True):
+            dtype = plan.keys[piece.index].dtype
+            parts = [part[piece.start : piece.stop] for part in arrays[piece.index]]
+            on_gpus = [part for part in parts if isinstance(part, OnDevice)]
+            if on_gpus:
+                items.append(_Item(piece, dtype, on_gpus, view))
+            else:
+                kernels.weighted_sum(as_host_bits(parts), [1.0] * len(parts), dtype, view)
+        if len(items) > 1 and len(items) == len(run.pieces) and len({item.places for item in items}) == 1:
+            marks.append(self._together(run, payload, items))
+            return
+        for item in items:
+            marks.append(self._alone(item))
+
+    def _alone(self, item: _Item) -> DeviceEvent:
+        home = self._home(item, item.view.nbytes)
+        home.download(summed(home, item.parts, item.dtype).array, item.view)
+        return home.mark()
+
+    def _together(self, run: RunPlan, payload: memoryview, items: Sequence[_Item]) -> DeviceEvent:
+        home = self._home(items[0], run.nbytes)
+        offsets = [item.piece.offset for item in items]
+        packed = []
+        for place, first in enumerate(items[0].parts):
+            device = first.device
+            bucket = device.kernels.zeros(run.nbytes, _OCTET)
+            device.pack([item.parts[place].array for item in items], offsets, bucket)
+            packed.append(OnDevice(device, bucket))
+        total = packed[0].array if len(packed) == 1 else _total(home, packed, items)
+        home.download(total, np.frombuffer(payload, np.uint8))
+        return home.mark()
+
+    def _home(self, item: _Item, nbytes: int) -> Device:
+        home = home_of([part.device for part in item.parts], self._load)
+        self._load[home.index] += nbytes
+        return home
+
+
+def _total(home: Device, packed: Sequence[OnDevice], items: Sequence[_Item]) -> Array:
+    """The sum of packed arrays: one pass for each stretch of one element type, padding included."""
+    total = home.kernels.empty(packed[0].size, _OCTET)
+    for dtype, stretch in groupby(items, key=lambda item: item.dtype):
+        pieces = [item.piece for item in stretch]
+        last = pieces[-1]
+        stop = last.offset + padded((last.stop - last.start) * dtype.itemsize)
+        place = slice(pieces[0].offset, stop)
+        parts = [OnDevice(one.device, one.array[place].view(dtype.storage)) for one in packed]
+        summed(home, parts, dtype, total[place].view(dtype.storage))
+    return total
+
+
+RowsOnDevice = tuple[OnDevice, OnDevice]
+"""The index of each row, int64, and the rows one after the other."""
+
+
+def merged_gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> tuple[Bits, Bits] | None:
+    """The sum of what is pushed to a table, if all of it are sparse tensors on GPUs; else None. Waits for the GPU.
+
+    Args:
+        info: the table.
+        arrays: per device what it contributes.
+        devices: the GPUs that are used.
+
+    Returns:
+        Ids in ascending order, and their rows: (k, row length).
+    """
+    if not arrays or not all(_fits(info, array) and devices.of(array) is not None for array in arrays):
+        return None
+    parts = [_rows_of(array, info.dtype, devices) for array in arrays]
+    ids, rows = merged(parts, info.dtype)
+    found = ids.on_host(), rows.on_host()
+    # Not -1: nobody's gradient may have a row, as that of an empty batch.
+    return found[0], found[1].reshape(len(found[0]), row_length(info.shape))
+
+
+def merged(parts: Sequence[RowsOnDevice], dtype: DType) -> RowsOnDevice:
+    """The rows of all parts, each index once and in order, on the GPU of the first part."""
+    home = parts[0][0].device
+    ids = _joined(home, [part[0] for part in parts])
+    rows = _joined(home, [part[1] for part in parts])
+    different, sums = home.merge_rows(ids, rows, dtype)
+    return OnDevice(home, different), OnDevice(home, sums)
+
+
+def dense_there(value: Any, devices: Devices) -> Any:
+    """A sparse tensor as an array, on the GPU on which it lies; None where it lies on none that is used.
+
+    Halves of a repeated row are summed in float32.
+    """
+    if not (values.is_tensor(value) and _is_sparse(value)) or devices.of(value) is None:
+        return None
+    torch = sys.modules["torch"]
+    if value.dtype is torch.bfloat16 or not value.dtype.is_floating_point or value.sparse_dim() != 1:
+        return value.float().to_dense().to(value.dtype) if value.dtype is torch.bfloat16 else value.to_dense()
+    _, dtype = values.describe(value._values())
+    ids, rows = merged([_rows_of(value, dtype, devices)], dtype)
+    dense = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    ids.device.add_rows(ids.device.view(dense, dtype), ids.array, rows.array)
+    return dense
+
+
+def _is_sparse(value: Any) -> bool:
+    return value.layout is sys.modules["torch"].sparse_coo
+
+
+def _fits(info: KeyInfo, value: Any) -> bool:
+    """Whether it is rows of this table. What is not is refused where values of the host are."""
+    if not (values.is_tensor(value) and _is_sparse(value) and value.sparse_dim() == 1):
+        return False
+    return tuple(value.shape) == info.shape and values.describe(value._values())[1] is info.dtype
+
+
+def _rows_of(value: Any, dtype: DType, devices: Devices) -> RowsOnDevice:
+    # Not `coalesce()`: torch sums halves in their own type.
+    plain = value.detach()
+    device = devices.of(value)
+    assert device is not None
+    ids = device.view(plain._indices()[0].contiguous(), DType.INT64)
+    return OnDevice(device, ids), OnDevice(device, device.view(plain._values().contiguous(), dtype))
+
+
+def _joined(home: Device, parts: Sequence[OnDevice]) -> Array:
+    if len(parts) == 1:
+        return parts[0].array
+    whole = home.kernels.empty(sum(part.size for part in parts), parts[0].array.dtype)
+    start = 0
+    for part in parts:
+        home.copy(part.array, whole[start : start + part.size], part.device)
+        start += part.size
+    return whole

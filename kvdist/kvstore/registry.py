@@ -1,0 +1,175 @@
+"""The names of stores and what each means, stores that users register, and their handlers of commands on servers.
+
+A server runs a handler that was registered by a module named at its start (``--server-module``), and nothing else: a
+worker sends the number of a handler and a text for it, never code.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from kvdist.core.commands import Handler
+from kvdist.core.policy import ASYNC, P3, SYNC, Policy
+from kvdist.core.worker.requests import SendCommand
+from kvdist.protocol.limits import DEFAULT
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX
+
+LOCAL_NAMES = (
+    "local",
+    "local_update_cpu",
+    "local_allreduce_cpu",
+    "device",
+    "local_allreduce_device",
+    "nccl",
+)
+"""Stores within one process."""
+
+HOST_NAMES = frozenset({"local", "local_update_cpu", "local_allreduce_cpu"})
+"""Those of them that sum in the host's memory, wherever values lie; the others do where they lie."""
+
+DEVICE_NAMES = frozenset(
+    {
+        "device",
+        "local_allreduce_device",
+        "nccl",
+        "dist_device_sync",
+        "dist_sync_device",
+        "dist_async_device",
+        "dist_device_async",
+    }
+)
+"""Stores that sum values of GPUs there, and say so where they cannot. The other ones on a cluster do it if they can."""
+
+COMPRESSING_NAMES = frozenset({"device", "local_allreduce_device"})
+"""Those of them that compress gradients; the others do not in the mirrored system either."""
+
+DIST_NAMES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "dist": SYNC,
+        "dist_sync": SYNC,
+        "dist_device_sync": SYNC,
+        "dist_sync_device": SYNC,
+        "p3": P3,
+        "p3store_dist": P3,
+        "dist_async": ASYNC,
+        "dist_async_device": ASYNC,
+        "dist_device_async": ASYNC,
+    }
+)
+"""Stores on a cluster, and when their versions are made.
+
+All send what is urgent first. The two of P3 cut keys into small slices for that, and have little on its way at once."""
+
+COLLECTIVE_NAMES = ("collective", "horovod", "allreduce", "byteps")
+"""Stores that sum without servers. ``nccl`` is one of them where this process is one of several ranks."""
+
+HYBRID = "hybrid"
+"""Rows on servers, everything else summed without."""
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "teststore": "it is a test double of the mirrored system: register a class of your own called TestStore",
+        "dist_device": "say whether workers wait for each other: use 'dist_device_sync' or 'dist_device_async'",
+        "dist_sync_async": "it is one or the other: use 'dist_sync' or 'dist_async'",
+    }
+)
+"""Names that people try, and what to use."""
+
+
+REGISTERED: dict[str, Callable[[], Any]] = {}
+"""Name → class."""
+
+Store = TypeVar("Store", bound=type)
+
+
+def register(cls: Store) -> Store:
+    """Make a class of your own available to `create`, under its name in lower case. Usable as a decorator.
+
+    The class is called without arguments. To serve a `Trainer` it derives from `KVStoreBase`, the least that one needs,
+    or from `KVStore`; a script that calls it itself may have it as it likes. A name that is taken is replaced, with a
+    warning.
+
+    Raises:
+        TypeError: it is not a class.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"register a class, not {type(cls).__name__}: an object of it is made at each create()")
+    name = cls.__name__.lower()
+    if name in {*REGISTERED, *LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID}:
+        warnings.warn(f"the store {name!r} is now {cls.__module__}.{cls.__qualname__}", stacklevel=2)
+    REGISTERED[name] = cls
+    return cls
+
+
+HANDLERS: dict[int, Handler] = {}
+"""Head → handler, of this process."""
+
+_Function = TypeVar("_Function", bound=Handler)
+
+
+def register_command(head: int) -> Callable[[_Function], _Function]:
+    """Decorator: let `KVStore.send_command_to_servers` run this function on servers.
+
+    It is called as ``function(head, body, rank)`` with the server's rank, between two messages: nobody is answered
+    until it returns, so let it be short. What it raises, ``SystemExit`` too, is raised at the caller, as text; what it
+    returns is not looked at. Servers import the module by ``--server-module``.
+
+    Args:
+        head: the number of the command, 0 to 2147483647. The same definition run again replaces the old one.
+
+    Raises:
+        TypeError: the number is no integer, or what is decorated cannot be called.
+        ValueError: the number is out of range, or belongs to another function.
+    """
+    require_head(head)
+
+    def register(function: _Function) -> _Function:
+        if not callable(function):
+            raise TypeError(f"a command's handler is a function of (head, body, rank), not {type(function).__name__}")
+        known = HANDLERS.get(head)
+        if known is not None and _name(known) != _name(function):
+            raise ValueError(f"command {head} belongs to {_name(known)}: choose another number")
+        HANDLERS[head] = function
+        return function
+
+    return register
+
+
+def require_head(head: object) -> None:
+    """Refuse what is no number of a command."""
+    if not isinstance(head, int) or isinstance(head, bool):
+        raise TypeError(f"the number of a command is an int, not {type(head).__name__}")
+    if not 0 <= head <= HEAD_OF_USERS_MAX:
+        raise ValueError(f"the number of a command is from 0 to {HEAD_OF_USERS_MAX}, not {head}")
+
+
+def command_of(head: int, body: str) -> Callable[[int], SendCommand]:
+    """What makes the request out of its number.
+
+    Raises:
+        TypeError, ValueError: `head` is no number of a command, or `body` cannot travel as its text.
+    """
+    require_head(head)
+    _require_body(body)
+    return lambda number: SendCommand(number, head, body)
+
+
+def _require_body(body: object) -> None:
+    if not isinstance(body, str):
+        raise TypeError(f"the body of a command is a str, not {type(body).__name__}; write numbers as JSON, say")
+    try:
+        nbytes = len(body.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the body of a command cannot be written as UTF-8: {error}") from None
+    if nbytes > DEFAULT.body_bytes_max:
+        raise ValueError(
+            f"the body of a command has {nbytes} bytes of UTF-8, where {DEFAULT.body_bytes_max} are allowed; put what"
+            " is larger into a file, or into keys"
+        )
+
+
+def _name(function: Handler) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
