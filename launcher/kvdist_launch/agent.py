@@ -5,8 +5,8 @@ Rules:
 
 * It ends every process of its host when the pipe ends, when the launcher has been silent for too long (a network that
   went away closes nothing), and when it is told to.
-* It decides nothing else. Endings go to the launcher at once, output as it comes.
-* Its own death is noticed by a guard, as the launcher's is on its own host.
+* It decides nothing else. Exits go to the launcher at once, output as it comes.
+* A watchdog notices its own death, as on the launcher's host.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from kvdist.config.settings import Limits
@@ -27,6 +25,7 @@ from kvdist.nodes import NodeId
 from kvdist_launch.agent_protocol import (
     GREETING,
     PIPE_READ_BYTES,
+    REPLIES,
     Frame,
     FrameDecoder,
     FrameWriter,
@@ -36,12 +35,12 @@ from kvdist_launch.agent_protocol import (
     encode_node,
 )
 from kvdist_launch.job import ProcessExit
-from kvdist_launch.probe import SpeedListener, answer_here, facts_of_this_host, measure_speed
+from kvdist_launch.probe import HostProbe, facts_of_this_host
 from kvdist_launch.processes import INTERRUPTIONS, CommandError, LocalProcesses, SignalPipe
-from kvdist_launch.root_socket import listen, port_of, turn_away
+from kvdist_launch.root_socket import turn_away
 
 PATIENCES = 2
-"""The launcher says something every second; after so many times the patience without a word it is taken for lost."""
+"""The launcher sends a frame every second; after so many times the patience without one it counts as lost."""
 
 GRACE_S, TERMINATE_S = 2.0, 1.0
 """For processes to end by themselves after the pipe's end, and after SIGTERM: less than five seconds together."""
@@ -62,9 +61,8 @@ class Agent:
         self._signals = SignalPipe()
         self._decoder = FrameDecoder()
         self._writer = FrameWriter(self._selector, outward, self._lose)
-        self._crew = LocalProcesses(self._selector, self)
-        self._listening: socket.socket | None = None
-        self._ear = SpeedListener(self._selector)
+        self._processes = LocalProcesses(self._selector, self)
+        self._probe = HostProbe(self._selector)
         self._alive: list[NodeId] = []
         self._heard_at = time.monotonic()
         self._patience_s = Limits.patience_s
@@ -85,11 +83,11 @@ class Agent:
                 else:
                     self._drain()
             finally:
-                self._ear.close()
-                self._crew.release()
+                self._probe.close()
+                self._processes.release()
         return 1 if self._is_lost else 0
 
-    # What the crew tells.
+    # As the listener of the processes.
 
     def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
         self._alive = [node for node, _ in pids]
@@ -97,18 +95,18 @@ class Agent:
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
         self._writer.send("output", data, node=encode_node(node), stream=stream)
-        self._crew.pause(self._writer.is_full)
+        self._processes.pause(self._writer.is_full)
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         self._writer.send("output_ended", node=encode_node(node), stream=stream)
 
-    def ended(self, endings: Sequence[ProcessExit]) -> None:
-        gone = {ending.node for ending in endings}
+    def ended(self, exits: Sequence[ProcessExit]) -> None:
+        gone = {one.node for one in exits}
         self._alive = [node for node in self._alive if node not in gone]
-        self._writer.send("ended", endings=[encode_exit(one) for one in endings])
+        self._writer.send("ended", endings=[encode_exit(one) for one in exits])
 
-    def settled(self, endings: Sequence[ProcessExit]) -> None:
-        self._writer.send("settled", endings=[encode_exit(one) for one in endings])
+    def settled(self, exits: Sequence[ProcessExit]) -> None:
+        self._writer.send("settled", endings=[encode_exit(one) for one in exits])
 
     # What the launcher says.
 
@@ -127,63 +125,48 @@ class Agent:
             case "alive":
                 self._patience_s = float(fields["patience_s"])
                 self._writer.send("alive")
-            case "prepare":
-                self._writer.send("prepared", **self._prepare(fields))
             case "start":
                 self._start(fields)
             case "signal" if (node := decode_node(fields["node"])) in self._alive:
-                self._crew.signal_group(node, int(fields["number"]))
+                self._processes.signal_group(node, int(fields["number"]))
             case "tell" if (node := decode_node(fields["node"])) in self._alive:
-                self._crew.tell(node, str(fields["line"]))
-            case "measure_listen":
-                self._writer.send("measure_listening", **self._ear.open(str(fields["address"]), str(fields["token"])))
-            case "measure_dial":
-                speed = measure_speed(str(fields["address"]), int(fields["port"]), str(fields["token"]))
-                self._writer.send("measured", **asdict(speed))
-            case "measure_end":
-                self._ear.close()
+                self._processes.tell(node, str(fields["line"]))
             case "leave":
                 self._is_dismissed = True
-
-    def _prepare(self, fields: dict[str, Any]) -> dict[str, Any]:
-        answer = answer_here(fields)
-        if fields.get("listen"):
-            host, ports = fields["listen"]
-            try:
-                self._listening = listen(host, ports)
-                answer["port"] = port_of(self._listening)
-            except ConfigError as error:
-                answer["problem"] = str(error)
-        return answer
+            case "measure_end":
+                self._probe.end_measurement()
+            case kind if kind in REPLIES:
+                self._writer.send(REPLIES[kind], **self._probe.answer(kind, fields))
 
     def _start(self, fields: dict[str, Any]) -> None:
         processes = [decode_process(one) for one in fields["processes"]]
-        if self._listening is not None:
-            turn_away(self._listening)
+        # The socket is the scheduler's alone from now on: after the scheduler's end nothing must accept connections.
+        listening = self._probe.take_listening()
+        if listening is not None:
+            turn_away(listening)
         try:
             secret = fields.get("secret")
-            self._crew.start(processes, self._listening, None if secret is None else bytes.fromhex(secret))
+            self._processes.start(processes, listening, None if secret is None else bytes.fromhex(secret))
         except ConfigError as error:
             code = error.exit_code if isinstance(error, CommandError) else 0
             self._writer.send("refused", text=str(error), code=code)
         finally:
-            if self._listening is not None:
-                self._listening.close()  # it is the scheduler's alone: when that ends, nobody is to be let in
-                self._listening = None
+            if listening is not None:
+                listening.close()
 
     # The loop.
 
     def _turn(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
             key.data()
-        self._crew.pause(self._writer.is_full)
+        self._processes.pause(self._writer.is_full)
         if time.monotonic() - self._heard_at > PATIENCES * self._patience_s:
             self._lose()
 
     def _take_signals(self) -> None:
         numbers = self._signals.read()
         if signal.SIGCHLD in numbers:
-            self._crew.take_endings()
+            self._processes.take_exits()
         if INTERRUPTIONS.intersection(numbers):
             self._lose()
 
@@ -191,25 +174,25 @@ class Agent:
         self._is_lost = True
 
     def _end_all(self) -> None:
-        """The launcher is gone: everything ends, in order if it can."""
+        """The launcher is gone: end everything, in order if possible."""
         self._writer.close()
         for number, delay_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, TERMINATE_S)):
             deadline = time.monotonic() + delay_s
             while self._alive and (left_s := deadline - time.monotonic()) > 0:
                 self._turn(left_s)
             for node in self._alive:
-                self._crew.signal_group(node, number)
+                self._processes.signal_group(node, number)
 
     def _drain(self) -> None:
-        """Pass on what is still on its way. A launcher that does not keep up, but lives, is waited for."""
+        """Pass on what is still on its way. A launcher that lives but does not keep up delays the deadline."""
         deadline = time.monotonic() + DRAIN_S
-        while not self._is_lost and not (self._writer.is_empty and (self._crew.is_silent or self._is_past(deadline))):
+        while not self._is_lost and not self._is_drained(deadline):
             self._turn(max(0.0, deadline - time.monotonic()) or 1.0)
             if self._writer.is_full:
                 deadline = time.monotonic() + DRAIN_S
 
-    def _is_past(self, deadline: float) -> bool:
-        return time.monotonic() >= deadline
+    def _is_drained(self, deadline: float) -> bool:
+        return self._writer.is_empty and (self._processes.is_silent or time.monotonic() >= deadline)
 
 
 def main() -> int:

@@ -3,8 +3,7 @@
 A frame is one line of JSON with a field ``kind``, followed by as many raw bytes as its field ``bytes`` says, if it has
 one. Output of processes travels raw, so nothing that is printed can be mistaken for a frame, or be refused.
 
-Text before the line `GREETING` was printed by the other side's login scripts. Fields that say who a process is in the
-cluster (ports, ranks) are in its environment, which travels whole.
+Text before the line `GREETING` was printed by the other side's login scripts.
 """
 
 from __future__ import annotations
@@ -25,6 +24,9 @@ from kvdist_launch.plan import Process
 GREETING = b"kvdist-agent 1"
 """The first line of an agent; the number is that of this protocol."""
 
+REPLIES = {"prepare": "prepared", "measure_listen": "measure_listening", "measure_dial": "measured"}
+"""For each question about a host the kind of its answer; see `probe.HostProbe`."""
+
 HEADER_BYTES_MAX = 64 << 20
 """A plan with the environments of many processes is the largest frame."""
 
@@ -36,19 +38,19 @@ PIPE_FULL_BYTES = 4 << 20
 
 
 class FrameError(KvdistError):
-    """The other side said something that is no frame."""
+    """The other side sent something that is not a frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One thing that was said."""
+    """One message."""
 
     kind: str
     fields: dict[str, Any]
     payload: bytes = b""
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """Its bytes on the pipe."""
         head: dict[str, Any] = {"kind": self.kind, **self.fields}
         if self.payload:
             head["bytes"] = len(self.payload)
@@ -66,7 +68,7 @@ class FrameDecoder:
         """The frames that `data` completes.
 
         Raises:
-            FrameError: it is none.
+            FrameError: they are not valid.
         """
         self._rest += data
         frames = []
@@ -98,9 +100,9 @@ def _frame_head(line: bytes | bytearray) -> dict[str, Any]:
     try:
         head = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"{bytes(line[:80])!r} is no frame") from error
+        raise FrameError(f"{bytes(line[:80])!r} is not a frame") from error
     if not isinstance(head, dict) or not isinstance(head.get("kind"), str):
-        raise FrameError(f"{bytes(line[:80])!r} is no frame: it has no kind")
+        raise FrameError(f"{bytes(line[:80])!r} is not a frame: it has no kind")
     return head
 
 
@@ -124,16 +126,16 @@ class FrameWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether whoever produces much should wait."""
+        """Whether so much waits that producers should pause."""
         return len(self._waiting) > PIPE_FULL_BYTES
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything has been handed over."""
+        """Whether everything has been written."""
         return not self._waiting
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        """Say something."""
+        """Write a frame, or keep it until the pipe takes it."""
         if self._is_closed:
             return
         self._waiting += Frame(kind, fields, payload).encode()
@@ -155,7 +157,7 @@ class FrameWriter:
         self._expect(bool(self._waiting))
 
     def close(self) -> None:
-        """Nothing more will be said here. The descriptor stays open; it belongs to whoever made it."""
+        """Write no more. The descriptor stays open; the caller owns it."""
         self._is_closed = True
         self._waiting.clear()
         self._expect(False)
@@ -169,18 +171,18 @@ class FrameWriter:
 
 
 def encode_node(node: NodeId) -> list[Any]:
-    """A seat."""
+    """A node as JSON."""
     return [str(node.role), node.rank]
 
 
 def decode_node(words: list[Any]) -> NodeId:
-    """What `encode_node` made."""
+    """The node that `encode_node` encoded."""
     role, rank = words
     return NodeId(Role(role), int(rank))
 
 
 def encode_process(process: Process) -> dict[str, Any]:
-    """What is to be started."""
+    """A process to start, as JSON."""
     environment = process.environment
     return {
         "node": encode_node(process.node),
@@ -195,7 +197,7 @@ def encode_process(process: Process) -> dict[str, Any]:
 
 
 def decode_process(fields: dict[str, Any], host: int = 0) -> Process:
-    """What `encode_process` made."""
+    """The process that `encode_process` encoded."""
     return Process(
         node=decode_node(fields["node"]),
         host=host,
@@ -208,10 +210,10 @@ def decode_process(fields: dict[str, Any], host: int = 0) -> Process:
 
 
 def encode_exit(ending: ProcessExit) -> dict[str, Any]:
-    """How a process ended."""
+    """How a process ended, as JSON."""
     return {"node": encode_node(ending.node), "pid": ending.pid, "status": ending.status}
 
 
 def decode_exit(fields: dict[str, Any], host: str) -> ProcessExit:
-    """What `encode_exit` made, on the host of that name."""
+    """The exit that `encode_exit` encoded, on the host of that name."""
     return ProcessExit(decode_node(fields["node"]), int(fields["pid"]), int(fields["status"]), host=host)

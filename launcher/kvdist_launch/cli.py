@@ -1,4 +1,4 @@
-"""The command line of ``kvdist-launch``: from a request to a plan, and on to who carries it out."""
+"""The command line of ``kvdist-launch``: makes a plan of a request, and has it carried out."""
 
 from __future__ import annotations
 
@@ -20,51 +20,20 @@ from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.environment import forwarded
 from kvdist_launch.hosts import Host
-from kvdist_launch.job import SIGNAL_BASE, GracePeriods, JobSummary, remove_summary, write_summary
+from kvdist_launch.job import SIGNAL_BASE, last_concluded, remove_summary, summary, write_summary
 from kvdist_launch.options import asked, is_elsewhere, parse_options, split_command
 from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, OutputFilter, RankLogFiles, Sink
-from kvdist_launch.plan import HostFacts, JobSpec, Process, plan, thread_note, worker_lines
+from kvdist_launch.plan import HostFacts, JobSpec, plan, preview, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import CommandError, LocalProcesses
-from kvdist_launch.request import ROLE_COMMAND, Request, hosts_of, job_of, patience_of
+from kvdist_launch.request import ROLE_COMMAND, Request, grace_of, hosts_of, job_of
 from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of, ports_of
 from kvdist_launch.security import NONE, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor
 
 RESTARTS = "KVDIST_RESTARTS"
-"""Tells the processes how often the job was started before, where it was."""
+"""Tells the processes how often the job was started before, if it was."""
 USAGE_ERROR = 2
-
-
-class Screen:
-    """What the user sees of a job, and who watches it now.
-
-    Args:
-        out, err: where outputs go.
-        shown: whose output is shown.
-        logs: where all of it is kept; None is nowhere.
-        patience: how long is waited for processes that should end.
-
-    Attributes:
-        chronicle: what happened so far, of all starts.
-    """
-
-    def __init__(
-        self, out: Sink, err: Sink, shown: OutputFilter, logs: LogFiles | None, patience: GracePeriods
-    ) -> None:
-        self.err = err
-        self.chronicle = JobSummary(time.monotonic())
-        self._out = out
-        self._shown = shown
-        self._logs = logs
-        self._patience = patience
-        self.supervisor = self.begin()
-
-    def begin(self) -> Supervisor:
-        """The one who watches from now on: a new one for each start of the job."""
-        transcript = JobOutput(self._out, self.err, self._shown, self._logs)
-        self.supervisor = Supervisor(transcript, self.err, self._patience, self.chronicle)
-        return self.supervisor
 
 
 def main(argv: Sequence[str] | None = None, role_command: Sequence[str] = ROLE_COMMAND) -> int:
@@ -83,69 +52,92 @@ def main(argv: Sequence[str] | None = None, role_command: Sequence[str] = ROLE_C
 
 def launch(request: Request) -> int:
     """Run the job that is asked for and return the launcher's exit code."""
-    options = request.options
-    clock = time.time if options.timestamps else None
-    out, err = (_sink(number, os.environ, clock, request.program) for number in (1, 2))
-    screen = Screen(out, err, OutputFilter(options.filter or ()), _logs(request, err), patience_of(options))
-    if options.json_summary and not options.dry_run:
-        remove_summary(Path(options.json_summary))
-    code, reason = _attempt(request, screen)
-    if options.json_summary and not options.dry_run:
+    return _Launch(request).run()
+
+
+class _Launch:
+    """One call of a launcher: its attempts at a job, and what the user sees of them."""
+
+    def __init__(self, request: Request) -> None:
+        options = request.options
+        clock = time.time if options.timestamps else None
+        self._request = request
+        self._launched = time.monotonic()
+        self._out, self._err = (_sink(number, os.environ, clock, request.program) for number in (1, 2))
+        self._logs: LogFiles | None = None
+        if request.output_folder:
+            self._logs = RankLogFiles(Path(request.output_folder), self._err.say, options.num_workers)
+        elif options.log_dir:
+            self._logs = LogFiles(Path(options.log_dir), self._err.say)
+        self._summary_path = Path(options.json_summary) if options.json_summary and not options.dry_run else None
+        self._attempts: list[Supervisor] = []
+        self._begin_attempt()
+
+    def run(self) -> int:
+        """Run the job, write the summary, and return the exit code."""
+        if self._summary_path is not None:
+            remove_summary(self._summary_path)
+        code, reason = self._run_or_explain()
+        if self._summary_path is not None:
+            try:
+                fields = summary([one.job for one in self._attempts], code, time.monotonic(), reason)
+                write_summary(self._summary_path, fields)
+            except OSError as error:
+                self._err.say(f"--json-summary {self._summary_path} cannot be written: {error.strerror}")
+        return code
+
+    def _begin_attempt(self) -> Supervisor:
+        options = self._request.options
+        output = JobOutput(self._out, self._err, OutputFilter(options.filter or ()), self._logs)
+        self._attempts.append(Supervisor(output, self._err, grace_of(options), self._launched))
+        return self._attempts[-1]
+
+    def _run_or_explain(self) -> tuple[int, str]:
+        """Run the job. Returns the exit code, and what was wrong if the job was not started, or not all of it."""
         try:
-            write_summary(Path(options.json_summary), screen.chronicle.summary(code, time.monotonic(), reason))
-        except OSError as error:
-            err.say(f"--json-summary {options.json_summary} cannot be written: {error.strerror}")
-    return code
+            return self._run(), ""
+        except Interrupted as interruption:
+            self._err.say(str(interruption))
+            return SIGNAL_BASE + interruption.number, str(interruption)
+        except KeyboardInterrupt:
+            reason = "interrupted before anything was started"
+            self._err.say(reason)
+            return SIGNAL_BASE + signal.SIGINT, reason
+        except ConfigError as error:
+            self._err.say(f"error: {error}")
+            return error.exit_code if isinstance(error, CommandError) else USAGE_ERROR, str(error)
 
+    def _run(self) -> int:
+        request, options = self._request, self._request.options
+        hosts = hosts_of(request)
+        launcher = _launcher_facts(hosts)
+        job = job_of(request, hosts, launcher.environ)
+        if is_elsewhere(options):
+            return _run_elsewhere(options, job, hosts, launcher)
+        if options.dry_run:
+            return _show(job, hosts, launcher)
+        return self._run_attempts(job, hosts, launcher)
 
-def _logs(request: Request, err: Sink) -> LogFiles | None:
-    if request.output_folder:
-        return RankLogFiles(Path(request.output_folder), err.say, request.options.num_workers)
-    return LogFiles(Path(request.options.log_dir), err.say) if request.options.log_dir else None
-
-
-def _attempt(request: Request, screen: Screen) -> tuple[int, str]:
-    """Run the job. Returns the exit code, and what was wrong where the job was not started, or not all of it."""
-    try:
-        return _run(request, screen), ""
-    except Interrupted as interruption:
-        screen.err.say(str(interruption))
-        return SIGNAL_BASE + interruption.number, str(interruption)
-    except KeyboardInterrupt:
-        reason = "interrupted before anything was started"
-        screen.err.say(reason)
-        return SIGNAL_BASE + signal.SIGINT, reason
-    except ConfigError as error:
-        screen.err.say(f"error: {error}")
-        return error.exit_code if isinstance(error, CommandError) else USAGE_ERROR, str(error)
-
-
-def _run(request: Request, screen: Screen) -> int:
-    """Run the job, and again when it fails, as often as the user wants."""
-    options = request.options
-    hosts = hosts_of(request)
-    launcher = _launcher_facts(hosts)
-    job = job_of(request, hosts, launcher.environ)
-    if is_elsewhere(options):
-        return _run_elsewhere(options, job, hosts, launcher)
-    if options.dry_run:
-        facts = [_assumed_facts(host, launcher) for host in hosts]
-        return _show(job, plan(job, hosts, facts, launcher), hosts, launcher)
-    for attempt in range(options.on_worker_exit + 1):
-        counted = replace(job, env={**job.env, RESTARTS: str(attempt)}) if attempt else job
-        supervisor = screen.begin() if attempt else screen.supervisor
-        try:
-            code = _run_once(request, counted, hosts, launcher, supervisor)
-        except (ConfigError, Interrupted, KeyboardInterrupt) as error:
-            if not attempt:
-                raise
-            # The job's code and cause stay those of the last start that there was.
-            screen.err.say(screen.chronicle.give_up(str(error) or "interrupted"))
-            break
-        if not _wants_another(supervisor) or attempt == options.on_worker_exit:
-            break
-        supervisor.say(f"starting the whole job again ({attempt + 1} of {options.on_worker_exit})")
-    return code
+    def _run_attempts(self, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
+        """Run the job, and again if it fails, as often as the user allows."""
+        restarts = self._request.options.on_worker_exit
+        for attempt in range(restarts + 1):
+            counted = replace(job, env={**job.env, RESTARTS: str(attempt)}) if attempt else job
+            supervisor = self._begin_attempt() if attempt else self._attempts[0]
+            try:
+                code = _run_once(self._request, counted, hosts, launcher, supervisor)
+            except (ConfigError, Interrupted, KeyboardInterrupt) as error:
+                if not attempt:
+                    raise
+                # The exit code and cause of the job stay those of the last attempt that ran.
+                last = last_concluded([one.job for one in self._attempts])
+                last.sentence += f"; it could not be started again: {str(error) or 'interrupted'}"
+                self._err.say(last.sentence)
+                break
+            if not _may_succeed_again(supervisor) or attempt == restarts:
+                break
+            supervisor.say(f"starting the whole job again ({attempt + 1} of {restarts})")
+        return code
 
 
 def _run_once(
@@ -156,16 +148,16 @@ def _run_once(
     return _run_on_hosts(request, job, hosts, launcher, supervisor)
 
 
-def _wants_another(supervisor: Supervisor) -> bool:
-    """Whether the job failed in a way that may not happen again, and nobody has interrupted it since."""
-    cause = supervisor.cause
-    if cause is None or supervisor.is_interrupted:
+def _may_succeed_again(supervisor: Supervisor) -> bool:
+    """Whether the job failed in a way that may not happen again, and the user has not interrupted it since."""
+    cause = supervisor.job.cause
+    if cause is None or supervisor.job.is_interrupted:
         return False
     return cause.node.role is Role.WORKER or cause.status != EXIT_CONFIG
 
 
 def _run_elsewhere(options: argparse.Namespace, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
-    """Print what starts the job elsewhere, or let that run in this process's place."""
+    """Print what starts the job elsewhere, or replace this process by it."""
     # Imported here because few ask for it, and every job would wait for it.
     from kvdist_launch.emit.export import address_towards, require_understood, run_script, script_of
 
@@ -174,14 +166,13 @@ def _run_elsewhere(options: argparse.Namespace, job: JobSpec, hosts: Sequence[Ho
     if others:
         launcher = replace(launcher, address=address_towards(others[0]))
     with listen(launcher.address, ports_of({**launcher.environ, **job.env})) as listening:
-        # Whoever starts the job does so later, so all that can be done is to choose a port that is free now.
+        # The job starts later, so all that can be done is to choose a port that is free now.
         job = replace(job, port=port_of(listening))
     processes = plan(job, hosts, [_assumed_facts(host, launcher) for host in hosts], launcher)
     text = script_of(options, job, hosts, processes, launcher)
     if options.emit is None and options.launcher != "none" and not options.dry_run:
         run_script(options.launcher, text, os.environ)
-    lines = [line.encode(errors="surrogateescape") + b"\n" for line in text.split("\n")[:-1]]
-    _sink(1, os.environ).write_lines(b"", lines)
+    _print(text)
     return 0
 
 
@@ -190,23 +181,17 @@ def _run_here(
 ) -> int:
     """Run a job all of whose hosts are this machine."""
     facts = [_assumed_facts(host, launcher) for host in hosts]
-    variables = {**launcher.environ, **job.env}
     is_local = job.num_servers > 0 and not job.security.word
-    with listening_here(ports_of(variables), is_local) as listening:
+    with listening_here(ports_of({**launcher.environ, **job.env}), is_local) as listening:
         processes = plan(replace(job, port=port_of(listening)), hosts, facts, launcher)
-        note = thread_note(processes, hosts, facts)
-        if note is not None:
+        notes = [thread_note(processes, hosts, facts), *(worker_lines(processes, hosts) if is_verbose else ())]
+        # The limit is raised for this process, which reads what all of them print, and for them.
+        notes.append(open_files_warning(raise_open_files_limit(), job.num_workers, job.num_servers))
+        notes.append(PLAIN_HERE if job.security.word == NONE else None)
+        for note in filter(None, notes):
             supervisor.say(note)
-        for line in worker_lines(processes, hosts) if is_verbose else ():
-            supervisor.say(line)
-        # For this process, which reads what all of them print, and for them.
-        warning = open_files_warning(raise_open_files_limit(), job.num_workers, job.num_servers)
-        if warning:
-            supervisor.say(warning)
-        if job.security.word == NONE:
-            supervisor.say(PLAIN_HERE)
-        crew = LocalProcesses(supervisor.selector, supervisor)
-        return supervisor.run([(crew, processes)], listening, job.security.secret_of_run())
+        local = LocalProcesses(supervisor.selector, supervisor)
+        return supervisor.run([(local, processes)], listening, job.security.secret_of_run())
 
 
 def _run_on_hosts(
@@ -221,7 +206,7 @@ def _run_on_hosts(
     note = _left_out_note(job, launcher)
     if note:
         supervisor.say(note)
-    # What the options say stands in the job's variables too; there may be others, which servers follow as well.
+    # What the options say is in the job's variables too; there may be others, which servers follow as well.
     variables = with_twins({**launcher.environ, **job.env})
     ssh = SshOptions(
         options.accept_new_host_keys,
@@ -229,18 +214,20 @@ def _run_on_hosts(
         options.activate or "",
         limits_from_env(variables).patience_s,
     )
-    wishes = LaunchOptions(
+    sync = None
+    if options.sync_dst_dir and RESTARTS not in job.env:  # a job that is started again has its files
+        excluded = tuple(options.sync_exclude or ())
+        sync = SyncOptions(os.getcwd(), options.sync_dst_dir, excluded, options.sync_delete)
+    wanted = LaunchOptions(
         python=python_of_hosts(options.python, options.activate),
         ssh=ssh,
+        sync=sync,
         ports=ports_of(variables),
         interface=variables.get("KVDIST_INTERFACE") or None,
         is_checked=not options.no_preflight,
         is_verbose=request.is_verbose,
     )
-    if options.sync_dst_dir and RESTARTS not in job.env:  # a job that is started anew has its files
-        excluded = tuple(options.sync_exclude or ())
-        wishes = replace(wishes, sync=SyncOptions(os.getcwd(), options.sync_dst_dir, excluded, options.sync_delete))
-    return run_on_hosts(job, hosts, wishes, supervisor, launcher.environ)
+    return run_on_hosts(job, hosts, wanted, supervisor, launcher.environ)
 
 
 def _launcher_facts(hosts: Sequence[Host]) -> HostFacts:
@@ -250,28 +237,30 @@ def _launcher_facts(hosts: Sequence[Host]) -> HostFacts:
 
 
 def _assumed_facts(host: Host, launcher: HostFacts) -> HostFacts:
-    """What is known of a host that nobody has asked yet."""
+    """What is known of a host before it is asked."""
     python = host.python or launcher.python
     return replace(launcher, python=python) if host.is_local else HostFacts(0, python, host.name)
 
 
-def _show(job: JobSpec, processes: Sequence[Process], hosts: Sequence[Host], launcher: HostFacts) -> int:
-    # Imported here because few ask for it, and every job would wait for it.
-    from kvdist_launch.plan import preview
-
-    text = preview(processes, hosts)
+def _show(job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
+    text = preview(plan(job, hosts, [_assumed_facts(host, launcher) for host in hosts], launcher), hosts)
     if any(not host.is_local for host in hosts):
         text += "\nAddresses, cores and variables of other hosts are found out when the job starts.\n"
         note = _left_out_note(job, launcher)
         text += f"{note}\n" if note else ""
-    _sink(1, os.environ).write_lines(b"", [line.encode() + b"\n" for line in text.splitlines()])
+    _print(text)
     return 0
 
 
 def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
-    """Which variables other hosts do not get for the look of their names; empty where there are none."""
+    """Which variables are kept from other hosts because their names look secret; empty if there are none."""
     names = [name for name in forwarded(launcher.environ)[1] if name not in job.env]
     return f"not forwarded, as their names look secret (-x NAME forwards one): {', '.join(names)}" if names else ""
+
+
+def _print(text: str) -> None:
+    lines = [line.encode(errors="surrogateescape") + b"\n" for line in text.removesuffix("\n").split("\n")]
+    _sink(1, os.environ).write_lines(b"", lines)
 
 
 def _sink(

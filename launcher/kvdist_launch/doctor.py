@@ -10,31 +10,108 @@ import argparse
 import os
 import selectors
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 from kvdist.config.addresses import address_of_interface
 from kvdist.errors import ConfigError
+from kvdist_launch.agent_protocol import REPLIES
 from kvdist_launch.host_pool import HostConnection, HostPool, RemoteProcesses
 from kvdist_launch.hosts import read_hosts
 from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import OPTIONS
 from kvdist_launch.output import JobOutput, TextSink, text_table
-from kvdist_launch.preflight import explained, judge, table
-from kvdist_launch.probe import SERVE_S, TOKEN_BYTES, LinkSpeed, SpeedListener, measure_speed
+from kvdist_launch.preflight import connect, judge, table
+from kvdist_launch.probe import SERVE_S, TOKEN_BYTES, HostProbe, LinkSpeed
 from kvdist_launch.ssh import SshOptions, python_of_hosts
 from kvdist_launch.supervisor import Supervisor
+
+PROBLEM = 1
+USAGE_ERROR = 2
+
+LINK_S = 0.5
+"""The usual time of one measurement."""
+
+SILENT_S = 5.0
+"""If all measurements take longer, the user is told for how long."""
 
 ANSWER_S = 2 * SERVE_S
 """For an agent's answer; longer than everything that a measurement waits for."""
 
-THIS_MACHINE = "this machine"
+HERE = "this machine"
+
+OF_HOSTS = (
+    "--hostfile", "--python", "--activate", "--ssh-option", "--accept-new-host-keys", "--interface", "--sync-dst-dir",
+)  # fmt: skip
+"""The options of ``kvdist-launch`` that say which hosts there are and how they are reached."""
+
+OTHER_HELP = {"--sync-dst-dir": {"help": "check whether DIR can be written to on every host, and its free space"}}
+"""Of options that do something else here than in ``kvdist-launch``."""
+
+EPILOG = """\
+The first table is the one that kvdist-launch prints before a job. The others have, from the host of the row to that of
+the column, the median of small round trips and the bytes per second of a burst of 0.3 s, both over one TCP connection.
+Links are measured one after another. The exit code is 1 if a host, or a link between two, has a problem.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Examine hosts as the command line says. Returns the exit code.
+
+    Args:
+        argv: the words after the program's name; None takes those this process was started with.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kvdist doctor",
+        description="Check every host as before a job, and measure latency and bandwidth between them.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("hosts")
+    for names, settings in OPTIONS:
+        if names[-1] in OF_HOSTS:
+            group.add_argument(*names, **{**settings, **OTHER_HELP.get(names[-1], {})})
+    options = parser.parse_args(argv)
+    try:
+        if options.hostfile is None:
+            raise ConfigError("-H is missing: name a hostfile, or a list such as -H a,b")
+        text, problems = _examine(options)
+    except ConfigError as error:
+        print(f"kvdist doctor: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    print("\n\n".join(part for part in (text, "\n".join(problems)) if part))
+    return PROBLEM if problems else 0
+
+
+def _examine(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """The tables, and a sentence for each problem."""
+    interface = options.interface
+    mine = None if interface is None else address_of_interface(interface)
+    python = python_of_hosts(options.python, options.activate)
+    ssh = SshOptions(options.accept_new_host_keys, tuple(options.ssh_option or ()), options.activate or "")
+    sink = TextSink(sys.stderr)
+    supervisor = Supervisor(JobOutput(sink, sink), sink, GracePeriods())
+    with HostPool(read_hosts(options.hostfile), python, ssh, supervisor) as pool:
+        connect(pool, python)
+        pool.ask(lambda _: {"folder": options.sync_dst_dir, "interface": interface})
+        for one in pool.connections:
+            one.problem = one.problem or str(one.found.get("no_interface", ""))
+        judge(pool.connections, options.sync_dst_dir)
+        count = 1 + sum(not one.problem for one, _ in pool.remote())
+        if (seconds := count * (count - 1) * LINK_S) > SILENT_S:
+            sink.write_lines(b"", [f"measuring {count} machines in pairs, about {seconds:.0f} s\n".encode()])
+        links = measure_links(pool, supervisor.selector, mine)
+        problems = [f"{one.host.name}: {one.problem}" for one in pool.connections if one.problem]
+        tables = [table(pool.connections), links.tables()]
+        return "\n\n".join(filter(None, tables)), [*problems, *links.problems]
 
 
 @dataclass(frozen=True)
 class LinkTable:
-    """What was measured.
+    """Latency and bandwidth between machines.
 
     Attributes:
         names: of the machines.
@@ -53,26 +130,9 @@ class LinkTable:
             if speed.problem
         ]
 
-    @property
-    def slowest(self) -> float | None:
-        """The lowest bandwidth between hosts of the job, in MB/s; None if nothing was measured."""
-        return min((one.mb_per_s for one in self._of_hosts()), default=None)
-
-    @property
-    def latency_ms(self) -> float:
-        """The longest round trip between hosts of the job."""
-        return max((one.latency_ms for one in self._of_hosts()), default=0.0)
-
-    def _of_hosts(self) -> list[LinkSpeed]:
-        """What was measured; the launching machine's own lines, the first, only if there are no others."""
-        measured = {place: one for place, one in self.speeds.items() if not one.problem}
-        return [one for place, one in measured.items() if 0 not in place] or list(measured.values())
-
     def tables(self) -> str:
-        """Two tables, of latencies and bandwidths: from the host of the row to that of the column.
-
-        Empty if there is only one machine.
-        """
+        """Two tables, of latencies and bandwidths, from the host of the row to that of the column; '' for one
+        machine."""
         if not self.speeds:
             return ""
         latency = self._table("ms, there and back", lambda speed: f"{speed.latency_ms:.2f}")
@@ -80,223 +140,81 @@ class LinkTable:
         return f"{latency}\n\n{bandwidth}"
 
     def _table(self, title: str, shown: Callable[[LinkSpeed], str]) -> str:
+        def cell(row: int, column: int) -> str:
+            speed = self.speeds.get((row, column))
+            return "" if speed is None else "no" if speed.problem else shown(speed)
+
         places = range(len(self.names))
-        rows = [[name, *(self._cell((row, column), shown) for column in places)] for row, name in enumerate(self.names)]
+        rows = [[name, *(cell(row, column) for column in places)] for row, name in enumerate(self.names)]
         return text_table([title, *self.names], rows, right=True)
 
-    def _cell(self, place: tuple[int, int], shown: Callable[[LinkSpeed], str]) -> str:
-        speed = self.speeds.get(place)
-        return "" if speed is None else "no" if speed.problem else shown(speed)
 
-
-def measure_links(fleet: HostPool, selector: selectors.BaseSelector, interface: str | None = None) -> LinkTable:
+def measure_links(pool: HostPool, selector: selectors.BaseSelector, address: str | None = None) -> LinkTable:
     """Measure between all hosts that are connected, and this machine.
 
     Args:
-        fleet: the hosts. With an interface, each has been asked for its address there.
-        selector: the fleet's.
-        interface: this machine's address on the interface that is to be measured; None measures the routes by which
-            hosts were reached.
+        pool: the hosts. To measure one interface, each has been asked for its address there.
+        selector: the pool's.
+        address: this machine's address on that interface; None measures the routes by which hosts were reached.
     """
-    parties: list[_Here | _There] = [
-        _There(station, station.crew, fleet)
-        for station in fleet.stations
-        if isinstance(station.crew, RemoteProcesses) and not station.problem
-    ]
-    here = _Here(selector, interface)
-    parties.insert(0, here)
+    here = _Machine(HostProbe(selector), pool, own_address=address)
+    there = [_Machine(remote, pool, connection) for connection, remote in pool.remote() if not connection.problem]
+    machines = [here, *there]
     try:
-        speeds = {(source, target): _speed(parties[source], parties[target]) for source, target in _pairs(len(parties))}
+        pairs = permutations(range(len(machines)), 2)
+        speeds = {(source, target): _measure(machines[source], machines[target]) for source, target in pairs}
     finally:
-        here.close()
-    return LinkTable(tuple(party.name for party in parties), speeds)
+        here.end_measurement()
+    return LinkTable(tuple(machine.name for machine in machines), speeds)
 
 
-def _pairs(count: int) -> Iterator[tuple[int, int]]:
-    return ((source, target) for source in range(count) for target in range(count) if source != target)
-
-
-def _speed(source: _Here | _There, target: _Here | _There) -> LinkSpeed:
+def _measure(source: _Machine, target: _Machine) -> LinkSpeed:
     token = os.urandom(TOKEN_BYTES).hex()
     address = target.address_from(source)
     if not address:
-        return LinkSpeed(problem=f"it is not known under which address {target.name} is reached")
-    opened = target.open(address, token)
+        return LinkSpeed(problem=f"the address under which {target.name} is reached is unknown")
+    opened = target.ask("measure_listen", address=address, token=token)
     try:
         if "port" not in opened:
             return LinkSpeed(problem=f"{target.name}: {opened['problem']}")
-        return source.dial(address, int(opened["port"]), token)
+        return LinkSpeed(**source.ask("measure_dial", address=address, port=int(opened["port"]), token=token))
     finally:
-        target.close()
-
-
-class _Here:
-    """This machine."""
-
-    name = THIS_MACHINE
-
-    def __init__(self, selector: selectors.BaseSelector, address: str | None) -> None:
-        self._ear = SpeedListener(selector)
-        self._address = address
-
-    def address_from(self, other: _Here | _There) -> str:
-        """Under which it is reached from another one."""
-        return self._address or (other.station.seen_as if isinstance(other, _There) else "")
-
-    def open(self, address: str, token: str) -> dict[str, Any]:
-        """Listen."""
-        return self._ear.open(address, token)
-
-    def dial(self, address: str, port: int, token: str) -> LinkSpeed:
-        """Measure."""
-        return measure_speed(address, port, token)
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._ear.close()
-
-
-class _There:
-    """Another machine."""
-
-    def __init__(self, station: HostConnection, crew: RemoteProcesses, fleet: HostPool) -> None:
-        self.station = station
-        self.name = station.host.name
-        self._crew = crew
-        self._fleet = fleet
-
-    def address_from(self, other: _Here | _There) -> str:
-        """Under which it is reached from another one."""
-        return str(self.station.found.get("address") or self.station.address)
-
-    def open(self, address: str, token: str) -> dict[str, Any]:
-        """Listen."""
-        return self._ask("measure_listen", "measure_listening", address=address, token=token)
-
-    def dial(self, address: str, port: int, token: str) -> LinkSpeed:
-        """Measure."""
-        return LinkSpeed(**self._ask("measure_dial", "measured", address=address, port=port, token=token))
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._crew.ask("measure_end")
-
-    def _ask(self, question: str, kind: str, **fields: Any) -> dict[str, Any]:
-        crew = self._crew
-        crew.answers.pop(kind, None)
-        crew.ask(question, **fields)
-        self._fleet.turn_until(lambda: kind in crew.answers or bool(crew.failure), ANSWER_S)
-        nothing = {"problem": crew.failure or f"its agent has not answered within {ANSWER_S:g} s"}
-        return crew.answers.get(kind, nothing)
-
-
-PROBLEM = 1
-USAGE_ERROR = 2
-
-WAY_S = 0.5
-"""What measuring from one host to another takes, as a rule."""
-
-PATIENCE_S = 5.0
-"""Whoever waits longer is told for how long."""
-
-OF_HOSTS = (
-    "--hostfile", "--python", "--activate", "--ssh-option", "--accept-new-host-keys", "--interface", "--sync-dst-dir",
-)  # fmt: skip
-"""The options of ``kvdist-launch`` that say which hosts there are and how they are reached."""
-
-OTHER_HELP = {"--sync-dst-dir": {"help": "see whether DIR can be written to on every host, and how much room it has"}}
-"""Of options that do something else here than in ``kvdist-launch``."""
-
-EPILOG = """\
-The first table is the one that kvdist-launch prints before a job. The others have, from the host of the row to that of
-the column, the median of small round trips and the bytes per second of a burst of 0.3 s, both over one TCP connection.
-Pairs are measured one after another. The exit code is 1 if a host, or a way between two, has a problem.
-"""
+        target.end_measurement()
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What was found out.
+class _Machine:
+    """One end of a link: this machine by its own probe, another one by its agent."""
 
-    Attributes:
-        table: the hosts.
-        problems: a sentence for each host that cannot take part.
-        matrix: what was measured between those that can.
-    """
+    probe: HostProbe | RemoteProcesses
+    pool: HostPool
+    connection: HostConnection | None = None
+    own_address: str | None = None
 
-    table: str
-    problems: tuple[str, ...]
-    matrix: LinkTable
+    @property
+    def name(self) -> str:
+        return HERE if self.connection is None else self.connection.host.name
 
+    def address_from(self, other: _Machine) -> str:
+        """The address under which `other` reaches this machine; '' if it is not known."""
+        if self.connection is not None:
+            return str(self.connection.found.get("address") or self.connection.address)
+        return self.own_address or ("" if other.connection is None else other.connection.seen_as)
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Examine hosts as the command line says. Returns the exit code.
+    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+        if isinstance(self.probe, HostProbe):
+            return self.probe.answer(kind, fields)
+        agent, reply = self.probe, REPLIES[kind]
+        agent.ask(kind, **fields)
+        self.pool.turn_until(lambda: reply in agent.answers or bool(agent.failure), ANSWER_S)
+        nothing = {"problem": agent.failure or f"its agent has not answered within {ANSWER_S:g} s"}
+        return agent.answers.get(reply, nothing)
 
-    Args:
-        argv: the words after the program's name; None takes those this process was started with.
-    """
-    parser = argparse.ArgumentParser(
-        prog="kvdist doctor",
-        description="Look at every host as before a job, and measure latency and bandwidth between them.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_host_options(parser)
-    options = parser.parse_args(argv)
-    try:
-        if options.hostfile is None:
-            raise ConfigError("-H is missing: name a hostfile, or a list such as -H a,b")
-        found = examine(options)
-    except ConfigError as error:
-        print(f"kvdist doctor: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    problems = [*found.problems, *found.matrix.problems]
-    print("\n\n".join(part for part in (found.table, found.matrix.tables(), "\n".join(problems)) if part))
-    return PROBLEM if problems else 0
-
-
-def add_host_options(parser: argparse.ArgumentParser) -> None:
-    """Let a parser know the options that say which hosts there are; see `OF_HOSTS`."""
-    group = parser.add_argument_group("hosts")
-    for names, settings in OPTIONS:
-        if names[-1] in OF_HOSTS:
-            group.add_argument(*names, **{**settings, **OTHER_HELP.get(names[-1], {})})
-
-
-def examine(options: argparse.Namespace) -> Findings:
-    """Look at hosts and measure.
-
-    Args:
-        options: those of `add_host_options`.
-
-    Raises:
-        ConfigError: the hosts are not valid, or this machine has no such interface.
-    """
-    interface = options.interface
-    mine = None if interface is None else address_of_interface(interface)
-    python = python_of_hosts(options.python, options.activate)
-    ssh = SshOptions(options.accept_new_host_keys, tuple(options.ssh_option or ()), options.activate or "")
-    sink = TextSink(sys.stderr)
-    supervisor = Supervisor(JobOutput(sink, sink), sink, GracePeriods())
-    fleet = HostPool(read_hosts(options.hostfile), python, ssh, supervisor)
-    try:
-        fleet.connect()
-        for station in fleet.stations:
-            if station.problem:
-                station.problem = explained(station.problem, station.host.python or python, station.host)
-        fleet.ask(lambda _: {"folder": options.sync_dst_dir, "interface": interface})
-        for station in fleet.stations:
-            station.problem = station.problem or str(station.found.get("no_interface", ""))
-        judge(fleet.stations, options.sync_dst_dir)
-        count = 1 + sum(not station.is_here and not station.problem for station in fleet.stations)
-        if (seconds := count * (count - 1) * WAY_S) > PATIENCE_S:
-            sink.write_lines(b"", [f"measuring {count} machines in pairs, about {seconds:.0f} s\n".encode()])
-        matrix = measure_links(fleet, supervisor.selector, mine)
-        problems = tuple(f"{one.host.name}: {one.problem}" for one in fleet.stations if one.problem)
-        return Findings(table(fleet.stations), problems, matrix)
-    finally:
-        fleet.release()
+    def end_measurement(self) -> None:
+        if isinstance(self.probe, HostProbe):
+            self.probe.end_measurement()
+        else:
+            self.probe.ask("measure_end")
 
 
 if __name__ == "__main__":

@@ -38,105 +38,10 @@ from kvdist_launch.security import NONE, PLAIN_HERE, Security, security_of
 from kvdist_launch.serialization import pack_call, unpack_result
 from kvdist_launch.supervisor import Supervisor
 
-
-class WorkerCall:
-    """The pipes to and from one worker.
-
-    Args:
-        call: what is sent.
-    """
-
-    def __init__(self, call: bytes) -> None:
-        theirs_in, self._outward = os.pipe()
-        self._inward, theirs_out = os.pipe()
-        self.theirs: tuple[int, ...] = (theirs_in, theirs_out)
-        self._mine = {self._inward, self._outward}
-        self._unsent = memoryview(call)
-        self._received = bytearray()
-        self._head: dict[str, Any] = {}
-        self._selector: selectors.BaseSelector | None = None
-        self._raised: Callable[[], None] | None = None
-
-    def begin(self, selector: selectors.BaseSelector, raised: Callable[[], None]) -> None:
-        """The worker has its ends.
-
-        Args:
-            selector: where the pipes are waited for.
-            raised: called when the function has raised.
-        """
-        self._selector, self._raised = selector, raised
-        self._close_theirs()
-        for descriptor, event, act in (
-            (self._outward, selectors.EVENT_WRITE, self._send),
-            (self._inward, selectors.EVENT_READ, self.receive),
-        ):
-            os.set_blocking(descriptor, False)
-            selector.register(descriptor, event, act)
-
-    def receive(self) -> None:
-        """Take what is there of the result."""
-        with contextlib.suppress(BlockingIOError):
-            while self._inward in self._mine:
-                data = os.read(self._inward, READ_BYTES)
-                self._received += data
-                if not self._head and b"\n" in data:
-                    self._take_head()
-                if not data:
-                    self._end(self._inward)
-
-    @property
-    def head(self) -> dict[str, Any]:
-        """What came before the result, or in its place; empty if it did not come whole."""
-        return self._head if len(self._received) == self._head.get("bytes", 0) else {}
-
-    def take_result(self) -> Any:
-        """The result. Its bytes are not kept: there may be very many."""
-        received, self._received = self._received, bytearray()
-        return unpack_result(received)
-
-    def forget(self) -> None:
-        """There is no selector any more."""
-        self._selector = None
-
-    def close(self) -> None:
-        """Free everything."""
-        self._close_theirs()
-        for descriptor in list(self._mine):
-            self._end(descriptor)
-
-    def _take_head(self) -> None:
-        end = self._received.index(b"\n")
-        self._head = json.loads(self._received[:end])
-        del self._received[: end + 1]
-        if "raised" in self._head and self._raised is not None:
-            self._raised()
-
-    def _send(self) -> None:
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self._outward, self._unsent) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            pass  # The worker has ended; how, is seen elsewhere.
-        self._end(self._outward)
-
-    def _end(self, descriptor: int) -> None:
-        if self._selector is not None:
-            self._selector.unregister(descriptor)
-        os.close(descriptor)
-        self._mine.discard(descriptor)
-
-    def _close_theirs(self) -> None:
-        for descriptor in self.theirs:
-            os.close(descriptor)
-        self.theirs = ()
-
-
 HERE = (Host("localhost"),)
 
 GRACE_S = 2.0
-"""For the others to end after a failure: somebody waits for the traceback."""
+"""For the others to end after a failure, as the caller waits for the traceback."""
 
 
 class JobFailure(KvdistError):
@@ -218,33 +123,34 @@ def run(
             raise ConfigError(f"{name} is {count}; a job needs at least {least}")
     own = parse_assignments(f"{name}={value}" for name, value in (env or {}).items())
     security = security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
-    is_local = servers > 0 and not security.word
-    variables = {**os.environ, **own}
     calls = _WorkerCalls(pack_call(func, args, kwargs or {}), np)
     is_main = threading.current_thread() is threading.main_thread()
-    signals = SignalPipe() if is_main else EventPipe()
+    events = SignalPipe() if is_main else EventPipe()
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
-    supervisor = Supervisor(
-        JobOutput(out, err), err, GracePeriods(grace_s=GRACE_S), signals=signals, is_quiet=not verbose
-    )
-    deadline, patience = _Deadline(timeout_s, signals), _Deadline(GRACE_S, signals)
+    grace = GracePeriods(grace_s=GRACE_S)
+    supervisor = Supervisor(JobOutput(out, err), err, grace, events=events, is_quiet=not verbose)
+    deadline, raised = _Deadline(timeout_s, events), _Deadline(GRACE_S, events)
     began = time.monotonic()
-    with calls, deadline, patience, listening_here(ports_of(variables), is_local) as listening:
+
+    def begin() -> None:
+        calls.begin(supervisor, raised)
+        deadline.begin(began)
+
+    is_local = servers > 0 and not security.word
+    with calls, deadline, raised, listening_here(ports_of({**os.environ, **own}), is_local) as listening:
         processes = calls.over(_plan_here(np, servers, own, security, port_of(listening)))
-        if security.word == NONE:
-            supervisor.say(PLAIN_HERE)
-        for line in worker_lines(processes, HERE) if verbose else ():
-            supervisor.say(line)
-        crew = _CallingProcesses(
-            supervisor, calls, partial(deadline.begin, began), patience, None if is_main else signals
-        )
-        code = supervisor.run([(crew, processes)], listening, security.secret_of_run())
+        notes = worker_lines(processes, HERE) if verbose else []
+        for note in [*([PLAIN_HERE] if security.word == NONE else []), *notes]:
+            supervisor.say(note)
+        local = LocalProcesses(supervisor.selector, supervisor, exits=None if is_main else events)
+        code = supervisor.run([(local, processes)], listening, security.secret_of_run(), begin)
         calls.drain()
-    if supervisor.cause is not None:
-        raise _failure(supervisor.cause, calls, supervisor.last_lines(supervisor.cause.node))
-    if patience.has_rung and code:
+    cause = supervisor.job.cause
+    if cause is not None:
+        raise _failure(cause, calls, supervisor.last_lines(cause.node))
+    if raised.is_over and code:
         raise calls.failure(calls.raised[0], None, ())
-    if deadline.has_rung and code:
+    if deadline.is_over and code:
         raise DeadlineExceeded(f"not every worker's function had returned after {timeout_s:g} s; the job was ended")
     if code:
         raise KeyboardInterrupt
@@ -272,12 +178,109 @@ def _failure(cause: ProcessExit, calls: _WorkerCalls, last_lines: Sequence[str])
     return calls.failure(cause.node.rank, cause.status, last_lines)
 
 
+class WorkerCall:
+    """The pipes to and from one worker.
+
+    Args:
+        call: the bytes to send.
+
+    Attributes:
+        theirs: the worker's ends of the pipes, which it inherits.
+    """
+
+    def __init__(self, call: bytes) -> None:
+        theirs_in, self._outward = os.pipe()
+        self._inward, theirs_out = os.pipe()
+        self.theirs: tuple[int, ...] = (theirs_in, theirs_out)
+        self._mine = {self._inward, self._outward}
+        self._unsent = memoryview(call)
+        self._received = bytearray()
+        self._head: dict[str, Any] = {}
+        self._selector: selectors.BaseSelector | None = None
+        self._raised: Callable[[], None] | None = None
+
+    def begin(self, selector: selectors.BaseSelector, raised: Callable[[], None]) -> None:
+        """Send and receive from now on; the worker has its ends.
+
+        Args:
+            selector: waits for the pipes.
+            raised: called when the function has raised.
+        """
+        self._selector, self._raised = selector, raised
+        self._close_theirs()
+        for descriptor, event, act in (
+            (self._outward, selectors.EVENT_WRITE, self._send),
+            (self._inward, selectors.EVENT_READ, self.receive),
+        ):
+            os.set_blocking(descriptor, False)
+            selector.register(descriptor, event, act)
+
+    def receive(self) -> None:
+        """Take what has come of the result."""
+        with contextlib.suppress(BlockingIOError):
+            while self._inward in self._mine:
+                data = os.read(self._inward, READ_BYTES)
+                self._received += data
+                if not self._head and b"\n" in data:
+                    self._take_head()
+                if not data:
+                    self._end(self._inward)
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What came before the result, or instead of it; empty if it did not come whole."""
+        return self._head if len(self._received) == self._head.get("bytes", 0) else {}
+
+    def take_result(self) -> Any:
+        """The result. Its bytes are not kept: there may be very many."""
+        received, self._received = self._received, bytearray()
+        return unpack_result(received)
+
+    def leave_selector(self) -> None:
+        """Use the selector no more: it is closed."""
+        self._selector = None
+
+    def close(self) -> None:
+        """Free everything."""
+        self._close_theirs()
+        for descriptor in list(self._mine):
+            self._end(descriptor)
+
+    def _take_head(self) -> None:
+        end = self._received.index(b"\n")
+        self._head = json.loads(self._received[:end])
+        del self._received[: end + 1]
+        if "raised" in self._head and self._raised is not None:
+            self._raised()
+
+    def _send(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._outward, self._unsent) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            pass  # The worker has ended; its exit code is reported elsewhere.
+        self._end(self._outward)
+
+    def _end(self, descriptor: int) -> None:
+        if self._selector is not None:
+            self._selector.unregister(descriptor)
+        os.close(descriptor)
+        self._mine.discard(descriptor)
+
+    def _close_theirs(self) -> None:
+        for descriptor in self.theirs:
+            os.close(descriptor)
+        self.theirs = ()
+
+
 class _WorkerCalls:
     """The calls of all workers.
 
     Args:
-        call: what every worker is sent.
-        count: how many there are.
+        call: the bytes that every worker is sent.
+        count: how many workers there are.
 
     Attributes:
         raised: the ranks whose functions have raised, the first one first.
@@ -292,34 +295,40 @@ class _WorkerCalls:
 
     def __exit__(self, *_: object) -> None:
         for call in self._calls:
-            call.forget()
+            call.leave_selector()
             call.close()
 
     def over(self, processes: Sequence[Process]) -> list[Process]:
-        """The processes, in which each worker has its ends of the pipes."""
-        return [self._given(one) if one.node.role is Role.WORKER else one for one in processes]
+        """The processes, in which each worker inherits its ends of the pipes."""
+        return [self._with_pipes(one) if one.node.role is Role.WORKER else one for one in processes]
 
-    def begin(self, selector: selectors.BaseSelector, raised: Callable[[], None]) -> None:
-        """All have been started.
+    def begin(self, supervisor: Supervisor, deadline: _Deadline) -> None:
+        """Send and receive from now on: all workers have been started.
 
         Args:
-            selector: where the pipes are waited for.
-            raised: called when a function has raised.
+            supervisor: its selector waits for the pipes.
+            deadline: begins when a function has raised; threads may keep its process from ending.
         """
+
+        def raised(rank: int) -> None:
+            self.raised.append(rank)
+            if not supervisor.job.is_interrupted:  # else it raised because it was told to end
+                deadline.begin(time.monotonic())
+
         for rank, call in enumerate(self._calls):
-            call.begin(selector, partial(self._take_raised, rank, raised))
+            call.begin(supervisor.selector, partial(raised, rank))
 
     def drain(self) -> None:
-        """All have ended: take what they sent last."""
+        """Take what the workers sent last; all have ended."""
         for call in self._calls:
-            call.forget()
+            call.leave_selector()
             call.receive()
 
     def results(self) -> list[Any]:
         """What every worker's function returned.
 
         Raises:
-            WorkerFailure: one ended with exit code 0 without having returned.
+            WorkerFailure: a worker ended with exit code 0 before its function had returned.
         """
         for rank, call in enumerate(self._calls):
             if "bytes" not in call.head:
@@ -327,12 +336,12 @@ class _WorkerCalls:
         return [call.take_result() for call in self._calls]
 
     def failure(self, rank: int, status: int | None, last_lines: Sequence[str]) -> WorkerFailure:
-        """The failure of a worker, as told by itself, or if it had no time to, by its end.
+        """The failure of a worker, by its own report, or else by the way its process ended.
 
         Args:
-            rank: whose.
-            status: how its process ended; None if that had to be ended after the function had raised.
-            last_lines: what it printed last.
+            rank: the worker.
+            status: how its process ended; None if it had to be ended after the function had raised.
+            last_lines: the last lines it printed.
         """
         host, node = socket.gethostname(), NodeId(Role.WORKER, rank)
         head = self._calls[rank].head
@@ -344,92 +353,30 @@ class _WorkerCalls:
             return WorkerFailure(message.rstrip(), rank, host, code, kind, text)
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit code {status}"
         when = "after" if head else "before"
-        lines = ["; the last it printed:", *last_lines] if last_lines else []
+        lines = ["; the last lines it printed:", *last_lines] if last_lines else []
         message = f"{node} on {host} {how} {when} the function had returned" + "\n    ".join(lines)
         return WorkerFailure(message, rank, host, code, "", "")
 
-    def _take_raised(self, rank: int, raised: Callable[[], None]) -> None:
-        self.raised.append(rank)
-        raised()
-
-    def _given(self, process: Process) -> Process:
+    def _with_pipes(self, process: Process) -> Process:
         ends = self._calls[process.node.rank].theirs
         return replace(process, argv=(*process.argv, *map(str, ends)), descriptors=ends)
-
-
-class _CallingProcesses(LocalProcesses):
-    """The processes of the job.
-
-    Args:
-        supervisor: listens to it.
-        calls: begin when the workers have been started.
-        begun: called then, too.
-        patience: begins when a function has raised. Threads may keep its process, and nothing would be told before.
-        mailbox: is told of endings by threads, one for each process; None where signals tell.
-    """
-
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        calls: _WorkerCalls,
-        begun: Callable[[], None],
-        patience: _Deadline,
-        mailbox: EventPipe | None,
-    ) -> None:
-        super().__init__(supervisor.selector, supervisor)
-        self._supervisor = supervisor
-        self._calls = calls
-        self._begun = begun
-        self._patience = patience
-        self._mailbox = mailbox
-        self._watchers: list[threading.Thread] = []
-
-    def start(
-        self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
-    ) -> None:
-        super().start(processes, listening, secret)
-        self._calls.begin(self._selector, self._raised)
-        self._begun()
-        if self._mailbox is not None:
-            for node, child in self._children.items():
-                watcher = threading.Thread(target=_watch, args=(child.pid, self._mailbox), name=f"kvdist-{node}")
-                watcher.start()
-                self._watchers.append(watcher)
-
-    def release(self) -> None:
-        # Nobody is reaped before nobody is waited for: a process id that is free again may be anybody's.
-        for node in self._children:
-            self.signal_group(node, signal.SIGKILL)
-        for watcher in self._watchers:
-            watcher.join()
-        super().release()
-
-    def _raised(self) -> None:
-        if not self._supervisor.is_interrupted:  # else it was told to end, and raised for that
-            self._patience.begin(time.monotonic())
-
-
-def _watch(pid: int, mailbox: EventPipe) -> None:
-    """Wait for the end of a process, which stays unreaped, and tell."""
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    mailbox.post(signal.SIGCHLD)
 
 
 class _Deadline:
     """Ends the job after some time.
 
     Args:
-        after_s: how long after its beginning; None is never.
-        signals: what ends the job.
+        after_s: the time from its beginning; None is never.
+        events: gets SIGTERM posted then.
 
     Attributes:
-        has_rung: whether time was up.
+        is_over: whether the time is up.
     """
 
-    def __init__(self, after_s: float | None, signals: EventPipe) -> None:
-        self.has_rung = False
+    def __init__(self, after_s: float | None, events: EventPipe) -> None:
+        self.is_over = False
         self._after_s = after_s
-        self._signals = signals
+        self._events = events
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> _Deadline:
@@ -441,16 +388,12 @@ class _Deadline:
             self._timer.join()
 
     def begin(self, since: float) -> None:
-        """Count from then on, once. Processes must run: before, a signal would reach nobody and be lost.
-
-        Args:
-            since: by the monotonic clock.
-        """
+        """Count from `since` (monotonic), once. Processes must run: earlier, a signal would be lost."""
         if self._after_s is not None and self._timer is None:
-            self._timer = threading.Timer(max(0.0, since + self._after_s - time.monotonic()), self._ring)
+            self._timer = threading.Timer(max(0.0, since + self._after_s - time.monotonic()), self._expire)
             self._timer.daemon = True
             self._timer.start()
 
-    def _ring(self) -> None:
-        self.has_rung = True
-        self._signals.post(signal.SIGTERM)
+    def _expire(self) -> None:
+        self.is_over = True
+        self._events.post(signal.SIGTERM)

@@ -1,7 +1,7 @@
 """All hosts of a job: connected, asked and looked after at the same time, on one selector; each by its agent over ssh.
 
-The end of the pipe, whatever the reason, loses the host: every process of it that was not seen to end is then
-reported as lost, with the last line of ssh as the reason. The agent ends them on its side; process ids never travel.
+The end of the pipe, whatever the reason, loses the host: every process of it that was not seen to end is then reported
+as lost, with the last line of ssh as the reason. The agent ends them on its side; process ids never travel.
 
 During long operations the agents get a sign of life every second.
 """
@@ -16,7 +16,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import IO, Any
 
 from kvdist.config.settings import Limits
@@ -25,6 +24,7 @@ from kvdist.nodes import NodeId
 from kvdist_launch.agent_protocol import (
     GREETING,
     PIPE_READ_BYTES,
+    REPLIES,
     Frame,
     FrameDecoder,
     FrameError,
@@ -38,7 +38,7 @@ from kvdist_launch.hosts import Host
 from kvdist_launch.job import HOST_LOST, ProcessExit
 from kvdist_launch.output import LineSplitter, all_printable, printable
 from kvdist_launch.plan import Process
-from kvdist_launch.probe import answer_here, facts_of_this_host
+from kvdist_launch.probe import HostProbe, facts_of_this_host
 from kvdist_launch.processes import NOT_EXECUTABLE, CommandError, HostProcesses, LocalProcesses, ProcessListener
 from kvdist_launch.ssh import SshOptions, agent_command
 from kvdist_launch.supervisor import BEAT_S, Supervisor
@@ -47,27 +47,34 @@ NOISE_LINES_MAX = 20
 """Lines of ssh and of login scripts that are kept to explain a failure."""
 
 BEFORE_BYTES_MAX = 64 * 1024
-"""Kept of what login scripts print before the agent speaks."""
+"""Kept of what login scripts print before the agent's first line."""
 
 KEY_CHANGED = "IDENTIFICATION HAS CHANGED"
-"""With this ssh says that a host has another key than before."""
+"""Part of what ssh prints if a host has another key than before."""
 
 END_S = 3.0
 """How long an agent may take to leave when it was told to."""
 
+LOOK_S = 10.0
+"""How long connecting and all questions may take together."""
+GREETING_S = 8.0
+"""The part of it in which a host must accept the login and start its agent."""
+ANSWER_S_MIN = 1.0
+"""The time that agents have for a question at least."""
+
 
 class RemoteProcesses(HostProcesses):
-    """The processes of one host.
+    """The processes of another host, by way of its agent on an ssh pipe.
 
     Args:
         host: its name, for people.
-        argv: the words that start its agent.
-        selector: where the pipe is waited for.
-        listener: who is told.
-        patience_s: the host is lost after so long without a word; its agent says one every second.
+        argv: the command that starts its agent.
+        selector: waits for the pipe.
+        listener: hears what happens.
+        patience_s: the host is lost after so long without a frame; its agent sends one every second.
 
     Attributes:
-        facts: what the agent said of its host first; None until then.
+        facts: the first frame of the agent, about its host; None until then.
         answers: kind → the fields of the last answer of that kind.
         failure: why the host is lost; empty while it is not.
     """
@@ -81,33 +88,23 @@ class RemoteProcesses(HostProcesses):
         patience_s: float = Limits.patience_s,
     ) -> None:
         self.host = host
-        self._patience_s = patience_s
         self.facts: dict[str, Any] | None = None
         self.answers: dict[str, dict[str, Any]] = {}
         self.failure = ""
+        self._patience_s = patience_s
         self._selector = selector
         self._listener = listener
         self._alive: dict[NodeId, int] = {}
         self._refusal: CommandError | None = None
-        try:
-            self._pipe = subprocess.Popen(
-                argv, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,
-            )  # fmt: skip
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{argv[0]} is not installed on this machine, and other machines are reached by it (Debian: apt install"
-                " openssh-client)"
-            ) from None
+        self._ssh = _start_ssh(argv)
         self._decoder = FrameDecoder()
-        self._greeted = False
-        self._before = b""
+        self._is_greeted = False
+        self._before_greeting = b""
         self._complaints = LineSplitter()
         self._noise: list[str] = []
         self._heard_at = time.monotonic()
-        stdin, self._stdout, self._stderr = _streams(self._pipe)
-        self._stdin = stdin
-        self._writer = FrameWriter(selector, stdin.fileno(), self._broke)
+        self._stdin, self._stdout, self._stderr = _streams(self._ssh)
+        self._writer = FrameWriter(selector, self._stdin.fileno(), self._broke)
         self._open: set[int] = set()
         self._is_paused = False
         self._ends_at: float | None = None
@@ -119,7 +116,8 @@ class RemoteProcesses(HostProcesses):
     # What the launcher wants.
 
     def ask(self, kind: str, **fields: Any) -> None:
-        """Say something to the agent."""
+        """Send the agent a frame; the answer to a question will be in `answers`."""
+        self.answers.pop(REPLIES.get(kind, ""), None)
         self._writer.send(kind, **fields)
 
     def start(
@@ -127,11 +125,8 @@ class RemoteProcesses(HostProcesses):
     ) -> None:
         # A scheduler there listens at the agent's own socket; `listening` is of this machine.
         self._alive = {process.node: 0 for process in processes}
-        self._writer.send(
-            "start",
-            processes=[encode_process(one) for one in processes],
-            secret=None if secret is None else secret.hex(),
-        )
+        secret_text = None if secret is None else secret.hex()
+        self._writer.send("start", processes=[encode_process(one) for one in processes], secret=secret_text)
 
     def signal_group(self, node: NodeId, number: int) -> None:
         self._writer.send("signal", node=encode_node(node), number=number)
@@ -139,15 +134,15 @@ class RemoteProcesses(HostProcesses):
     def tell(self, node: NodeId, line: str) -> None:
         self._writer.send("tell", node=encode_node(node), line=line)
 
-    def take_endings(self) -> None:
-        """Endings come by the pipe."""
+    def take_exits(self) -> None:
+        """Does nothing: exits come by the pipe."""
 
     def beat(self, now: float) -> None:
         if self.failure:
             return
         self._writer.send("alive", patience_s=self._patience_s)
         if self._is_paused:
-            self._heard_at = now  # it may have said much that nobody has read
+            self._heard_at = now  # there may be frames that were not read
         if now - self._heard_at > self._patience_s:
             self.lose(f"{self.host} has not answered for {self._patience_s:g} s (KVDIST_PATIENCE_S)")
 
@@ -172,13 +167,13 @@ class RemoteProcesses(HostProcesses):
 
     def release(self) -> None:
         self.hang_up()
-        if self._pipe.returncode is None:
+        if self._ssh.returncode is None:
             try:
                 # All hosts were hung up at the same time, so all together take no longer than one.
-                self._pipe.wait(max(0.0, (self._ends_at or 0.0) - time.monotonic()))
+                self._ssh.wait(max(0.0, (self._ends_at or 0.0) - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._pipe.kill()
-                self._pipe.wait()
+                self._ssh.kill()
+                self._ssh.wait()
         self._stdout.close()
         self._stderr.close()
 
@@ -192,46 +187,44 @@ class RemoteProcesses(HostProcesses):
             self._selector.register(self._stdout, selectors.EVENT_READ, self._read)
 
     def lose(self, reason: str) -> None:
-        """Take every process of the host for lost."""
+        """Report every process of the host as lost."""
         if self.failure:
             return
         self.failure = reason
         self._writer.close()
-        self._stdin.close()  # should its agent be there after all, it ends what it has
-        endings = [
-            ProcessExit(node, pid, HOST_LOST, host=self.host, lost=f"{reason}") for node, pid in self._alive.items()
-        ]
+        self._stdin.close()  # if its agent is there after all, it ends what it has
+        exits = [ProcessExit(node, pid, HOST_LOST, host=self.host, lost=reason) for node, pid in self._alive.items()]
         self._alive.clear()
-        if endings:
-            self._listener.ended(endings)
-            self._listener.settled(endings)
+        if exits:
+            self._listener.ended(exits)
+            self._listener.settled(exits)
 
     # What the pipe brings.
 
     def _read(self) -> None:
         data = self._take(self._stdout)
         if not data or self.failure:
-            return  # what a host says after it was taken for lost comes too late
+            return  # what a lost host sends comes too late
         self._heard_at = time.monotonic()
         try:
             for frame in self._decoder.feed(self._after_greeting(data)):
                 self._perform(frame)
         except (FrameError, KeyError, TypeError, ValueError) as error:
-            self.lose(f"its agent said what cannot be understood ({printable(str(error))})")
+            self.lose(f"its agent sent what cannot be understood ({printable(str(error))})")
         if self._refusal is not None:
             raise self._refusal
 
     def _after_greeting(self, data: bytes) -> bytes:
-        """What belongs to the agent. What login scripts print before it is kept as an explanation only."""
-        if self._greeted:
+        """The agent's bytes. What login scripts print before them is kept as an explanation only."""
+        if self._is_greeted:
             return data
-        self._before += data
-        noise, found, rest = self._before.partition(GREETING + b"\n")
+        self._before_greeting += data
+        noise, found, rest = self._before_greeting.partition(GREETING + b"\n")
         if not found:
-            self._before = self._before[-BEFORE_BYTES_MAX:]
+            self._before_greeting = self._before_greeting[-BEFORE_BYTES_MAX:]
             return b""
         self._note(noise.splitlines())
-        self._greeted, self._before = True, b""
+        self._is_greeted, self._before_greeting = True, b""
         return rest
 
     def _perform(self, frame: Frame) -> None:
@@ -244,12 +237,12 @@ class RemoteProcesses(HostProcesses):
             case "output_ended":
                 self._listener.output_ended(decode_node(fields["node"]), int(fields["stream"]))
             case "ended":
-                self._listener.ended(self._endings(fields))
+                self._listener.ended(self._exits(fields))
             case "settled":
-                endings = self._endings(fields)
-                for ending in endings:
-                    self._alive.pop(ending.node, None)
-                self._listener.settled(endings)
+                exits = self._exits(fields)
+                for one in exits:
+                    self._alive.pop(one.node, None)
+                self._listener.settled(exits)
             case "started":
                 self._alive = {decode_node(node): int(pid) for node, pid in fields["pids"]}
                 self._listener.started(self.host, list(self._alive.items()))
@@ -260,7 +253,7 @@ class RemoteProcesses(HostProcesses):
             case kind:
                 self.answers[kind] = all_printable(fields)
 
-    def _endings(self, fields: dict[str, Any]) -> list[ProcessExit]:
+    def _exits(self, fields: dict[str, Any]) -> list[ProcessExit]:
         return [decode_exit(one, self.host) for one in fields["endings"]]
 
     def _read_complaints(self) -> None:
@@ -268,8 +261,8 @@ class RemoteProcesses(HostProcesses):
         self._note(self._complaints.feed(data) if data else self._complaints.finish())
 
     def _note(self, lines: Sequence[bytes]) -> None:
-        told = [printable(line.decode(errors="replace").strip()) for line in lines]
-        self._noise = [*self._noise, *(line for line in told if line)][-NOISE_LINES_MAX:]
+        texts = [printable(line.decode(errors="replace").strip()) for line in lines]
+        self._noise = [*self._noise, *filter(None, texts)][-NOISE_LINES_MAX:]
 
     def _take(self, stream: IO[bytes]) -> bytes:
         """What is there to be read; nothing when the pipe has ended."""
@@ -288,24 +281,27 @@ class RemoteProcesses(HostProcesses):
         """The pipe has ended, whatever the reason."""
         with contextlib.suppress(BlockingIOError):
             self._note(self._complaints.feed(os.read(self._stderr.fileno(), PIPE_READ_BYTES)))
-        # The last line is the reason; of a changed key that one says no more than of an unknown one.
+        # The last line is the reason; for a changed key it says no more than for an unknown one.
         changed = [line.strip("@ ") for line in self._noise[:-1] if KEY_CHANGED in line]
-        said = ": ".join([*changed, *self._noise[-1:]]) or "it said nothing"
+        said = ": ".join([*changed, *self._noise[-1:]]) or "ssh gave no reason"
         self.lose(f"the connection to {self.host} ended ({said})")
 
 
-def _streams(pipe: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
-    if pipe.stdin is None or pipe.stdout is None or pipe.stderr is None:
+def _start_ssh(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{argv[0]} is not installed on this machine; it is needed to reach other machines (Debian: apt install"
+            " openssh-client)"
+        ) from None
+
+
+def _streams(ssh: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+    if ssh.stdin is None or ssh.stdout is None or ssh.stderr is None:
         raise ValueError("ssh was started without pipes")
-    return pipe.stdin, pipe.stdout, pipe.stderr
-
-
-LOOK_S = 10.0
-"""How long connecting and all questions may take together."""
-GREETING_S = 8.0
-"""How long of that a host may take to log us in and start its agent."""
-ANSWER_S_MIN = 1.0
-"""How long agents may take for a question at least."""
+    return ssh.stdin, ssh.stdout, ssh.stderr
 
 
 @dataclass
@@ -314,14 +310,14 @@ class HostConnection:
 
     Attributes:
         host: as the user named it.
-        crew: its processes.
-        facts: what its agent said first.
-        found: its answers to what was asked since.
+        processes: those of this host.
+        facts: the first frame of its agent.
+        found: its answers since.
         problem: why it cannot take part, a sentence; empty if it can.
     """
 
     host: Host
-    crew: HostProcesses
+    processes: HostProcesses
     facts: dict[str, Any] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
@@ -329,7 +325,7 @@ class HostConnection:
     @property
     def is_here(self) -> bool:
         """Whether it is this machine."""
-        return isinstance(self.crew, LocalProcesses)
+        return isinstance(self.processes, LocalProcesses)
 
     @property
     def seen_as(self) -> str:
@@ -347,100 +343,100 @@ class HostConnection:
 
 
 class HostPool:
-    """The hosts.
+    """The hosts of a job. Entered, it releases them at the end.
 
     Args:
         hosts: in the user's order.
         python: the interpreter of hosts that name none.
-        wanted: what the user wants of ssh.
-        supervisor: gives the selector, and hears what processes do.
+        ssh: the user's options.
+        supervisor: gives the selector, and listens to the processes.
+
+    Attributes:
+        connections: one for each host.
     """
 
-    def __init__(self, hosts: Sequence[Host], python: str, wanted: SshOptions, supervisor: Supervisor) -> None:
+    def __init__(self, hosts: Sequence[Host], python: str, ssh: SshOptions, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
+        self._probe = HostProbe(supervisor.selector)
         self._beat_at = time.monotonic() + BEAT_S
         self._look_by = time.monotonic() + LOOK_S
-        self.stations: list[HostConnection] = []
+        self.connections: list[HostConnection] = []
         for host in hosts:
             if host.is_local:
-                crew = LocalProcesses(supervisor.selector, supervisor)
-                self.stations.append(HostConnection(host, crew, facts_of_this_host()))
+                local = LocalProcesses(supervisor.selector, supervisor)
+                self.connections.append(HostConnection(host, local, facts_of_this_host()))
                 continue
-            argv = agent_command(host, host.python or python, wanted)
-            crew_there = RemoteProcesses(host.name, argv, supervisor.selector, supervisor, wanted.patience_s)
-            self.stations.append(HostConnection(host, crew_there))
+            argv = agent_command(host, host.python or python, ssh)
+            remote = RemoteProcesses(host.name, argv, supervisor.selector, supervisor, ssh.patience_s)
+            self.connections.append(HostConnection(host, remote))
 
     def __enter__(self) -> HostPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+    def __exit__(self, *error: object) -> None:
+        """Let every host go, all at the same time."""
+        self._probe.close()
+        for _, remote in self.remote():
+            remote.ask("leave")
+            remote.hang_up()
+        for connection in self.connections:
+            connection.processes.release()
 
     def connect(self) -> None:
-        """Wait for every agent's first words; who does not say them has a problem."""
-        remote = self._remote()
-        self.turn_until(lambda: all(crew.facts is not None or crew.failure for _, crew in remote), GREETING_S)
-        for station, crew in remote:
-            if crew.failure:
-                station.problem = crew.failure
-            elif crew.facts is None:
-                station.problem = f"no answer within {GREETING_S:g} s"
+        """Wait for every agent's first frame; a host without one has a problem."""
+        remotes = self.remote()
+        self.turn_until(lambda: all(one.facts is not None or one.failure for _, one in remotes), GREETING_S)
+        for connection, remote in remotes:
+            if remote.failure:
+                connection.problem = remote.failure
+            elif remote.facts is None:
+                connection.problem = f"no answer within {GREETING_S:g} s"
             else:
-                station.facts = crew.facts
+                connection.facts = remote.facts
 
     def ask(self, questions: Callable[[HostConnection], dict[str, Any]]) -> None:
-        """Let every host look at itself; see `probe.answer_here` for the questions.
+        """Let every host examine itself; see `HostProbe.answer` for the questions.
 
         Args:
-            questions: what a host is asked; nothing, and it is not.
+            questions: the questions for a host; a host with none is not asked.
         """
         asked = []
-        for station, crew in self._remote():
-            wanted = questions(station)
-            if not station.problem and wanted:
-                crew.answers.pop("prepared", None)
-                crew.ask("prepare", **wanted)
-                asked.append((station, crew))
-        for station in self.stations:
-            if station.is_here and (wanted := questions(station)):
-                station.found.update(answer_here(wanted))
+        for connection, remote in self.remote():
+            wanted = questions(connection)
+            if not connection.problem and wanted:
+                remote.ask("prepare", **wanted)
+                asked.append((connection, remote))
+        for connection in self.connections:
+            if connection.is_here and (wanted := questions(connection)):
+                connection.found.update(self._probe.answer("prepare", wanted))
         left_s = max(ANSWER_S_MIN, self._look_by - time.monotonic())
-        self.turn_until(lambda: all("prepared" in crew.answers or crew.failure for _, crew in asked), left_s)
-        for station, crew in asked:
-            if "prepared" in crew.answers:
-                station.found.update(crew.answers["prepared"])
+        self.turn_until(lambda: all("prepared" in one.answers or one.failure for _, one in asked), left_s)
+        for connection, remote in asked:
+            if "prepared" in remote.answers:
+                connection.found.update(remote.answers["prepared"])
             else:
-                station.problem = crew.failure or f"its agent has not answered within {left_s:.0f} s"
+                connection.problem = remote.failure or f"its agent has not answered within {left_s:.0f} s"
 
     def turn_until(self, is_done: Callable[[], bool], timeout_s: float = float("inf")) -> None:
-        """Take what comes from the hosts until something is the case, or time is up."""
+        """Handle what comes from the hosts until `is_done`, or time is up."""
         deadline = time.monotonic() + timeout_s
         while not is_done() and (now := time.monotonic()) < deadline:
             self._supervisor.turn(max(0.0, min(deadline, self._beat_at) - now))
             if time.monotonic() >= self._beat_at:
                 self._beat_at = time.monotonic() + BEAT_S
-                for _, crew in self._remote():
-                    crew.beat(time.monotonic())
+                for _, remote in self.remote():
+                    remote.beat(time.monotonic())
 
     def dismiss_idle(self, busy: Iterable[HostProcesses]) -> None:
         """Let the hosts go that have nothing to do."""
-        crews = list(busy)
-        idle = [crew for _, crew in self._remote() if crew not in crews]
-        for crew in idle:
-            crew.ask("leave")
-            crew.hang_up()
-        for crew in idle:
-            crew.release()
+        in_use = list(busy)
+        idle = [remote for _, remote in self.remote() if remote not in in_use]
+        for remote in idle:
+            remote.ask("leave")
+            remote.hang_up()
+        for remote in idle:
+            remote.release()
 
-    def release(self) -> None:
-        """Let every host go, all at the same time."""
-        for _, crew in self._remote():
-            crew.ask("leave")
-            crew.hang_up()
-        for station in self.stations:
-            station.crew.release()
-
-    def _remote(self) -> list[tuple[HostConnection, RemoteProcesses]]:
-        return [(one, one.crew) for one in self.stations if isinstance(one.crew, RemoteProcesses)]
+    def remote(self) -> list[tuple[HostConnection, RemoteProcesses]]:
+        """The hosts that are other machines."""
+        return [(one, one.processes) for one in self.connections if isinstance(one.processes, RemoteProcesses)]

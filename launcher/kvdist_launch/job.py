@@ -5,17 +5,17 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
 - The job is done when every worker has ended with 0. Scheduler and servers then end by themselves, or are ended.
 - The first process that fails is the cause. The others get a grace to notice (they raise `PeerLostError`), then
   SIGTERM, then SIGKILL. Later failures are consequences and are not named.
-- A process that ends because it lost a peer is a consequence even if it was seen first (a failing worker reports to the
-  scheduler before its process has ended): it is the cause only if nothing else failed. For a scheduler or server it is
-  not a failure at all once every worker has succeeded.
-- A server that ends with 0 while workers run is right when the scheduler also ends with 0 (all workers have said
+- A process that ends because it lost a peer is a consequence even if it was seen first (a failing worker reports to
+  the scheduler before its process has ended): it is the cause only if nothing else failed. For a scheduler or server
+  it is not a failure at all once every worker has succeeded.
+- A server that ends with 0 while workers run is right if the scheduler also ends with 0 (all workers have said
   goodbye). Otherwise that server is the cause.
-- Without servers the launcher tells nobody of a failure: ranks tell each other through their operations, and the others
-  are terminated after the grace.
+- Without servers the launcher tells no process of a failure: ranks tell each other through their operations, and the
+  others are terminated after the grace.
 - A first interruption sends SIGINT to the workers; servers live on so that workers can still save. What is left after
   the grace is terminated. A second interruption kills.
 
-A summary is one JSON object:
+A summary (``--json-summary``) is one JSON object:
 
 - ``version``: kvdist's; ``exit_code``: the launcher's.
 - ``duration_s``: from the launcher's start to the last process's end.
@@ -24,8 +24,8 @@ A summary is one JSON object:
 - ``first_failure``: null, or the cause: ``node`` (``worker-3``), ``role``, ``rank``, ``host`` (empty if there is only
   one machine), ``pid``, ``exit_code`` or ``signal``, ``after_s`` since its own start, ``last_lines`` (both outputs).
 - ``processes``: one for each that was started, those of earlier attempts too: ``node``, ``host``, ``pid``,
-  ``exit_code`` or ``signal``, ``started_s`` and ``ended_s`` since the job's start. For a process of a lost host,
-  ``lost`` is a sentence in the place of the code.
+  ``exit_code`` or ``signal``, ``started_s`` and ``ended_s`` since the launcher's start. A process of a lost host has
+  ``lost``, a sentence, in the place of the code.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ PEER_LOST_TRACEBACK = re.compile(
     rb"(?:\[rank[0-9]+\]: )?(?:%s):"
     % b"|".join(f"{one.__module__}.{one.__qualname__}".encode() for one in (PeerLostError, RankLostError))
 )
-"""How the last line of a traceback begins when a worker did not catch the error; torch.distributed puts the rank before
+"""How the last line of a traceback begins if a worker did not catch the error; torch.distributed puts the rank before
 it. Most such workers end with EXIT_PEER_LOST, but a program may have a hook of its own for uncaught exceptions."""
 
 HOST_LOST = 255
-"""What ssh ends with when the connection is gone, and so does a job that loses a host."""
+"""The exit code of ssh after a lost connection, and of a job that loses a host."""
 
 SENTENCE_MAX = 300
 """Characters of another process's last line that are repeated."""
@@ -62,17 +62,21 @@ SENTENCE_MAX = 300
 SIGNAL_BASE = 128
 """A shell's exit code for a process that a signal killed is this plus the signal's number."""
 
+REPEAT_S = 0.25
+"""Signals within this time are one request: `timeout`, hang-ups and wrappers that forward signals send two."""
+
+INDENT = "    "
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """The end of the process in seat `node`.
+    """How one process ended.
 
     Attributes:
-        pid: the process's id.
         status: its exit code, or minus the number of the signal that killed it (as in `subprocess`).
         last_error_line: the last line it printed to standard error.
-        host: the host it ran on; empty where there is only this machine.
-        lost: why nothing is known but that its host cannot be reached any more; then there is no status of its own.
+        host: the host it ran on; empty if there is only this machine.
+        lost: why its host cannot be reached any more, if so; `status` is then not its own.
     """
 
     node: NodeId
@@ -89,31 +93,29 @@ class ProcessExit:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it says of itself that it failed because another process was lost."""
+        """Whether it failed because another process was lost, by its exit code or its own traceback."""
         says_so = self.node.role is Role.WORKER and PEER_LOST_TRACEBACK.match(self.last_error_line) is not None
         return self.status == EXIT_PEER_LOST or (self.status == 1 and says_so)
 
     @property
     def doubt(self) -> int:
-        """Orders endings seen at the same moment: the likelier one is the first cause, the lower."""
+        """Orders exits seen at the same moment: the likelier one is the first cause, the lower."""
         if self.status < 0 or self.lost:
             return 0
         return 3 if self.is_consequence else 1 if self.is_failure else 2
 
     @property
     def exit_code(self) -> int:
-        """The code with which the launcher passes this ending on."""
+        """The launcher's exit code if this is the cause."""
         if self.is_consequence:
             return EXIT_PEER_LOST
         return SIGNAL_BASE - self.status if self.status < 0 else self.status
 
     @property
     def report(self) -> str:
-        """The line, without line end, that tells the scheduler."""
+        """The line for the scheduler's standard input, without line end."""
         how = f"signal {-self.status}" if self.status < 0 else f"exit {self.status}"
-        if self.lost:
-            how = f"lost {self.host}"
-        return f"ended {self.node.role} {self.node.rank} {how}"
+        return f"ended {self.node.role} {self.node.rank} {f'lost {self.host}' if self.lost else how}"
 
     def __str__(self) -> str:
         who = f"{self.node} on {self.host} (pid {self.pid})" if self.host else f"{self.node} (pid {self.pid})"
@@ -129,20 +131,16 @@ class ProcessExit:
 
 
 def signal_name(number: int) -> str:
-    """``signal 9 (SIGKILL)``, or the bare number when the system has no name for it."""
+    """``signal 9 (SIGKILL)``, or the bare number if the system has no name for it."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:
         return f"signal {number}"
 
 
-REPEAT_S = 0.25
-"""Signals within this time are one request: `timeout`, hang-ups and wrappers that forward signals send two."""
-
-
 @dataclass(frozen=True)
 class GracePeriods:
-    """How long is waited before the next, harder step.
+    """How long the launcher waits before the next, harder step.
 
     Attributes:
         grace_s: for the others to end by themselves after a failure or an interruption.
@@ -157,7 +155,7 @@ class GracePeriods:
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send `number` to the process group of the process in seat `node`."""
+    """Send `number` to the process group of `node`."""
 
     node: NodeId
     number: int
@@ -173,6 +171,24 @@ class Say:
 Action = SendSignal | Say
 
 
+@dataclass
+class ProcessRecord:
+    """One process from its start to its end, in seconds since the launcher's start.
+
+    Attributes:
+        host: where it runs; empty if there is only one machine.
+        exit: how it ended; None while it runs.
+        was_signalled: whether the launcher told it to end.
+    """
+
+    node: NodeId
+    host: str
+    started_s: float
+    ended_s: float = 0.0
+    exit: ProcessExit | None = None
+    was_signalled: bool = False
+
+
 class Phase(enum.Enum):
     """What the job is going through; each phase with a deadline leads to TERMINATING, and that to KILLING."""
 
@@ -185,25 +201,40 @@ class Phase(enum.Enum):
 
 
 class Job:
-    """The state of one job.
+    """The state of one attempt at a job. Times are seconds of a monotonic clock.
+
+    Args:
+        nodes: all processes.
+        now: the start of this attempt.
+        grace: how long to wait for processes to end.
+        launched: the start of the launcher; None is `now`.
 
     Attributes:
-        deadline: when `tick` must be called next, unless all is over; None when only an event can change anything.
-        cause: the ending that failed the job; None while there is none.
+        deadline: when `tick` must be called next; None if only an event can change anything.
+        cause: the exit that failed the job; None while there is none.
+        records: every process that was started.
+        sentence: how the attempt ended; empty until `conclude`.
+        last_lines: the last lines of the process that failed the job; see `conclude`.
     """
 
-    def __init__(self, nodes: Sequence[NodeId], now: float, patience: GracePeriods | None = None) -> None:
-        self._patience = GracePeriods() if patience is None else patience
-        self._started = now
+    def __init__(
+        self, nodes: Sequence[NodeId], now: float, grace: GracePeriods | None = None, launched: float | None = None
+    ) -> None:
+        self._grace = GracePeriods() if grace is None else grace
+        self._began = now
         self._nodes = list(nodes)
         self._alive = list(nodes)
         self._phase = Phase.RUNNING
-        self._early: tuple[ProcessExit, float] | None = None
+        self._early_server: tuple[ProcessExit, float] | None = None
         self._interruption: int | None = None
         self._interrupted_at = now
         self._cause_at = now
+        self.launched = now if launched is None else launched
         self.cause: ProcessExit | None = None
         self.deadline: float | None = None
+        self.records: list[ProcessRecord] = []
+        self.sentence = ""
+        self.last_lines: list[str] = []
 
     @property
     def is_over(self) -> bool:
@@ -215,24 +246,30 @@ class Job:
         """Whether the user or the system asked for its end."""
         return self._interruption is not None
 
-    def ended(self, endings: Iterable[ProcessExit], now: float) -> list[Action]:
+    def started(self, processes: Iterable[tuple[NodeId, str]], now: float) -> None:
+        """Record processes that were started, each with its host (empty if there is only one machine)."""
+        self.records += [ProcessRecord(node, host, now - self.launched) for node, host in processes]
+
+    def ended(self, exits: Iterable[ProcessExit], now: float) -> list[Action]:
         """Take note of processes that ended; those of one call count as having ended at the same moment."""
-        batch = sorted(endings, key=lambda ending: ending.doubt)
-        for ending in batch:
-            self._alive.remove(ending.node)
-        for ending in batch:
-            self._judge(ending, now)
+        batch = sorted(exits, key=lambda one: one.doubt)
+        for one in batch:
+            self._alive.remove(one.node)
+            for record in self._running(one.node):
+                record.exit, record.ended_s = one, now - self.launched
+        for one in batch:
+            self._judge(one, now)
         if self._phase in (Phase.RUNNING, Phase.CLOSING) and self.cause is not None:
             return self._fail(now)
         if self._phase is Phase.RUNNING and not self._workers_alive():
-            self._early = None
-            self._enter(Phase.CLOSING, now + self._patience.farewell_s)
+            self._early_server = None
+            self._enter(Phase.CLOSING, now + self._grace.farewell_s)
         elif self._phase is Phase.INTERRUPTED and not self._workers_alive():
             return self._terminate(now)
         return []
 
     def interrupt(self, number: int, now: float) -> list[Action]:
-        """The launcher was sent the signal `number`: ask everybody to end, or at the second time kill them."""
+        """The launcher got the signal `number`: ask the workers to end; a second time, kill everything."""
         if self._interruption is not None:
             return self._kill() if now - self._interrupted_at >= REPEAT_S else []
         self._interruption, self._interrupted_at = number, now
@@ -240,8 +277,8 @@ class Job:
             return self._kill()
         if self._phase is not Phase.RUNNING:
             return self._terminate(now)
-        self._enter(Phase.INTERRUPTED, now + self._patience.grace_s)
-        text = f"{signal_name(number)}: ending the workers; once more kills everything at once"
+        self._enter(Phase.INTERRUPTED, now + self._grace.grace_s)
+        text = f"{signal_name(number)}: asking the workers to end; a second one kills everything at once"
         return [Say(text), *self._signal_all(signal.SIGINT, self._workers_alive())]
 
     def tick(self, now: float) -> list[Action]:
@@ -250,8 +287,8 @@ class Job:
             return []
         if self._phase is Phase.TERMINATING:
             return self._kill()
-        if self._phase is Phase.RUNNING and self._early is not None:
-            self._blame(*self._early)
+        if self._phase is Phase.RUNNING and self._early_server is not None:
+            self._blame(*self._early_server)
             return self._terminate(now)
         return self._overdue() + self._terminate(now)
 
@@ -261,67 +298,92 @@ class Job:
             return self.cause.exit_code or 1
         return 0 if self._interruption is None else SIGNAL_BASE + self._interruption
 
-    def summary(self, now: float) -> str:
-        """The job in one sentence, once it is over."""
+    def conclude(self, now: float, last_lines: Sequence[str] = ()) -> list[str]:
+        """Close the records. Returns what the user is told: reasons first, the sentence last.
+
+        Args:
+            now: when the last process ended.
+            last_lines: the last lines that the process printed that failed the job.
+        """
+        self.sentence, self.last_lines = self._closing_sentence(now), list(last_lines)
+        if self.cause is None:
+            return [self.sentence]
+        reasons = [f"the last lines of {self.cause.node}:", *(INDENT + line for line in last_lines)]
+        others = self._fates_of_others()
+        return [*(reasons if last_lines else []), *([others] if others else []), self.sentence]
+
+    def record_of_cause(self, cause: ProcessExit) -> ProcessRecord:
+        """The record of the process that failed the job."""
+        return next((one for one in self.records if one.exit is cause), ProcessRecord(cause.node, cause.host, 0.0))
+
+    def _closing_sentence(self, now: float) -> str:
         if self.cause is not None:
-            what = f"{self.cause} after {_seconds(self._cause_at - self._started)}"
+            what = f"{self.cause} after {_seconds(self._cause_at - self._began)}"
         elif self._interruption is not None:
-            what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._started)}"
+            what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._began)}"
         else:
-            roles = [role for role in (Role.WORKER, Role.SERVER) if any(node.role is role for node in self._nodes)]
-            return f"{' and '.join(map(self._count, roles))} finished in {_seconds(now - self._started)}"
+            counts: Counter[Role] = Counter(node.role for node in self._nodes if node.role is not Role.SCHEDULER)
+            return f"{_counted(counts)} finished in {_seconds(now - self._began)}"
         return f"{what}; job ended with exit code {self.exit_code()}"
 
-    def _judge(self, ending: ProcessExit, now: float) -> None:
-        """Whether this ending, the next in order of time, is what failed the job."""
+    def _fates_of_others(self) -> str:
+        """How every other process ended, one clause for each way."""
+        fates: dict[str, Counter[Role]] = {}
+        for record in self.records:
+            if record.exit is not None and record.exit is not self.cause:
+                fates.setdefault(_fate(record, record.exit), Counter())[record.node.role] += 1
+        return "; ".join(_clause(fate, counts) for fate, counts in fates.items())
+
+    def _judge(self, one: ProcessExit, now: float) -> None:
+        """Decide whether this exit, the next in order of time, is what failed the job."""
         if self._phase not in (Phase.RUNNING, Phase.CLOSING, Phase.FAILING):
             return
-        if ending.is_failure:
-            self._accuse(ending, now)
-        elif self._phase is Phase.RUNNING and ending.node == SCHEDULER:
-            # It ends with 0 only when the cluster was dissolved in order, servers included.
-            self._early, self.deadline = None, None
-        elif self._phase is Phase.RUNNING and ending.node.role is Role.SERVER:
-            self._suspect(ending, now)
+        if one.is_failure:
+            self._accuse(one, now)
+        elif self._phase is Phase.RUNNING and one.node == SCHEDULER:
+            # It ends with 0 only if the cluster was dissolved in order, servers included.
+            self._early_server, self.deadline = None, None
+        elif self._phase is Phase.RUNNING and one.node.role is Role.SERVER:
+            self._suspect(one, now)
 
-    def _accuse(self, ending: ProcessExit, now: float) -> None:
-        is_needed = ending.node.role is Role.WORKER or bool(self._workers_alive())
-        if ending.is_consequence and self.cause is None and not is_needed:
+    def _accuse(self, one: ProcessExit, now: float) -> None:
+        is_needed = one.node.role is Role.WORKER or bool(self._workers_alive())
+        if one.is_consequence and self.cause is None and not is_needed:
             return
-        if self.cause is None and self._early is not None and ending.is_consequence:
-            self._blame(*self._early)
-        elif self.cause is None or (self.cause.is_consequence and not ending.is_consequence):
-            self._blame(ending, now)
+        if self.cause is None and self._early_server is not None and one.is_consequence:
+            self._blame(*self._early_server)
+        elif self.cause is None or (self.cause.is_consequence and not one.is_consequence):
+            self._blame(one, now)
 
-    def _suspect(self, ending: ProcessExit, now: float) -> None:
-        if self._early is None and self._workers_alive() and SCHEDULER in self._alive:
-            self._early, self.deadline = (ending, now), now + self._patience.grace_s
+    def _suspect(self, one: ProcessExit, now: float) -> None:
+        if self._early_server is None and self._workers_alive() and SCHEDULER in self._alive:
+            self._early_server, self.deadline = (one, now), now + self._grace.grace_s
 
-    def _blame(self, ending: ProcessExit, at: float) -> None:
-        self.cause, self._cause_at = ending, at
+    def _blame(self, one: ProcessExit, at: float) -> None:
+        self.cause, self._cause_at = one, at
 
     def _fail(self, now: float) -> list[Action]:
-        self._enter(Phase.FAILING, now + self._patience.grace_s)
+        self._enter(Phase.FAILING, now + self._grace.grace_s)
         if self.is_over:
             return []
-        return [Say(f"{self.cause}; the others get {self._patience.grace_s:g} s to end")]
+        return [Say(f"{self.cause}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
 
     def _enter(self, phase: Phase, deadline: float | None) -> None:
         self._phase, self.deadline = phase, deadline
 
     def _overdue(self) -> list[Action]:
-        """Say who kept the job from ending, where the user would otherwise only see it wait."""
-        if self._phase not in (Phase.CLOSING, Phase.INTERRUPTED):
-            return []
+        """Name the processes that keep the job from ending."""
         if self._phase is Phase.CLOSING:
-            late, waited_s, since = self._alive, self._patience.farewell_s, "the last worker's end"
+            late, waited_s, since = self._alive, self._grace.farewell_s, "the last worker's end"
+        elif self._phase is Phase.INTERRUPTED:
+            late, waited_s, since = self._workers_alive(), self._grace.grace_s, "the interruption"
         else:
-            late, waited_s, since = self._workers_alive(), self._patience.grace_s, "the interruption"
+            return []
         names = ", ".join(map(str, late))
         return [Say(f"{names} did not end within {waited_s:g} s of {since}; terminating")]
 
     def _terminate(self, now: float) -> list[Action]:
-        self._enter(Phase.TERMINATING, now + self._patience.terminate_s)
+        self._enter(Phase.TERMINATING, now + self._grace.terminate_s)
         return self._signal_all(signal.SIGTERM, self._alive)
 
     def _kill(self) -> list[Action]:
@@ -329,161 +391,117 @@ class Job:
         return self._signal_all(signal.SIGKILL, self._alive)
 
     def _signal_all(self, number: int, nodes: Iterable[NodeId]) -> list[Action]:
+        nodes = list(nodes)
+        for record in (record for node in nodes for record in self._running(node)):
+            record.was_signalled = True
         return [SendSignal(node, number) for node in nodes]
+
+    def _running(self, node: NodeId) -> list[ProcessRecord]:
+        return [record for record in self.records if record.node == node and record.exit is None]
 
     def _workers_alive(self) -> list[NodeId]:
         return [node for node in self._alive if node.role is Role.WORKER]
-
-    def _count(self, role: Role) -> str:
-        count = sum(node.role is role for node in self._nodes)
-        return f"{count} {role}" if count == 1 else f"{count} {role}s"
 
 
 def _seconds(duration_s: float) -> str:
     return f"{duration_s:.1f} s"
 
 
-INDENT = "    "
+def _fate(record: ProcessRecord, how: ProcessExit) -> str:
+    """How a process ended, as what follows its name."""
+    if how.lost:
+        return "was lost with its host"
+    if not how.is_failure:
+        return "finished"
+    if record.was_signalled:
+        return "was ended by the launcher"
+    if how.is_consequence:
+        return "lost a peer"
+    return f"was killed by {signal_name(-how.status)}" if how.status < 0 else f"failed with exit code {how.status}"
 
 
-@dataclass
-class ProcessRecord:
-    """One process from its start to its end.
-
-    Attributes:
-        node: its seat.
-        host: where it ran; empty where there is only one machine.
-        started_s, ended_s: when, since the job's start.
-        ending: how it ended; None while it runs.
-        is_told_to_end: whether the launcher sent it a signal.
-    """
-
-    node: NodeId
-    host: str
-    started_s: float
-    ended_s: float = 0.0
-    ending: ProcessExit | None = None
-    is_told_to_end: bool = False
+def _clause(fate: str, counts: Counter[Role]) -> str:
+    if counts.total() > 1:
+        fate = fate.replace("was ", "were ").replace("its host", "their hosts")
+    return f"{_counted(counts)} {fate}"
 
 
-class JobSummary:
-    """What happened in one job.
-
-    Args:
-        now: when it began.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._began = now
-        self._lives: list[ProcessRecord] = []
-        self._earlier = 0
-        self._sentence = ""
-        self._cause: ProcessExit | None = None
-        self._last_lines: list[str] = []
-
-    def begin(self) -> None:
-        """Another attempt at the job. How the one before ended is kept until this one has ended, too."""
-        self._earlier = len(self._lives)
-
-    def give_up(self, why: str) -> str:
-        """Another attempt could not begin. Returns what is told of it and of how the one before ended.
-
-        Args:
-            why: what was in its way.
-        """
-        self._sentence += f"; it could not be started anew: {why}"
-        return self._sentence
-
-    def started(self, processes: Iterable[tuple[NodeId, str]], now: float) -> None:
-        """These were started, each on its host; the host is empty where there is only one machine."""
-        self._lives += [ProcessRecord(node, host, now - self._began) for node, host in processes]
-
-    def told_to_end(self, node: NodeId) -> None:
-        """The launcher sent a process a signal."""
-        for life in self._lives:
-            if life.node == node and life.ending is None:
-                life.is_told_to_end = True
-
-    def ended(self, endings: Iterable[ProcessExit], now: float) -> None:
-        """These have ended."""
-        for ending in endings:
-            for life in self._lives:
-                if life.node == ending.node and life.ending is None:
-                    life.ending, life.ended_s = ending, now - self._began
-
-    def conclude(self, sentence: str, cause: ProcessExit | None = None, last_lines: Sequence[str] = ()) -> list[str]:
-        """The attempt is over. Returns what is told of it, the sentence last.
-
-        Args:
-            sentence: how it ended.
-            cause: what failed it; None if nothing did.
-            last_lines: the last that process printed.
-        """
-        self._sentence, self._cause, self._last_lines = sentence, cause, list(last_lines)
-        if cause is None:
-            return [sentence]
-        told = [f"the last lines of {cause.node}:", *(INDENT + line for line in last_lines)] if last_lines else []
-        others = self._others(cause)
-        return [*told, *([others] if others else []), sentence]
-
-    def summary(self, exit_code: int, now: float, reason: str = "") -> dict[str, Any]:
-        """The object that ``--json-summary`` writes; see the module.
-
-        Args:
-            exit_code: the launcher's.
-            now: when all was over.
-            reason: why the job was not started, or not all of it; empty if it was.
-        """
-        cause = self._cause
-        # Where one host could not start its part, others may have.
-        outcome = (
-            "not started" if reason and not self._lives
-            else "interrupted" if cause is None and not reason
-            else "failed"
-        )  # fmt: skip
-        return {
-            "version": __version__,
-            "exit_code": exit_code,
-            "duration_s": round(now - self._began, 3),
-            "outcome": "finished" if exit_code == 0 else outcome,
-            "sentence": reason or self._sentence,
-            "first_failure": None if cause is None else self._failure(cause),
-            "processes": [_record_fields(life) for life in self._lives if life.ending is not None],
-        }
-
-    def _failure(self, cause: ProcessExit) -> dict[str, Any]:
-        life = self._life_of(cause)
-        return {
-            "node": str(cause.node),
-            "role": str(cause.node.role),
-            "rank": cause.node.rank,
-            "host": life.host,
-            **_exit_fields(cause),
-            "after_s": round(life.ended_s - life.started_s, 3),
-            "last_lines": self._last_lines,
-        }
-
-    def _life_of(self, ending: ProcessExit) -> ProcessRecord:
-        """Whose end it was; an ending may have been told of with more details than were known at first."""
-        same = (life for life in self._lives if life.ending is not None and life.ending.pid == ending.pid)
-        return next((life for life in same if life.node == ending.node), ProcessRecord(ending.node, "", 0.0))
-
-    def _others(self, cause: ProcessExit) -> str:
-        """How everybody else ended, one clause for each way."""
-        blamed = self._life_of(cause)
-        fates: dict[tuple[str, str], Counter[Role]] = {}
-        for life in self._lives[self._earlier :]:
-            if life.ending is not None and life is not blamed:
-                fates.setdefault(_fate(life, life.ending), Counter())[life.node.role] += 1
-        return "; ".join(_clause(fate, counts) for fate, counts in fates.items())
+def _counted(counts: Counter[Role]) -> str:
+    """``2 workers, 1 server and the scheduler``."""
+    parts = [
+        "the scheduler" if role is Role.SCHEDULER else f"{counts[role]} {role}{'s' if counts[role] > 1 else ''}"
+        for role in (Role.WORKER, Role.SERVER, Role.SCHEDULER)
+        if counts[role]
+    ]
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Write a summary so that whoever reads the file finds all of it, or none.
+def summary(jobs: Sequence[Job], exit_code: int, now: float, reason: str = "") -> dict[str, Any]:
+    """The object that ``--json-summary`` writes; see the module.
 
     Args:
-        path: the file. A link is followed, and what is no file, such as a pipe, is written to.
-        summary: what `JobSummary.summary` made.
+        jobs: every attempt; at least one.
+        exit_code: the launcher's.
+        now: when the last process ended.
+        reason: why the job was not started, or not all of it; empty if it was.
+    """
+    records = [record for job in jobs for record in job.records]
+    concluded = last_concluded(jobs)
+    # If one host could not start its part, others may have.
+    outcome = (
+        "finished" if exit_code == 0
+        else "not started" if reason and not records
+        else "interrupted" if concluded.cause is None and not reason
+        else "failed"
+    )  # fmt: skip
+    return {
+        "version": __version__,
+        "exit_code": exit_code,
+        "duration_s": round(now - jobs[0].launched, 3),
+        "outcome": outcome,
+        "sentence": reason or concluded.sentence,
+        "first_failure": _first_failure(concluded),
+        "processes": [_record_fields(one, one.exit) for one in records if one.exit is not None],
+    }
+
+
+def last_concluded(jobs: Sequence[Job]) -> Job:
+    """The last attempt that came to an end, or else the last one."""
+    return next((job for job in reversed(jobs) if job.sentence), jobs[-1])
+
+
+def _first_failure(job: Job) -> dict[str, Any] | None:
+    if job.cause is None or not job.sentence:
+        return None
+    record = job.record_of_cause(job.cause)
+    return {
+        "node": str(record.node),
+        "role": str(record.node.role),
+        "rank": record.node.rank,
+        "host": record.host,
+        **_exit_fields(job.cause),
+        "after_s": round(record.ended_s - record.started_s, 3),
+        "last_lines": job.last_lines,
+    }
+
+
+def _record_fields(record: ProcessRecord, how: ProcessExit) -> dict[str, Any]:
+    times = {"started_s": round(record.started_s, 3), "ended_s": round(record.ended_s, 3)}
+    return {"node": str(record.node), "host": record.host, **_exit_fields(how), **times}
+
+
+def _exit_fields(how: ProcessExit) -> dict[str, Any]:
+    if how.lost:
+        return {"pid": how.pid, "lost": how.lost}
+    return {"pid": how.pid, **({"signal": -how.status} if how.status < 0 else {"exit_code": how.status})}
+
+
+def write_summary(path: Path, fields: dict[str, Any]) -> None:
+    """Write a summary so that a reader of the file finds all of it, or nothing.
+
+    Args:
+        path: the file. A link is followed; a pipe or device is written to.
+        fields: the result of `summary`.
 
     Raises:
         OSError: it cannot be written.
@@ -491,7 +509,7 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
     # Imported here because few ask for it, and every job would wait for it.
     import json
 
-    text = json.dumps(summary, indent=2) + "\n"
+    text = json.dumps(fields, indent=2) + "\n"
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
@@ -506,48 +524,7 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def remove_summary(path: Path) -> None:
-    """Remove the summary of an earlier job: if this one leaves none, nobody shall take that for its own.
-
-    What is no file, and what cannot be removed, stays.
-    """
+    """Remove the summary of an earlier job, if it is a file, so that it is not mistaken for this job's."""
     with contextlib.suppress(OSError):
         if path.is_file():
             path.resolve().unlink()
-
-
-def _record_fields(life: ProcessRecord) -> dict[str, Any]:
-    how = {} if life.ending is None else _exit_fields(life.ending)
-    times = {"started_s": round(life.started_s, 3), "ended_s": round(life.ended_s, 3)}
-    return {"node": str(life.node), "host": life.host, **how, **times}
-
-
-def _exit_fields(ending: ProcessExit) -> dict[str, Any]:
-    if ending.lost:
-        return {"pid": ending.pid, "lost": ending.lost}
-    code = {"signal": -ending.status} if ending.status < 0 else {"exit_code": ending.status}
-    return {"pid": ending.pid, **code}
-
-
-def _fate(life: ProcessRecord, ending: ProcessExit) -> tuple[str, str]:
-    """How a process ended, with the verb for one and for several."""
-    if ending.lost:
-        return "was lost with its host", "were lost with their hosts"
-    if not ending.is_failure:
-        return "finished", "finished"
-    if life.is_told_to_end:
-        return "was ended by the launcher", "were ended by the launcher"
-    if ending.is_consequence:
-        return "lost a peer", "lost a peer"
-    if ending.status < 0:
-        return f"was killed by {signal_name(-ending.status)}", f"were killed by {signal_name(-ending.status)}"
-    return f"failed with exit code {ending.status}", f"failed with exit code {ending.status}"
-
-
-def _clause(fate: tuple[str, str], counts: Counter[Role]) -> str:
-    parts = [_counted(role, counts[role]) for role in (Role.WORKER, Role.SERVER, Role.SCHEDULER) if counts[role]]
-    named = ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else parts[0]
-    return f"{named} {fate[0] if counts.total() == 1 else fate[1]}"
-
-
-def _counted(role: Role, count: int) -> str:
-    return "the scheduler" if role is Role.SCHEDULER else f"{count} {role}" if count == 1 else f"{count} {role}s"

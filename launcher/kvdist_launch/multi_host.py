@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvdist.config.addresses import address_of_interface
@@ -22,11 +22,11 @@ from kvdist.errors import ConfigError
 from kvdist_launch.host_pool import HostConnection, HostPool
 from kvdist_launch.hosts import Host
 from kvdist_launch.plan import LAUNCHER, HostFacts, JobSpec, Process, plan, root_host, thread_note, worker_lines
-from kvdist_launch.preflight import explained, judge, require_all, table
+from kvdist_launch.preflight import connect, judge, require_all, table
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import HostProcesses, LocalProcesses
 from kvdist_launch.root_socket import listen, port_of, turn_away
-from kvdist_launch.ssh import RsyncRun, SshOptions, SyncError, SyncOptions, shown
+from kvdist_launch.ssh import RsyncRun, SshOptions, SyncError, SyncOptions, progress_bars
 from kvdist_launch.supervisor import Supervisor
 from kvdist_launch.watchdog import Watchdog
 
@@ -34,17 +34,17 @@ ANY_ADDRESS, ANY_IPV4_ADDRESS = "::", "0.0.0.0"
 
 
 def root_addresses(
-    stations: Sequence[HostConnection],
+    connections: Sequence[HostConnection],
     root: HostConnection | None,
     interface: str | None = None,
     is_ours: Callable[[str], bool] | None = None,
     has_servers: bool = True,
 ) -> list[str]:
-    """For each host the address of the job's root, as it is reached from there.
+    """For each host the address under which it reaches the job's root.
 
     Args:
-        stations: the hosts. One where the root runs has been asked for its address on the interface, if any.
-        root: where the scheduler runs, or in a job without servers rank 0; None is this machine.
+        connections: the hosts. The root's has been asked for its address on the interface, if any.
+        root: the host of the scheduler, or in a job without servers of rank 0; None is this machine.
         interface: the name of a network card, or a network, in which the address has to be.
         is_ours: whether this machine has an address.
         has_servers: whether the root is a scheduler.
@@ -56,28 +56,28 @@ def root_addresses(
     if root is not None and not root.is_here:
         if root.found.get("no_interface"):
             raise ConfigError(f"{root.host.name}: {root.found['no_interface']}")
-        return [str(root.found.get("address") or root.address)] * len(stations)
+        return [str(root.found.get("address") or root.address)] * len(connections)
     if interface is not None:
-        return [address_of_interface(interface)] * len(stations)
+        return [address_of_interface(interface)] * len(connections)
     is_ours = is_address_of_this_machine if is_ours is None else is_ours
-    for station in stations:
-        if station.seen_as and not is_ours(station.seen_as):
+    for one in connections:
+        if one.seen_as and not is_ours(one.seen_as):
             advice = (
-                f"a scheduler here. Let it run on one of the hosts: --scheduler-on {station.host.name}"
+                f"a scheduler here. Let it run on one of the hosts: --scheduler-on {one.host.name}"
                 if has_servers
-                else f"rank 0 here. Name {station.host.name} before localhost in the list of hosts"
+                else f"rank 0 here. Name {one.host.name} before localhost in the list of hosts"
             )
             raise ConfigError(
-                f"{station.host.name} sees this machine as {station.seen_as}, which is none of its addresses (NAT, or a"
-                f" jump host): processes there could not reach {advice}"
+                f"{one.host.name} sees this machine as {one.seen_as}, which is not one of its addresses (NAT, or"
+                f" a jump host): processes there could not reach {advice}"
             )
-    seen = [station.seen_as for station in stations if station.seen_as]
+    seen = [one.seen_as for one in connections if one.seen_as]
     here = seen[0] if seen else "127.0.0.1"
-    return [station.seen_as or here for station in stations]
+    return [one.seen_as or here for one in connections]
 
 
 def listening_address(addresses: Sequence[str]) -> str:
-    """Where the root listens so that it is reached under all of these."""
+    """The address at which the root listens so that all of these reach it."""
     if len(set(addresses)) == 1:
         return addresses[0]
     return ANY_ADDRESS if any(":" in address for address in addresses) else ANY_IPV4_ADDRESS
@@ -100,12 +100,11 @@ class LaunchOptions:
 
     Attributes:
         python: the interpreter of hosts that name none.
-        ssh: what is wanted of ssh.
         sync: what is copied to every host first; None is nothing.
-        ports: those that may be listened at; none is any.
-        interface: the network card, or the network, that everybody is to use; None is the route that there is.
-        is_checked: whether hosts are looked at before anything starts there.
-        is_verbose: whether it is said where each worker runs.
+        ports: the ports to choose from; none is any.
+        interface: the network card, or the network, that all processes use; None is the route that there is.
+        is_checked: whether hosts are checked before anything starts there.
+        is_verbose: whether to say where each worker runs.
     """
 
     python: str
@@ -118,173 +117,170 @@ class LaunchOptions:
 
 
 def run_on_hosts(
-    job: JobSpec, hosts: Sequence[Host], wishes: LaunchOptions, supervisor: Supervisor, environ: Mapping[str, str]
+    job: JobSpec, hosts: Sequence[Host], options: LaunchOptions, supervisor: Supervisor, environ: Mapping[str, str]
 ) -> int:
     """Run a job on hosts. Returns its exit code.
 
     Args:
         job: what is wanted; its port and addresses are found here.
-        hosts: where.
-        wishes: how.
-        supervisor: watches it.
         environ: the launcher's variables.
 
     Raises:
         ConfigError: a host cannot take part, a copy failed, or the plan does not fit; nothing runs then.
     """
-    with supervisor, HostPool(hosts, wishes.python, wishes.ssh, supervisor) as fleet:
-        return _HostJob(job, wishes, fleet, supervisor, environ).run()
+    with supervisor, HostPool(hosts, options.python, options.ssh, supervisor) as pool:
+        return _HostJob(job, options, pool, supervisor, environ).run()
 
 
 class _HostJob:
     """The steps, in order, and what they have found out."""
 
     def __init__(
-        self, job: JobSpec, wishes: LaunchOptions, fleet: HostPool, supervisor: Supervisor, environ: Mapping[str, str]
+        self, job: JobSpec, options: LaunchOptions, pool: HostPool, supervisor: Supervisor, environ: Mapping[str, str]
     ) -> None:
         self._job = job
-        self._wishes = wishes
-        self._fleet = fleet
+        self._options = options
+        self._pool = pool
         self._supervisor = supervisor
         self._environ = environ
-        self._stations = fleet.stations
-        root = root_host(job, [station.host for station in fleet.stations])
-        self._root = None if root is None else fleet.stations[root]
+        self._connections = pool.connections
+        self._hosts = [one.host for one in pool.connections]
+        root = root_host(job, self._hosts)
+        self._root = None if root is None else pool.connections[root]
         self._listening: socket.socket | None = None
         self._addresses: list[str] = []
 
     def run(self) -> int:
         self._connect()
-        interface = self._wishes.interface
+        interface = self._options.interface
         if interface is not None:
-            self._fleet.ask(lambda station: {"interface": interface} if station is self._root else {})
+            self._pool.ask(lambda one: {"interface": interface} if one is self._root else {})
         has_servers = self._job.num_servers > 0
-        self._addresses = root_addresses(self._stations, self._root, interface, has_servers=has_servers)
+        self._addresses = root_addresses(self._connections, self._root, interface, has_servers=has_servers)
         port = self._listen()
-        if self._wishes.is_checked:
-            self._look(port)
-        if self._wishes.sync is not None:
-            self._copy(self._wishes.sync)
-        hosts, facts = [one.host for one in self._stations], self._facts()
-        processes = plan(replace(self._job, port=port), hosts, facts, self._launcher())
-        note = thread_note(processes, hosts, facts)
-        if note is not None:
+        if self._options.is_checked:
+            self._check(port)
+        if self._options.sync is not None:
+            self._copy(self._options.sync)
+        facts = self._facts()
+        launcher = HostFacts(usable_cores(), sys.executable, self._addresses[0], self._environ)
+        processes = plan(replace(self._job, port=port), self._hosts, facts, launcher)
+        for note in self._notes(processes, facts):
             self._supervisor.say(note)
-        for line in worker_lines(processes, hosts) if self._wishes.is_verbose else ():
-            self._supervisor.say(line)
-        self._supervisor.say(
-            "what leaves a host is encrypted"
-            if self._job.security.encrypts
-            else "nothing that this job sends is encrypted (KVDIST_SECURITY=none)"
-        )
-        for station in self._stations:
-            warning = open_files_warning(int(station.facts["open_files"]), self._job.num_workers, self._job.num_servers)
-            if warning:
-                self._supervisor.say(f"{station.host.name}: {warning}")
         if self._listening is not None:
             turn_away(self._listening)
         assignments = self._assignments(processes)
-        self._fleet.dismiss_idle(crew for crew, _ in assignments)
+        self._pool.dismiss_idle(host for host, _ in assignments)
         return self._supervisor.run(assignments, self._listening, self._job.security.secret_of_run())
 
     def _connect(self) -> None:
-        """Reach all hosts. If one cannot be, all that is wrong with any of them is told at once."""
-        self._fleet.connect()
-        for station in self._stations:
-            if station.problem:
-                station.problem = explained(station.problem, station.host.python or self._wishes.python, station.host)
-        if any(station.problem for station in self._stations) and self._wishes.is_checked:
-            self._look(None)
-        require_all(self._stations)
+        """Reach all hosts. If one cannot be reached, all that is wrong with any of them is reported at once."""
+        connect(self._pool, self._options.python)
+        if self._options.is_checked and any(one.problem for one in self._connections):
+            self._check(None)
+        require_all(self._connections)
 
     def _listen(self) -> int:
-        """Bind the root's port, wherever it will run."""
+        """Bind the root's port, on the machine where it will run."""
         root = self._root
         if root is None or root.is_here:
-            self._listening = listen(listening_address(self._addresses), self._wishes.ports)
+            self._listening = listen(listening_address(self._addresses), self._options.ports)
             return port_of(self._listening)
-        where = [self._addresses[0], self._wishes.ports]
-        self._fleet.ask(lambda station: {"listen": where} if station is root else {})
-        require_all(self._stations)
+        where = [self._addresses[0], self._options.ports]
+        self._pool.ask(lambda one: {"listen": where} if one is root else {})
+        require_all(self._connections)
         if "port" not in root.found:
             raise ConfigError(f"{root.host.name}: {root.found['problem']}")
         return int(root.found["port"])
 
-    def _look(self, port: int | None) -> None:
-        """Ask every host the rest, and show what they said.
+    def _check(self, port: int | None) -> None:
+        """Ask every host the rest, and show the answers.
 
         Args:
             port: where the root listens; None while that is not known.
         """
-        sync = self._wishes.sync
+        sync = self._options.sync
         destination = None if sync is None else sync.destination
-        addresses = self._addresses or [""] * len(self._stations)
-        address_of = {id(one): address for one, address in zip(self._stations, addresses, strict=True)}
+        addresses = self._addresses or [""] * len(self._connections)
+        address_of = {id(one): address for one, address in zip(self._connections, addresses, strict=True)}
 
-        def questions(station: HostConnection) -> dict[str, object]:
+        def questions(connection: HostConnection) -> dict[str, object]:
             return {
                 "folder": destination,
                 "cwd": None if sync else self._job.cwd,  # rsync makes its folder
-                "dial": None if port is None else [address_of[id(station)], port],
-                "ports": self._wishes.ports,
+                "dial": None if port is None else [address_of[id(connection)], port],
+                "ports": self._options.ports,
             }
 
-        self._fleet.ask(questions)
+        self._pool.ask(questions)
         root = "the scheduler" if self._job.num_servers else "rank 0"
-        judge(self._stations, destination, root)
-        for line in table(self._stations, root.removeprefix("the ")).splitlines():
+        judge(self._connections, destination, root)
+        for line in table(self._connections, root.removeprefix("the ")).splitlines():
             self._supervisor.note(line)
-        require_all(self._stations)
+        require_all(self._connections)
 
     def _copy(self, sync: SyncOptions) -> None:
         """Copy to every host; to this one too, if it is one of them and the folder is another."""
-        selector = self._supervisor.selector
-        copies: list[RsyncRun] = []
-        guard = Watchdog()
+        runs: list[RsyncRun] = []
+        watchdog = Watchdog()
         try:
-            for station in self._stations:
-                if not station.is_here or os.path.realpath(sync.destination) != os.path.realpath(sync.source):
-                    copies.append(RsyncRun(sync, station.host, self._wishes.ssh, selector))
-                    guard.watch(copies[-1].pid)
-                    self._supervisor.note(copies[-1].line)
-            with shown(copies, self._supervisor.is_on_terminal) as update:
+            for one in self._connections:
+                if not one.is_here or os.path.realpath(sync.destination) != os.path.realpath(sync.source):
+                    runs.append(RsyncRun(sync, one.host, self._options.ssh, self._supervisor.selector))
+                    watchdog.watch(runs[-1].pid)
+                    self._supervisor.note(runs[-1].line)
+            with progress_bars(runs, self._supervisor.is_on_terminal) as update:
 
                 def is_done() -> bool:
                     update()
-                    return all(copy.result is not None for copy in copies)
+                    return all(run.result is not None for run in runs)
 
-                self._fleet.turn_until(is_done)
+                self._pool.turn_until(is_done)
         finally:
-            for copy in copies:
-                copy.stop()
-            guard.dismiss()
-        if failures := [copy.failure for copy in copies if copy.failure]:
+            for run in runs:
+                run.stop()
+            watchdog.dismiss()
+        if failures := [run.failure for run in runs if run.failure]:
             raise SyncError("; ".join(failures))
-        for copy in copies:
-            self._supervisor.note(copy.report)
+        for run in runs:
+            self._supervisor.note(run.report)
 
     def _facts(self) -> list[HostFacts]:
         return [
             HostFacts(
-                cores=int(station.facts["cores"]),
-                python=str(station.facts["python"]),
-                address=station.address,
-                environ=self._environ if station.is_here else station.facts["environ"],
+                cores=int(one.facts["cores"]),
+                python=str(one.facts["python"]),
+                address=one.address,
+                environ=self._environ if one.is_here else one.facts["environ"],
                 scheduler=address,
             )
-            for station, address in zip(self._stations, self._addresses, strict=True)
+            for one, address in zip(self._connections, self._addresses, strict=True)
         ]
 
-    def _launcher(self) -> HostFacts:
-        return HostFacts(usable_cores(), sys.executable, self._addresses[0], self._environ)
+    def _notes(self, processes: Sequence[Process], facts: Sequence[HostFacts]) -> Iterator[str]:
+        """What the user is told before the start."""
+        note = thread_note(processes, self._hosts, facts)
+        if note is not None:
+            yield note
+        if self._options.is_verbose:
+            yield from worker_lines(processes, self._hosts)
+        yield (
+            "traffic between hosts is encrypted"
+            if self._job.security.encrypts
+            else "nothing that this job sends is encrypted (KVDIST_SECURITY=none)"
+        )
+        for one in self._connections:
+            warning = open_files_warning(int(one.facts["open_files"]), self._job.num_workers, self._job.num_servers)
+            if warning:
+                yield f"{one.host.name}: {warning}"
 
     def _assignments(self, processes: Sequence[Process]) -> list[tuple[HostProcesses, list[Process]]]:
-        """What each crew starts. This machine's is one more if only the scheduler runs here."""
-        crews: dict[int, HostProcesses] = {index: station.crew for index, station in enumerate(self._stations)}
-        here = next((one.crew for one in self._stations if one.is_here), None)
-        crews[LAUNCHER] = here or LocalProcesses(self._supervisor.selector, self._supervisor)
-        mine: dict[int, tuple[HostProcesses, list[Process]]] = {}
+        """What each host starts. This machine is one more if only the scheduler runs here."""
+        hosts: dict[int, HostProcesses] = {index: one.processes for index, one in enumerate(self._connections)}
+        here = next((one.processes for one in self._connections if one.is_here), None)
+        hosts[LAUNCHER] = here or LocalProcesses(self._supervisor.selector, self._supervisor)
+        found: dict[int, tuple[HostProcesses, list[Process]]] = {}
         for process in processes:
-            crew = crews[process.host]
-            mine.setdefault(id(crew), (crew, []))[1].append(process)
-        return list(mine.values())
+            host = hosts[process.host]
+            found.setdefault(id(host), (host, []))[1].append(process)
+        return list(found.values())

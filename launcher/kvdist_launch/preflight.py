@@ -1,4 +1,4 @@
-"""What is looked at before anything starts: every host at the same time, one table, a sentence for each problem."""
+"""Checks before anything starts: every host at the same time, one table, a sentence for each problem."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvdist.errors import ConfigError
 from kvdist.version import __version__
-from kvdist_launch.host_pool import KEY_CHANGED, HostConnection
+from kvdist_launch.host_pool import KEY_CHANGED, HostConnection, HostPool
 from kvdist_launch.hosts import Host
 from kvdist_launch.output import text_table
 
@@ -18,21 +18,33 @@ class HostProblem(ConfigError):
     """Hosts cannot take part."""
 
 
-def judge(stations: Iterable[HostConnection], destination: str | None, root: str = "the scheduler") -> None:
-    """Make a problem of everything that would stop the job later.
+def connect(pool: HostPool, python: str) -> None:
+    """Reach all hosts; a host that cannot be reached has a problem that says what to do.
 
     Args:
-        stations: the hosts, asked.
-        destination: the folder that is copied to.
-        root: whom everybody dials.
+        python: the interpreter of hosts that name none.
     """
-    for station in stations:
-        if not station.problem:
-            station.problem = "; ".join(_wrong(station, destination, root))
+    pool.connect()
+    for one in pool.connections:
+        if one.problem:
+            one.problem = explained(one.problem, one.host.python or python, one.host)
 
 
-def _wrong(station: HostConnection, destination: str | None, root: str) -> list[str]:
-    facts, found = station.facts, station.found
+def judge(connections: Iterable[HostConnection], destination: str | None, root: str = "the scheduler") -> None:
+    """Turn everything that would stop the job later into a problem of its host.
+
+    Args:
+        connections: the hosts, asked.
+        destination: the folder that is copied to.
+        root: the process that all others dial.
+    """
+    for one in connections:
+        if not one.problem:
+            one.problem = "; ".join(_problems(one, destination, root))
+
+
+def _problems(one: HostConnection, destination: str | None, root: str) -> list[str]:
+    facts, found = one.facts, one.found
     wrong = []
     if facts["version"] != __version__:
         wrong.append(
@@ -53,7 +65,7 @@ def _wrong(station: HostConnection, destination: str | None, root: str) -> list[
         )
     if found.get("has_port") is False:
         wrong.append("every port of the range is taken there; widen --port-range")
-    missing = [gpu for gpu in station.host.gpus or () if gpu.isdigit() and int(gpu) >= facts["gpus"]]
+    missing = [gpu for gpu in one.host.gpus or () if gpu.isdigit() and int(gpu) >= facts["gpus"]]
     if missing:
         wrong.append(f"gpus= names {', '.join(missing)}, and it has {facts['gpus']}, counted from 0")
     if found.get("unreachable"):
@@ -62,18 +74,17 @@ def _wrong(station: HostConnection, destination: str | None, root: str) -> list[
 
 
 def explained(failure: str, python: str, host: Host) -> str:
-    """What ssh or the far shell complained of, with what to do about it.
+    """The message of ssh or of the far shell, with what to do about it.
 
     Args:
-        failure: what they said.
-        python: the interpreter that was to be the agent.
-        host: which one it is about.
+        failure: the message.
+        python: the interpreter that was to run the agent.
     """
     known_as = host.name if host.port is None else f"'[{host.name}]:{host.port}'"
     advice = {
-        # ssh says this as well as what it says of keys that it does not know.
-        KEY_CHANGED: f"the key of {host.name} is another one than before: find out why, as somebody else may answer in"
-        f" its place; ssh-keygen -R {known_as} forgets the old key",
+        # First, as ssh then also prints what it prints for an unknown key.
+        KEY_CHANGED: f"the key of {host.name} has changed: find out why, as another machine may answer in its place;"
+        f" ssh-keygen -R {known_as} forgets the old key",
         "Permission denied": "log in by key without a password, as ssh itself must be able to (ssh-copy-id)",
         "Host key verification failed": "connect once by hand to see its key, or give --accept-new-host-keys",
         "Could not resolve": "check the name, or add it to ~/.ssh/config",
@@ -89,41 +100,41 @@ def explained(failure: str, python: str, host: Host) -> str:
     return failure
 
 
-def require_all(stations: Sequence[HostConnection]) -> None:
+def require_all(connections: Sequence[HostConnection]) -> None:
     """Refuse to go on while a host has a problem.
 
     Raises:
         HostProblem: one has; the message has a sentence for each.
     """
-    problems = [f"{station.host.name}: {station.problem}" for station in stations if station.problem]
+    problems = [f"{one.host.name}: {one.problem}" for one in connections if one.problem]
     if problems:
-        count = f"{len(problems)} of {len(stations)} hosts" if len(stations) > 1 else "the host"
+        count = f"{len(problems)} of {len(connections)} hosts" if len(connections) > 1 else "the host"
         raise HostProblem(f"{count} cannot take part\n  " + "\n  ".join(problems))
 
 
-def table(stations: Sequence[HostConnection], root: str = "scheduler") -> str:
+def table(connections: Sequence[HostConnection], root: str = "scheduler") -> str:
     """All hosts, a line each, with the columns that have something in them.
 
     Args:
-        stations: the hosts.
+        connections: the hosts.
         root: the title of the column that says whether the root was reached.
     """
     titles = ("host", "address", "python", "kvdist", "cores", "GPUs", "free", root)
-    rows = [[station.host.name, *_cells(station)] for station in stations]
+    rows = [[one.host.name, *_cells(one)] for one in connections]
     filled = [place for place in range(len(titles)) if any(len(row) > place and row[place] for row in rows)]
     return text_table(
         [titles[place] for place in filled], [[row[place] for place in filled if place < len(row)] for row in rows]
     )
 
 
-def _cells(station: HostConnection) -> list[str]:
-    facts, found = station.facts, station.found
+def _cells(one: HostConnection) -> list[str]:
+    facts, found = one.facts, one.found
     if not facts:
         return ["no connection"]
     free = found.get("folder", {}).get("free_bytes")
     unreachable = found.get("unreachable")
     return [
-        "this machine" if station.is_here else station.address,
+        "this machine" if one.is_here else one.address,
         str(facts["python_version"]),
         str(facts["version"]),
         str(facts["cores"]),

@@ -20,7 +20,8 @@ import statistics
 import struct
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,33 @@ from kvdist.config.addresses import address_of_interface
 from kvdist.config.sockets import raise_open_files_limit
 from kvdist.errors import ConfigError
 from kvdist.version import __version__
+from kvdist_launch.root_socket import listen, port_of
 
 DIAL_S = 3.0
 """How long a host may take to reach the scheduler's port."""
 
+ROUND_TRIPS = 31
+"""Small ones; the median counts."""
+
+WARM_UP_TRIPS = 5
+"""Before those: the first ones find addresses and fill caches."""
+
+BURST_S = 0.3
+BURST_BYTES = 256 * 1024
+"""Given to the system at a time."""
+
+BYTES_WAIT_S = 3.0
+"""For the other side's next bytes."""
+
+SERVE_S = 5.0
+"""For a whole measurement on the listening side; slow lines are measured by what has come by then."""
+
+TOKEN_BYTES = 16
+REPORT = struct.Struct("<QQ")
+"""What the listener counted: bytes, and nanoseconds from the first to the last."""
+
 ENVIRON = ("CUDA_VISIBLE_DEVICES", "SSH_CONNECTION")
-"""The variables of the host that a plan wants to know."""
+"""The variables of the host that a plan depends on."""
 
 
 def usable_cores() -> int:
@@ -58,14 +80,100 @@ def facts_of_this_host() -> dict[str, Any]:
     }
 
 
-def answer_here(questions: dict[str, Any]) -> dict[str, Any]:
-    """What this host answers.
+@dataclass(frozen=True)
+class LinkSpeed:
+    """What was measured of one direction between two hosts.
+
+    Attributes:
+        latency_ms: of a small round trip, the median.
+        mb_per_s: megabytes (10⁶ bytes) per second of a burst.
+        problem: why there are no numbers; empty if there are.
+    """
+
+    latency_ms: float = 0.0
+    mb_per_s: float = 0.0
+    problem: str = ""
+
+
+class HostProbe:
+    """Answers questions about this host and measures links: in an agent, and in the launcher for its own machine.
 
     Args:
-        questions: ``folder``: one to be written to; ``cwd``: one to be in; ``dial``: (address, port) to be reached;
-            ``interface``: a network card, or a network, in which this host has an address; ``ports``: those of which
-            one has to be free.
+        selector: waits for the dialler of a measurement.
     """
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._listening: socket.socket | None = None
+        self._speed_listening: socket.socket | None = None
+        self._token = b""
+
+    def answer(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a question.
+
+        Args:
+            kind: ``prepare``, ``measure_listen`` or ``measure_dial``.
+            fields: for ``prepare``: ``folder``: one to be written to; ``cwd``: one to be in; ``dial``: (address, port)
+                to be reached; ``interface``: a network card, or a network, in which this host has an address;
+                ``ports``: those of which one has to be free; ``listen``: (address, ports) for the job's root. For a
+                measurement: ``address`` (numeric), ``token`` (hexadecimal digits) and, to dial, ``port``.
+        """
+        if kind == "prepare":
+            return {**_answers(fields), **self._listen(fields.get("listen"))}
+        address, token = str(fields["address"]), bytes.fromhex(str(fields["token"]))
+        if kind == "measure_listen":
+            return self._listen_for_measurement(address, token)
+        return asdict(measure_speed(address, int(fields["port"]), token))
+
+    def take_listening(self) -> socket.socket | None:
+        """The socket of the job's root, if it was asked for; the caller closes it."""
+        listening, self._listening = self._listening, None
+        return listening
+
+    def end_measurement(self) -> None:
+        """Stop listening for a measurement."""
+        if self._speed_listening is not None:
+            self._selector.unregister(self._speed_listening)
+            self._speed_listening.close()
+            self._speed_listening = None
+
+    def close(self) -> None:
+        """Free everything."""
+        self.end_measurement()
+        if self._listening is not None:
+            self._listening.close()
+
+    def _listen(self, where: Sequence[Any] | None) -> dict[str, Any]:
+        if not where:
+            return {}
+        try:
+            self._listening = listen(*where)
+            return {"port": port_of(self._listening)}
+        except ConfigError as error:
+            return {"problem": str(error)}
+
+    def _listen_for_measurement(self, address: str, token: bytes) -> dict[str, Any]:
+        self.end_measurement()
+        self._token = token
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            self._speed_listening = socket.create_server((address, 0), family=family)
+        except OSError as error:
+            return {"problem": f"cannot listen at {address}: {os.strerror(error.errno or 0)}"}
+        self._selector.register(self._speed_listening, selectors.EVENT_READ, self._serve)
+        return {"port": int(self._speed_listening.getsockname()[1])}
+
+    def _serve(self) -> None:
+        if self._speed_listening is None:
+            return
+        # The other side sees what goes wrong here.
+        with contextlib.suppress(OSError):
+            stream, _ = self._speed_listening.accept()
+            with stream:
+                serve_measurement(stream, self._token)
+
+
+def _answers(questions: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     if questions.get("interface"):
         try:
@@ -93,7 +201,7 @@ def folder_facts(path: str) -> dict[str, Any]:
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
-        return {"free_bytes": 0, "problem": f"{nearest} is no folder"}
+        return {"free_bytes": 0, "problem": f"{nearest} is not a folder"}
     problem = "" if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} cannot be written to"
     try:
         free_bytes = shutil.disk_usage(nearest).free
@@ -103,7 +211,7 @@ def folder_facts(path: str) -> dict[str, Any]:
 
 
 def is_port_free(port: int) -> bool:
-    """Whether nobody listens at a port, at any address of this host."""
+    """Whether a port is free at every address of this host."""
     try:
         socket.create_server(("", port)).close()
     except OSError:
@@ -121,97 +229,15 @@ def why_unreachable(host: str, port: int) -> str:
 
 
 def unreachable(host: str, port: int, error: OSError) -> str:
-    """Why a port cannot be reached from here, in words."""
+    """Why a connection to a port failed, in words."""
     if isinstance(error, TimeoutError):
         return f"no answer from {host}:{port} within {DIAL_S:g} s: a firewall, or no route"
     reason = errno.errorcode.get(error.errno or 0, "")
     return f"{host}:{port} cannot be reached from there: {error.strerror or error} {reason}".rstrip()
 
 
-ROUND_TRIPS = 31
-"""Small ones, of which the median counts."""
-
-WARM_UP_TRIPS = 5
-"""Before those: the first ones find addresses and fill caches."""
-
-BURST_S = 0.3
-BURST_BYTES = 256 * 1024
-"""Given to the system at a time."""
-
-BYTES_WAIT_S = 3.0
-"""For the other side's next bytes."""
-
-SERVE_S = 5.0
-"""For a whole measurement on the listening side; slow lines are measured by what has come by then."""
-
-TOKEN_BYTES = 16
-REPORT = struct.Struct("<QQ")
-"""What the listener counted: bytes, and nanoseconds from the first to the last."""
-
-
-@dataclass(frozen=True)
-class LinkSpeed:
-    """What was measured of one direction between two hosts.
-
-    Attributes:
-        latency_ms: of a small round trip, the median.
-        mb_per_s: megabytes (10⁶ bytes) per second of a burst.
-        problem: why there are no numbers; empty if there are.
-    """
-
-    latency_ms: float = 0.0
-    mb_per_s: float = 0.0
-    problem: str = ""
-
-
-class SpeedListener:
-    """Listens for one measurement at a time.
-
-    Args:
-        selector: waits for who dials.
-    """
-
-    def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
-        self._listening: socket.socket | None = None
-        self._token = b""
-
-    def open(self, address: str, token: str) -> dict[str, Any]:
-        """Listen at an address of this machine. Returns the port, or the problem.
-
-        Args:
-            address: numeric.
-            token: what whoever dials must say first, in hexadecimal digits.
-        """
-        self.close()
-        self._token = bytes.fromhex(token)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            self._listening = socket.create_server((address, 0), family=family)
-        except OSError as error:
-            return {"problem": f"cannot listen at {address}: {os.strerror(error.errno or 0)}"}
-        self._selector.register(self._listening, selectors.EVENT_READ, self._serve)
-        return {"port": int(self._listening.getsockname()[1])}
-
-    def close(self) -> None:
-        """Listen no more."""
-        if self._listening is not None:
-            self._selector.unregister(self._listening)
-            self._listening.close()
-            self._listening = None
-
-    def _serve(self) -> None:
-        if self._listening is None:
-            return
-        # What goes wrong here, the other side sees.
-        with contextlib.suppress(OSError):
-            stream, _ = self._listening.accept()
-            with stream:
-                serve_measurement(stream, self._token)
-
-
 def serve_measurement(stream: socket.socket, token: bytes) -> None:
-    """Be the listening side of one measurement.
+    """Run the listening side of one measurement.
 
     Raises:
         OSError: the other side went away, was too slow, or did not know the token.
@@ -232,17 +258,17 @@ def serve_measurement(stream: socket.socket, token: bytes) -> None:
     stream.sendall(REPORT.pack(nbytes, ended - begun))
 
 
-def measure_speed(address: str, port: int, token: str) -> LinkSpeed:
-    """Measure the way to a listener.
+def measure_speed(address: str, port: int, token: bytes) -> LinkSpeed:
+    """Measure the link to a listener.
 
     Args:
         address: its address, as it is reached from here.
         port: its port.
-        token: what it wants to hear first, in hexadecimal digits.
+        token: what it expects first.
     """
     try:
         with socket.create_connection((address, port), timeout=DIAL_S) as stream:
-            return _measure(stream, bytes.fromhex(token))
+            return _measure(stream, token)
     except OSError as error:
         return LinkSpeed(problem=unreachable(address, port, error))
 

@@ -19,7 +19,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Protocol
 
 from kvdist.errors import ConfigError
@@ -33,12 +33,21 @@ from kvdist_launch.watchdog import Watchdog
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
-"""The exit codes with which a shell says the same."""
+"""The exit codes of a shell for a command that it does not find or cannot execute."""
 
 INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """Signals by which the user or the system asks a job to end."""
 
-Handler = Callable[[int, FrameType | None], object] | int | None
+MARK = "KVDIST_JOB"
+"""The variable that all processes of a job have, with a value of its own."""
+
+OUT, ERR = 0, 1
+"""The outputs of a process."""
+
+READ_BYTES = 64 * 1024
+"""Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
+
+SignalHandler = Callable[[int, FrameType | None], object] | int | None
 
 
 class CommandError(ConfigError):
@@ -52,7 +61,7 @@ class CommandError(ConfigError):
 class EventPipe:
     """While entered, numbers that are posted from any thread make `descriptor` readable.
 
-    Without signals of its own: for threads that are not the main one, where Python allows none.
+    Handles no signals: for threads that are not the main one, where Python allows none.
     """
 
     def __init__(self) -> None:
@@ -66,9 +75,7 @@ class EventPipe:
         os.set_blocking(self._writer, False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             os.close(self._writer)
             self._writer = -1
@@ -78,7 +85,7 @@ class EventPipe:
         """As if that signal had come. Does nothing while not entered."""
         with self._lock:
             if self._writer != -1:
-                with contextlib.suppress(BlockingIOError):  # full of numbers that nobody has read yet
+                with contextlib.suppress(BlockingIOError):  # full of numbers that are not read yet
                     os.write(self._writer, bytes([number]))
 
     def read(self) -> list[int]:
@@ -99,7 +106,7 @@ class SignalPipe(EventPipe):
     def __init__(self) -> None:
         super().__init__()
         self._wakeup_before = -1
-        self._handlers_before: dict[int, Handler] = {}
+        self._handlers_before: dict[int, SignalHandler] = {}
 
     def __enter__(self) -> SignalPipe:
         super().__enter__()
@@ -110,34 +117,22 @@ class SignalPipe(EventPipe):
             self._handlers_before[number] = signal.signal(number, _do_nothing)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        super().__exit__(kind, error, trace)
+        super().__exit__()
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """A Python-level handler must exist for the interpreter to write to the pipe."""
 
 
-MARK = "KVDIST_JOB"
-"""The variable that all processes of a job have, with a value of its own."""
-
-OUT, ERR = 0, 1
-"""The outputs of a process."""
-
-READ_BYTES = 64 * 1024
-"""Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
-
-
 class ProcessListener(Protocol):
-    """Who is told what happens to processes."""
+    """Hears what happens to processes."""
 
     def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
-        """These processes of a crew run, under these process ids."""
+        """These processes of a host run, under these process ids."""
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
         """A process has printed."""
@@ -145,11 +140,11 @@ class ProcessListener(Protocol):
     def output_ended(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output."""
 
-    def ended(self, endings: Sequence[ProcessExit]) -> None:
+    def ended(self, exits: Sequence[ProcessExit]) -> None:
         """Processes have ended, at the same moment. What they printed last may still be on its way."""
 
-    def settled(self, endings: Sequence[ProcessExit]) -> None:
-        """What these processes had printed before their ends has been passed on."""
+    def settled(self, exits: Sequence[ProcessExit]) -> None:
+        """What these processes had printed before they ended has been passed on."""
 
 
 class HostProcesses(abc.ABC):
@@ -169,8 +164,8 @@ class HostProcesses(abc.ABC):
 
         Args:
             processes: at least one.
-            listening: where the job's root listens, if it is one of them and its socket is on this machine.
-            secret: what encrypts the job's traffic; None where nothing is encrypted.
+            listening: the socket of the job's root, if it is one of them and the socket is on this machine.
+            secret: what encrypts the job's traffic; None if nothing is encrypted.
 
         Raises:
             CommandError: one could not be started; none is left.
@@ -185,12 +180,12 @@ class HostProcesses(abc.ABC):
         """Write a line to the standard input of a process that has one."""
 
     @abc.abstractmethod
-    def take_endings(self) -> None:
+    def take_exits(self) -> None:
         """Look which processes have ended; to be called after SIGCHLD."""
 
     @abc.abstractmethod
     def beat(self, now: float) -> None:
-        """Show whoever is far away that the launcher lives, and see that they do; to be called every second."""
+        """Send a sign of life to an agent, and see that it sends some; to be called every second."""
 
     @abc.abstractmethod
     def dismiss(self) -> None:
@@ -203,7 +198,7 @@ class HostProcesses(abc.ABC):
 
     @abc.abstractmethod
     def hang_up(self) -> None:
-        """Let whoever is far away know that all is over, without waiting for it: `release` comes next."""
+        """Tell an agent that all is over, without waiting for it: `release` comes next."""
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -211,7 +206,7 @@ class HostProcesses(abc.ABC):
 
     @abc.abstractmethod
     def pause(self, paused: bool) -> None:
-        """Read no output for now, or again: whoever it is for does not keep up."""
+        """Stop reading output because its reader does not keep up, or read it again."""
 
 
 class ChildProcess:
@@ -233,13 +228,14 @@ class ChildProcess:
         if listening is not None:
             inherited.append(listening.fileno())
             env[LISTEN_VARIABLE] = str(listening.fileno())
+        stdin = subprocess.PIPE if process.is_told_of_endings else subprocess.DEVNULL
         self._popen = subprocess.Popen(
             process.argv,
             env=env,
             cwd=process.cwd,
             pass_fds=inherited,
             bufsize=0,
-            stdin=_stdin(process),
+            stdin=None if process.has_stdin else stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -260,7 +256,7 @@ class ChildProcess:
             raise ValueError(f"{self.node} was started without pipes")
         return self._popen.stdout, self._popen.stderr
 
-    def ending(self) -> ProcessExit | None:
+    def exit(self) -> ProcessExit | None:
         """How it ended; None while it runs. It stays unreaped."""
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is None:
@@ -270,15 +266,15 @@ class ChildProcess:
 
     def signal_group(self, number: int) -> None:
         """Send a signal to it and to whatever it has started in its group."""
-        # Errors mean that nobody is left who could be told: macOS says "permission" of a group of zombies.
+        # Errors mean that the group has ended: macOS says "permission" of a group of zombies.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def tell(self, line: str) -> None:
-        """Write a line to its standard input, if it has one and is there to read it."""
+        """Write a line to its standard input, if it has one and still reads it."""
         if self._popen.stdin is None:
             return
-        # It may have ended, or stand still; the job's course deals with both.
+        # It may have ended, or stand still; the state of the job deals with both.
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             os.write(self._popen.stdin.fileno(), line.encode() + b"\n")
 
@@ -291,27 +287,26 @@ class ChildProcess:
                 pipe.close()
 
 
-def _stdin(process: Process) -> int | None:
-    if process.has_stdin:
-        return None  # the launcher's own
-    return subprocess.PIPE if process.is_told_of_endings else subprocess.DEVNULL
-
-
 class LocalProcesses(HostProcesses):
     """The processes of this machine.
 
     Args:
-        selector: where outputs are waited for; the data of a key is what is to be called.
-        listener: who is told.
+        selector: waits for their outputs; the data of a key is what to call.
+        listener: hears what happens.
+        exits: gets SIGCHLD posted by a thread for each process; None if the process's own signals are handled.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, listener: ProcessListener) -> None:
+    def __init__(
+        self, selector: selectors.BaseSelector, listener: ProcessListener, exits: EventPipe | None = None
+    ) -> None:
         self._selector = selector
         self._listener = listener
+        self._exits = exits
+        self._watchers: list[threading.Thread] = []
         self._children: dict[NodeId, ChildProcess] = {}
         self._running: list[ChildProcess] = []
         self._open: dict[tuple[NodeId, int], IO[bytes]] = {}
-        self._guard: Watchdog | None = None
+        self._watchdog: Watchdog | None = None
         self._secret: SecretFile | None = None
         self._is_paused = False
 
@@ -320,9 +315,9 @@ class LocalProcesses(HostProcesses):
     ) -> None:
         settings: dict[str, str] = {}
         # First, so that a launcher that is killed while it starts processes leaves none.
-        self._guard = Watchdog()
+        self._watchdog = Watchdog()
         for job in {process.environment.settings.get(MARK, "") for process in processes} - {""}:
-            self._guard.mark(MARK, job)
+            self._watchdog.mark(MARK, job)
         if secret is not None:
             self._secret = SecretFile(secret)
             settings[SECRET_VARIABLE] = str(self._secret.path)
@@ -334,7 +329,7 @@ class LocalProcesses(HostProcesses):
                 code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
                 text = f"{process.node} could not be started: {process.argv[0]}: {error.strerror}"
                 raise CommandError(text, code) from error
-            self._guard.watch(child.pid)
+            self._watchdog.watch(child.pid)
             self._children[child.node] = child
             self._running.append(child)
         self._is_paused = False
@@ -343,6 +338,10 @@ class LocalProcesses(HostProcesses):
                 os.set_blocking(pipe.fileno(), False)
                 self._open[child.node, stream] = pipe
                 self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, child.node, stream))
+            if self._exits is not None:
+                thread = threading.Thread(target=_post_exit, args=(child.pid, self._exits), name=f"kvdist-{child.node}")
+                thread.start()
+                self._watchers.append(thread)
         self._listener.started(self.host, [(child.node, child.pid) for child in self._running])
 
     def signal_group(self, node: NodeId, number: int) -> None:
@@ -352,13 +351,13 @@ class LocalProcesses(HostProcesses):
         self._children[node].tell(line)
 
     def beat(self, now: float) -> None:
-        """Who is on this machine needs no sign of life."""
+        """Does nothing: there is no agent."""
 
     def dismiss(self) -> None:
-        """What is on its way lies in pipes of this machine."""
+        """Does nothing: what is on its way is in pipes of this machine."""
 
     def hang_up(self) -> None:
-        """Nobody is far away."""
+        """Does nothing: there is no agent."""
 
     def pause(self, paused: bool) -> None:
         if paused == self._is_paused:
@@ -370,21 +369,21 @@ class LocalProcesses(HostProcesses):
             else:
                 self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, node, stream))
 
-    def take_endings(self) -> None:
-        endings = [ending for child in self._running if (ending := child.ending()) is not None]
-        if not endings:
+    def take_exits(self) -> None:
+        exits = [one for child in self._running if (one := child.exit()) is not None]
+        if not exits:
             return
-        ended = {ending.node for ending in endings}
+        ended = {one.node for one in exits}
         self._running = [child for child in self._running if child.node not in ended]
-        for ending in endings:
-            if ending.is_failure:
+        for one in exits:
+            if one.is_failure:
                 # What it had started may hold its sockets open and so hide its end from the others.
-                self.signal_group(ending.node, signal.SIGKILL)
-        self._listener.ended(endings)
+                self.signal_group(one.node, signal.SIGKILL)
+        self._listener.ended(exits)
         for node in ended:
             for stream in (OUT, ERR):
                 self._read(node, stream)  # one read takes what a pipe holds
-        self._listener.settled(endings)
+        self._listener.settled(exits)
 
     @property
     def is_silent(self) -> bool:
@@ -393,15 +392,21 @@ class LocalProcesses(HostProcesses):
     def release(self) -> None:
         self.pause(True)
         self._open.clear()
+        # No child is reaped while a thread waits for it: a process id that is free again may be a stranger's.
+        for child in self._children.values():
+            child.signal_group(signal.SIGKILL)
+        for watcher in self._watchers:
+            watcher.join()
+        self._watchers.clear()
         for child in self._children.values():
             child.reap()
         self._children.clear()
         if self._secret is not None:
             self._secret.remove()
             self._secret = None
-        if self._guard is not None:
-            self._guard.dismiss()
-            self._guard = None
+        if self._watchdog is not None:
+            self._watchdog.dismiss()
+            self._watchdog = None
 
     def _read(self, node: NodeId, stream: int) -> None:
         pipe = self._open.get((node, stream))
@@ -418,3 +423,9 @@ class LocalProcesses(HostProcesses):
         if not self._is_paused:
             self._selector.unregister(pipe)
         self._listener.output_ended(node, stream)
+
+
+def _post_exit(pid: int, exits: EventPipe) -> None:
+    """Wait for the end of a process, which stays unreaped, and post SIGCHLD."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    exits.post(signal.SIGCHLD)

@@ -203,7 +203,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     )
 
 
-def patience_of(options: argparse.Namespace) -> GracePeriods:
+def grace_of(options: argparse.Namespace) -> GracePeriods:
     """How long is waited for processes that should end."""
     default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
     grace_s = default_s if options.grace is None else options.grace

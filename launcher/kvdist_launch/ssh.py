@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
 
 from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError
@@ -32,18 +31,18 @@ from kvdist_launch.output import printable
 CONNECT_S = 7
 """How long a host may take to answer at all."""
 ALIVE_S = 2
-"""How often ssh probes a connection that says nothing."""
+"""How often ssh probes a silent connection."""
 
 
 @dataclass(frozen=True)
 class SshOptions:
-    """What the user wants of ssh.
+    """The user's options for ssh.
 
     Attributes:
         accepts_new_host_keys: hosts that were never seen are trusted; one whose key has changed never is.
         options: more ``-o`` options, as ``Name=value``.
         activate: a line of bash that is run before the interpreter, such as ``source ~/venv/bin/activate``.
-        patience_s: how long a host may say nothing before it is given up.
+        patience_s: how long a host may be silent before it is lost.
     """
 
     accepts_new_host_keys: bool = False
@@ -53,47 +52,28 @@ class SshOptions:
 
 
 def agent_command(host: Host, python: str, wanted: SshOptions) -> list[str]:
-    """The words that start the agent of a host.
-
-    Args:
-        host: which.
-        python: the interpreter there.
-        wanted: what the user wants of ssh.
-    """
+    """The command that starts the agent of a host, with `python` there."""
     return ["ssh", "-T", *_ssh_words(host, wanted), "--", host.name, far_command(python, wanted.activate)]
 
 
 def python_of_hosts(python: str | None, activate: str | None) -> str:
-    """The interpreter of hosts that name none: after an activation that which it has put into the path.
-
-    Args:
-        python: what the user names for all hosts; None is nothing.
-        activate: what is run before; None is nothing.
-    """
+    """The interpreter of hosts that name none: the user's, or after an activation the one that it put into the path."""
     return python or ("python" if activate else sys.executable)
 
 
 def far_command(python: str, activate: str) -> str:
-    """What the user's shell on the far side is given, whichever shell that is."""
+    """The command for the user's shell on the far side, whichever shell that is."""
     agent = shlex.join([python, "-m", "kvdist_launch.agent"])
     if not activate:
         return agent
-    # What activation prints is not ours; the agent's output is a protocol. The line is a word of its own, so that a
-    # comment in it ends with it; and no word has a line end of ours, which csh would not take between quotes.
+    # What activation prints must not mix with the agent's frames. The line is a word of its own, so that a comment in
+    # it ends with it; and no word has a line end of ours, which csh would not take between quotes.
     script = f'kvdist_line=$1; shift; eval "$kvdist_line" >&2 && exec {agent}'
     return shlex.join(["bash", "-c", script, "bash", activate])
 
 
 def rsync_command(host: Host, source: str, destination: str, wanted: SshOptions, extra: Sequence[str]) -> list[str]:
-    """The words that copy a folder's content to a host.
-
-    Args:
-        host: where to.
-        source: a folder here.
-        destination: a folder there, absolute.
-        wanted: what the user wants of ssh.
-        extra: more options of rsync.
-    """
+    """The command that copies the content of the folder `source` here to the absolute folder `destination` there."""
     if host.is_local:
         return ["rsync", "-a", "-s", *extra, "--", f"{source.rstrip('/')}/", f"{destination}/"]
     shell = shlex.join(["ssh", "-T", *_ssh_words(host, wanted)])
@@ -125,7 +105,7 @@ PERCENT = re.compile(rb"(\d+)%")
 REASON_LINES_MAX = 3
 READ_BYTES = 64 * 1024
 KEPT_BYTES = 16 * 1024
-"""What is kept of what rsync printed: the statistics, or the reason."""
+"""Kept of rsync's output: the statistics, or the reason of a failure."""
 
 
 class SyncError(ConfigError):
@@ -134,7 +114,7 @@ class SyncError(ConfigError):
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """What is copied where.
+    """A folder to copy, and where to.
 
     Attributes:
         source: a folder here, absolute.
@@ -155,36 +135,11 @@ class SyncOptions:
         return [*words, "--delete"] if self.deletes else words
 
 
-def destination_of(text: str) -> str:
-    """The folder that ``--sync-dst-dir`` names, without redundant parts.
-
-    Raises:
-        ConfigError: it is not absolute, leads upwards, or is the root of the file system.
-    """
-    path = PurePosixPath(text)
-    wrong = (
-        "is not absolute" if not path.is_absolute()
-        else "leads upwards by '..'" if ".." in path.parts
-        else "is the root of the file system" if len(path.parts) == 1
-        else "has a character that no path has" if "\0" in text
-        else ""
-    )  # fmt: skip
-    if wrong:
-        raise ConfigError(
-            f"--sync-dst-dir is {text!r}, which {wrong}; write the folder of the hosts as an absolute path, such as"
-            " /home/you/project"
-        )
-    return str(path)
-
-
 class RsyncRun:
-    """Copying to one host, under way from its making on.
+    """Copying to one host; begins when it is made.
 
     Args:
-        sync: what.
-        host: where to.
-        wanted: what the user wants of ssh.
-        selector: where rsync's output is waited for; the data of a key is what is to be called.
+        selector: waits for rsync's output; the data of a key is what to call.
 
     Attributes:
         percent: how much of it is done, as far as rsync knows.
@@ -199,7 +154,7 @@ class RsyncRun:
         self._selector = selector
         self._started = time.monotonic()
         self._seconds = 0.0
-        self._said = {"out": b"", "err": b""}
+        self._printed = {"out": b"", "err": b""}
         argv = rsync_command(host, sync.source, sync.destination, wanted, sync.words())
         try:
             self._rsync = subprocess.Popen(
@@ -219,14 +174,14 @@ class RsyncRun:
 
     @property
     def line(self) -> str:
-        """What is said when it begins, in the words of MXNet's launcher."""
+        """The message at the start, in the form of MXNet's launcher."""
         sync = self._sync
         return f"{_timestamp()} INFO rsync {sync.source.rstrip('/')}/ -> {self.host.name}:{sync.destination}"
 
     @property
     def report(self) -> str:
-        """What is said when it is done."""
-        sent = SENT.search(self._said["out"])
+        """The message at the end."""
+        sent = SENT.search(self._printed["out"])
         count = int(re.sub(rb"\D", b"", sent[1])) if sent else 0
         return f"{_timestamp()} INFO rsync to {self.host.name}: {count:,} bytes in {self._seconds:.1f} s"
 
@@ -235,8 +190,8 @@ class RsyncRun:
         """Why it failed; empty if it did not."""
         if not self.result:
             return ""
-        lines = [printable(line) for line in self._said["err"].decode(errors="replace").splitlines() if line.strip()]
-        why = " / ".join(lines[:REASON_LINES_MAX]) or "it gave no reason"
+        lines = [printable(line) for line in self._printed["err"].decode(errors="replace").splitlines() if line.strip()]
+        why = " / ".join(lines[:REASON_LINES_MAX]) or "rsync gave no reason"
         return f"rsync to {self.host.name}:{self._sync.destination} failed with exit code {self.result} ({why})"
 
     def stop(self) -> None:
@@ -255,7 +210,7 @@ class RsyncRun:
             return
         data = os.read(pipe.fileno(), READ_BYTES)
         if data:
-            self._said[name] = (self._said[name] + data)[-KEPT_BYTES:]
+            self._printed[name] = (self._printed[name] + data)[-KEPT_BYTES:]
             found = PERCENT.findall(data) if name == "out" else []
             self.percent = int(found[-1]) if found else self.percent
             return
@@ -268,8 +223,8 @@ class RsyncRun:
 
 
 @contextlib.contextmanager
-def shown(copies: Sequence[RsyncRun], is_terminal: bool) -> Iterator[Callable[[], None]]:
-    """A bar for each copy, on a terminal only; what it gives brings the bars up to date."""
+def progress_bars(copies: Sequence[RsyncRun], is_terminal: bool) -> Iterator[Callable[[], None]]:
+    """Show a bar for each copy, on a terminal only. Yields a function that updates the bars."""
     if not is_terminal:
         yield lambda: None
         return

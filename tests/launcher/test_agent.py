@@ -113,7 +113,7 @@ def test_a_job_that_cannot_be_started_anew_ends_as_it_had_failed_before(launch_o
     words = ("--grace", "0.2", "--on-worker-exit", "restart:2", "--json-summary", str(summary))
     code, _, err = launch_on("a", "-n", "1", "-s", "1", *words, "python", "-c", script).finish()
     assert code == 5, err
-    assert "failed with exit code 5" in err and "it could not be started anew: the host cannot take part" in err
+    assert "failed with exit code 5" in err and "it could not be started again: the host cannot take part" in err
     found = json.loads(summary.read_text())
     assert (found["outcome"], found["exit_code"], found["first_failure"]["exit_code"]) == ("failed", 5, 5)
 
@@ -282,7 +282,7 @@ def test_what_is_no_frame_ends_an_agent_and_its_processes(agent, is_gone):
     agent.process.stdin.write(b"GET / HTTP/1.1\r\n")
     assert is_gone(pid, GONE_S)
     assert agent.process.wait(TIMEOUT_S) == 1
-    assert b"is no frame" in agent.process.stderr.read()
+    assert b"is not a frame" in agent.process.stderr.read()
 
 
 def test_a_killed_agent_leaves_no_process_and_no_secret(agent, is_gone, tmp_path):

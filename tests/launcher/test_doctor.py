@@ -8,7 +8,8 @@ import sys
 import pytest
 
 import kvdist.__main__
-from kvdist_launch.doctor import main
+from kvdist_launch.doctor import LinkTable, main
+from kvdist_launch.probe import LinkSpeed
 
 
 def test_this_machine_alone_needs_no_network_and_is_well(capsys):
@@ -25,7 +26,7 @@ def test_hosts_must_be_named(capsys):
 
 def test_a_folder_that_cannot_be_written_to_is_a_problem(capsys):
     assert main(["-H", "localhost", "--sync-dst-dir", "/proc/version/job"]) == 1
-    assert "localhost: /proc/version is no folder" in capsys.readouterr().out
+    assert "localhost: /proc/version is not a folder" in capsys.readouterr().out
 
 
 def test_kvdist_hands_the_launchers_command_over(monkeypatch):
@@ -45,3 +46,32 @@ def test_the_help_of_kvdist_names_it_and_it_has_its_own():
     for words, text in ((["--help"], "kvdist doctor"), (["doctor", "--help"], "usage: kvdist doctor")):
         argv = [sys.executable, "-m", "kvdist", *words]
         assert text in subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_tables_have_a_cell_for_each_direction_and_a_sentence_for_each_that_failed():
+    speeds = {
+        (0, 1): LinkSpeed(0.213, 117.6),
+        (1, 0): LinkSpeed(0.25, 99.4),
+        (0, 2): LinkSpeed(12.0, 3.0),
+        (2, 0): LinkSpeed(problem="no answer from 10.0.0.1:7 within 3 s: a firewall, or no route"),
+        (1, 2): LinkSpeed(1.0, 1000.0),
+        (2, 1): LinkSpeed(1.0, 1000.0),
+    }
+    links = LinkTable(("this machine", "d1", "[x]"), speeds)
+    lines = [line.split() for line in links.tables().splitlines() if "─" not in line]
+    assert lines == [
+        ["ms,", "there", "and", "back", "this", "machine", "d1", "[x]"],
+        ["this", "machine", "0.21", "12.00"],
+        ["d1", "0.25", "1.00"],
+        ["[x]", "no", "1.00"],
+        [],
+        ["MB/s", "this", "machine", "d1", "[x]"],
+        ["this", "machine", "118", "3"],
+        ["d1", "99", "1000"],
+        ["[x]", "no", "1000"],
+    ]
+    assert links.problems == ["[x] → this machine: no answer from 10.0.0.1:7 within 3 s: a firewall, or no route"]
+
+
+def test_one_machine_alone_has_no_tables():
+    assert LinkTable(("this machine",), {}).tables() == ""

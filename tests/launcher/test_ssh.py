@@ -8,13 +8,11 @@ import sys
 
 import pytest
 
-from kvdist.errors import ConfigError
 from kvdist_launch.hosts import Host
 from kvdist_launch.ssh import (
     SshOptions,
     SyncOptions,
     agent_command,
-    destination_of,
     far_command,
     python_of_hosts,
     rsync_command,
@@ -69,25 +67,3 @@ def test_rsync_takes_the_folder_apart_from_the_host_and_deletes_nothing_unasked(
     assert "--delete" in SyncOptions("/a", "/b", deletes=True).words()
     shell = shlex.split(words[words.index("-e") + 1])
     assert shell[0] == "ssh" and "BatchMode=yes" in shell
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("project", "is not absolute"),
-        ("~/project", "is not absolute"),
-        ("-e sh", "is not absolute"),
-        ("/srv/../etc", "leads upwards"),
-        ("/", "is the root"),
-        ("//", "is the root"),
-        ("/srv/\0x", "has a character"),
-        ("", "is not absolute"),
-    ],
-)
-def test_destinations_that_could_hurt_are_refused(text, why):
-    with pytest.raises(ConfigError, match=why):
-        destination_of(text)
-
-
-def test_a_destination_loses_redundant_parts():
-    assert destination_of("/home//ann/./project/") == "/home/ann/project"

@@ -229,7 +229,7 @@ def test_who_interrupts_after_a_failure_wants_no_other_start(launch):
     script = "import os, time; os.environ['KVDIST_RANK'] == '1' and exit(7); time.sleep(600)"
     words = ("--grace", "60", "--on-worker-exit", "restart:5")
     job = launch("-n", "2", "-s", "1", *words, "python", "-c", script)
-    job.error_line_with("the others get 60 s to end")
+    job.error_line_with("waiting up to 60 s for the other processes to exit")
     job.process.send_signal(signal.SIGINT)
     code, _, err = job.finish()
     assert code == 7 and "starting the whole job again" not in err

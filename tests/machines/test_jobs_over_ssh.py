@@ -237,7 +237,7 @@ def test_a_second_interruption_kills_what_ignores_the_first(machines, launch):
     job = launch("-n", "1", "-s", "1", "-H", "d1", "--no-preflight", "--grace", "60", "python", "-c", stubborn)
     job.wait_for("here")
     job.signal(signal.SIGINT)
-    job.wait_for("once more kills everything")
+    job.wait_for("a second one kills everything")
     deadline = time.monotonic() + 40.0  # after 60 s it would be terminated anyway
     # Signals in quick succession count as one, so it is repeated until the launcher has ended.
     while True:
