@@ -4,7 +4,7 @@
 of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with optimizers). It is the one way to run
 code of one's own here, and whoever starts the process chooses it, never a peer.
 
-``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.commands`. ``kvdist
+``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.export`. ``kvdist
 config`` shows the settings. ``kvdist doctor`` is the launcher's.
 
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
@@ -27,7 +27,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from kvdist.checkpoint.commands import add_commands
+from kvdist.checkpoint.export import add_commands
 from kvdist.checkpoint.locks import release_when_terminated
 from kvdist.config.addresses import local_address_towards, own_addresses_of
 from kvdist.config.endpoints import split_endpoint, tcp_endpoint

@@ -359,6 +359,17 @@ def test_a_library_is_imported_only_where_it_is_wrapped() -> None:
     assert [fault for source in SOURCES for fault in importer_faults(source)] == []
 
 
+def test_whatever_the_core_reaches_is_pure() -> None:
+    graph, sources = import_graph(LIBRARY, MODULES), {source.module: source for source in LIBRARY}
+    reached, ahead = set(), [module for module in sources if entry_of(module) == "kvdist.core"]
+    while ahead:
+        if (module := ahead.pop()) not in reached:
+            reached.add(module)
+            ahead += graph[module]
+    imported = [(module, name) for module in reached for name, _ in imported_names(sources[module])]
+    assert [(module, name) for module, name in imported if name.partition(".")[0] in IMPURE] == []
+
+
 def test_no_import_hides_in_a_string() -> None:
     assert [fault for source in SOURCES for fault in by_name_faults(source)] == []
 

@@ -142,7 +142,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_a_file_that_is_not_there_is_noticed() -> None:
     assert is_there("core/round.py", ROOT) and is_there("round.py", ROOT)
-    assert not is_there("core/shards.py", ROOT) and not is_there("shards.py", ROOT)
+    assert not is_there("core/neverwas.py", ROOT) and not is_there("neverwas.py", ROOT)
 
 
 def test_every_module_that_is_named_exists() -> None:

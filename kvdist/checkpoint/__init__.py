@@ -10,8 +10,7 @@ A folder is a checkpoint if and only if its manifest is there and right: it is w
 durable and renamed. So whatever fails on the way (a full disk, a killed process) leaves what was there before as it
 was. Files have a part of their checksum in their names: a second attempt never writes over the first.
 
-Modules, from the bottom: `files` (whole or not at all), `locks` (one job for a folder), `tensors` (arrays in a file),
-`manifest` (what a folder has), `folders` (which there are, and what goes away), `slices` (what a server keeps, on any
-number of servers), `workers` (what a worker keeps with it), `works` (what a process can be asked to do with a disk),
-`export`, `commands`.
+Modules, from the bottom: `snapshot` (what the core knows of it, without files), `files` (whole or not at all), `locks`
+(one job for a folder), `format` (safetensors, manifest, what workers keep), `shards` (what a server keeps, for any
+number of servers), `folders` (which there are, and what is done to them), `export`.
 """

@@ -15,32 +15,17 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import IO
 
+from kvdist.checkpoint.snapshot import FileRecord
 from kvdist.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
 DIGITS = 16
 """Of the checksum, in a name."""
 PART = ".part"
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """What is known of a file without opening it.
-
-    Attributes:
-        name: within its folder.
-        nbytes: its length.
-        sha256: of its content, 64 hexadecimal digits.
-    """
-
-    name: str
-    nbytes: int
-    sha256: str
 
 
 def write_file(folder: Path, stem: str, suffix: str, parts: Iterable[memoryview]) -> FileRecord:

@@ -1,23 +1,47 @@
-"""Folders of checkpoints: which are complete, which one is the newest, and what of them goes away.
+"""Folders of checkpoints: which are complete, what of them is removed, and the tasks of `snapshot` done to them.
 
-A folder of checkpoints has one folder ``step-<K>`` for each. Only files of the names that checkpoints have are ever
-removed, and of a folder whose manifest cannot be read none: who knows what it names.
+A directory of checkpoints has one folder ``step-<K>`` for each. Only files of the names that checkpoints have are ever
+removed, and of a folder whose manifest cannot be read none, because nothing says which it needs. A peer may name a
+folder: `perform` works below the root alone that was chosen when the process was started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from kvdist.checkpoint.files import PART, explained, make_durable
-from kvdist.checkpoint.manifest import NAME, SERVER_FILE, WORKER_FILE, read_manifest
+from kvdist.checkpoint.files import PART, check_room, explained, make_durable
+from kvdist.checkpoint.format import NAME, read_manifest, write_manifest
+from kvdist.checkpoint.locks import Locks, require_run
+from kvdist.checkpoint.shards import Shards, write_slices
+from kvdist.checkpoint.snapshot import (
+    SERVER_FILE,
+    WORKER_FILE,
+    CheckFolder,
+    DiskResult,
+    DiskTask,
+    LockFolder,
+    ReadManifest,
+    ReadShards,
+    ReadSlice,
+    Sweep,
+    UnlockFolder,
+    WantedSlice,
+    WriteManifest,
+    WriteShard,
+    directory_of,
+    step_of,
+)
 from kvdist.errors import CheckpointError, NoCheckpoint
+
+LOG = logging.getLogger("kvdist")
 
 NAMED_MAX = 10
 """Steps that an error names."""
 
-_STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _UNFINISHED = re.compile(
     rf"(server-[0-9]+\.safetensors|worker-[0-9]+\.json|{re.escape(NAME)})\.[0-9]+{re.escape(PART)}"
 )
@@ -28,23 +52,11 @@ def folder_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step}"
 
 
-def step_of(folder: Path) -> int | None:
-    """The step of a folder by its name; None for another name."""
-    match = _STEP.fullmatch(folder.name)
-    return int(match[1]) if match else None
-
-
-def directory_of(folder: str | Path) -> Path:
-    """Where the checkpoints lie of which this folder is one; itself, if it is not of a step."""
-    path = Path(folder)
-    return path.parent if step_of(path) is not None else path
-
-
 def all_steps(directory: Path) -> list[int]:
     """The steps that have a folder, complete or not, in order."""
     if not directory.is_dir():
         return []
-    steps = [step_of(folder) for folder in directory.iterdir() if folder.is_dir()]
+    steps = [step_of(folder.name) for folder in directory.iterdir() if folder.is_dir()]
     return sorted(step for step in steps if step is not None)
 
 
@@ -108,3 +120,74 @@ def sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it is not empty
         folder.rmdir()
+
+
+# Tasks.
+
+
+def perform(work: DiskTask, locks: Locks, root: Path | None = None) -> DiskResult:
+    """Do it.
+
+    Args:
+        work: what.
+        locks: of whom it is done for.
+        root: below which folder; None for everywhere.
+
+    Raises:
+        CheckpointError: it cannot be done; says why.
+    """
+    folder = _allowed(work.folder, root)
+    directory = Path(directory_of(str(folder)))
+    with explained(f"{folder} could not be used for a checkpoint"):
+        match work:
+            case LockFolder():
+                return locks.take(directory)
+            case UnlockFolder():
+                locks.release(directory)
+            case CheckFolder():
+                require_run(directory, work.run)
+                check_room(directory, work.stem, work.nbytes)
+            case WriteShard():
+                return write_slices(folder, work.stem, work.slices, work.run, work.step)
+            case WriteManifest():
+                locks.take(directory)
+                write_manifest(folder, work.manifest)
+                _tidy(folder, work.keep, root)
+            case ReadManifest():
+                return read_manifest(folder)
+            case ReadShards():
+                return _read(Shards(folder, read_manifest(folder)), work.wanted, work.contents)
+            case Sweep():
+                sweep(folder)
+    return None
+
+
+def _read(shards: Shards, wanted: Iterable[WantedSlice], contents: tuple[str, ...]) -> tuple[ReadSlice, ...]:
+    return tuple(shards.read(one, contents) for one in wanted)
+
+
+def _tidy(folder: Path, keep: int, root: Path | None) -> None:
+    """Remove what is not needed beside a checkpoint that is complete: that it cannot be done makes it no worse."""
+    try:
+        sweep(folder)
+        step = step_of(folder.name)
+        if keep and step is not None:
+            prune(_allowed(str(folder.parent), root), keep, step)
+    except (OSError, CheckpointError) as error:
+        LOG.warning("the checkpoint %s is complete, but what is older could not be removed: %s", folder, error)
+
+
+def _allowed(name: str, root: Path | None) -> Path:
+    folder = Path(name)
+    if not folder.is_absolute() or ".." in folder.parts:
+        raise CheckpointError(f"{name} is no absolute path of a folder")
+    try:
+        is_below = root is None or folder.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a character that no path has
+        raise CheckpointError(f"{name!r} cannot be the path of a folder: {error}") from None
+    if not is_below:
+        raise CheckpointError(
+            f"{folder} lies outside {root}, below which this process keeps checkpoints: save them there, or start the"
+            " job with KVDIST_CHECKPOINT_ROOT naming a folder above them (the default is the one it was started in)"
+        )
+    return folder

@@ -10,7 +10,7 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvdist.checkpoint.works import Product, Work
+from kvdist.checkpoint.snapshot import DiskResult, DiskTask
 from kvdist.nodes import Member, NodeId
 from kvdist.protocol.messages import Message, Packet
 
@@ -96,7 +96,7 @@ class Persist:
     """Do this with the disk while everything else goes on; what came of it is `Persisted` with the same token."""
 
     token: object
-    work: Work
+    work: DiskTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Persisted:
     """A work with the disk is done, or could not be done; then `failure` says why."""
 
     token: object
-    product: Product = None
+    product: DiskResult = None
     failure: str = ""
 
 

@@ -59,7 +59,7 @@ def check_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DT
 
 def factored(scales: Sequence[float]) -> tuple[Sequence[float], float]:
     """Each contribution's own scale, and that of the sum, which is multiplied once where all are equal."""
-    if scales and _all_equal(scales):
+    if scales and scales.count(scales[0]) == len(scales):
         return (1.0,) * len(scales), scales[0]
     return scales, 1.0
 

@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
+from kvdist.checkpoint.format import read_manifest
+from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, chosen_optimizer
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
 from kvdist.errors import StoreClosed
 from kvdist.kernels.gpu import HOST

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from kvdist.checkpoint.format import read_manifest
 from kvdist.checkpoint.locks import Locks
-from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
+from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, chosen_optimizer
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, OptimizerMismatch, PushRefused, StoreClosed
 from kvdist.kernels.gpu import HOST

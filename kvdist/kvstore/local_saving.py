@@ -11,20 +11,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from kvdist.checkpoint.files import FileRecord
+from kvdist.checkpoint.folders import perform
 from kvdist.checkpoint.locks import Locks
-from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest, SavedKey
-from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
-from kvdist.checkpoint.works import (
+from kvdist.checkpoint.snapshot import (
+    STATES,
+    WEIGHTS,
     CheckFolder,
+    FileRecord,
     LockFolder,
+    Manifest,
     ReadManifest,
     ReadShards,
+    ReadSlice,
+    SavedKey,
+    SavedSlice,
     Sweep,
     UnlockFolder,
+    WantedSlice,
     WriteManifest,
     WriteShard,
-    perform,
 )
 from kvdist.core.server import row_saving
 from kvdist.core.server.row_block import RowBlock

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.checkpoint import folders
-from kvdist.checkpoint.files import FileRecord, explained, write_file
-from kvdist.checkpoint.manifest import Manifest
-from kvdist.checkpoint.workers import STATE_BYTES_MAX, read_workers
+from kvdist.checkpoint.files import explained, write_file
+from kvdist.checkpoint.format import STATE_BYTES_MAX, read_workers
+from kvdist.checkpoint.snapshot import FileRecord, Manifest
 from kvdist.config import exit_codes
 from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.protocol.limits import DEFAULT

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvdist.checkpoint.folders import directory_of
+from kvdist.checkpoint.format import read_manifest
 from kvdist.checkpoint.locks import require_run
-from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, read_manifest
+from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, chosen_optimizer, directory_of
 from kvdist.core.worker.requests import ClaimFolder, KeyInfo, LoadStore, Request, SaveStore
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
@@ -138,7 +138,7 @@ class Saving:
 
     def _claim(self, place: _Place) -> _Place:
         """The same, once the job has the lock of the directory and every server can write there."""
-        directory = directory_of(place.folder)
+        directory = Path(directory_of(str(place.folder)))
         run = self._claimed.get(directory)
         if run is None:
             where = (self._number, str(place.folder), place.contents)

@@ -12,10 +12,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvdist.checkpoint.files import DIGITS, FileRecord, explained, record_of
-from kvdist.checkpoint.folders import directory_of
+from kvdist.checkpoint.files import DIGITS, explained, record_of
 from kvdist.checkpoint.locks import Locks, require_run
-from kvdist.checkpoint.slices import ReadSlice
+from kvdist.checkpoint.snapshot import FileRecord, ReadSlice, directory_of
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import local_saving, saved
 from kvdist.kvstore.base import KVStore
@@ -109,7 +108,7 @@ class WorkersSaving:
         def write_own() -> FileRecord | None:
             if not job.content:
                 return None
-            require_run(directory_of(folder), job.run)
+            require_run(Path(directory_of(str(folder))), job.run)
             return saved.write_own_file(folder, self.rank, job.content, job.run, job.step)
 
         def write_rest() -> None:

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from kvdist.checkpoint.folders import perform
 from kvdist.checkpoint.locks import Locks
-from kvdist.checkpoint.works import Product, Work, perform
+from kvdist.checkpoint.snapshot import DiskResult, DiskTask
 from kvdist.errors import CheckpointError
 
-Done = Callable[[Product, str], None]
+Done = Callable[[DiskResult, str], None]
 """Takes what came of a work, or why nothing did. Called on another thread."""
 
 
@@ -20,7 +21,7 @@ class Disk(abc.ABC):
     """Where works are done."""
 
     @abc.abstractmethod
-    def begin(self, work: Work, done: Done) -> None:
+    def begin(self, work: DiskTask, done: Done) -> None:
         """Do it after those that were begun before, and call `done`. Returns at once."""
 
     @abc.abstractmethod
@@ -38,10 +39,10 @@ class ThreadedDisk(Disk):
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
         self._locks = Locks()
-        self._waiting: queue.SimpleQueue[tuple[Work, Done] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[DiskTask, Done] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, work: Work, done: Done) -> None:
+    def begin(self, work: DiskTask, done: Done) -> None:
         """See `Disk.begin`."""
         self._waiting.put((work, done))
         if self._thread is None:
@@ -63,7 +64,7 @@ class ThreadedDisk(Disk):
             del item, work, done  # or the arrays of the last one would stay until the next
 
 
-def outcome(work: Work, locks: Locks, root: Path | None) -> tuple[Product, str]:
+def outcome(work: DiskTask, locks: Locks, root: Path | None) -> tuple[DiskResult, str]:
     """What came of a work, and '' or why it could not be done."""
     try:
         return perform(work, locks, root), ""

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from kvdist.checkpoint.works import Product
+from kvdist.checkpoint.snapshot import DiskResult
 from kvdist.config.exit_codes import exit_with_peer_lost
 from kvdist.core.cluster_view import ClusterView
 from kvdist.core.joining import SCHEDULER_MEMBER
@@ -465,7 +465,7 @@ class Node:
                 case Send() | Forget():
                     raise AssertionError("Reliable takes these")
 
-    def _persisted(self, token: object, product: Product, failure: str) -> None:
+    def _persisted(self, token: object, product: DiskResult, failure: str) -> None:
         self.post(Persisted(token, product, failure))
 
     def _transmit(self, to: Member, packet: Packet) -> None:

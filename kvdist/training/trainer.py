@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvdist.checkpoint.slices import updates_in
+from kvdist.checkpoint.shards import updates_in
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, read_manifest
+from kvdist.checkpoint.format import read_manifest
+from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS
 from kvdist.kvstore import local_saving, saved, values
 from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore

@@ -14,8 +14,8 @@ from kvdist import LazyRows, RowSparse, kv
 from kvdist.__main__ import EXIT_CONFIG, main
 from kvdist.checkpoint import export as exporting
 from kvdist.checkpoint.export import export
-from kvdist.checkpoint.manifest import NAME, read_manifest
-from kvdist.checkpoint.slices import Shards
+from kvdist.checkpoint.format import NAME, read_manifest
+from kvdist.checkpoint.shards import Shards
 from kvdist.errors import CheckpointError, ConfigError
 
 VALUES = {

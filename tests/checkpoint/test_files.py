@@ -13,7 +13,6 @@ import pytest
 
 from kvdist.checkpoint import files
 from kvdist.checkpoint.files import (
-    FileRecord,
     explained,
     make_durable,
     make_folder,
@@ -24,6 +23,7 @@ from kvdist.checkpoint.files import (
     write_file,
     write_named_file,
 )
+from kvdist.checkpoint.snapshot import FileRecord
 from kvdist.errors import CheckpointError
 
 

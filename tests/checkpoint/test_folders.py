@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from kvdist.checkpoint.folders import all_steps, complete_steps, find, folder_of, step_of
-from kvdist.checkpoint.manifest import NAME
+from kvdist.checkpoint.folders import all_steps, complete_steps, find, folder_of
+from kvdist.checkpoint.format import NAME
+from kvdist.checkpoint.snapshot import step_of
 from kvdist.errors import CheckpointError
 
 
@@ -19,14 +20,14 @@ def complete(directory, *steps):
 
 @pytest.mark.parametrize("step", [0, 1, 9, 10, 1200, (1 << 63) - 1])
 def test_a_step_is_known_by_the_name_of_its_folder(tmp_path, step):
-    assert step_of(folder_of(tmp_path, step)) == step
+    assert step_of(folder_of(tmp_path, step).name) == step
 
 
 @pytest.mark.parametrize(
     "name", ["step-", "step-01", "step--1", "step-٣", "step-1\n", "Step-1", "step-1.part", "step-" + "9" * 20, "1"]
 )
 def test_a_folder_of_another_name_is_no_step(tmp_path, name):
-    assert step_of(tmp_path / name) is None
+    assert step_of(name) is None
     complete(tmp_path, 3)
     (tmp_path / name).mkdir()
     (tmp_path / name / NAME).write_text("{}")

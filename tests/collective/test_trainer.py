@@ -7,7 +7,7 @@ import torch
 
 from kvdist import InitMismatch, Trainer, kv
 from kvdist.buckets import BUCKET_BYTES
-from kvdist.checkpoint.slices import updates_in
+from kvdist.checkpoint.shards import updates_in
 from tests.collective.ranks import returned, run_ranks
 
 

@@ -14,16 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.checkpoint.files import FileRecord
-from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest
-from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
-from kvdist.checkpoint.works import (
+from kvdist.checkpoint.snapshot import (
+    STATES,
+    WEIGHTS,
+    DiskResult,
+    DiskTask,
+    FileRecord,
     LockFolder,
-    Product,
+    Manifest,
     ReadManifest,
     ReadShards,
+    ReadSlice,
+    SavedSlice,
     Sweep,
-    Work,
+    WantedSlice,
     WriteManifest,
     WriteShard,
 )
@@ -66,7 +70,7 @@ class Shelf:
             parts.setdefault(one.key, []).append(array)
         return {key: np.concatenate(arrays) for key, arrays in parts.items()}
 
-    def perform(self, work: Work) -> Product:
+    def perform(self, work: DiskTask) -> DiskResult:
         """Do a work."""
         folder = self.files.setdefault(work.folder, {})
         match work:
@@ -118,9 +122,9 @@ class SimulatedDisk(Disk):
         self._network = network
         self._shelf = shelf
         self._full = full
-        self._waiting: deque[tuple[Work, Done]] = deque()
+        self._waiting: deque[tuple[DiskTask, Done]] = deque()
 
-    def begin(self, work: Work, done: Done) -> None:
+    def begin(self, work: DiskTask, done: Done) -> None:
         self._waiting.append((work, done))
         if len(self._waiting) == 1:
             self._start()

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.checkpoint.manifest import EVERYTHING, Manifest, SavedKey, read_manifest
-from kvdist.checkpoint.slices import Shards, WantedSlice
+from kvdist.checkpoint.format import read_manifest
+from kvdist.checkpoint.shards import Shards
+from kvdist.checkpoint.snapshot import EVERYTHING, Manifest, SavedKey, WantedSlice
 from kvdist.core.sharding import row_length
 from kvdist.core.worker.requests import DeclareKeys, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.dtypes import DType

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from kvdist.checkpoint.manifest import EVERYTHING, WEIGHTS
-from kvdist.checkpoint.works import CheckFolder, LockFolder, Sweep, UnlockFolder, WriteManifest, WriteShard
+from kvdist.checkpoint.snapshot import (
+    EVERYTHING,
+    WEIGHTS,
+    CheckFolder,
+    LockFolder,
+    Sweep,
+    UnlockFolder,
+    WriteManifest,
+    WriteShard,
+)
 from kvdist.core.machine import PeerConnected, PeerDisconnected
 from kvdist.core.worker.requests import ClaimFolder
 from kvdist.protocol.messages import MarkPushes, SavedFile

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from kvdist.checkpoint.manifest import NAME, read_manifest
-from kvdist.checkpoint.slices import Shards
-from kvdist.checkpoint.works import WriteManifest, WriteShard
+from kvdist.checkpoint.format import NAME, read_manifest
+from kvdist.checkpoint.shards import Shards
+from kvdist.checkpoint.snapshot import WriteManifest, WriteShard
 from kvdist.core.server.block import Block
 from kvdist.core.server.cuts import Cuts
 from kvdist.core.worker import saving_calls

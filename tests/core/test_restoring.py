@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdist.checkpoint.manifest import STATES, WEIGHTS
-from kvdist.checkpoint.works import ReadManifest, ReadShards
+from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadManifest, ReadShards
 from kvdist.optimizer.registry import registered
 from tests.core.training import (
     SMALL,

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from kvdist.checkpoint.manifest import NAME, STATES, WEIGHTS
-from kvdist.checkpoint.works import ReadShards, Sweep, WriteManifest, WriteShard
+from kvdist.checkpoint.format import NAME
+from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadShards, Sweep, WriteManifest, WriteShard
 from kvdist.core.server.row_block import RowBlock
 from kvdist.core.worker.requests import Kind
 from tests.core.table_training import (

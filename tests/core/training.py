@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.checkpoint.manifest import Manifest, read_manifest
-from kvdist.checkpoint.slices import ReadSlice, Shards, WantedSlice
+from kvdist.checkpoint.format import read_manifest
+from kvdist.checkpoint.shards import Shards
+from kvdist.checkpoint.snapshot import Manifest, ReadSlice, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.dtypes import from_name
 from kvdist.errors import CheckpointError

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.checkpoint.locks import Locks
-from kvdist.checkpoint.manifest import EVERYTHING
-from kvdist.checkpoint.works import Work
+from kvdist.checkpoint.snapshot import EVERYTHING, DiskTask
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.commands import Handler
 from kvdist.core.joining import Introduction
@@ -84,7 +83,7 @@ class OpenWork:
 
     who: str
     token: object
-    work: Work
+    work: DiskTask
 
 
 class Wired:
@@ -163,7 +162,7 @@ class Wired:
         while self.wire:
             self.deliver()
 
-    def work(self, failure: str = "") -> Work:
+    def work(self, failure: str = "") -> DiskTask:
         """Do the oldest work that waits for the disk, or let it fail; returns it."""
         one = self.works.popleft()
         self.finish(one, failure)
@@ -174,7 +173,7 @@ class Wired:
         product, reason = (None, failure) if failure else outcome(one.work, LOCKS, None)
         self.observe(one.who, Persisted(one.token, product, reason))
 
-    def settle_works(self, kind: type = object, failure: str = "") -> list[Work]:
+    def settle_works(self, kind: type = object, failure: str = "") -> list[DiskTask]:
         """Deliver and do works until nothing is left; those of a kind fail if there is a `failure`."""
         done = []
         self.settle()

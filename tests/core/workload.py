@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.checkpoint.manifest import EVERYTHING, WEIGHTS
+from kvdist.checkpoint.snapshot import EVERYTHING, WEIGHTS
 from kvdist.core.worker.requests import (
     DeclareKeys,
     Encoded,

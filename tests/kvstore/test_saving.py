@@ -13,7 +13,7 @@ import torch
 
 from kvdist import KVStore, StoreClosed, kv, lr_scheduler, optimizer
 from kvdist.checkpoint.folders import complete_steps
-from kvdist.checkpoint.manifest import NAME, read_manifest
+from kvdist.checkpoint.format import NAME, read_manifest
 from kvdist.errors import CheckpointError
 
 STORES = ["local", "dist", "dist_async"]

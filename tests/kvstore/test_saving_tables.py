@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvdist import LazyRows, RowSparse, kv
-from kvdist.checkpoint.manifest import NAME, read_manifest
+from kvdist.checkpoint.format import NAME, read_manifest
 from kvdist.errors import CheckpointError
 
 STORES = ["local", "dist", "dist_async"]

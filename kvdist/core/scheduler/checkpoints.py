@@ -11,10 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-from kvdist.checkpoint.files import FileRecord
-from kvdist.checkpoint.folders import directory_of
-from kvdist.checkpoint.manifest import Manifest, SavedKey
-from kvdist.checkpoint.works import LockFolder, ReadManifest, Sweep, UnlockFolder, WriteManifest
+from kvdist.checkpoint.snapshot import (
+    FileRecord,
+    LockFolder,
+    Manifest,
+    ReadManifest,
+    SavedKey,
+    Sweep,
+    UnlockFolder,
+    WriteManifest,
+    directory_of,
+)
 from kvdist.core.machine import Effect, Log, Persist, Persisted, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.agreements import Agreements
@@ -123,7 +130,7 @@ class Checkpoints:
 
     def claim(self, sender: Member, message: Claim) -> list[Effect]:
         """A worker is about to save into a directory for the first time."""
-        directory = str(directory_of(message.folder))
+        directory = directory_of(message.folder)
         claiming, effects = self._claims.get(directory), []
         if claiming is None or not claiming.is_answer_to(message):
             claiming = self._claims[directory] = Claiming(message)

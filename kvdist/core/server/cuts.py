@@ -19,9 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvdist.checkpoint.files import FileRecord
-from kvdist.checkpoint.slices import SavedSlice
-from kvdist.checkpoint.works import WriteShard
+from kvdist.checkpoint.snapshot import FileRecord, SavedSlice, WriteShard
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import Effect, Persist, Persisted, Send
 from kvdist.core.server.buffers import Buffer

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.policy import Policy
 from kvdist.core.server.buffers import Buffer
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvdist.checkpoint.manifest import WEIGHTS
-from kvdist.checkpoint.slices import ReadSlice
-from kvdist.checkpoint.works import CheckFolder, ReadShards
+from kvdist.checkpoint.snapshot import WEIGHTS, CheckFolder, ReadShards, ReadSlice
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import Effect, Persist, Persisted, Send
 from kvdist.core.server.keeping import Keeper

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvdist.checkpoint.manifest import STATES, WEIGHTS
-from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.server.row_block import RowBlock, RowSnapshot
 from kvdist.initializer import Initializer, Zeros, initializer_from
 from kvdist.optimizer.base import Optimizer

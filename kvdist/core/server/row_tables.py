@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.machine import Effect, Send
 from kvdist.core.policy import POLICIES

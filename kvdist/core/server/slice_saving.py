@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvdist.checkpoint.manifest import STATES, WEIGHTS
-from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.policy import Policy
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Buffer

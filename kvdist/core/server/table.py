@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kvdist.checkpoint.slices import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.joined import require_takable, slices_of
 from kvdist.core.machine import Effect, Persisted, Send

@@ -13,17 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.checkpoint.files import write_file
-from kvdist.checkpoint.manifest import (
-    EVERYTHING,
-    NAME,
-    STATES,
-    WEIGHTS,
-    Manifest,
-    SavedKey,
-    chosen_optimizer,
-    read_manifest,
-    write_manifest,
-)
+from kvdist.checkpoint.format import NAME, read_manifest, write_manifest
+from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, Manifest, SavedKey, chosen_optimizer
 from kvdist.errors import CheckpointError
 from kvdist.optimizer import create
 

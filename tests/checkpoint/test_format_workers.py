@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdist.checkpoint import workers
+from kvdist.checkpoint import format as workers
 from kvdist.checkpoint.files import write_file
-from kvdist.checkpoint.manifest import EVERYTHING, Manifest
-from kvdist.checkpoint.workers import read_worker
+from kvdist.checkpoint.format import read_worker
+from kvdist.checkpoint.snapshot import EVERYTHING, Manifest
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
 

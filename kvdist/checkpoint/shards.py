@@ -11,106 +11,36 @@ row that is not there does not exist: it still begins as the initialiser says.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvdist.checkpoint.files import FileRecord, require_intact, require_present
-from kvdist.checkpoint.manifest import STATES, WEIGHTS, Manifest, read_manifest
-from kvdist.checkpoint.tensors import Bits, Tensor, TensorFile, write_tensors
+from kvdist.checkpoint.files import require_intact, require_present
+from kvdist.checkpoint.format import Tensor, TensorFile, read_manifest, write_tensors
+from kvdist.checkpoint.snapshot import (
+    STATES,
+    WEIGHTS,
+    Bits,
+    FileRecord,
+    Ids,
+    Manifest,
+    ReadSlice,
+    SavedSlice,
+    WantedSlice,
+)
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.initializer import initializer_from
 from kvdist.optimizer.states import SliceState
-
-Ids = npt.NDArray[np.int64]
-"""(k,) row ids of a whole table, strictly ascending."""
 
 WEIGHT, MASTER, INDICES = "weight", "master", "indices"
 SLICES = "kvdist.slices"
 """In the metadata of a file: what is known of each of its slices beside arrays."""
 RUN, STEP = "kvdist.run", "kvdist.step"
 """In the metadata of a file: for which checkpoint it was written. Not in those of older versions."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedSlice:
-    """One slice at the moment of a checkpoint.
-
-    Attributes:
-        key: its key.
-        start: its first element.
-        dtype: element type.
-        version: how many rounds had been closed.
-        weight: its value; None if only states are saved.
-        states: name → array, of `DType.accumulate`.
-        updates: how many updates the states have had.
-        scalars: numbers beside the arrays.
-        master: the float32 weight behind a half one.
-        ids: of a lazy table the rows that exist: all arrays are those of these rows; None for what is whole.
-        initializer: how its other rows begin, as text.
-    """
-
-    key: int | str
-    start: int
-    count: int
-    dtype: DType
-    version: int
-    weight: Bits | None
-    states: Mapping[str, Bits] = field(default_factory=dict)
-    updates: int = 0
-    scalars: tuple[float, ...] = ()
-    master: Bits | None = None
-    ids: Ids | None = None
-    initializer: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WantedSlice:
-    """One slice that a server keeps, to be filled.
-
-    Attributes:
-        number: the server's name for it.
-        row: elements of the key for each element of a state: more than 1 only for rules by rows.
-        lazy_row: elements of a row of a lazy table; 0 for what is whole.
-    """
-
-    number: int
-    key: int | str
-    start: int
-    count: int
-    dtype: DType
-    state_names: tuple[str, ...] = ()
-    row: int = 1
-    has_master: bool = False
-    has_state: bool = False
-    """Whether an optimizer updates it."""
-    from_weight: bool = False
-    """Whether its states begin as copies of the weight, and not all as zeros."""
-    lazy_row: int = 0
-
-    @property
-    def stop(self) -> int:
-        """The end of its elements."""
-        return self.start + self.count
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadSlice:
-    """What was found for it."""
-
-    number: int
-    weight: Bits | None
-    state: SliceState | None
-    is_fresh: bool = False
-    """States were asked for, and it was never updated."""
-    ids: Ids | None = None
-    """As of `SavedSlice`."""
-    initializer: str = ""
 
 
 def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str, step: int) -> FileRecord:

@@ -10,14 +10,25 @@ import os
 import numpy as np
 import pytest
 
-from kvdist.checkpoint import manifest as manifests
-from kvdist.checkpoint import works as done_works
-from kvdist.checkpoint.files import FileRecord, write_file
+from kvdist.checkpoint import folders
+from kvdist.checkpoint import format as formats
+from kvdist.checkpoint.files import write_file
 from kvdist.checkpoint.folders import all_steps, complete_steps, folder_of
+from kvdist.checkpoint.format import NAME
 from kvdist.checkpoint.locks import Locks
-from kvdist.checkpoint.manifest import EVERYTHING, NAME, Manifest, SavedKey
-from kvdist.checkpoint.slices import SavedSlice, WantedSlice
-from kvdist.checkpoint.works import ReadManifest, ReadShards, Sweep, WriteManifest, WriteShard
+from kvdist.checkpoint.snapshot import (
+    EVERYTHING,
+    FileRecord,
+    Manifest,
+    ReadManifest,
+    ReadShards,
+    SavedKey,
+    SavedSlice,
+    Sweep,
+    WantedSlice,
+    WriteManifest,
+    WriteShard,
+)
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.runtime.io_thread import ThreadedDisk, outcome
@@ -31,7 +42,7 @@ KEYS = (SavedKey("w", (2 * SIZE,), "float32"), SavedKey("rows", (2000,), "float3
 
 
 def perform(work, root=None):
-    return done_works.perform(work, LOCKS, root)
+    return folders.perform(work, LOCKS, root)
 
 
 def content_of(step, half):
@@ -98,7 +109,7 @@ def unnamed(directory):
         folder = folder_of(directory, step)
         named = {NAME}
         if (folder / NAME).exists():
-            named |= {one.name for one in manifests.read_manifest(folder).files}
+            named |= {one.name for one in formats.read_manifest(folder).files}
         found += [f"{folder.name}/{path.name}" for path in folder.iterdir() if path.name not in named]
     return found
 
@@ -248,7 +259,7 @@ def test_what_cannot_be_removed_makes_no_failure_of_a_checkpoint_that_is_complet
     def prune(*_):
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(done_works, "prune", prune)
+    monkeypatch.setattr(folders, "prune", prune)
     with caplog.at_level(logging.WARNING, "kvdist"):
         save(tmp_path, 3, keep=1)
     assert complete_steps(tmp_path) == [1, 2, 3] and restored(tmp_path, 3) == 3

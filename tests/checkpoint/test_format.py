@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvdist.checkpoint import tensors
-from kvdist.checkpoint.tensors import NAMES, Tensor, TensorFile, write_named_tensors, write_tensors
+from kvdist.checkpoint import format as tensors
+from kvdist.checkpoint.format import NAMES, Tensor, TensorFile, write_named_tensors, write_tensors
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 

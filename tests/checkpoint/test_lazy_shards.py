@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdist.checkpoint.manifest import EVERYTHING, STATES, WEIGHTS, Manifest
-from kvdist.checkpoint.slices import SLICES, SavedSlice, Shards, WantedSlice, write_slices
-from kvdist.checkpoint.tensors import Tensor, write_tensors
+from kvdist.checkpoint.format import Tensor, write_tensors
+from kvdist.checkpoint.shards import SLICES, Shards, write_slices
+from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, Manifest, SavedSlice, WantedSlice
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 

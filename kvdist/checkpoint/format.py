@@ -1,0 +1,453 @@
+"""The files of a checkpoint: arrays in the safetensors format, the manifest, and what a worker keeps.
+
+Rules that hold here:
+
+* Arrays are written from where they lie and read into where they shall lie: no copy of a file is ever in memory, and
+  bfloat16, which NumPy does not have, is written and read like every type. Any reader of safetensors reads the files.
+* Nothing in a file is trusted: it may come from a stranger. Every offset of a header is compared with its shape, its
+  neighbours and the length of the file; a manifest names no file outside its folder.
+* The manifest is written last and has a checksum over everything else in it: a folder without one is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvdist.checkpoint.files import (
+    open_regular,
+    read_intact,
+    read_regular,
+    replace_file,
+    require_present,
+    write_file,
+    write_named_file,
+)
+from kvdist.checkpoint.snapshot import EVERYTHING, RUN, SERVER_FILE, WORKER_FILE, Bits, FileRecord, Manifest, SavedKey
+from kvdist.dtypes import DType, from_name
+from kvdist.errors import CheckpointError
+from kvdist.initializer import initializer_from
+from kvdist.version import __version__
+
+SUFFIX = ".safetensors"
+METADATA = "__metadata__"
+HEADER_BYTES_MAX = 100_000_000
+"""As other readers of the format have it."""
+ALIGNMENT_BYTES = 8
+DIMENSIONS_MAX = 64
+COUNT_MAX = (1 << 63) - 1
+
+NAMES = {
+    DType.FLOAT64: "F64",
+    DType.INT64: "I64",
+    DType.FLOAT32: "F32",
+    DType.INT32: "I32",
+    DType.FLOAT16: "F16",
+    DType.BFLOAT16: "BF16",
+    DType.INT8: "I8",
+    DType.UINT8: "U8",
+}
+"""What the format calls each element type."""
+_TYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """An array to be written.
+
+    Attributes:
+        name: unique in its file.
+        dtype: element type.
+        shape: its lengths.
+        read: gives its elements, 1-D and contiguous; called once, when they are written.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    read: Callable[[], Bits]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(folder: Path, stem: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> FileRecord:
+    """Write a file of these arrays, named by its content.
+
+    Raises:
+        CheckpointError: there are too many for one header, or a name is no text.
+        OSError: the disk is full, say.
+    """
+    ordered = _ordered(tensors)
+    return write_file(folder, stem, SUFFIX, _parts(_header(ordered, metadata), ordered))
+
+
+def write_named_tensors(
+    path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str], overwrite: bool
+) -> FileRecord:
+    """Write a file of these arrays under this very name.
+
+    Raises:
+        CheckpointError: as of `write_tensors`.
+        FileExistsError: there is one, and it is not to be overwritten.
+        OSError: the disk is full, say.
+    """
+    ordered = _ordered(tensors)
+    return write_named_file(path, _parts(_header(ordered, metadata), ordered), overwrite)
+
+
+def _ordered(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Wide elements first: so each array starts where its elements may."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _header(ordered: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {METADATA: dict(metadata)}
+    offset = 0
+    for tensor in ordered:
+        end = offset + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    if len(entries) != len(ordered) + 1:
+        raise CheckpointError(f"two arrays of one file cannot have one name, and none can be called {METADATA}")
+    try:
+        header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the name of an array is no text that a file can hold: {error}") from None
+    header += b" " * (-len(header) % ALIGNMENT_BYTES)
+    if len(header) > HEADER_BYTES_MAX:
+        raise CheckpointError(
+            f"{len(ordered)} arrays need a header of {len(header)} bytes, where files may have {HEADER_BYTES_MAX};"
+            " use more servers, or a larger KVDIST_SLICE_BYTES"
+        )
+    return header
+
+
+def _parts(header: bytes, ordered: Sequence[Tensor]) -> Iterator[memoryview]:
+    yield memoryview(len(header).to_bytes(8, "little") + header)
+    for tensor in ordered:
+        if tensor.nbytes:
+            yield np.ascontiguousarray(tensor.read()).view(np.uint8).data
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where an array lies in its file."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+class TensorFile:
+    """A file of arrays, read piece by piece.
+
+    Args:
+        path: the file. It may belong to somebody else: see the rules of this module.
+
+    Raises:
+        CheckpointError: it is not such a file, or damaged.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, str] = {}
+        self.entries: dict[str, Entry] = {}
+        with BufferedReader(open_regular(path)) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if nbytes < 8 or length > min(HEADER_BYTES_MAX, nbytes - 8):
+                raise CheckpointError(f"{path} is no safetensors file, or cut off: its header does not fit into it")
+            header = file.read(length)
+        try:
+            entries = json.loads(header, object_pairs_hook=_without_twins)
+            metadata = entries.pop(METADATA, {})
+            self.metadata = {name: str(value) for name, value in metadata.items()}
+            self.entries = {name: _entry(entry, 8 + length) for name, entry in entries.items()}
+            _require_back_to_back(self.entries.values(), 8 + length, nbytes)
+        # A header is made of whatever JSON can say.
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: its header is not readable ({error})") from None
+
+    def read_into(self, name: str, start: int, out: Bits) -> None:
+        """Fill `out` with the elements of an array from `start`.
+
+        Raises:
+            CheckpointError: there is no such array, or it is shorter, or of another type.
+        """
+        entry = self.entries.get(name)
+        if entry is None or out.dtype != entry.dtype.storage or not 0 <= start <= entry.size - out.size:
+            raise CheckpointError(f"{self.path} does not have elements {start} to {start + out.size} of {name}")
+        view = out.view(np.uint8).data
+        with open_regular(self.path) as file:
+            file.seek(entry.offset + start * entry.dtype.itemsize)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise CheckpointError(f"{self.path} was cut off while it was read")
+                view = view[count:]
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("one name stands there twice")
+    return found
+
+
+def _entry(entry: Any, begin: int) -> Entry:
+    dtype = _TYPES[entry["dtype"]]
+    shape, (low, high) = tuple(entry["shape"]), entry["data_offsets"]
+    if len(shape) > DIMENSIONS_MAX or any(not _is_count(number) for number in [*shape, low, high]):
+        raise ValueError("a length or an offset is no count")
+    if high - low != math.prod(shape) * dtype.itemsize:
+        raise ValueError("an array is not as long as its shape says")
+    return Entry(dtype, shape, begin + low)
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number <= COUNT_MAX
+
+
+def _require_back_to_back(entries: Iterable[Entry], begin: int, nbytes: int) -> None:
+    """Whether the arrays fill the file: none outside, none over another, no room for anything else."""
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != begin:
+            raise ValueError("an array begins where another one lies, or beyond the end of the one before it")
+        begin += entry.nbytes
+    if begin != nbytes:
+        raise ValueError(f"its arrays end at byte {begin} and the file at byte {nbytes}")
+
+
+# The manifest.
+
+_Named = TypeVar("_Named")
+
+NAME = "manifest.json"
+FORMAT = "kvdist checkpoint"
+VERSION = 2
+"""Of the format. A reader refuses what is newer than itself."""
+VERSION_WITHOUT_TABLES = 1
+"""Written where no key is a table of rows: then nothing is different, and older readers can go on."""
+MANIFEST_BYTES_MAX = 1 << 30
+
+
+DIMENSIONS_MAX = 64
+COUNT_MAX = (1 << 63) - 1
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make the folder a checkpoint, if all its files are there.
+
+    Raises:
+        CheckpointError: one is not, as seen from here.
+        OSError: the disk is full, say.
+    """
+    for file in manifest.files:
+        require_present(folder, file)
+    _require_ours(folder / NAME)
+    has_tables = any(one.form for one in manifest.keys)
+    body = {
+        "format": FORMAT,
+        "version": VERSION if has_tables else VERSION_WITHOUT_TABLES,
+        "kvdist": __version__,
+        **asdict(manifest),
+        "keys": [_told_key(one) for one in manifest.keys],
+    }
+    replace_file(folder / NAME, _with_checksum(body))
+
+
+def _told_key(one: SavedKey) -> dict[str, Any]:
+    told = asdict(one)
+    return told if one.form else {name: value for name, value in told.items() if name != "form"}
+
+
+def _require_ours(path: Path) -> None:
+    """Many programs have files of this name.
+
+    Raises:
+        CheckpointError: the file is there, and is none of ours.
+    """
+    if os.path.lexists(path) and FORMAT.encode() not in read_regular(path, MANIFEST_BYTES_MAX):
+        raise CheckpointError(f"{path} belongs to another program; choose another folder for checkpoints")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of a newer version.
+    """
+    path = folder / NAME
+    try:
+        text = read_regular(path, MANIFEST_BYTES_MAX)
+    except OSError as error:
+        raise CheckpointError(f"{folder} is no checkpoint: {NAME} cannot be read ({error.strerror})") from None
+    try:
+        body = json.loads(text)
+        if body.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is not the manifest of a checkpoint")
+        if _count(body["version"]) > VERSION:
+            raise CheckpointError(
+                f"{path} is of version {body['version']} of the format, written by kvdist {body.get('kvdist')}; this is"
+                f" kvdist {__version__}, which reads version {VERSION}: install a newer one"
+            )
+        body.pop("sha256")
+        if _with_checksum(body) != text:
+            raise CheckpointError(f"{path} is damaged: its content does not have its checksum")
+        return _parsed(body)
+    # It is made of whatever JSON can say.
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: not readable ({error})") from None
+
+
+def _with_checksum(body: dict[str, Any]) -> bytes:
+    """The text of a manifest; the same body always gives the same."""
+    inner = json.dumps(body, sort_keys=True)
+    digest = hashlib.sha256(inner.encode()).hexdigest()
+    return (json.dumps({**body, "sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
+
+
+def _parsed(body: dict[str, Any]) -> Manifest:
+    optimizer, contents = body["optimizer"], tuple(body["contents"])
+    if optimizer is not None and type(optimizer) is not dict:
+        raise ValueError("the optimizer is no table")
+    if not contents or any(one not in EVERYTHING for one in contents):
+        raise ValueError(f"contents of {contents!r:.80}")
+    if type(body["exact"]) is not bool or type(body["mode"]) is not str:
+        raise ValueError("the mode is no text, or whether it is exact is no truth value")
+    return Manifest(
+        _count(body["step"]),
+        contents,
+        body["mode"],
+        body["exact"],
+        optimizer,
+        _count(body["num_workers"]),
+        _count(body["num_servers"]),
+        tuple(_with_different_names([_parsed_key(**one) for one in body["keys"]], "key", lambda one: one.key)),
+        tuple(_with_different_names([_parsed_file(**one) for one in body["files"]], "file", lambda one: one.name)),
+        _parsed_run(body.get("run", "")),
+    )
+
+
+def _parsed_run(run: Any) -> str:
+    if type(run) is not str or not (run == "" or RUN.fullmatch(run)):
+        raise ValueError(f"a run {run!r:.80}")
+    return run
+
+
+def _parsed_key(key: Any, shape: Any, dtype: Any, form: Any = "") -> SavedKey:
+    if type(key) not in (int, str):
+        raise ValueError(f"a key {key!r:.80}")
+    if len(shape) > DIMENSIONS_MAX:
+        raise ValueError(f"a shape of {len(shape)} dimensions")
+    found = SavedKey(key, tuple(_count(length) for length in shape), dtype, form)
+    kind = from_name(dtype)
+    if form and (not shape or not math.prod(shape[1:])):
+        raise ValueError(f"a table of shape {shape}, which has no rows with elements")
+    if found.is_lazy:
+        if type(form) is not str:
+            raise ValueError(f"a form {form!r:.80}")
+        initializer_from(form).check(kind)
+    return found
+
+
+def _parsed_file(name: Any, nbytes: Any, sha256: Any) -> FileRecord:
+    if not (SERVER_FILE.fullmatch(name) or WORKER_FILE.fullmatch(name)):
+        raise ValueError(f"a file called {name!r:.300}")
+    if not _SHA256.fullmatch(sha256):
+        raise ValueError(f"a checksum {sha256!r:.80}")
+    return FileRecord(name, _count(nbytes), sha256)
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or not 0 <= number <= COUNT_MAX:
+        raise ValueError(f"{number!r:.80} where a count belongs")
+    return number
+
+
+def _with_different_names(found: Sequence[_Named], what: str, name: Callable[[_Named], object]) -> Sequence[_Named]:
+    if len({name(one) for one in found}) != len(found):
+        raise ValueError(f"one {what} is named twice")
+    return found
+
+
+# What each worker keeps with a checkpoint: its own state, and from rank 0 the names of parameters.
+
+STATE_BYTES_MAX = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFile:
+    """What a worker gave.
+
+    Attributes:
+        state: whatever JSON can say; None for nothing.
+        names: key → what the user calls it.
+    """
+
+    state: Any
+    names: Mapping[int | str, str]
+
+
+def read_worker(folder: Path, record: FileRecord, manifest: Manifest) -> WorkerFile:
+    """The content of one worker's file.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or of another checkpoint.
+    """
+    path = folder / record.name
+    if record.nbytes > STATE_BYTES_MAX:
+        raise CheckpointError(f"{path} is damaged: it has {record.nbytes} bytes, and {STATE_BYTES_MAX} are allowed")
+    text = read_intact(folder, record)
+    try:
+        content = json.loads(text)
+        manifest.require_part(path, content.get("run"), content.get("step"))
+        return WorkerFile(content["state"], dict(_names(content["names"])))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: not readable ({error})") from None
+
+
+def read_workers(folder: Path, manifest: Manifest) -> dict[int, WorkerFile]:
+    """Rank → what that worker kept.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    return {rank: read_worker(folder, record, manifest) for rank, record in manifest.workers.items()}
+
+
+def _names(pairs: Any) -> Iterator[tuple[int | str, str]]:
+    for key, name in pairs:
+        if type(key) not in (int, str) or type(name) is not str:
+            raise ValueError(f"a key {key!r:.80} called {name!r:.80}")
+        yield key, name
