@@ -257,11 +257,11 @@ class DistributedTrainer(Trainer):
         gradient_predivide_factor: gradients are divided by it before they are summed, and multiplied after that.
         prefix: without effect: keys of other trainers cannot be mistaken for these.
         num_groups: without effect: the gradients of a step travel together in any case.
-        process_set: those that train together.
+        process_set: the ranks that train together.
 
     Raises:
         TypeError: parameters, optimizer or compression are of a wrong type.
-        ValueError: a number is out of range, or the process set is not known.
+        ValueError: a number is out of range, or the process set is not registered.
     """
 
     def __init__(
@@ -279,8 +279,6 @@ class DistributedTrainer(Trainer):
             raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}; it must be a positive number")
         if num_groups < 0:
             raise ValueError(f"num_groups is {num_groups}; it counts groups, from 0")
-        if process_set.process_set_id is None:
-            raise ValueError(f"{process_set} is not known: give it to init(process_sets=...) or add_process_set()")
         if isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"DistributedTrainer updates by kvdist's optimizers, and {type(optimizer).__name__} is torch's: give a"
@@ -290,7 +288,7 @@ class DistributedTrainer(Trainer):
         chosen = make_optimizer(optimizer, optimizer_params)
         params_of_compression = _compression_params(compression)
         self._own_store = collective_store(
-            "horovod", number=process_set.process_set_id, predivide=float(gradient_predivide_factor)
+            "horovod", number=process_set._number(), predivide=float(gradient_predivide_factor)
         )
         super().__init__(params, chosen, kvstore=self._own_store, compression_params=params_of_compression)
 

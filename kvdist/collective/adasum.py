@@ -1,12 +1,12 @@
-"""Adasum: sums gradients that point different ways, averages those that point the same way, and all between.
+"""Adasum: a sum of orthogonal gradients, an average of parallel ones, and a blend in between.
 
-Of two vectors a and b it makes (1 - a·b / 2a·a) a + (1 - a·b / 2b·b) b, and of many by pairs, of pairs and so on, so
-their number is a power of two. Each tensor of an operation is a vector of its own.
+Adasum(a, b) = (1 - a·b / 2a·a) a + (1 - a·b / 2b·b) b, applied to pairs, pairs of pairs and so on, so the number of
+ranks is a power of two. Each tensor of an operation is a vector of its own.
 
-The way is vector halving with distance doubling. At each level a rank and its partner exchange halves of what they
-hold, the ranks that hold pieces of the same two vectors add up their dot products, and each works on its piece alone.
-In the end each rank has one piece of the result, and all gather them. Every rank sends twice the size of the tensors,
-however many ranks there are. Dot products and coefficients are float64; halves are reckoned with in float32.
+The algorithm is vector halving with distance doubling. At each level a rank and its partner exchange halves of their
+pieces, the ranks with pieces of the same two vectors add up their dot products, and each combines its own piece. At the
+end each rank has one piece of the result, and all gather them. Every rank sends twice the size of the tensors for any
+number of ranks. Dot products and coefficients are float64; half precision is computed in float32.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ from kvdist.collective.operations import (
     Operation,
     check_writable,
     checked,
-    cuda_device_of,
-    describe,
-    device_of,
     writing,
 )
-from kvdist.collective.reduction import check_reducible, op_of, scale_
-from kvdist.collective.signature import Signature
+from kvdist.collective.reduction import Adasum, check_reducible, scale_
 
 TINY = torch.finfo(torch.float64).tiny ** 0.5
-"""A squared norm below it is that of a zero vector."""
+"""A squared norm below it counts as zero."""
 
 
 class AdasumOperation(Operation):
     """All ranks get the Adasum of their tensors.
 
     Args:
-        name: what the user calls it.
+        name: given by the user; '' for none.
         tensors: floating-point tensors, of any dtypes.
         outputs: where results are written, the tensors themselves for in place.
         size: of the group, a power of two.
@@ -54,28 +50,20 @@ class AdasumOperation(Operation):
         postscale: float = 1.0,
     ) -> None:
         if size & (size - 1):
-            raise ValueError(f"Adasum works on pairs of pairs: {size} ranks are no power of two")
+            raise ValueError(f"Adasum needs a power of two of ranks, got {size}")
         self._tensors = checked("allreduce", tensors)
-        adasum = op_of(None, 2)
         for dtype in {tensor.dtype for tensor in tensors}:
-            check_reducible("allreduce", dtype, adasum, is_scaled=False)
+            check_reducible("allreduce", dtype, Adasum, is_scaled=False)
         self._outputs = list(outputs)
         check_writable("allreduce", self._outputs)
         self._prescale = prescale
         self._postscale = postscale
-        self.cuda_device = cuda_device_of(tensors)
-        self.signature = Signature(
-            "allreduce" if len(tensors) == 1 else "grouped allreduce",
-            name,
-            tuple(map(describe, tensors)),
-            f"{adasum.name}, prescale {prescale!r}, postscale {postscale!r}",
-            device_of(tensors),
-        )
+        self._sign("allreduce", name, tensors, f"{Adasum.name}, prescale {prescale!r}, postscale {postscale!r}")
 
     def begin(self, channel: Channel) -> list[Work]:
         with writing(self._outputs):
             for dtype in (torch.float32, torch.float64):
-                members = [i for i, tensor in enumerate(self._tensors) if _reckoned_in(tensor.dtype) is dtype]
+                members = [i for i, tensor in enumerate(self._tensors) if _computed_in(tensor.dtype) is dtype]
                 if members:
                     self._reduce(members, dtype, channel)
         return []
@@ -99,7 +87,7 @@ class AdasumOperation(Operation):
             self._outputs[i].copy_(view.view(self._outputs[i].shape))
 
 
-def _reckoned_in(dtype: torch.dtype) -> torch.dtype:
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -107,9 +95,9 @@ def combine(flat: torch.Tensor, vectors: Sequence[tuple[int, int]], channel: Cha
     """Replace a vector of a multiple of `channel.size` elements by the Adasum over the ranks.
 
     Args:
-        flat: what this rank has.
-        vectors: begin and end of the parts that are vectors of their own.
-        channel: of a power of two of ranks.
+        flat: this rank's vector.
+        vectors: (begin, end) of each part that is a vector of its own.
+        channel: to a power of two of ranks.
     """
     first, held, distance = 0, flat, 1
     while distance < channel.size:
@@ -139,7 +127,7 @@ def _exchange(given: torch.Tensor, partner: int, channel: Channel) -> torch.Tens
 
 
 def _dots(a: torch.Tensor, b: torch.Tensor, first: int, vectors: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """a·a, b·b and a·b of each vector, as far as its elements are in these pieces, which begin at `first`."""
+    """Partial a·a, b·b and a·b of each vector, over its elements in these pieces, which begin at `first`."""
     dots = torch.zeros(len(vectors), 3, dtype=torch.float64)
     for row, (begin, end) in _within(first, a.numel(), vectors):
         one, other = a[begin:end].double(), b[begin:end].double()
@@ -148,7 +136,7 @@ def _dots(a: torch.Tensor, b: torch.Tensor, first: int, vectors: Sequence[tuple[
 
 
 def _over_block(dots: torch.Tensor, block: int, channel: Channel) -> torch.Tensor:
-    """The sums over the ranks of an aligned block, which hold the pieces of the same two vectors, in rank order."""
+    """The sums over an aligned block of ranks, which hold pieces of the same two vectors, in rank order."""
     of_ranks = torch.empty(channel.size, *dots.shape, dtype=dots.dtype)
     channel.all_gather(of_ranks.view(-1), dots.view(-1)).wait()
     begin = channel.rank // block * block
@@ -161,7 +149,7 @@ def _combined(
     result = torch.zeros_like(a)
     for row, (begin, end) in _within(first, a.numel(), vectors):
         aa, bb, ab = dots[row].tolist()
-        # A coefficient may be beyond float32 where one vector is tiny and the other huge.
+        # A coefficient may exceed float32 where one vector is tiny and the other huge.
         result[begin:end] = a[begin:end].double() * _coefficient(ab, aa) + b[begin:end].double() * _coefficient(ab, bb)
     return result
 
@@ -171,13 +159,13 @@ def _coefficient(dot: float, square: float) -> float:
 
 
 def _within(first: int, count: int, vectors: Sequence[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
-    """Of each vector that has elements among `count` from `first` on: its number, and where they are among those."""
+    """(number, (begin, end)) of each vector with elements in the piece of `count` elements that begins at `first`."""
     cuts = [(max(begin - first, 0), min(end - first, count)) for begin, end in vectors]
     return [(row, cut) for row, cut in enumerate(cuts) if cut[0] < cut[1]]
 
 
 def _place(rank: int, size: int) -> int:
-    """Which piece a rank ends with: at each level the lower of two keeps the first half."""
+    """The piece that a rank ends with: at each level the lower rank of a pair keeps the first half."""
     place, level = 0, 1
     while level < size:
         place = place * 2 + (1 if rank & level else 0)

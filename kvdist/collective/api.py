@@ -39,10 +39,11 @@ from kvdist.collective.reduction import Adasum, Average, Compression, NoneCompre
 from kvdist.protocol.collective import TEXT_BYTES_MAX
 
 Tensors = Sequence[torch.Tensor]
+TensorList = list[torch.Tensor]
 
 
 class Handle:
-    """An operation that is under way; see `synchronize`."""
+    """An asynchronous operation; see `synchronize`."""
 
     def __init__(self, future: Future[Any], finish: Callable[[Any], Any]) -> None:
         self._future = future
@@ -51,18 +52,18 @@ class Handle:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._future.done()
 
     def result(self) -> Any:
-        """Wait for it. A second call gives the same."""
+        """Wait for the result. A second call returns the same."""
         if not self._finished:
             self._finished.append(self._finish(self._future.result()))
         return self._finished[0]
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an operation is over, so that `synchronize` returns, or raises, at once."""
+    """Whether an operation has ended, so that `synchronize` returns or raises at once."""
     return handle.is_done
 
 
@@ -78,9 +79,9 @@ def synchronize(handle: Handle) -> Any:
 def submit(
     process_set: ProcessSet, build: Callable[[Group], Operation], finish: Callable[[Any], Any] = lambda result: result
 ) -> Handle:
-    """Have the ranks of a process set do an operation together, which is built for their group.
+    """Submit the operation that `build` makes for the group of a process set.
 
-    Where it cannot be built here, the other ranks are told, and what they have called in its place raises too.
+    If `build` raises, the other ranks' operation in its place raises too.
     """
     engine, number = current(), process_set._number()
     group = engine.group(number)
@@ -95,23 +96,23 @@ def submit(
 
 def _check_name(name: str) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"the name of an operation is a text, not {type(name).__name__}: {name!r}")
+        raise TypeError(f"the name of an operation must be a str, not {type(name).__name__}: {name!r}")
     nbytes = len(name.encode("utf-8", "replace"))
     if nbytes > TEXT_BYTES_MAX:
         raise ValueError(
-            f"the name of an operation has {nbytes} bytes, and at most {TEXT_BYTES_MAX} are sent to the other ranks:"
+            f"the name of an operation has {nbytes} bytes, more than the {TEXT_BYTES_MAX} that a message holds:"
             f" {name[:60]!r}..."
         )
 
 
 def refuse(process_set: ProcessSet, error: Exception) -> NoReturn:
-    """Raise, here and on the other ranks, in the place of an operation that cannot be called here."""
+    """Raise an error, here and on the other ranks, in place of an operation that cannot be called here."""
     current().refuse(error, process_set._number())
     raise error
 
 
 def group_of(process_set: ProcessSet) -> Group:
-    """The ranks of a process set, of which this rank is one."""
+    """The group of a process set of which this rank is a member."""
     return current().group(process_set._number())
 
 
@@ -119,12 +120,54 @@ def _first(results: Any) -> Any:
     return results[0]
 
 
-def _like(tensors: Tensors) -> list[torch.Tensor]:
-    """Somewhere for results that are not written in place."""
+def _like(tensors: Tensors) -> TensorList:
+    """New tensors for results that are not written in place."""
     return [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) if isinstance(tensor, torch.Tensor) else tensor
         for tensor in tensors
     ]
+
+
+class _Differentiable(torch.autograd.Function):
+    """A function of tensors with a function that maps gradients of the results to gradients of the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[TensorList], TensorList],
+        back: Callable[[TensorList], TensorList],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.back = back
+        return tuple(run(list(tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.back(list(grads)))
+
+
+def _differentiable(
+    tensors: Tensors, run: Callable[[TensorList], TensorList], back: Callable[[TensorList], TensorList]
+) -> TensorList:
+    requires = torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
+    if not requires:
+        return run(list(tensors))
+    return list(_Differentiable.apply(run, back, *tensors))  # type: ignore[no-untyped-call]
+
+
+def _compressed(
+    tensors: Tensors,
+    compression: type[NoneCompressor],
+    run: Callable[[TensorList], TensorList],
+    back: Callable[[TensorList], TensorList],
+) -> TensorList:
+    """As `_differentiable`, over compressed tensors."""
+    # The operation refuses what is not a tensor.
+    pairs = [compression.compress(one) if isinstance(one, torch.Tensor) else (one, None) for one in tensors]
+    results = _differentiable([small for small, _ in pairs], run, back)
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
 
 
 # Allreduce.
@@ -134,14 +177,15 @@ def _reduction(
     name: str | None,
     tensors: Tensors,
     outputs: Tensors,
-    given: tuple[bool | None, ReduceOp | None],
+    average: bool | None,
+    op: ReduceOp | None,
     prescale: float,
     postscale: float,
 ) -> Callable[[Group], Operation]:
     def build(group: Group) -> Operation:
-        op = op_of(*given)
-        if op is not Adasum:
-            return AllReduce(name or "", tensors, outputs, op, prescale, postscale)
+        chosen = op_of(average, op)
+        if chosen is not Adasum:
+            return AllReduce(name or "", tensors, outputs, chosen, prescale, postscale)
         if group.number != ALL_RANKS:
             raise ValueError("Adasum works on all ranks, not on a process set")
         return AdasumOperation(name or "", tensors, outputs, group.size, prescale, postscale)
@@ -160,7 +204,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Begin to reduce tensors over the ranks, as one unit; the result is a list. See `grouped_allreduce`."""
     tensors = list(tensors)
-    build = _reduction(name, tensors, _like(tensors), (average, op), prescale_factor, postscale_factor)
+    build = _reduction(name, tensors, _like(tensors), average, op, prescale_factor, postscale_factor)
     return submit(process_set, build)
 
 
@@ -175,8 +219,7 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Begin to replace tensors by their reductions over the ranks, as one unit. See `grouped_allreduce`."""
     tensors = list(tensors)
-    build = _reduction(name, tensors, tensors, (average, op), prescale_factor, postscale_factor)
-    return submit(process_set, build)
+    return submit(process_set, _reduction(name, tensors, tensors, average, op, prescale_factor, postscale_factor))
 
 
 def allreduce_async(
@@ -189,7 +232,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin to reduce a tensor over the ranks. See `allreduce`."""
-    build = _reduction(name, [tensor], _like([tensor]), (average, op), prescale_factor, postscale_factor)
+    build = _reduction(name, [tensor], _like([tensor]), average, op, prescale_factor, postscale_factor)
     return submit(process_set, build, _first)
 
 
@@ -203,185 +246,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin to replace a tensor by its reduction over the ranks. See `allreduce`."""
-    build = _reduction(name, [tensor], [tensor], (average, op), prescale_factor, postscale_factor)
+    build = _reduction(name, [tensor], [tensor], average, op, prescale_factor, postscale_factor)
     return submit(process_set, build, _first)
-
-
-def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begin to add up sparse COO tensors of the ranks, which send what they have and no zeros.
-
-    The result is sparse and has an index as often as ranks had it; ``coalesce()`` adds them up.
-
-    Raises:
-        TypeError: the tensor is not sparse.
-        ValueError: `op` is neither Average nor Sum.
-    """
-    reduced = op_of(None, op)
-
-    def build(_: Group) -> Operation:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-            raise TypeError("sparse_allreduce_async takes sparse COO tensors; for all others there is allreduce_async")
-        if reduced not in (Average, Sum):
-            raise ValueError(f"sparse tensors are reduced by Average or Sum, not {reduced.name}")
-        # Indices as rows: ranks have different numbers of them.
-        parts = [tensor.detach()._indices().t().contiguous(), tensor.detach()._values()]
-        return AllGather(name or "", parts, "sparse allreduce", f"{reduced.name} to {list(tensor.shape)}")
-
-    def whole(results: Any) -> torch.Tensor:
-        indices, values = results
-        if reduced is Average:
-            values = values / divisor if values.is_floating_point() else values.div(divisor, rounding_mode="floor")
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
-
-    divisor = group_of(process_set).size
-    return submit(process_set, build, whole)
-
-
-# Allgather, broadcast, alltoall, reducescatter.
-
-
-def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin to gather the rows of each tensor from all ranks, as one unit; the result is a list."""
-    tensors = list(tensors)
-    return submit(process_set, lambda _: AllGather(name or "", tensors))
-
-
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin to gather the rows of all ranks. See `allgather`."""
-    return submit(process_set, lambda _: AllGather(name or "", [tensor]), _first)
-
-
-def _broadcast(name: str | None, tensors: Tensors, outputs: Tensors, root_rank: int) -> Callable[[Group], Operation]:
-    return lambda group: Broadcast(name or "", tensors, outputs, root_rank, root_in(group, root_rank))
-
-
-def root_in(group: Group, root_rank: int) -> int:
-    """A rank's place in a group, given its number among all.
-
-    Raises:
-        ValueError: it is not in it.
-    """
-    if root_rank not in group.ranks:
-        raise ValueError(f"root_rank is {root_rank}, which is none of the ranks {list(group.ranks)} of the process set")
-    return group.ranks.index(root_rank)
-
-
-def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin to get the tensor of one rank, given by its number among all."""
-    return submit(process_set, _broadcast(name, [tensor], _like([tensor]), root_rank), _first)
-
-
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin to replace a tensor by that of one rank, given by its number among all."""
-    return submit(process_set, _broadcast(name, [tensor], [tensor], root_rank), _first)
-
-
-def grouped_broadcast_async_(
-    tensors: Tensors, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin to replace tensors by those of one rank, as one unit."""
-    tensors = list(tensors)
-    return submit(process_set, _broadcast(name, tensors, tensors, root_rank))
-
-
-def alltoall_async(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begin to send each rank its rows of a tensor, and to get one's own from all. See `alltoall`."""
-    build = exchange(tensor, splits, name)
-    return submit(process_set, build, _first) if splits is None else submit(process_set, build)
-
-
-def exchange(tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None) -> Callable[[Group], Operation]:
-    """The operation of an alltoall, whose result is the rows and how many came from each rank."""
-    return lambda group: AllToAll(name or "", tensor, splits, group.size)
-
-
-def grouped_reducescatter_async(
-    tensors: Tensors,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Begin to reduce tensors, as one unit, and to give each rank its part of the rows; the result is a list."""
-    tensors = list(tensors)
-    return submit(
-        process_set, lambda _: ReduceScatter(name or "", tensors, ReduceOp(op), prescale_factor, postscale_factor)
-    )
-
-
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """Begin to reduce a tensor and to give each rank its part of the rows. See `reducescatter`."""
-    return submit(
-        process_set,
-        lambda _: ReduceScatter(name or "", [tensor], ReduceOp(op), prescale_factor, postscale_factor),
-        _first,
-    )
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank has called it."""
-    submit(process_set, lambda _: BarrierOperation()).result()
-
-
-TensorList = list[torch.Tensor]
-
-
-class _Differentiable(torch.autograd.Function):
-    """A function of tensors, given with the function that takes the gradients of its results to those of its inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        run: Callable[[TensorList], TensorList],
-        back: Callable[[TensorList], TensorList],
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.back = back
-        return tuple(run(list(tensors)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, *ctx.back(list(grads)))
-
-
-def _differentiable(
-    tensors: Sequence[torch.Tensor], run: Callable[[TensorList], TensorList], back: Callable[[TensorList], TensorList]
-) -> TensorList:
-    requires = torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
-    if not requires:
-        return run(list(tensors))
-    return list(_Differentiable.apply(run, back, *tensors))  # type: ignore[no-untyped-call]
-
-
-# Allreduce.
 
 
 def grouped_allreduce(
@@ -394,45 +260,36 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Tensors reduced over the ranks, as one unit.
+    """Reduce tensors over the ranks, as one unit.
 
     Args:
         tensors: of any shapes and dtypes, on one device; the same ones on all ranks. Small ones travel together.
-        average: an older spelling of `op`: True for Average, False for Sum.
-        name: for messages; no two operations of one name may be under way.
-        compression: how they travel, `Compression.fp16` say.
-        op: Average if nothing is said. Averages of integers are rounded down.
+        average: Horovod's older spelling of `op`: True for Average, False for Sum.
+        name: for messages; names of operations in progress are unique.
+        compression: of the tensors on their way, such as `Compression.fp16`.
+        op: Average by default. Averages of integers are rounded down.
         prescale_factor, postscale_factor: each tensor is multiplied before and after; integers by a product in float64,
             rounded down.
         process_set: the ranks that take part.
 
     Raises:
         CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
-        TypeError: something is no dense tensor, or of a type that cannot be reduced so.
-        ValueError: both `average` and `op` are given, or Adasum for ranks that are no power of two.
+        TypeError: a value is not a dense tensor, or its dtype cannot be reduced with `op`.
+        ValueError: both `average` and `op` are given, or Adasum runs on a number of ranks that is not a power of two.
     """
 
-    def run(small: TensorList) -> TensorList:
-        handle = grouped_allreduce_async(small, average, name, op, prescale_factor, postscale_factor, process_set)
+    def run(given: TensorList) -> TensorList:
+        handle = grouped_allreduce_async(given, average, name, op, prescale_factor, postscale_factor, process_set)
         return list(synchronize(handle))
 
     def back(grads: TensorList) -> TensorList:
         same = op_of(average, op)
         if same not in (Average, Sum):
-            raise RuntimeError(f"allreduce with {same.name} has no gradient; give it tensor.detach()")
-        contiguous_values = Compression.none
-        return grouped_allreduce(
-            grads, None, None, contiguous_values, same, prescale_factor, postscale_factor, process_set
-        )
+            raise RuntimeError(f"allreduce with {same.name} has no gradient; pass tensor.detach()")
+        plain = Compression.none
+        return grouped_allreduce(grads, None, None, plain, same, prescale_factor, postscale_factor, process_set)
 
-    pairs = [_compressed(tensor, compression) for tensor in tensors]
-    results = _differentiable([small for small, _ in pairs], run, back)
-    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
-
-
-def _compressed(tensor: torch.Tensor, compression: type[NoneCompressor]) -> tuple[torch.Tensor, Any]:
-    # What is no tensor is refused by the operation, which says why.
-    return compression.compress(tensor) if isinstance(tensor, torch.Tensor) else (tensor, None)
+    return _compressed(tensors, compression, run, back)
 
 
 def allreduce(
@@ -445,18 +302,19 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """A tensor reduced over the ranks; arguments and errors as in `grouped_allreduce`.
+    """Reduce a tensor over the ranks; arguments and errors as in `grouped_allreduce`.
 
-    A sparse COO tensor may be given for Average and Sum, without compression and factors.
+    Average and Sum also take a sparse COO tensor, without compression and factors.
     """
     if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
         if compression is not Compression.none or prescale_factor != 1.0 or postscale_factor != 1.0:
             raise ValueError("allreduce of a sparse tensor has no compression and no factors; use to_dense()")
         result: torch.Tensor = synchronize(sparse_allreduce_async(tensor, name, op_of(average, op), process_set))
         return result
-    return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[
-        0
-    ]
+    results = grouped_allreduce(
+        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
+    )
+    return results[0]
 
 
 def grouped_allreduce_(
@@ -483,51 +341,98 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Replace a tensor by its reduction over the ranks, and return it; arguments as in `grouped_allreduce`."""
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = synchronize(handle)
-    return result
+    return grouped_allreduce_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)[0]
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin to add up sparse COO tensors of the ranks, which send their entries and no zeros.
+
+    The result is sparse and repeats an index for each rank that has it; ``coalesce()`` adds those up.
+
+    Raises:
+        TypeError: the tensor is not sparse.
+        ValueError: `op` is neither Average nor Sum.
+    """
+    reduced = op_of(None, op)
+
+    def build(_: Group) -> Operation:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+            raise TypeError("sparse_allreduce_async takes sparse COO tensors; use allreduce_async for others")
+        if reduced not in (Average, Sum):
+            raise ValueError(f"sparse tensors are reduced by Average or Sum, not {reduced.name}")
+        # Indices as rows: ranks have different numbers of them.
+        parts = [tensor.detach()._indices().t().contiguous(), tensor.detach()._values()]
+        return AllGather(name or "", parts, "sparse allreduce", f"{reduced.name} to {list(tensor.shape)}")
+
+    def whole(results: Any) -> torch.Tensor:
+        indices, values = results
+        if reduced is Average:
+            values = values / divisor if values.is_floating_point() else values.div(divisor, rounding_mode="floor")
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+
+    divisor = group_of(process_set).size
+    return submit(process_set, build, whole)
 
 
 # Allgather.
 
 
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin to gather the rows of each tensor from all ranks, as one unit; the result is a list."""
+    tensors = list(tensors)
+    return submit(process_set, lambda _: AllGather(name or "", tensors))
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin to gather the rows of all ranks. See `allgather`."""
+    return submit(process_set, lambda _: AllGather(name or "", [tensor]), _first)
+
+
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """The rows of each tensor from all ranks, in rank order; arguments and errors as in `allgather`."""
+    """Gather the rows of each tensor from all ranks, in rank order; arguments and errors as in `allgather`."""
+    tensors = list(tensors)
 
     def run(given: TensorList) -> TensorList:
         return list(synchronize(grouped_allgather_async(given, name, process_set)))
 
     def back(grads: TensorList) -> TensorList:
-        group = group_of(process_set)
-        # The ranks gathered different numbers of rows, which only they know.
+        # Only each rank knows its numbers of rows.
         rows = torch.tensor([[tensor.shape[0] for tensor in tensors]])
         of_ranks = synchronize(allgather_async(rows, None, process_set))
         averages = grouped_allreduce(grads, op=Average, process_set=process_set)
-        begins = of_ranks[: group.rank].sum(0).tolist()
+        begins = of_ranks[: group_of(process_set).rank].sum(0).tolist()
         return [
             average[begin : begin + tensor.shape[0]]
             for average, begin, tensor in zip(averages, begins, tensors, strict=True)
         ]
 
-    tensors = list(tensors)
     return _differentiable(tensors, run, back)
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The rows of all ranks, in rank order; they may have different numbers of them, and no rows at all.
+    """Gather the rows of all ranks, in rank order; ranks may have different numbers of rows, including none.
 
     Args:
-        tensor: with one dimension at least; sizes but the first are the same on all ranks.
-        name: for messages; no two operations of one name may be under way.
+        tensor: with at least one dimension; all sizes but the first are the same on all ranks.
+        name: for messages; names of operations in progress are unique.
         process_set: the ranks that take part.
 
     Raises:
         CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
-        TypeError: something is no dense tensor.
+        TypeError: the value is not a dense tensor.
         ValueError: it is a scalar.
     """
     return grouped_allgather([tensor], name, process_set)[0]
@@ -536,20 +441,57 @@ def allgather(
 # Broadcast.
 
 
+def _broadcast(name: str | None, tensors: Tensors, outputs: Tensors, root_rank: int) -> Callable[[Group], Operation]:
+    return lambda group: Broadcast(name or "", tensors, outputs, root_rank, root_in(group, root_rank))
+
+
+def root_in(group: Group, root_rank: int) -> int:
+    """The rank within a group of a global rank.
+
+    Raises:
+        ValueError: it is not a member.
+    """
+    if root_rank not in group.ranks:
+        raise ValueError(f"root_rank {root_rank} is not one of the ranks {list(group.ranks)} of the process set")
+    return group.ranks.index(root_rank)
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin to get the tensor of the root, a global rank."""
+    return submit(process_set, _broadcast(name, [tensor], _like([tensor]), root_rank), _first)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin to replace a tensor by that of the root, a global rank."""
+    return submit(process_set, _broadcast(name, [tensor], [tensor], root_rank), _first)
+
+
+def grouped_broadcast_async_(
+    tensors: Tensors, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin to replace tensors by those of the root, as one unit."""
+    tensors = list(tensors)
+    return submit(process_set, _broadcast(name, tensors, tensors, root_rank))
+
+
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensor of one rank.
+    """Get the tensor of one rank.
 
     Args:
         tensor: of the same shape and dtype on all ranks.
-        root_rank: the rank whose tensor it is, by its number among all also within a process set.
-        name: for messages; no two operations of one name may be under way.
+        root_rank: the global rank whose tensor it is, also within a process set.
+        name: for messages; names of operations in progress are unique.
         process_set: the ranks that take part.
 
     Raises:
         CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
-        TypeError: it is no dense tensor.
+        TypeError: the value is not a dense tensor.
         ValueError: the root is not in the process set.
     """
 
@@ -575,32 +517,48 @@ def broadcast_(
 # Alltoall.
 
 
+def _exchange(tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet) -> Handle:
+    """Begin an alltoall; the result is the rows and their number from each rank."""
+    return submit(process_set, lambda group: AllToAll(name or "", tensor, splits, group.size))
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin to send each rank its rows of a tensor, and to receive this rank's rows. See `alltoall`."""
+    handle = _exchange(tensor, splits, name, process_set)
+    return Handle(handle._future, _first) if splits is None else handle
+
+
 def alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that all ranks sent to this one, in rank order.
+    """Send each rank its rows of a tensor, and receive the rows for this rank, in rank order.
 
     Args:
-        tensor: with one dimension at least; sizes but the first are the same on all ranks.
-        splits: int32, how many rows go to each rank, in order; None for equally many. Rows beyond their sum stay here.
-        name: for messages; no two operations of one name may be under way.
+        tensor: with at least one dimension; all sizes but the first are the same on all ranks.
+        splits: int32, the number of rows for each rank; None for equal parts. Rows beyond their sum stay here.
+        name: for messages; names of operations in progress are unique.
         process_set: the ranks that take part.
 
     Returns:
-        The rows; with `splits` also how many came from each rank, int32.
+        The rows; with `splits` also the number from each rank, int32.
 
     Raises:
         CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
-        TypeError: it is no dense tensor.
+        TypeError: the value is not a dense tensor.
         ValueError: the splits do not fit the tensor or the ranks.
     """
     received: list[torch.Tensor] = []
 
     def run(given: TensorList) -> TensorList:
-        rows, counts = synchronize(submit(process_set, exchange(given[0], splits, name)))
+        rows, counts = synchronize(_exchange(given[0], splits, name, process_set))
         received.append(counts)
         return [rows]
 
@@ -616,6 +574,34 @@ def alltoall(
 # Reducescatter.
 
 
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Begin to reduce tensors, as one unit, and give each rank its part of the rows; the result is a list."""
+    tensors = list(tensors)
+    return submit(
+        process_set, lambda _: ReduceScatter(name or "", tensors, ReduceOp(op), prescale_factor, postscale_factor)
+    )
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Begin to reduce a tensor and give each rank its part of the rows. See `reducescatter`."""
+    handle = grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
+    return Handle(handle._future, _first)
+
+
 def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
@@ -625,20 +611,17 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """This rank's part of the rows of each reduced tensor; arguments and errors as in `reducescatter`."""
+    """Get this rank's part of the rows of each reduced tensor; arguments and errors as in `reducescatter`."""
 
-    def run(small: TensorList) -> TensorList:
-        return list(
-            synchronize(grouped_reducescatter_async(small, name, op, process_set, prescale_factor, postscale_factor))
-        )
+    def run(given: TensorList) -> TensorList:
+        handle = grouped_reducescatter_async(given, name, op, process_set, prescale_factor, postscale_factor)
+        return list(synchronize(handle))
 
     def back(grads: TensorList) -> TensorList:
         factor = prescale_factor * postscale_factor * (group_of(process_set).size if op is Sum else 1)
         return grouped_allgather([grad * factor for grad in grads], None, process_set)
 
-    pairs = [_compressed(tensor, compression) for tensor in tensors]
-    results = _differentiable([small for small, _ in pairs], run, back)
-    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
+    return _compressed(tensors, compression, run, back)
 
 
 def reducescatter(
@@ -650,19 +633,24 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's part of the rows of the reduced tensor; the first ranks have one more where they do not divide.
+    """Get this rank's part of the rows of the reduced tensor; the first ranks have one more where they do not divide.
 
     Args:
-        tensor: with one dimension at least, of the same shape and dtype on all ranks.
-        name: for messages; no two operations of one name may be under way.
-        compression: how it travels.
+        tensor: with at least one dimension, of the same shape and dtype on all ranks.
+        name: for messages; names of operations in progress are unique.
+        compression: of the tensor on its way.
         op: Average or Sum.
         process_set: the ranks that take part.
-        prescale_factor, postscale_factor: it is multiplied before and after.
+        prescale_factor, postscale_factor: the tensor is multiplied before and after.
 
     Raises:
         CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
-        TypeError: it is no dense tensor, or of a type that cannot be reduced so.
-        ValueError: it is a scalar, or `op` is another one.
+        TypeError: the value is not a dense tensor, or its dtype cannot be reduced.
+        ValueError: it is a scalar, or `op` is neither Average nor Sum.
     """
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until every rank has called it."""
+    submit(process_set, lambda _: BarrierOperation()).result()

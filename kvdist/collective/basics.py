@@ -20,10 +20,10 @@ from kvdist.runtime.process_name import name_process
 
 
 class _MeetingPoint:
-    """The meeting point of this process, found once: a launcher's socket can be listened at only once.
+    """The rendezvous store of this process, found once: a launcher's socket can be listened at only once.
 
     Attributes:
-        met: the tokens of the meetings at which this process has been.
+        met: the tokens of this process's meetings.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class _MeetingPoint:
         self._stores: dict[World, PrefixStore] = {}
 
     def find(self, world: World, timeout_s: float) -> Store:
-        """The store that all ranks share."""
+        """Return the store that all ranks share."""
         if world not in self._stores:
             self._stores[world] = meet(world, timeout_s)
             return self._stores[world]
@@ -43,14 +43,14 @@ _meeting = _MeetingPoint()
 
 
 def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
-    """Become a rank; a second call does nothing.
+    """Make this process a rank; a second call does nothing.
 
     Args:
-        world: who this process is; None asks the environment.
-        process_sets: to be known from the start, the same on all ranks; Horovod's word ``dynamic`` has no effect.
+        world: this process's rank, size and machine; None reads the environment.
+        process_sets: added from the start, the same on all ranks; Horovod's word ``dynamic`` has no effect.
 
     Raises:
-        ConfigError: the environment says only half of it.
+        ConfigError: the environment is incomplete.
         CollectiveError: the other ranks were not found in time.
     """
     if is_initialized():
@@ -72,16 +72,16 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
 
 
 def shutdown() -> None:
-    """Stop being a rank; a second call does nothing. `init` may be called again then, by all ranks.
+    """Leave the job; a second call does nothing. All ranks may call `init` again afterwards.
 
-    What the other ranks call then raises, if this one has not called it too. Within the handling of an exception, they
-    are told of that.
+    Operations of the other ranks that this one has not called then raise. If an exception is being handled, their error
+    names it.
     """
     _close(sys.exc_info()[1])
 
 
 def _close(error: BaseException | None) -> None:
-    # An error of an operation is known to the others already, and what follows it is often a new beginning.
+    # The other ranks know of a CollectiveError already, and a new `init` often follows it.
     is_end = isinstance(error, SystemExit) and not error.code
     is_news = error is not None and not isinstance(error, CollectiveError) and not is_end
     failure = f"ended by {type(error).__name__}: {str(error)[:500]}" if is_news else ""
@@ -90,38 +90,36 @@ def _close(error: BaseException | None) -> None:
 
 
 def _at_exit() -> None:
-    # An exception that ended the main thread is told to the others.
-    error = getattr(sys, "last_value", None)
-    _close(error)
+    _close(getattr(sys, "last_value", None))  # the exception that ended the main thread
 
 
 atexit.register(_at_exit)
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 (Horovod has it)
-    """Take part in what the others still do, with zeros, until all ranks have called this.
+    """Take part in the others' operations with zeros, until all ranks have called this.
 
-    Only Sum and Average of allreduce can be done by the others meanwhile; an average divides by the number of all
-    ranks. Anything else raises on those who call it.
+    The others can only call allreduce with Sum or Average meanwhile; an average divides by the number of all ranks. Any
+    other operation raises on the ranks that call it.
 
     Args:
         device: without effect; Horovod's.
 
     Returns:
-        The rank that called it last, on all ranks.
+        The rank that called it last, the same on all ranks.
     """
     return current().join()
 
 
 def start_timeline(path: str, mark_cycles: bool = False) -> None:
-    """Write what the operations do when to a file that ``chrome://tracing`` and Perfetto open.
+    """Write a timeline of the operations, which ``chrome://tracing`` and Perfetto open.
 
     Args:
-        path: rank 0 writes there, any other rank beside it, as in ``timeline.rank1.json``.
-        mark_cycles: also mark where the thread of operations had done all there was.
+        path: of rank 0's file; other ranks write beside it, as in ``timeline.rank1.json``.
+        mark_cycles: also mark when the queue of operations was empty.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the file cannot be written.
     """
     current().start_timeline(path, mark_cycles)
 
@@ -132,7 +130,7 @@ def stop_timeline() -> None:
 
 
 def rank() -> int:
-    """This process's number among all, from 0."""
+    """The rank of this process, from 0."""
     return current().world.rank
 
 
@@ -142,7 +140,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among those of its machine: which GPU is its own, say."""
+    """The rank of this process on its machine, such as for choosing a GPU."""
     return current().world.local_rank
 
 
@@ -157,7 +155,7 @@ def is_homogeneous() -> bool:
 
 
 def cross_rank() -> int:
-    """This machine's number among those that have a process of this local rank."""
+    """The number of this machine among the machines that have a process of this local rank."""
     return current().world.cross_rank
 
 

@@ -24,21 +24,22 @@ from kvdist.collective.reduction import TORCH_OPS, ReduceOp
 from kvdist.errors import CollectiveError
 
 GLOO_THREADS = 2
-"""Operations of one group that gloo works on at the same time."""
+"""Operations of one group that gloo performs at the same time."""
 
 SLOW_PEER_S = 7 * 24 * 3600.0
-"""Gloo's own time-out. A peer that is gone is noticed otherwise, and for one that is slow one waits."""
+"""Gloo's own timeout: gloo notices a lost peer without it, and a slow one is waited for."""
 NCCL_S = 60.0
-"""That of NCCL, which does not notice a peer that is gone."""
+"""NCCL's timeout: NCCL does not notice a lost peer."""
 
 
 class Channel:
-    """A group of ranks that do operations together.
+    """The connections of one group.
 
     Args:
-        store: shared by the ranks of the group, and by nobody else.
-        rank, size: this one's place in the group.
-        address: of this machine, where the others reach it.
+        store: shared by exactly the ranks of the group.
+        rank: of this process within the group.
+        size: of the group.
+        address: of this machine, where the other ranks reach it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
@@ -51,7 +52,7 @@ class Channel:
         self._nccl: Any = None
 
     def open(self) -> None:
-        """Connect to the others; blocks until all of them have, so that none can leave while another still connects."""
+        """Connect to the other ranks; blocks until all are connected, so none can leave while another connects."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=SLOW_PEER_S)
         options._devices = [ProcessGroupGloo.create_device(self._address)]
@@ -61,25 +62,25 @@ class Channel:
             self._gloo.barrier().wait()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
-        """Begin to replace a contiguous tensor by what `op` makes of all ranks' ones."""
+        """Begin to replace a contiguous tensor by the reduction of all ranks' tensors."""
         return self._of(tensor).allreduce(tensor, TORCH_OPS[op])  # type: ignore[no-any-return]
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        """Begin to write the ranks' equal-sized tensors one after the other into `output`."""
+        """Begin to write the ranks' equal-sized tensors one after another into `output`."""
         return self._of(tensor)._allgather_base(output, tensor)  # type: ignore[no-any-return]
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """Begin to replace a tensor by that of one rank of the group."""
+        """Begin to replace a tensor by the root's."""
         return self._of(tensor).broadcast(tensor, root)  # type: ignore[no-any-return]
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
-        """Begin to send each rank its rows of `tensor`; the numbers of rows are given."""
+        """Begin to send each rank its rows of `tensor`, given the numbers of rows."""
         return self._of(tensor).alltoall_base(output, tensor, list(received), list(sent))  # type: ignore[no-any-return]
 
     def reduce_scatter(self, output: torch.Tensor, parts: list[torch.Tensor], op: ReduceOp) -> Work:
-        """Begin to reduce the ranks' `parts`, of which this rank gets its own in `output`."""
+        """Begin to reduce the ranks' `parts`; this rank gets its part in `output`."""
         return self._of(output).reduce_scatter(output, parts, TORCH_OPS[op])  # type: ignore[no-any-return]
 
     def barrier(self) -> Work:
@@ -87,15 +88,12 @@ class Channel:
         return self._gloo.barrier()  # type: ignore[no-any-return]
 
     def abort(self) -> None:
-        """Give up what is under way on GPUs, which would wait for a peer that is gone; from any thread.
-
-        Gloo notices that itself.
-        """
+        """Abort what NCCL has begun, which would wait for a lost peer; gloo notices it itself. Safe from any thread."""
         if self._nccl is not None:
             self._nccl.abort()
 
     def close(self) -> None:
-        """Let go of the groups; nothing may be under way."""
+        """Release the process groups; no operation may be in progress."""
         self._gloo = None
         self._nccl = None
 
@@ -109,7 +107,7 @@ class Channel:
         return self._nccl
 
     def _on_gpus(self) -> Any:
-        """The group for CUDA tensors, made at the first of them."""
+        """Make the process group for CUDA tensors."""
         try:
             from torch.distributed import ProcessGroupNCCL
         except ImportError as error:
@@ -120,10 +118,13 @@ class Channel:
 
 
 class ConnectingGroup:
-    """A group that is not there yet, as far as it is told of the end of things.
+    """A group whose ranks are still connecting.
+
+    Gloo waits for the address of each rank, for ever if one has died. So a daemon thread connects, and is abandoned
+    when the control channel reports a loss by `fail`.
 
     Args:
-        number: that of the group.
+        number: of the group.
         ranks: its members.
     """
 
@@ -135,7 +136,7 @@ class ConnectingGroup:
         self._opened: Future[None] = Future()
 
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
-        """One of the ranks is gone, or everything is over."""
+        """Give up, because a rank is gone or the job has failed."""
         with contextlib.suppress(InvalidStateError):
             self._opened.set_exception(error_of("the connections to the other ranks"))
 
@@ -144,7 +145,7 @@ class ConnectingGroup:
 
         Raises:
             CollectiveError: one of them is gone.
-            RuntimeError: torch could not.
+            RuntimeError: torch cannot connect.
         """
         threading.Thread(target=self._run, args=(channel,), name="kvdist-opening", daemon=True).start()
         self._opened.result()
@@ -152,7 +153,7 @@ class ConnectingGroup:
     def _run(self, channel: Channel) -> None:
         try:
             channel.open()
-        except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
+        except Exception as error:  # noqa: BLE001 (`open` raises it)
             with contextlib.suppress(InvalidStateError):
                 self._opened.set_exception(error)
         else:

@@ -45,15 +45,24 @@ from kvdist.protocol.collective import (
 )
 
 PAST = 16
-"""So many operations are looked at where one does not tell what comes next."""
+"""Length in operations of the context that predicts the next one where the last operation alone does not."""
 STEPS_MAX = 32_768
-"""Steps that are remembered. All are forgotten beyond this, for programs whose names never end."""
+"""Transitions that are remembered. Beyond this all are forgotten: some programs use a new name for each call."""
 
 _AMBIGUOUS = b""
 
 
 class ResponseCache:
-    """See the module."""
+    """Predicts the next operation of a program from the ones before it, on all ranks alike.
+
+    Gloo combines data that does not belong together, and ends a process that receives more bytes than it expects. So
+    where ranks differ, at most one side may have begun. An operation is *predicted* if all ranks agreed on it after the
+    same previous operation, and no other one ever followed that. Where several did, such as a metric after some of the
+    steps, the last `PAST` operations are the context; if several followed even these, the ranks ask each time.
+
+    All ranks predict the same, because predictions follow from the common history. Forgetting is always allowed: it
+    only makes a rank ask. Pure; there is one for each group.
+    """
 
     def __init__(self) -> None:
         self._past = b""
@@ -61,11 +70,7 @@ class ResponseCache:
         self._agreed: set[bytes] = set()
 
     def call(self, digest: bytes) -> tuple[bool, bytes]:
-        """The program calls an operation.
-
-        Returns:
-            Whether it is the usual one, and what was called before, for `agree`.
-        """
+        """Record an operation that the program calls; return whether it was predicted, and its history for `agree`."""
         past, near = self._past, self._past[-DIGEST_BYTES:]
         if len(self._next) >= 2 * STEPS_MAX:
             self._forget()
@@ -77,13 +82,13 @@ class ResponseCache:
         return self._next[context] == digest and context + digest in self._agreed, past
 
     def agree(self, past: bytes, digest: bytes) -> None:
-        """All ranks have called this operation behind that past."""
+        """Record that all ranks have called this operation after that history."""
         if len(self._agreed) >= 2 * STEPS_MAX:
             self._forget()
         self._agreed |= {past[-DIGEST_BYTES:] + digest, past + digest}
 
     def restart(self) -> None:
-        """Know nothing any more: ranks have called different operations."""
+        """Forget the history too: ranks have called different operations."""
         self._past = b""
         self._forget()
 
@@ -93,39 +98,39 @@ class ResponseCache:
 
 
 class ConsistencyCheck(abc.ABC):
-    """Sees that the ranks of a group are at the same operation."""
+    """Checks that the ranks of a group are at the same operation, and explains failures."""
 
     @abc.abstractmethod
     def called(self, group: int, signature: Signature) -> None:
-        """The program has called the next operation of a group. Waits for nobody."""
+        """Record the next operation that the program calls in a group. Does not block."""
 
     @abc.abstractmethod
     def admit(self, group: int, sequence: int) -> None:
-        """Called on the group's thread before each operation; blocks where the others must be heard first.
+        """Block on the group's thread until the operation may begin.
 
         Raises:
-            CollectiveError: they are at another operation, or one is gone.
+            CollectiveError: the ranks are at different operations, or one is gone.
         """
 
     @abc.abstractmethod
     def done(self, group: int) -> None:
-        """An operation is over, well or not."""
+        """Record that an operation has ended, successfully or not."""
 
     @abc.abstractmethod
     def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
-        """What to tell the user in the place of an error of torch; may wait a moment for news of the cause."""
+        """Return the error for the user in place of torch's; may wait a moment for the cause."""
 
     @abc.abstractmethod
     def stand_in(self, group: int, sequence: int) -> Participate | AllJoined:
-        """What a rank that has joined is to do next, once that is known.
+        """Wait for what this rank, which has joined, must do next.
 
         Raises:
-            CollectiveError: one is gone, or the group has failed.
+            CollectiveError: a rank is gone, or the group has failed.
         """
 
 
 class SingleRankCheck(ConsistencyCheck):
-    """Asks nobody: for a process that is alone."""
+    """The check of a job with one rank: everything is admitted at once."""
 
     def called(self, group: int, signature: Signature) -> None: ...
 
@@ -141,42 +146,43 @@ class SingleRankCheck(ConsistencyCheck):
 
 
 BATCH = 64
-"""Operations that are reported together where nobody waits for them."""
+"""Predicted operations that are reported together."""
 ALIVE_S = 1.0
-"""How often a rank that waits says that it lives."""
+"""How often a waiting rank reports that it is alive."""
 DEFINED_MAX = 32_768
-"""Signatures that rank 0 is taken to remember. All are told again beyond this, for programs whose names never end."""
+"""Signatures that rank 0 is assumed to remember. Beyond this all are sent again."""
 EXPLAIN_S = 4.0
-"""How long rank 0 may take to warn what an error of torch means: longer than it waits for news itself."""
+"""How long rank 0 may take to explain an error of torch: longer than its own `EXPLAIN_S`."""
 LEFT = "it has called shutdown() or has ended"
-"""Why a rank is gone that has not failed."""
+"""The cause named for a rank that left without a failure."""
 
 _NO_WAIT, _WAIT = b"\0", b"\1"
 
 
 class Failable(Protocol):
-    """A group, as far as it is told of the end of things."""
+    """A group, open or still connecting, whose operations can be failed."""
 
     number: int
     ranks: tuple[int, ...]
     is_open: bool
 
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
-        """End operations that begin with this one; the error is made for what is waited for."""
+        """Fail the operations from this one on; `error_of` makes the error for the operation that is waited for."""
 
 
 @dataclass(slots=True)
 class _GroupCalls:
-    """A group's operations.
+    """The operations of one group on this rank.
 
     Attributes:
-        called, done, reported, reported_done: how many.
-        unreported: entries of a `CallReport`.
-        cache: what is usual.
-        waited: those that are not agreed on yet → what was called before, and the digest.
-        refused: those that differ → what was said of it.
-        orders: what a rank that has joined is to do.
-        ends_at, end: no operation from this one on is admitted, and why.
+        called, done, reported, reported_done: numbers of operations.
+        cache: predicts the next operation.
+        unreported: entries for the next `CallReport`.
+        waited: operations without agreement yet → their history and digest.
+        refused: operations in which the ranks differ → the explanation.
+        orders: what this rank does while it has joined.
+        is_throttled: every operation waits for agreement, because a rank has joined.
+        ends_at, end: the first operation that is not admitted any more, and the error.
     """
 
     called: int = 0
@@ -188,19 +194,19 @@ class _GroupCalls:
     waited: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     orders: deque[Participate | AllJoined] = field(default_factory=deque)
-    is_paced: bool = False
+    is_throttled: bool = False
     ends_at: int | None = None
     end: BaseException | None = None
 
 
 class CoordinatedCheck(ConsistencyCheck):
-    """See the module.
+    """The check of a job with several ranks, which asks the coordinator on rank 0.
 
     Args:
-        rank: this one.
-        host: where it is.
+        rank: of this process.
+        host: of this process.
         wake: wakes the control thread; safe from any thread.
-        warn: tells the user a sentence.
+        warn: logs a sentence for the user.
     """
 
     def __init__(self, rank: int, host: str, wake: Callable[[], None], warn: Callable[[str], None]) -> None:
@@ -209,25 +215,25 @@ class CoordinatedCheck(ConsistencyCheck):
         self._wake = wake
         self._warn = warn
         self._changed = threading.Condition(threading.Lock())
-        # What the others warn of a group may come before this rank has begun with it.
+        # Messages about a group may come before this rank has entered it.
         self._calls_of: defaultdict[int, _GroupCalls] = defaultdict(_GroupCalls)
         self._groups: dict[int, Failable] = {}
         self._defined: set[bytes] = set()
         self._outbox: deque[ToCoordinator] = deque()
         self._ends: list[tuple[int, Callable[[str], BaseException], int]] = []
-        """What has ended, and by which rank's leave (-1 for none): for groups that begin later."""
+        """(group, error, the rank whose departure caused it or -1): for groups that begin later."""
         self._leaving: list[tuple[int, Callable[[str], BaseException], dict[int, int]]] = []
-        """The ranks that call nothing more, and how much they have called of each group: for later groups."""
+        """(rank, error, calls per group) of ranks that call nothing more: for groups that begin later."""
         self._said_alive = 0.0
 
     # On the threads of users and groups.
 
     def enter(self, group: Failable) -> None:
-        """A group begins: first its opening, then itself."""
+        """Add a group: first as a `ConnectingGroup`, then the connected one."""
         with self._changed:
             is_known = group.number in self._groups
             self._groups[group.number] = group
-            # Here and not at the first operation: the control thread goes through the books meanwhile.
+            # Not at the first operation: the control thread iterates over this dict meanwhile.
             self._calls_of[group.number]
             if group.number and not is_known:
                 self._outbox.append(GroupMembers(group.number, group.ranks))
@@ -239,7 +245,7 @@ class CoordinatedCheck(ConsistencyCheck):
             self._limit(group, rank, error_of, counts)
 
     def leave(self, number: int) -> None:
-        """A group is no more."""
+        """Remove a group."""
         with self._changed:
             self._groups.pop(number, None)
             self._calls_of.pop(number, None)
@@ -248,8 +254,8 @@ class CoordinatedCheck(ConsistencyCheck):
         digest = signature.digest
         calls = self._calls_of[group]
         with self._changed:
-            is_usual, past = calls.cache.call(digest)
-            waits = not is_usual or calls.is_paced or signature.kind in ALWAYS_AGREED
+            is_predicted, past = calls.cache.call(digest)
+            waits = not is_predicted or calls.is_throttled or signature.kind in ALWAYS_AGREED
             if waits:
                 calls.waited[calls.called] = past, digest
                 if digest not in self._defined:
@@ -279,15 +285,15 @@ class CoordinatedCheck(ConsistencyCheck):
 
     def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        told = f"{signature} failed on rank {self.rank} on host {self._host}: {type(error).__name__}: {text}"
+        failure = f"{signature} failed on rank {self.rank} on host {self._host}: {type(error).__name__}: {text}"
         calls = self._calls(group)
         with self._changed:
-            # Torch's groups raise RuntimeError when a connection breaks; what else there is has its cause here.
-            self._outbox.append(OperationFailed(group, sequence, isinstance(error, RuntimeError), told))
+            # Torch's groups raise RuntimeError when a connection breaks; other errors have their cause here.
+            self._outbox.append(OperationFailed(group, sequence, isinstance(error, RuntimeError), failure))
         self._wake()
         with self._changed:
             self._changed.wait_for(lambda: calls.end is not None and _has_ended(calls, sequence), EXPLAIN_S)
-        return calls.end or CollectiveError(told)
+        return calls.end or CollectiveError(failure)
 
     def stand_in(self, group: int, sequence: int) -> Participate | AllJoined:
         calls = self._calls_of[group]
@@ -302,32 +308,32 @@ class CoordinatedCheck(ConsistencyCheck):
                 calls.reported += 1
                 calls.waited = {sequence + 1 if at == sequence else at: of for at, of in calls.waited.items()}
             else:
-                # What the others have called meanwhile is unknown here.
+                # This rank does not know what the others called meanwhile.
                 calls.cache.restart()
         return order
 
     def counts(self) -> tuple[tuple[int, int], ...]:
-        """How many operations of each group are done."""
+        """The number of finished operations of each group."""
         return tuple((number, calls.done) for number, calls in list(self._calls_of.items()) if number in self._groups)
 
     @property
     def has_failed(self) -> bool:
-        """Whether everything is over."""
+        """Whether the whole job has failed."""
         return any(number == WHOLE_JOB for number, _, _ in self._ends)
 
     @property
     def has_groups_without_rank_0(self) -> bool:
-        """Whether this rank can still do something with others when rank 0 has left."""
+        """Whether this rank has process sets that can go on after rank 0 has left."""
         return any(0 not in group.ranks for group in list(self._groups.values()))
 
     def say_last_calls(self, counts: Mapping[int, int]) -> None:
-        """Tell the others that no more is called here: so many operations of each group, which are still finished."""
+        """Tell the other ranks how many operations of each group this one has called; it calls no more."""
         with self._changed:
             self._outbox.append(LastCalls(tuple(counts.items())))
         self._wake()
 
     def say_goodbye(self, failure: str) -> None:
-        """Leave the job."""
+        """Announce that this rank leaves the job."""
         with self._changed:
             self._outbox.append(RankBye(failure, self.counts()))
         self._wake()
@@ -335,12 +341,12 @@ class CoordinatedCheck(ConsistencyCheck):
     # On the control thread.
 
     def take(self, now: float) -> list[ToCoordinator]:
-        """What is to be sent now."""
+        """Return the messages to send now."""
         with self._changed:
             outgoing = list(self._outbox)
             self._outbox.clear()
             waits = False
-            # The group of all is last: all of a set is reported before its removal.
+            # The group of all ranks comes last: a set's operations are reported before its removal.
             for number, calls in sorted(self._calls_of.items(), reverse=True):
                 waits = waits or calls.done < calls.called
                 if calls.unreported or calls.done != calls.reported_done:
@@ -351,11 +357,11 @@ class CoordinatedCheck(ConsistencyCheck):
                 outgoing += [
                     self._report(at, calls) for at, calls in self._calls_of.items() if calls.done < calls.called
                 ]
-        # What is defined is reported behind that, and a goodbye says the last word.
+        # Definitions come before their reports, and a goodbye is the last message.
         return sorted(outgoing, key=lambda message: isinstance(message, RankBye))
 
     def hear(self, message: ToMember) -> None:
-        """Rank 0 has said something."""
+        """Handle a message from rank 0."""
         match message:
             case Agreed():
                 self._agree(message)
@@ -375,16 +381,16 @@ class CoordinatedCheck(ConsistencyCheck):
                     self._calls_of[group].orders.append(message)
                     self._changed.notify_all()
             case Throttle(group=group, waits=waits):
-                self._calls_of[group].is_paced = waits
+                self._calls_of[group].is_throttled = waits
             case StallWarning(text=text):
                 self._warn(text)
 
     def fail(self, error_of: Callable[[str], BaseException]) -> None:
-        """Everything is over."""
+        """Fail the whole job."""
         self._end(WHOLE_JOB, error_of)
 
     def lose(self, rank: int, host: str, cause: str, counts: Mapping[int, int] | None = None) -> None:
-        """A rank is gone; with `counts` it has only left, and what it has done can be done."""
+        """Handle the loss of a rank; with `counts` it left, and what it had called can still be finished."""
         error_of = _error_of(self.rank, rank, host, cause)
         if counts is None:
             self.fail(error_of)
@@ -393,9 +399,9 @@ class CoordinatedCheck(ConsistencyCheck):
             self._ends.append((-1, error_of, rank))
             groups = list(self._groups.items())
         for number, group in groups:
-            # Where it was connected it has waited for all to be, so the connections of this rank come about without it.
-            is_coming_about = not group.is_open and number in counts
-            if rank in group.ranks and not is_coming_about:
+            # A connected rank has waited for all to connect, so this rank's connections succeed without it.
+            still_connects = not group.is_open and number in counts
+            if rank in group.ranks and not still_connects:
                 self._end(number, error_of, counts.get(number, 0))
 
     def _hear_last_calls(self, rank: int, error_of: Callable[[str], BaseException], counts: dict[int, int]) -> None:
@@ -408,14 +414,14 @@ class CoordinatedCheck(ConsistencyCheck):
     def _limit(
         self, group: Failable, rank: int, error_of: Callable[[str], BaseException], counts: Mapping[int, int]
     ) -> None:
-        """End what a rank that calls nothing more has not called. It still connects where it has begun to."""
+        """Fail what a rank that calls nothing more has not called. A connection that it has begun still completes."""
         if group.is_open and rank in group.ranks and group.number in counts:
             self._end(group.number, error_of, counts[group.number])
 
     # Under the lock, or what takes it.
 
     def _calls(self, group: int) -> _GroupCalls:
-        """That of a group; one to be thrown away where a thread that was left alone outlives its group."""
+        """The calls of a group; an empty record for an abandoned thread that outlives its group."""
         return self._calls_of.get(group) or _GroupCalls()
 
     def _define(self, digest: bytes, signature: Signature) -> None:
@@ -459,7 +465,7 @@ class CoordinatedCheck(ConsistencyCheck):
             group = self._groups.get(each)
             if group is None:
                 continue
-            # First those who wait for a result, so that the error names what they wait for.
+            # First the group, so that the error names the operation that is waited for.
             group.fail(error_of, from_sequence)
             with self._changed:
                 calls = self._calls_of[each]
@@ -469,7 +475,7 @@ class CoordinatedCheck(ConsistencyCheck):
 
 
 def _error_of(own: int, rank: int, host: str, cause: str) -> Callable[[str], BaseException]:
-    """Makes the error of a rank that is gone, for what this one waits for."""
+    """Return a function that makes the `RankLostError`, given the operation that this rank waits for."""
     exit_with_peer_lost()
 
     def error_of(awaited: str) -> BaseException:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kvdist.collective.consistency import CoordinatedCheck
-from kvdist.collective.coordinator import Answers, Coordinator, StallCheck, named
+from kvdist.collective.coordinator import Answers, Coordinator, named
 from kvdist.config.addresses import host_name
 from kvdist.config.endpoints import is_loopback, tcp_endpoint
 from kvdist.config.environment import World
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 
 
 def open_transport(settings: CollectiveSettings) -> ZeroMQTransport:
-    """ZeroMQ, without encryption.
+    """Open a ZeroMQ transport without encryption.
 
-    A rank that stands still is not a lost one here; one whose machine is gone is, as it acknowledges no heartbeat.
+    A stopped rank does not count as lost; one whose machine is gone does, because heartbeats are not acknowledged.
 
     Raises:
-        ConfigError: encryption is asked for.
+        ConfigError: the settings ask for encryption.
     """
     if settings.secret_file is not None or settings.security == "curve":
         name = "KVDIST_SECURITY=curve" if settings.secret_file is None else "KVDIST_SECRET_FILE"
         raise ConfigError(
-            f"{name} asks for encryption, and what ranks send to each other by collective operations (gloo, NCCL) is"
-            " not encrypted: unset it if they are on one machine or in a network that you trust, or use 'dist'"
+            f"{name} asks for encryption, but collective operations (gloo, NCCL) are not encrypted: unset it if the"
+            " ranks are on one machine or in a network that you trust, or use 'dist'"
         )
     from kvdist.transport.zeromq import ZeroMQTransport
 
@@ -69,12 +69,12 @@ def open_transport(settings: CollectiveSettings) -> ZeroMQTransport:
 
 
 def listen(transport: ZeroMQTransport, address: str, settings: CollectiveSettings) -> str:
-    """Listen at a free port of an address, one of the range if there is one, and return the endpoint.
+    """Listen at a free port of an address, within the port range if one is set, and return the endpoint.
 
-    Where all ranks are on one machine that is a file, unless ``KVDIST_SECURITY`` is ``none``.
+    If all ranks are on one machine, listen at a file instead, unless ``KVDIST_SECURITY`` is ``none``.
 
     Raises:
-        ConfigError: there is no such address here, or every port of the range is taken.
+        ConfigError: this machine does not have the address, or every port of the range is taken.
     """
     if is_loopback(address) and settings.security is None:
         require_private_folder()
@@ -97,22 +97,22 @@ LOG = logging.getLogger("kvdist")
 
 TICK_S = 0.25
 LOOK_AGAIN_S = 0.02
-"""How often a rank looks whether rank 0 has called for another meeting."""
+"""How often a rank looks for the token of rank 0's next meeting."""
 FAREWELL_S = 2.0
-"""How long a rank that leaves waits to be heard."""
+"""How long a leaving rank waits for the acknowledgement of its goodbye."""
 BROKEN = "its process ended, or its connection broke"
 _KEY = "control"
 
 
 def open_control(world: World, store: Store, address: str, settings: CollectiveSettings, met: set[str]) -> Control:
-    """This rank's end of the channel.
+    """Open this rank's end of the channel.
 
     Args:
-        world: who it is.
-        store: where all ranks read and write.
-        address: of this machine, where rank 0 listens if this is it.
-        settings: what the user has set.
-        met: the tokens of earlier meetings, to which that of this one is added.
+        world: this process's rank, size and machine.
+        store: shared by all ranks.
+        address: of this machine, where rank 0 listens.
+        settings: the user's.
+        met: the tokens of earlier meetings; the new one is added.
 
     Raises:
         CollectiveError: rank 0 has not begun in time.
@@ -121,12 +121,12 @@ def open_control(world: World, store: Store, address: str, settings: CollectiveS
 
 
 class Control(abc.ABC):
-    """See `open_control`.
+    """One rank's end of the channel, with its thread. `open_control` makes it.
 
     Attributes:
-        check: what the groups ask.
-        token: what rank 0 has drawn for this meeting; no other one has it.
-        hosts: for each rank where it is, once all have come.
+        check: the consistency check of this rank's groups.
+        token: drawn by rank 0 for this meeting alone.
+        hosts: of all ranks, once all have connected.
     """
 
     def __init__(self, world: World, store: Store, address: str, settings: CollectiveSettings, met: set[str]) -> None:
@@ -150,23 +150,23 @@ class Control(abc.ABC):
         self._thread.start()
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have come.
+        """Wait until all ranks have connected.
 
         Raises:
-            CollectiveError: they have not in time, or they will have nothing to do with this one.
+            CollectiveError: not all have in time, or rank 0 refuses this rank.
         """
         if not self._has_begun.wait(self.patience_s):
             self._refusal = self.missing()
         if self._refusal:
-            # Nowhere else: a thread that still waits in gloo for another rank's address keeps the store to itself.
-            self.call_off()
+            # Only here: a thread that waits in gloo for another rank's address keeps the store to itself.
+            self.withdraw()
             self.close(self._refusal)
             raise CollectiveError(self._refusal)
 
     def close(self, failure: str = "") -> None:
-        """Take leave; `failure` tells the others why they are left alone.
+        """Leave the job; `failure` tells the other ranks why.
 
-        Where nobody is left to hear it that takes no time. Rank 0 stays as long as others have process sets without it.
+        Returns at once if no other rank is left. Rank 0 stays while others have process sets without it.
         """
         self._deadline = time.monotonic() + FAREWELL_S
         self.check.say_goodbye(failure)
@@ -175,50 +175,50 @@ class Control(abc.ABC):
     @property
     @abc.abstractmethod
     def patience_s(self) -> float:
-        """How long to wait for the others."""
+        """How long to wait for the other ranks."""
 
     @abc.abstractmethod
     def meet(self, store: Store, address: str) -> str:
-        """Listen, or dial; returns the token."""
+        """Listen or connect; return the token."""
 
     @abc.abstractmethod
     def missing(self) -> str:
-        """Who has not come, when it was time."""
+        """Say who has not connected in time."""
 
     @abc.abstractmethod
-    def call_off(self) -> None:
-        """Let nobody come to this meeting any more."""
+    def withdraw(self) -> None:
+        """Keep further ranks away from this meeting."""
 
     # On the control thread.
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """Say who this is."""
+        """Introduce this rank."""
 
     @abc.abstractmethod
     def handle(self, event: Event) -> None:
-        """Something has happened on the transport."""
+        """Handle an event of the transport."""
 
     @abc.abstractmethod
     def send(self, message: ToCoordinator, now: float) -> None:
-        """Tell rank 0."""
+        """Send a message to rank 0."""
 
     @abc.abstractmethod
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Handle the passing of time."""
 
     @property
     @abc.abstractmethod
     def is_alone(self) -> bool:
-        """Whether nobody is left to speak with."""
+        """Whether the connection to rank 0 has ended."""
 
     @property
     @abc.abstractmethod
     def is_needed(self) -> bool:
-        """Whether others cannot do without this end of the channel, though this rank has taken its leave."""
+        """Whether other ranks still need this end of the channel after this rank has left."""
 
     def hear(self, message: Message) -> None:
-        """Rank 0 has said this to this rank."""
+        """Handle a message from rank 0."""
         match message:
             case AllConnected(hosts=hosts):
                 self.hosts = hosts
@@ -228,10 +228,10 @@ class Control(abc.ABC):
             case GroupFailed(text=text) | RankGone(cause=text) if not self._has_begun.is_set():
                 self.refuse(text)
             case _:
-                self.check.hear(message)  # type: ignore[arg-type]  # what is not for it, it does not match
+                self.check.hear(message)  # type: ignore[arg-type]  # it ignores other messages
 
     def refuse(self, text: str) -> None:
-        """Nothing will come of this meeting."""
+        """Give up this meeting."""
         self._refusal = text
         self._has_begun.set()
 
@@ -266,11 +266,11 @@ class Control(abc.ABC):
 
 
 class Hub(Control):
-    """Rank 0's, with the coordinator."""
+    """Rank 0's end, with the coordinator."""
 
     def meet(self, store: Store, address: str) -> str:
-        stalls = StallCheck(self.settings.stall_check_s, self.settings.stall_shutdown_s)
-        self._coordinator = Coordinator(self.world.size, stalls)
+        settings = self.settings
+        self._coordinator = Coordinator(self.world.size, settings.stall_check_s, settings.stall_shutdown_s)
         self._routes: dict[int, Route] = {}
         self._ranks: dict[Route, int] = {}
         token = secrets.token_hex(8)
@@ -288,7 +288,7 @@ class Hub(Control):
             f" missing: {named(missing)}"
         )
 
-    def call_off(self) -> None:
+    def withdraw(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and the meeting point with it
             self._store.delete_key(_KEY)
 
@@ -329,15 +329,15 @@ class Hub(Control):
             LOG.info("rank 0 has dropped a message: %s", error)
 
     def _admit(self, message: Message, event: Arrived) -> int:
-        """Whose first message this is.
+        """Return the rank whose first message this is.
 
         Raises:
-            ProtocolError: that of a stranger, or of somebody whom we cannot have, who is told.
+            ProtocolError: the sender has no token, or a rank that does not fit here, to which the reason is sent.
         """
         if not isinstance(message, RankHello) or not secrets.compare_digest(
             message.token.encode(), self.token.encode()
         ):
-            raise ProtocolError("it comes from a stranger")
+            raise ProtocolError("its sender does not have the token")
         rank, refusal = message.rank, ""
         if message.version != __version__:
             refusal = (
@@ -346,7 +346,8 @@ class Hub(Control):
             )
         elif message.size != self.world.size:
             refusal = (
-                f"rank {rank} on host {message.host} was told of {message.size} ranks, and rank 0 of {self.world.size}"
+                f"rank {rank} on host {message.host} belongs to a job of {message.size} ranks, and rank 0 to one of"
+                f" {self.world.size}"
             )
         elif rank not in self._coordinator.missing:
             refusal = f"two processes say that they are rank {rank}, one of them on host {message.host}"
@@ -365,7 +366,7 @@ class Hub(Control):
 
 
 class Spoke(Control):
-    """That of any other rank."""
+    """The end of any other rank."""
 
     def meet(self, store: Store, address: str) -> str:
         timeout_s = self.settings.start_timeout_s
@@ -375,7 +376,7 @@ class Spoke(Control):
             store.wait([_KEY], timedelta(seconds=timeout_s))
             endpoint, token = store.get(_KEY).decode().split()
             while token in self._met:
-                # What came of that one is over here, and so it is on rank 0 or will soon be.
+                # That meeting is over here, so it is or soon will be over on rank 0.
                 if time.monotonic() >= deadline:
                     raise TimeoutError
                 time.sleep(LOOK_AGAIN_S)
@@ -393,7 +394,7 @@ class Spoke(Control):
 
     @property
     def patience_s(self) -> float:
-        # Rank 0 knows who is missing, and says so when its time is over, which began earlier or later than this one's.
+        # Rank 0 names the missing ranks when its own time is over, which may have begun later.
         return self.settings.start_timeout_s + FAREWELL_S
 
     def missing(self) -> str:
@@ -402,7 +403,7 @@ class Spoke(Control):
             f" {self.settings.start_timeout_s:g} s (KVDIST_START_TIMEOUT_S)"
         )
 
-    def call_off(self) -> None: ...
+    def withdraw(self) -> None: ...
 
     def begin(self) -> None:
         self.send(RankHello(self.token, self.world.rank, self.world.size, host_name(), __version__), 0.0)
@@ -428,7 +429,7 @@ class Spoke(Control):
                     message = decode(frame)
                     self.hear(message)
                     has_left = isinstance(message, RankGone) and message.rank == 0
-                    # It stays to compare what others do in process sets of their own, if it can.
+                    # Rank 0 stays, if it can, to compare operations in process sets without it.
                     if has_left and (self.check.has_failed or not self.check.has_groups_without_rank_0):
                         self._home = None
             case Connected():

@@ -19,8 +19,9 @@ from kvdist.collective.channel import Channel, ConnectingGroup
 from kvdist.collective.consistency import ConsistencyCheck, SingleRankCheck
 from kvdist.collective.control import Control, open_control
 from kvdist.collective.group import Group
-from kvdist.collective.operations import JoinOperation, Operation, zeros_operation
+from kvdist.collective.operations import MarkerOperation, Operation, zeros_operation
 from kvdist.collective.rendezvous import meet, own_address
+from kvdist.collective.signature import JOIN_SIGNATURE
 from kvdist.collective.timeline import NO_TIMELINE, FileTimeline, Timeline
 from kvdist.config.environment import World, placed
 from kvdist.config.settings import CollectiveSettings
@@ -32,16 +33,16 @@ DEFAULTS = CollectiveSettings()
 
 
 class CollectiveEngine:
-    """One rank.
+    """This process as one rank of a collective job.
 
     Args:
-        world: who it is.
-        met: the tokens of meetings at which this process has been, to which that of this one is added.
-        find: meets the others; see `rendezvous.meet`.
-        settings: what the user has set.
+        world: this process's rank, size and machine.
+        met: the tokens of this process's earlier meetings; the new one is added.
+        find: returns the store that all ranks share; see `rendezvous.meet`.
+        settings: the user's.
 
     Attributes:
-        sets: the process sets: number → ranks. All ranks know all of them.
+        sets: the process sets, number → ranks, the same on all ranks.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class CollectiveEngine:
 
     @property
     def board(self) -> Store:
-        """What all ranks share beside their operations, for short notes; they are gone with the engine."""
+        """A store for short notes that all ranks share; it ends with the engine."""
         return PrefixStore("board", self._store)
 
     @property
@@ -88,46 +89,46 @@ class CollectiveEngine:
         return sizes == {self.world.local_size}
 
     def group(self, number: int = ALL_RANKS) -> Group:
-        """One of the groups this rank is in.
+        """Return a group of which this rank is a member.
 
         Raises:
-            CollectiveError: it is not in that one.
+            CollectiveError: it is not a member.
         """
         try:
             return self._groups[number]
         except KeyError:
-            known = f"of ranks {list(self.sets[number])}" if number in self.sets else "which is not known"
+            known = f"of ranks {list(self.sets[number])}" if number in self.sets else "which does not exist"
             raise CollectiveError(f"rank {self.world.rank} is not in process set {number}, {known}") from None
 
     def submit(self, operation: Operation, number: int = ALL_RANKS) -> Future[Any]:
-        """Have the ranks of a group do something together.
+        """Queue an operation of a group; return the future of its result.
 
         Raises:
             CollectiveError: this rank is not in the group, or the group has failed.
-            ForkError: this process is a child of that which is the rank.
+            ForkError: this process was forked from the rank.
         """
         self._check_fork()
         return self.group(number).submit(operation)
 
     def refuse(self, error: BaseException, number: int = ALL_RANKS) -> None:
-        """Tell the ranks of a group that this one cannot call the next operation, so that they do not wait for it.
+        """Report to the ranks of a group that this one cannot call the next operation, so that none waits for it.
 
         Args:
-            error: why; the caller raises it here.
+            error: the reason; the caller raises it here.
             number: of the group.
         """
         self._check_fork()
         self.group(number).refuse(error)
 
     def join(self) -> int:
-        """Let the others go on without this rank, until all have called this; returns who did last."""
-        return int(self.submit(JoinOperation()).result())
+        """Let the others go on without this rank until all have called this; return the last rank to call it."""
+        return int(self.submit(MarkerOperation(JOIN_SIGNATURE)).result())
 
     def start_timeline(self, path: str, marks_cycles: bool = False) -> None:
-        """Note what the operations do when, in the place of an earlier timeline.
+        """Start to write a timeline, in place of an earlier one.
 
         Raises:
-            OSError: nothing can be written there.
+            OSError: the file cannot be written.
         """
         self.stop_timeline()
         self._set_timeline(FileTimeline(path, self.world.rank, marks_cycles))
@@ -140,18 +141,18 @@ class CollectiveEngine:
             stopped.stop()
 
     def at_close(self, action: Callable[[], None]) -> None:
-        """Call this when the engine is closed."""
+        """Register a function to call when the engine is closed."""
         self._closing.append(action)
 
     def not_at_close(self, action: Callable[[], None]) -> None:
-        """Take back an `at_close`."""
+        """Undo an `at_close`."""
         self._closing = [other for other in self._closing if other != action]
 
     def close(self, failure: str = "") -> None:
-        """Take leave of the others. A forked child leaves all that to its parent.
+        """Leave the job. In a forked child it does nothing.
 
         Args:
-            failure: why this process cannot go on; '' finishes what was submitted.
+            failure: why this process cannot go on; '' finishes the submitted operations.
         """
         if os.getpid() != self._pid:
             return
@@ -162,7 +163,7 @@ class CollectiveEngine:
         if failure:
             for group in groups:
                 group.fail(lambda _: CollectiveError(f"this process ends: {failure}"))
-        # Before anything is waited for: others may wait for what is never called here, and this rank for them.
+        # Before any wait: the others may wait for operations that are never called here, and this rank for them.
         called = {group.number: group.stop_calls() for group in groups}
         if self._control is not None and failure:
             self._control.close(failure)
@@ -177,7 +178,7 @@ class CollectiveEngine:
     # On the thread of the group of all ranks.
 
     def open_set(self, ranks: tuple[int, ...]) -> int:
-        """Know another process set, and connect to its members if this rank is one. Returns its number."""
+        """Add a process set, connect to its members if this rank is one, and return its number."""
         number, self._next_set = self._next_set, self._next_set + 1
         self.sets[number] = ranks
         if self.world.rank in ranks:
@@ -185,7 +186,7 @@ class CollectiveEngine:
         return number
 
     def close_set(self, number: int) -> None:
-        """Forget a process set."""
+        """Remove a process set."""
         self.sets.pop(number, None)
         group = self._groups.pop(number, None)
         if group is not None:
@@ -203,7 +204,7 @@ class CollectiveEngine:
         control.wait_for_all()
         if self.world.is_assumed:
             self.world = placed(self.world, control.hosts)
-        # Behind this prefix lies nothing of an earlier attempt to meet here.
+        # No earlier meeting has written under this prefix.
         return control, PrefixStore(control.token, store)
 
     def _new_group(self, number: int, ranks: Sequence[int]) -> None:
@@ -236,19 +237,19 @@ class CollectiveEngine:
 
 
 def _local_size_of(rank: int) -> str:
-    """Where a rank notes how many there are on its machine."""
+    """The key under which a rank notes the number of ranks on its machine."""
     return f"local_size/{rank}"
 
 
 class _ThreadEngine(threading.local):
-    """What a thread that is a rank of its own uses instead of the process's engine."""
+    """The engine of a thread that is a rank of its own, in place of the process's."""
 
     engine: CollectiveEngine | None = None
 
 
 _of_thread = _ThreadEngine()
 of_process: list[CollectiveEngine] = []
-"""None or one."""
+"""The engine of this process, if there is one."""
 
 
 def is_initialized() -> bool:
@@ -257,7 +258,7 @@ def is_initialized() -> bool:
 
 
 def current() -> CollectiveEngine:
-    """The engine in use.
+    """The engine of this thread or process. An operation keeps the engine that was current when it was called.
 
     Raises:
         ConfigError: `init` was not called; a ValueError, as in Horovod.
@@ -265,13 +266,13 @@ def current() -> CollectiveEngine:
     if _of_thread.engine is not None:
         return _of_thread.engine
     if not of_process:
-        raise ConfigError("this process is no rank yet: kvdist.collective has not been initialized; call init() first")
+        raise ConfigError("kvdist.collective has not been initialized: call init() first")
     return of_process[0]
 
 
 @contextlib.contextmanager
 def using(engine: CollectiveEngine) -> Iterator[CollectiveEngine]:
-    """Let this thread be the rank of an engine of its own."""
+    """Make this thread a rank with an engine of its own."""
     before, _of_thread.engine = _of_thread.engine, engine
     try:
         yield engine

@@ -28,7 +28,7 @@ from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
 from kvdist.collective.consistency import ConsistencyCheck
-from kvdist.collective.operations import FailedOperation, Operation
+from kvdist.collective.operations import Operation, failed_operation
 from kvdist.collective.signature import JOIN
 from kvdist.collective.timeline import NO_TIMELINE, Timeline
 from kvdist.errors import CollectiveError, PeerLostError
@@ -39,29 +39,29 @@ class DeviceFuture(Future[Any]):
     """The future of an operation on CUDA tensors.
 
     Args:
-        operation: kept until the result has been asked for, and with it the tensors that the device may still read.
+        operation: kept until the result is taken, with the tensors that the device may still read.
     """
 
     def __init__(self, operation: Operation) -> None:
         super().__init__()
         self._operation: Operation | None = operation
-        # Operations that do not say where their tensors are have them where the caller works.
+        # An operation without a known device has its tensors on the caller's device.
         self.device = operation.cuda_device if operation.cuda_device is not None else torch.cuda.current_device()
         self._called = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._called.record(torch.cuda.current_stream(self.device))
         self._finished: torch.cuda.Event | None = None
 
     def order_after_caller(self, stream: torch.cuda.Stream) -> None:
-        """Let the group's stream wait for what the caller had begun."""
+        """Make the group's stream wait for what the caller had begun."""
         stream.wait_event(self._called)
 
     def order_before_result(self, stream: torch.cuda.Stream) -> None:
-        """Let whoever gets the result wait for what the group's stream has begun."""
+        """Make streams that take the result wait for what the group's stream has begun."""
         self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._finished.record(stream)
 
     def result(self, timeout: float | None = None) -> Any:
-        """The result, to be used on the present stream."""
+        """Wait for the result, for use on the current stream."""
         value = super().result(timeout)
         if self._finished is not None:
             stream = torch.cuda.current_stream(self.device)
@@ -73,24 +73,24 @@ class DeviceFuture(Future[Any]):
 
 
 class Stream:
-    """The stream of a group, made at the first operation on CUDA tensors."""
+    """The CUDA streams of a group, one for each device, made at the first operation on CUDA tensors."""
 
     def __init__(self) -> None:
         self._made: dict[int, torch.cuda.Stream] = {}
 
     def entered(self, future: Future[Any]) -> AbstractContextManager[Any]:
-        """For what the group's thread does for an operation."""
+        """Return the context in which the group's thread works on an operation."""
         if not isinstance(future, DeviceFuture):
             return contextlib.nullcontext()
         return torch.cuda.stream(self._on(future.device))
 
     def follow(self, future: Future[Any]) -> None:
-        """Order the stream behind the caller of an operation."""
+        """Order the stream behind the caller's."""
         if isinstance(future, DeviceFuture):
             future.order_after_caller(self._on(future.device))
 
     def lead(self, future: Future[Any]) -> None:
-        """Order the result of an operation behind the stream."""
+        """Order the result behind the stream."""
         if isinstance(future, DeviceFuture):
             future.order_before_result(self._on(future.device))
 
@@ -107,14 +107,14 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 BEGUN_MAX = 16
-"""Operations that are begun and not done: the channel has the next one at hand when one is done."""
+"""Operations that are begun and not done, so the channel has the next one when one is done."""
 LAST_WAIT_S = 1.0
-"""How long a failed group may take to end. What can never be finished has no end."""
+"""How long `close` waits for the thread of a failed group, which may be stuck in an operation for ever."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingOperation:
-    """An operation that the program has called."""
+    """An operation that the program has called and that is not done."""
 
     sequence: int
     operation: Operation
@@ -123,14 +123,14 @@ class PendingOperation:
 
 
 class Group:
-    """Some of the ranks, and what they do together.
+    """Some of the ranks, and the operations that they do together.
 
     Args:
-        number: the same on all ranks; 0 is the group of all.
-        ranks: its members, by their ranks among all, ascending.
-        channel: connected to them; this group owns it from now on.
-        check: asked about every operation.
-        stand_in: makes this rank's part in what the others do when this one has joined.
+        number: the same on all ranks; 0 is the group of all ranks.
+        ranks: the members, by their global ranks, ascending.
+        channel: connected to the members; the group owns it.
+        check: admits every operation.
+        stand_in: makes this rank's part in an operation of the others while this rank has joined.
     """
 
     is_open = True
@@ -149,7 +149,7 @@ class Group:
         self.size = channel.size
         self.timeline: Timeline = NO_TIMELINE
         self.loss: PeerLostError | None = None
-        """What an operation failed with because a rank is gone."""
+        """The error of an operation that failed because a rank is gone."""
         self._channel = channel
         self._check = check
         self._stand_in = stand_in
@@ -159,7 +159,7 @@ class Group:
         self._names: set[str] = set()
         self._lock = threading.Lock()
         self._failure: Callable[[str], BaseException] | None = None
-        """Makes the error of whoever comes late, for what is called."""
+        """Makes the error of later calls, given the operation."""
         self._fails_from = 0
         self._is_broken = False
         self._called = 0
@@ -168,11 +168,11 @@ class Group:
         self._thread = threading.Thread(target=self._run, name=f"kvdist-collective-{number}", daemon=True)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, operation: Operation) -> Future[Any]:
-        """Have an operation done after all that were submitted before.
+        """Queue an operation behind those submitted before.
 
         Raises:
             CollectiveError: the group has failed or is closed, or an operation of that name is under way.
@@ -182,25 +182,25 @@ class Group:
         with self._lock:
             if name in self._names:
                 error = CollectiveError(
-                    f"{operation.signature} is called while an operation of the name {name!r} is under way: give each"
-                    " its own name, or synchronize() the first before"
+                    f"{operation.signature} is called while an operation named {name!r} is in progress: give each its"
+                    " own name, or synchronize() the first one before"
                 )
-                self._put(FailedOperation(error), Future())
+                self._put(failed_operation(error), Future())
                 raise error
             self._put(operation, future)
         return future
 
     def refuse(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot call the next operation, which this was to be."""
+        """Report to all ranks that this one cannot call the next operation."""
         with self._lock:
-            self._put(FailedOperation(error), Future())
+            self._put(failed_operation(error), Future())
 
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
-        """Tell everybody who waits for one from this operation on, and whoever comes later, that it will not be done.
+        """Fail the operations from this one on, pending and future.
 
         Args:
-            error_of: makes the error, for the operation that is waited for, or for '' if there is none.
-            from_sequence: of the first one that it concerns.
+            error_of: makes the error, given the operation that is waited for, or '' if there is none.
+            from_sequence: the first operation concerned.
         """
         with self._lock:
             ended = [called for sequence, called in self._waiting.items() if sequence >= from_sequence]
@@ -219,17 +219,17 @@ class Group:
             self._channel.abort()
 
     def stop_calls(self) -> int | None:
-        """Take no more operations. Returns how many were taken, None if a `join` may still let others call more."""
+        """Accept no more operations; return how many were called, None if a pending `join` may add to them."""
         with self._lock:
             if self._failure is None or self._called < self._fails_from:
                 self._failure, self._fails_from = _closed, self._called
             return None if self._has_joined else self._called
 
     def close(self) -> None:
-        """Finish what is under way and let go of the connections. What can never be finished is left alone."""
+        """Finish pending operations and release the connections. A thread that is stuck for ever is abandoned."""
         self.stop_calls()
         with self._lock:
-            # What a rank that has left had done with the others can still be done.
+            # Operations that a rank had called before it left can still be finished.
             has_failed = self._is_broken and not self._waiting
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
@@ -241,7 +241,7 @@ class Group:
             self._note(error)
             raise error
         if self._has_joined:
-            raise CollectiveError(f"{operation.signature} is called while join() has not returned; wait for that first")
+            raise CollectiveError(f"{operation.signature} is called before join() has returned; wait for that first")
         signature = operation.signature
         called = PendingOperation(self._called, operation, future, self.timeline.now())
         self._called += 1
@@ -253,7 +253,7 @@ class Group:
         self._queue.put(called)
 
     def _note(self, error: BaseException | None) -> None:
-        """Before anybody is told of it: who is told may ask whether a rank is lost."""
+        """Remember the loss of a rank, before any future is resolved with it."""
         if isinstance(error, PeerLostError):
             self.loss = error
 
@@ -285,7 +285,7 @@ class Group:
             with self._stream.entered(called.future):
                 self._stream.follow(called.future)
                 self._begun.append((called, called.operation.begin(self._channel), begun_ns))
-        except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
+        except Exception as error:  # noqa: BLE001 (it resolves the future)
             self._resolve(called, None, self._explained(error, called))
 
     def _finish(self, called: PendingOperation, works: list[Work], begun_ns: int) -> None:
@@ -296,20 +296,20 @@ class Group:
                 result = called.operation.finish()
                 self._stream.lead(called.future)
             self.timeline.finished(called.operation.signature.kind, called.operation.signature.name, begun_ns)
-        except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
+        except Exception as error:  # noqa: BLE001 (it resolves the future)
             self._resolve(called, None, self._explained(error, called))
         else:
             self._resolve(called, result, None)
 
     def _join(self, called: PendingOperation) -> None:
-        """Take part in what the others do, until all have joined; the result is who did last."""
+        """Take part in the others' operations until all ranks have joined; the result is the last one to join."""
         while self._begun:
             self._finish(*self._begun.popleft())
         try:
             while isinstance(order := self._check.stand_in(self.number, called.sequence), Participate):
                 with self._lock:
                     self._called += 1
-                    if self._waiting.pop(called.sequence, None) is not None:  # else `fail` has told it
+                    if self._waiting.pop(called.sequence, None) is not None:  # else `fail` has resolved it
                         self._waiting[called.sequence + 1] = called
                     called.sequence += 1
                 if order.kind:
@@ -318,7 +318,7 @@ class Group:
                         work.wait()
                     operation.finish()
                 self._check.done(self.number)
-        except Exception as error:  # noqa: BLE001 (whoever waits for it is told)
+        except Exception as error:  # noqa: BLE001 (it resolves the future)
             self._has_joined = False
             self._resolve(called, None, self._explained(error, called))
         else:
@@ -328,10 +328,10 @@ class Group:
     def _explained(self, error: Exception, called: PendingOperation) -> BaseException:
         if isinstance(error, CollectiveError):
             return error
-        told = self._check.explain(error, self.number, called.sequence, called.operation.signature)
-        # What torch could not do leaves the connections in no known state.
-        self.fail(lambda _: told)
-        return told
+        explained = self._check.explain(error, self.number, called.sequence, called.operation.signature)
+        # After an error of torch the state of the connections is unknown.
+        self.fail(lambda _: explained)
+        return explained
 
     def _resolve(self, called: PendingOperation, result: Any, error: BaseException | None) -> None:
         with self._lock:
@@ -340,7 +340,7 @@ class Group:
             self._note(error)
         self._check.done(self.number)
         if not is_waited_for:
-            return  # `fail` has told it
+            return  # `fail` has resolved it
         if error is None:
             called.future.set_result(result)
         else:

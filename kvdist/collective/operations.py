@@ -24,38 +24,48 @@ from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
 from kvdist.collective.reduction import Average, ReduceOp, Sum, check_reducible, scale_, settle_
-from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, Signature
+from kvdist.collective.signature import REFUSED, Signature
 from kvdist.errors import CollectiveError
 from kvdist.protocol.collective import Participate
 
 
 class Operation(abc.ABC):
-    """Something that all ranks of a group do together."""
+    """An operation that all ranks of a group do together."""
 
     signature: Signature
     cuda_device: int | None = None
-    """Where its tensors are, if that is a CUDA device and is known."""
+    """The CUDA device of its tensors, if they have one and it is known."""
+
+    def _sign(
+        self, kind: str, name: str, tensors: Sequence[torch.Tensor], detail: str = "", *, any_rows: bool = False
+    ) -> None:
+        """Set the signature and the device of an operation on these tensors."""
+        kind = kind if len(tensors) == 1 else f"grouped {kind}"
+        described = tuple(describe(tensor, any_rows=any_rows) for tensor in tensors)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self.cuda_device = device.index if device.type == "cuda" else None
+        self.signature = Signature(kind, name, described, detail, device.type)
 
     @abc.abstractmethod
     def begin(self, channel: Channel) -> list[Work]:
-        """On the group's thread: begin it. What must be known first, such as sizes, may be waited for here."""
+        """Begin it, on the group's thread. May wait for what must be known first, such as sizes."""
 
     @abc.abstractmethod
     def finish(self) -> Any:
-        """On the group's thread, once all that was begun is done: the result."""
+        """Return the result, on the group's thread, after all that `begin` returned is done."""
 
 
 ALONE_BYTES = 512 << 10
-"""A tensor of so many bytes travels alone: copying it would cost more than another operation."""
+"""A tensor of this size or more travels alone: copying it would cost more than another operation."""
 FLAT_BYTES = 4 << 20
-"""A flat buffer is full with so many bytes, so that one is packed while the one before is under way."""
+"""The capacity of a fusion buffer, small enough that one is packed while the one before travels."""
 
 WIDENED = {torch.int16: torch.int32}
-"""Types that gloo and NCCL cannot reduce → those in which they do."""
+"""Dtypes that gloo and NCCL cannot reduce → the dtypes used in their place."""
 
 
 def partition(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The positions of tensors that travel together, those without elements left out."""
+    """Group the positions of tensors that travel together; tensors without elements are left out."""
     parts: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
     for position, tensor in enumerate(tensors):
@@ -73,7 +83,7 @@ def partition(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-    """The positions of tensors that share memory with another one, such as one that is given twice."""
+    """The positions of tensors that share memory with another one, such as a tensor given twice."""
     spans = sorted((tensor.data_ptr(), _end(tensor), i) for i, tensor in enumerate(tensors) if tensor.numel())
     found: set[int] = set()
     furthest, owner = 0, -1
@@ -92,15 +102,15 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 class FusionBuffer:
-    """Tensors that travel together.
+    """Contiguous memory in which tensors travel together.
 
     Args:
-        outputs: where results go, all of one dtype and device.
-        dtype: in which they travel; None for their own.
-        is_apart: whether outputs must not be written to before everything is done.
+        outputs: the tensors for the results, all of one dtype and device.
+        dtype: of the buffer; None for that of the outputs.
+        is_apart: whether outputs must not be written before everything is done.
 
     Attributes:
-        values: what travels, contiguous: the only output itself where that is possible.
+        values: the buffer; the output itself if there is only one and that is possible.
     """
 
     def __init__(
@@ -113,16 +123,16 @@ class FusionBuffer:
             self.values = first
             return
         self.values = first.new_empty(sum(output.numel() for output in outputs), dtype=dtype)
-        # One call of torch for all views: a thousand calls would take longer than what is sent.
+        # One call for all views: a thousand calls would take longer than the transfer.
         self._views = list(_unflatten_dense_tensors(self.values, self._outputs))  # type: ignore[no-untyped-call]
 
     @property
     def raw_bytes(self) -> torch.Tensor:
-        """The buffer as bytes, for what is moved and not reckoned with: there are dtypes that gloo does not know."""
+        """The buffer as bytes, for data that is moved and not reduced: gloo does not know all dtypes."""
         return bytes_of(self.values)
 
     def fill(self, tensors: Sequence[torch.Tensor], factor: float = 1.0) -> None:
-        """Take tensors in, each multiplied by a factor; one pass, and one over what is in the cache for a factor."""
+        """Copy tensors into the buffer, times a factor; one pass, and one over cached data for a factor."""
         if self._views is not None:
             torch._foreach_copy_(self._views, list(tensors))
         elif tensors[0] is not self.values:
@@ -130,7 +140,7 @@ class FusionBuffer:
         scale_(self.values, factor)
 
     def unpack(self) -> None:
-        """Write to the outputs; one pass, or none where the buffer is the output."""
+        """Copy the buffer to the outputs; one pass, or none where the buffer is the output."""
         if self._views is not None:
             torch._foreach_copy_(self._outputs, self._views)
 
@@ -141,7 +151,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe(tensor: torch.Tensor, *, any_rows: bool = False) -> str:
-    """The dtype and shape of a tensor as in ``float32[17, 3]``; with ``*`` for its rows if ranks may differ in them."""
+    """The dtype and shape of a tensor, as in ``float32[17, 3]``; rows as ``*`` if ranks may have different numbers."""
     return _described(tensor.dtype, tuple(tensor.shape), any_rows)
 
 
@@ -153,21 +163,11 @@ def _described(dtype: torch.dtype, shape: tuple[int, ...], any_rows: bool) -> st
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
 
 
-def device_of(tensors: Sequence[torch.Tensor]) -> str:
-    """The kind of device that tensors of one operation are on."""
-    return tensors[0].device.type if tensors else "cpu"
-
-
-def cuda_device_of(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The number of the CUDA device that tensors of one operation are on; None on the CPU."""
-    return tensors[0].device.index if tensors and tensors[0].is_cuda else None
-
-
 def checked(kind: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors of an operation.
+    """Return the tensors of an operation after checking them.
 
     Raises:
-        TypeError: one is no dense tensor; the message says what to do.
+        TypeError: one is not a dense tensor; the message says what to do.
         ValueError: they are on different devices.
     """
     for tensor in tensors:
@@ -180,15 +180,15 @@ def checked(kind: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
         if tensor.layout != torch.strided:
             raise TypeError(f"{kind} takes dense tensors, not {tensor.layout}; use sparse_allreduce_async, or to_dense")
         if tensor.device != tensors[0].device:
-            raise ValueError(f"{kind} of tensors on {tensors[0].device} and {tensor.device}: all belong on one device")
+            raise ValueError(f"{kind} of tensors on {tensors[0].device} and {tensor.device}: move all to one device")
     return list(tensors)
 
 
 def check_writable(kind: str, outputs: Sequence[torch.Tensor]) -> None:
-    """Whether results can be written to tensors.
+    """Refuse tensors to which results cannot be written.
 
     Raises:
-        ValueError: elements of one are the same memory, or are not what lies in it.
+        ValueError: elements of a tensor share memory, or it is a lazy conjugate or negative.
     """
     for output in outputs:
         if output.is_conj() or output.is_neg():
@@ -200,12 +200,12 @@ def check_writable(kind: str, outputs: Sequence[torch.Tensor]) -> None:
 
 
 def writing(outputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """For what is written to a caller's tensors, and not recorded: in inference mode where they were made in it."""
+    """Return a context without autograd for writing to tensors; inference mode for tensors that were made in it."""
     return torch.inference_mode() if any(output.is_inference() for output in outputs) else torch.no_grad()
 
 
 def contiguous_values(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values as they are sent: contiguous, without history, conjugated and negated where it says so."""
+    """A tensor's values for sending: contiguous, detached, with lazy conjugation and negation applied."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -214,27 +214,23 @@ def _check_rows(kind: str, tensors: Sequence[torch.Tensor], does: str) -> None:
         raise ValueError(f"{kind} {does} rows, and a scalar has none; reshape(1) gives it one")
 
 
-def _grouped(kind: str, tensors: Sequence[torch.Tensor]) -> str:
-    return kind if len(tensors) == 1 else f"grouped {kind}"
-
-
 def _scales(op: ReduceOp, prescale: float, postscale: float, note: str = "") -> str:
     scales = "" if prescale == postscale == 1.0 else f", prescale {prescale!r}, postscale {postscale!r}"
     return f"{op.name}{scales}" + (f", {note}" if note else "")
 
 
 class AllReduce(Operation):
-    """All ranks get what `op` makes of their tensors, one or several in one unit.
+    """All ranks get the reduction of their tensors, one or several as one unit.
 
-    Passes beside those of the engine: small tensors of a unit are packed and unpacked, one each; a large one that is
-    not reduced in place is copied, one; each factor that is not 1, and the division of an average, is one.
+    Passes: small tensors are packed and unpacked, one each; a large one that is not reduced in place is copied, one;
+    each factor other than 1, and the division of an average, is one.
 
     Args:
-        name: what the user calls it.
-        tensors: what is reduced, dense.
-        outputs: where results are written, the tensors themselves for in place.
-        op, prescale, postscale: postscale x op(prescale x tensor). Not Adasum, for which there is `AdasumOperation`.
-        note: more that ranks must agree on, for people to read.
+        name: given by the user; '' for none.
+        tensors: dense.
+        outputs: for the results; the tensors themselves for in place.
+        op, prescale, postscale: postscale * op(prescale * tensor). For Adasum there is `AdasumOperation`.
+        note: further text that ranks must agree on.
     """
 
     def __init__(
@@ -257,14 +253,7 @@ class AllReduce(Operation):
         self._postscale = postscale
         self._buffers: list[FusionBuffer] = []
         self._size = 1
-        self.cuda_device = cuda_device_of(tensors)
-        self.signature = Signature(
-            _grouped("allreduce", tensors),
-            name,
-            tuple(map(describe, tensors)),
-            _scales(op, prescale, postscale, note),
-            device_of(tensors),
-        )
+        self._sign("allreduce", name, tensors, _scales(op, prescale, postscale, note))
 
     def begin(self, channel: Channel) -> list[Work]:
         self._size = channel.size
@@ -289,13 +278,13 @@ class AllReduce(Operation):
 
 
 class AllGather(Operation):
-    """All ranks get all ranks' rows, in rank order; they may have different numbers of them.
+    """All ranks get all ranks' rows, in rank order; ranks may have different numbers of rows.
 
-    Passes: two where the numbers differ (rows are padded and cut), none else.
+    Passes: two where the numbers differ (rows are padded and cut), otherwise none.
 
     Args:
-        kind: what it is called, where it is part of something else.
-        detail: what else the ranks must agree on.
+        kind: its name in messages, where it is part of another operation.
+        detail: further text that ranks must agree on.
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor], kind: str = "allgather", detail: str = "") -> None:
@@ -303,14 +292,7 @@ class AllGather(Operation):
         _check_rows(kind, tensors, "joins")
         self._tensors = [contiguous_values(tensor) for tensor in tensors]
         self._gathered: list[tuple[torch.Tensor, list[int]]] = []
-        self.cuda_device = cuda_device_of(tensors)
-        self.signature = Signature(
-            _grouped(kind, tensors),
-            name,
-            tuple(describe(tensor, any_rows=True) for tensor in tensors),
-            detail,
-            device_of(tensors),
-        )
+        self._sign(kind, name, tensors, detail, any_rows=True)
 
     def begin(self, channel: Channel) -> list[Work]:
         mine = torch.tensor([tensor.shape[0] for tensor in self._tensors], dtype=torch.int64)
@@ -345,11 +327,11 @@ def _without_padding(output: torch.Tensor, rows: list[int]) -> torch.Tensor:
 class Broadcast(Operation):
     """All ranks get one rank's tensors.
 
-    Passes: small tensors of a unit are packed on the root and unpacked on the others; a large one is copied on the root
-    if not in place.
+    Passes: small tensors are packed on the root and unpacked on the others; a large one is copied on the root if not in
+    place.
 
     Args:
-        root: its rank among all, for people.
+        root: its global rank, for messages.
         root_in_group: its rank in the group.
     """
 
@@ -366,14 +348,7 @@ class Broadcast(Operation):
         check_writable("broadcast", self._outputs)
         self._buffers: list[FusionBuffer] = []
         self._root = root_in_group
-        self.cuda_device = cuda_device_of(tensors)
-        self.signature = Signature(
-            _grouped("broadcast", tensors),
-            name,
-            tuple(map(describe, tensors)),
-            f"from rank {root}",
-            device_of(tensors),
-        )
+        self._sign("broadcast", name, tensors, f"from rank {root}")
 
     def begin(self, channel: Channel) -> list[Work]:
         works = []
@@ -397,7 +372,7 @@ class AllToAll(Operation):
     """Every rank sends every rank some of its rows. Passes: none.
 
     Args:
-        splits: how many rows go to each rank of the group, as int32; None for equally many.
+        splits: int32, the number of rows for each rank of the group; None for equal parts.
         size: of the group.
     """
 
@@ -409,8 +384,7 @@ class AllToAll(Operation):
         self._received: list[int] = []
         self._output = tensor
         detail = "equal parts" if splits is None else "given parts"
-        self.cuda_device = cuda_device_of([tensor])
-        self.signature = Signature("alltoall", name, (describe(tensor, any_rows=True),), detail, device_of([tensor]))
+        self._sign("alltoall", name, [tensor], detail, any_rows=True)
 
     def begin(self, channel: Channel) -> list[Work]:
         ones = [1] * channel.size
@@ -430,7 +404,7 @@ class AllToAll(Operation):
 
 
 def splits_of(tensor: torch.Tensor, splits: torch.Tensor | None, size: int) -> list[int]:
-    """The numbers of rows for each rank.
+    """The number of rows for each rank.
 
     Raises:
         ValueError: they do not fit the tensor or the group.
@@ -438,24 +412,22 @@ def splits_of(tensor: torch.Tensor, splits: torch.Tensor | None, size: int) -> l
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:
-            raise ValueError(
-                f"alltoall without splits cuts {rows} rows into equal parts for {size} ranks, which fails: give splits"
-            )
+            raise ValueError(f"alltoall cannot cut {rows} rows into equal parts for {size} ranks: pass splits")
         return [rows // size] * size
     if not isinstance(splits, torch.Tensor) or splits.dtype != torch.int32:
-        raise ValueError(f"splits are an int32 tensor, not {getattr(splits, 'dtype', type(splits).__name__)}")
+        raise ValueError(f"splits must be an int32 tensor, not {getattr(splits, 'dtype', type(splits).__name__)}")
     given: list[int] = splits.tolist()
     if splits.dim() != 1 or len(given) != size or min(given) < 0:
-        raise ValueError(f"splits are {given}; alltoall wants {size} numbers of rows, one for each rank")
+        raise ValueError(f"splits are {given}; alltoall needs {size} numbers of rows, one for each rank")
     if sum(given) > rows:
         raise ValueError(f"splits are {given}, together {sum(given)} rows, and the tensor has {rows}")
     return given
 
 
 class ReduceScatter(Operation):
-    """Every rank gets its part of the rows of what `op` makes of all ranks' tensors.
+    """Every rank gets its part of the rows of the reduction.
 
-    The first ranks get one row more where rows cannot be divided evenly. Passes: one for each factor that is not 1.
+    The first ranks get one row more where the rows do not divide evenly. Passes: one for each factor other than 1.
     """
 
     def __init__(
@@ -478,14 +450,7 @@ class ReduceScatter(Operation):
         self._postscale = postscale
         self._outputs: list[torch.Tensor] = []
         self._size = 1
-        self.cuda_device = cuda_device_of(tensors)
-        self.signature = Signature(
-            _grouped("reducescatter", tensors),
-            name,
-            tuple(map(describe, tensors)),
-            _scales(op, prescale, postscale),
-            device_of(tensors),
-        )
+        self._sign("reducescatter", name, tensors, _scales(op, prescale, postscale))
 
     def begin(self, channel: Channel) -> list[Work]:
         self._size = channel.size
@@ -509,12 +474,12 @@ class ReduceScatter(Operation):
 
 
 def rows_of_ranks(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets: as equal as can be, the first ones more."""
+    """The number of rows for each rank: as equal as possible, the first ones more."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
 class BarrierOperation(Operation):
-    """No rank goes on before all have come."""
+    """No rank goes on before all have called it."""
 
     def __init__(self) -> None:
         self.signature = Signature("barrier", "", ())
@@ -530,24 +495,11 @@ _TENSOR = re.compile(r"([a-z0-9]+)\[((?:[0-9]+(?:, [0-9]+)*)?)\]")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-class JoinOperation(Operation):
-    """The place of `join` among the operations of a rank; what it means is done by the group."""
-
-    def __init__(self) -> None:
-        self.signature = JOIN_SIGNATURE
-
-    def begin(self, channel: Channel) -> list[Work]:
-        return []
-
-    def finish(self) -> Any:
-        return None
-
-
 def zeros_operation(play: Participate) -> AllReduce:
-    """The part that a rank which has joined has in an operation of the others.
+    """Make the part of a rank that has joined in an operation of the others.
 
     Raises:
-        CollectiveError: it cannot be made of what is known of it.
+        CollectiveError: the description of a tensor is invalid.
     """
     tensors = [_zeros(text, play.device) for text in play.tensors]
     return AllReduce(play.name, tensors, tensors, ReduceOp[play.detail.partition(",")[0]])
@@ -561,24 +513,26 @@ def _zeros(text: str, device: str) -> torch.Tensor:
     return torch.zeros(shape, dtype=_DTYPES[match[1]], device=device)
 
 
-TOLD_MAX = 1000
-"""So many letters of the reason are told."""
+class MarkerOperation(Operation):
+    """Takes a place in the order of operations and moves no data: `join`, or an operation that a rank cannot call."""
 
-
-class FailedOperation(Operation):
-    """Says to all ranks why this one did not call an operation.
-
-    Args:
-        error: why.
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        told = f"{type(error).__name__}: {error}"
-        # What is longer than a message takes would have another digest on rank 0.
-        self.signature = Signature(REFUSED, "", (), told if len(told) <= TOLD_MAX else f"{told[:TOLD_MAX]}...")
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
 
     def begin(self, channel: Channel) -> list[Work]:
         return []
 
     def finish(self) -> Any:
         return None
+
+
+REASON_MAX = 1000
+"""The reason is cut at this length: what does not fit in a message would have another digest on rank 0."""
+
+
+def failed_operation(error: BaseException) -> MarkerOperation:
+    """Make the operation that takes the place of one that this rank could not call, and tells all ranks why."""
+    reason = f"{type(error).__name__}: {error}"
+    return MarkerOperation(
+        Signature(REFUSED, "", (), reason if len(reason) <= REASON_MAX else f"{reason[:REASON_MAX]}...")
+    )

@@ -1,6 +1,6 @@
-"""Process sets: some of the ranks, as which operations can be called by those in it.
+"""Process sets: subsets of the ranks that do operations among themselves.
 
-All ranks add and remove the same ones in the same order; numbers count up from 1 and are not used again.
+All ranks add and remove the same sets in the same order; numbers count up from 1 and are not reused.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvdist.collective.signature import ADD_SET, REMOVE_SET, Signature
 
 
 class ProcessSet:
-    """Some of the ranks. `init` or `add_process_set` makes it known to all of them.
+    """Some of the ranks. `init` or `add_process_set` registers it on all ranks.
 
     Args:
         ranks: the members, as numbers or as one list of them.
 
     Attributes:
-        process_set_id: its number; None while it is not known.
+        process_set_id: its number; None while it is not registered.
     """
 
     def __init__(self, *ranks: int | Iterable[int]) -> None:
@@ -37,10 +37,10 @@ class ProcessSet:
         return list(range(current().world.size)) if self._ranks is None else list(self._ranks)
 
     def included(self) -> bool:
-        """Whether this rank is in it.
+        """Whether this rank is a member.
 
         Raises:
-            ValueError: it is not known yet.
+            ValueError: the set is not registered.
         """
         self._number()
         return current().world.rank in self.ranks
@@ -49,7 +49,7 @@ class ProcessSet:
         """This rank's number within the set.
 
         Raises:
-            ValueError: it is not in it, or the set is not known yet.
+            ValueError: it is not a member, or the set is not registered.
         """
         if not self.included():
             raise ValueError(f"rank {current().world.rank} is not in process set {self}")
@@ -59,7 +59,7 @@ class ProcessSet:
         """The number of members.
 
         Raises:
-            ValueError: it is not known yet.
+            ValueError: the set is not registered.
         """
         self._number()
         return len(self.ranks)
@@ -70,7 +70,7 @@ class ProcessSet:
 
     def _number(self) -> int:
         if self.process_set_id is None:
-            raise ValueError(f"{self} is not known: give it to init(process_sets=...) or to add_process_set() first")
+            raise ValueError(f"{self} is not registered: pass it to init(process_sets=...) or add_process_set() first")
         return self.process_set_id
 
     def _forget(self) -> None:
@@ -84,10 +84,10 @@ global_process_set._ranks = None
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Make a process set known; called by all ranks, those in it or not, with the same.
+    """Register a process set; called by all ranks, members or not, with the same one.
 
     Raises:
-        ValueError: there is a set of these ranks already, there are no such ranks, or ranks called this differently.
+        ValueError: a set of these ranks exists already, the ranks are invalid, or ranks called this differently.
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     engine = current()
@@ -96,17 +96,17 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     except ValueError as error:
         engine.refuse(error)
         raise
-    made.process_set_id = engine.submit(_Add(engine, tuple(made.ranks))).result()
+    made.process_set_id = engine.submit(_AddSet(engine, tuple(made.ranks))).result()
     engine.at_close(made._forget)
     return made
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set; called by all ranks. False for one that is not known, and for that of all ranks."""
+    """Remove a process set; called by all ranks. False for an unregistered one and for the set of all ranks."""
     engine, number = current(), process_set.process_set_id
     if number is None or number == ALL_RANKS or number not in engine.sets:
         return False
-    engine.submit(_Remove(engine, number)).result()
+    engine.submit(_RemoveSet(engine, number)).result()
     process_set._forget()
     engine.not_at_close(process_set._forget)
     return True
@@ -115,16 +115,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def _check(process_set: ProcessSet, engine: CollectiveEngine) -> None:
     ranks, size = tuple(process_set.ranks), engine.world.size
     if process_set.process_set_id is not None:
-        raise ValueError(f"{process_set} is known already")
+        raise ValueError(f"{process_set} is registered already")
     if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= size:
-        raise ValueError(f"{list(ranks)} is no process set: that has different ranks from 0 to {size - 1}, not none")
+        raise ValueError(f"a process set needs one or more distinct ranks from 0 to {size - 1}, got {list(ranks)}")
     for number, known in engine.sets.items():
         if known == ranks:
-            raise ValueError(f"there is a process set of ranks {list(ranks)} already, with the id {number}")
+            raise ValueError(f"a process set of ranks {list(ranks)} exists already, with the id {number}")
 
 
-class _Add(Operation):
-    """All ranks come to know a set, and its members connect."""
+class _AddSet(Operation):
+    """All ranks register a set, and its members connect."""
 
     def __init__(self, engine: CollectiveEngine, ranks: tuple[int, ...]) -> None:
         self._engine = engine
@@ -140,8 +140,8 @@ class _Add(Operation):
         return self._number
 
 
-class _Remove(Operation):
-    """All ranks forget a set."""
+class _RemoveSet(Operation):
+    """All ranks remove a set."""
 
     def __init__(self, engine: CollectiveEngine, number: int) -> None:
         self._engine = engine

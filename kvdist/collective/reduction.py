@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp as TorchOp
 
 
 class ReduceOp(enum.IntEnum):
-    """What an operation makes of the ranks' tensors."""
+    """How a reduction combines the ranks' tensors."""
 
     Average = 0
     Sum = 1
@@ -28,7 +28,7 @@ Max = ReduceOp.Max
 Product = ReduceOp.Product
 
 TORCH_OPS = {Average: TorchOp.SUM, Sum: TorchOp.SUM, Min: TorchOp.MIN, Max: TorchOp.MAX, Product: TorchOp.PRODUCT}
-"""What torch.distributed calls them. An average is a sum that is divided afterwards: gloo has none for integers."""
+"""Torch's operators. An average is a sum that is divided afterwards: gloo has none for integers."""
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,10 +36,10 @@ COMPLEX = (torch.complex64, torch.complex128)
 
 
 def op_of(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
-    """The operation that Horovod's two arguments ask for.
+    """The operator for Horovod's two arguments.
 
     Raises:
-        ValueError: both are given, or there is no such operation.
+        ValueError: both are given, or the operator is unknown.
     """
     if average is not None and op is not None:
         raise ValueError("give op or average, not both; average=True is op=Average, average=False is op=Sum")
@@ -49,10 +49,10 @@ def op_of(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
 
 
 def check_reducible(kind: str, dtype: torch.dtype, op: ReduceOp, is_scaled: bool) -> None:
-    """Whether tensors of a type can be reduced so.
+    """Refuse a dtype that the operator cannot reduce.
 
     Raises:
-        TypeError: they cannot; the message says what can.
+        TypeError: it cannot; the message says which can.
     """
     name = str(dtype).removeprefix("torch.")
     if op is Adasum and dtype not in REALS:
@@ -76,9 +76,9 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 
 def settle_(tensor: torch.Tensor, op: ReduceOp, size: int, postscale: float) -> None:
-    """Make the sum over `size` ranks what `op` wants, and multiply it; one pass at most for floating-point tensors.
+    """Turn the reduction over `size` ranks into the result of `op`, times a factor, in place.
 
-    An average of integers is rounded down.
+    At most one pass for floating-point tensors. An average of integers is rounded down.
     """
     if op is not Average or size == 1:
         scale_(tensor, postscale)
@@ -93,11 +93,11 @@ def settle_(tensor: torch.Tensor, op: ReduceOp, size: int, postscale: float) -> 
 
 
 class NoneCompressor:
-    """Leaves tensors as they are. Derive from it for a way of your own."""
+    """Leaves tensors unchanged. Derive from it for a custom compression."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor, and what `decompress` wants to know."""
+        """The tensor, and a context for `decompress`."""
         return tensor, None
 
     @staticmethod
@@ -107,35 +107,35 @@ class NoneCompressor:
 
 
 class CastCompressor(NoneCompressor):
-    """Lets floating-point tensors travel in another type."""
+    """Sends floating-point tensors in another dtype."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor in that type, and the one it had."""
+        """The tensor in that dtype, and its own dtype."""
         if not tensor.is_floating_point():
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """The tensor in the dtype it had."""
+        """The tensor in its own dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
 class FP16Compressor(CastCompressor):
-    """Lets floating-point tensors travel as float16: of 11 bits, up to 65504."""
+    """Sends floating-point tensors as float16: 11 bits of precision, up to 65504."""
 
 
 class BF16Compressor(CastCompressor):
-    """Lets floating-point tensors travel as bfloat16: of 8 bits, as far as float32 reaches."""
+    """Sends floating-point tensors as bfloat16: 8 bits of precision, the range of float32."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """The ways by name, as in ``compression=hvd.Compression.fp16``."""
+    """The compressions by name, as in ``compression=hvd.Compression.fp16``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

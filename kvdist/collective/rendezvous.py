@@ -31,11 +31,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def own_address(world: World, settings: CollectiveSettings) -> str:
-    """The address that the others dial: what the user has set, else the one that this machine has towards rank 0.
+    """This machine's address for the other ranks: as set by the user, else the one that routes towards rank 0.
 
     Raises:
-        ConfigError: there is no such interface.
-        CollectiveError: there is no way to rank 0.
+        ConfigError: the interface that was set does not exist.
+        CollectiveError: this machine has no route to rank 0.
     """
     host = world.meeting.host or LOOPBACK
     if is_loopback(host):
@@ -50,29 +50,29 @@ def own_address(world: World, settings: CollectiveSettings) -> str:
             towards.connect(found[4])
             address = str(towards.getsockname()[0])
     except (OSError, UnicodeError) as error:
-        raise CollectiveError(f"{host_name()} has no way to rank 0 at {host}: {error}") from error
+        raise CollectiveError(f"{host_name()} has no route to rank 0 at {host}: {error}") from error
     if is_loopback(address) and world.local_size < world.size:
-        # Rank 0's own name, which many systems give a loopback address that others cannot dial.
+        # Many systems give their own name a loopback address, which other machines cannot reach.
         others = [str(own.address) for own in own_addresses() if not own.address.is_loopback]
         return others[0] if others else address
     return address
 
 
 LOOK_AGAIN_S = 0.02
-"""How often a rank looks whether rank 0 has left its port."""
+"""How often a rank looks for rank 0's port file, or for a listener."""
 PORT_FILES = "rank0-"
-"""How the names of the files with ports begin."""
+"""The beginning of the names of port files."""
 KEPT_S = 86_400
-"""No rank looks for a port for so long. Processes with a namespace of their own may share the folder, so that only the
-age of a file tells whether it is one that a killed process has left."""
+"""The age at which a port file is removed. Processes with different PID namespaces may share the folder, so only the
+age tells whether a killed process has left a file."""
 
 
 def meet(world: World, timeout_s: float) -> PrefixStore:
-    """A store that all ranks of the job share.
+    """Return a store that all ranks of the job share.
 
     Raises:
-        CollectiveError: rank 0 was not there in time, or its port is taken.
-        ConfigError: the folder where ports are left cannot be made, or is not this user's alone.
+        CollectiveError: rank 0 is not there in time, or its port is taken.
+        ConfigError: the folder for port files cannot be made, or other users can enter it.
     """
     meeting, deadline = world.meeting, time.monotonic() + timeout_s
     is_master = world.rank == 0 and not meeting.is_served
@@ -93,10 +93,10 @@ def meet(world: World, timeout_s: float) -> PrefixStore:
 
 
 def meet_again(world: World, store: PrefixStore, timeout_s: float) -> PrefixStore:
-    """The same store by another connection. That of before is taken where an opening was left alone: it waits in there.
+    """Return the same store over a new connection: an abandoned thread may still wait in the old one.
 
     Raises:
-        CollectiveError: rank 0 is gone, or whoever served the store.
+        CollectiveError: rank 0, or the process that served the store, is gone.
     """
     before: TCPStore = store.underlying_store  # type: ignore[assignment]
     deadline = time.monotonic() + timeout_s
@@ -106,8 +106,8 @@ def meet_again(world: World, store: PrefixStore, timeout_s: float) -> PrefixStor
     except (RuntimeError, OSError) as error:
         where = f"{before.host}:{before.port}"
         raise CollectiveError(
-            f"rank {world.rank} on {host_name()} no more finds the meeting point of this job at {where} within"
-            f" {timeout_s:g} s (KVDIST_START_TIMEOUT_S): {_first(error)}"
+            f"rank {world.rank} on {host_name()} cannot reach the rendezvous store of this job at {where} any more"
+            f" within {timeout_s:g} s (KVDIST_START_TIMEOUT_S): {_first(error)}"
         ) from error
     return _of_job(world.meeting, again)
 
@@ -130,10 +130,10 @@ def _open(meeting: Meeting, host: str, port: int, is_master: bool, timeout_s: fl
 
 
 def _await_listener(host: str, port: int, deadline: float) -> None:
-    """Wait until somebody listens there. Torch waits too, for twice as long, and prints its own insides meanwhile.
+    """Wait until a process listens there; torch's own wait is twice as long and prints internals.
 
     Raises:
-        OSError: nobody does.
+        OSError: no process listens before the deadline.
     """
     while True:
         try:
@@ -146,11 +146,11 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
 
 
 def _within(deadline: float, make: Callable[[], TCPStore]) -> TCPStore:
-    """What `make` returns, unless it takes too long: torch waits for ever for somebody who listens and says nothing.
+    """Return what `make` returns, within the deadline: torch waits for ever for a listener that says nothing.
 
     Raises:
-        TimeoutError: it does.
-        RuntimeError: it has failed.
+        TimeoutError: the deadline has passed.
+        RuntimeError: `make` has failed.
     """
     made: Future[TCPStore] = Future()
 
@@ -165,7 +165,7 @@ def _within(deadline: float, make: Callable[[], TCPStore]) -> TCPStore:
         return made.result(max(0.0, deadline - time.monotonic()) + 1.0)
     except futures.TimeoutError:
         raise TimeoutError(
-            "whoever listens there does not answer: it is another program, or rank 0 has not called init()"
+            "a process listens there but does not answer: it is another program, or rank 0 has not called init()"
         ) from None
 
 
@@ -174,10 +174,10 @@ def _first(error: BaseException) -> str:
 
 
 def _port_file(meeting: Meeting) -> Path:
-    """Where rank 0 of this job leaves its port: in the folder of the user's sockets, which only the user can enter.
+    """The port file of this job, in the private folder of the user's sockets.
 
     Raises:
-        ConfigError: there is no such folder, and it cannot be made.
+        ConfigError: the folder cannot be made.
     """
     require_private_folder()
     job = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in meeting.job)
@@ -185,7 +185,7 @@ def _port_file(meeting: Meeting) -> Path:
 
 
 def leave_port(world: World, store: PrefixStore) -> None:
-    """Leave the port of this rank 0 where the others look for it, if nobody has named a place."""
+    """Write the port file if this is rank 0 of a job without a rendezvous address."""
     if _leaves_port(world):
         _write_port(_port_file(world.meeting), store.underlying_store.port)  # type: ignore[attr-defined]
 
@@ -195,7 +195,7 @@ def _leaves_port(world: World) -> bool:
 
 
 def forget_port(world: World) -> None:
-    """Remove the file with the port of this rank 0, if it has left one."""
+    """Remove this rank 0's port file, if it has written one."""
     if _leaves_port(world):
         path = _port_file(world.meeting)
         with contextlib.suppress(OSError):
@@ -211,7 +211,7 @@ def _write_port(path: Path, port: int) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the ports that killed processes have left."""
+    """Remove the old port files of killed processes."""
     for path in folder.glob(f"{PORT_FILES}*"):
         with contextlib.suppress(OSError):  # another job's rank 0 sweeps too
             if time.time() - path.stat().st_mtime > KEPT_S:
@@ -219,16 +219,16 @@ def _sweep(folder: Path) -> None:
 
 
 def _begin_of(pid: int) -> str:
-    """When a process began, in a text that no later process of the same number has; '-' where that is not told."""
+    """The start time of a process, which tells it from a later one with its number; '-' where it is unknown."""
     try:
-        # Behind the name, which may have spaces and parentheses of its own.
+        # After the process name, which may contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return "-"
 
 
 def _left_port(path: Path, timeout_s: float) -> int:
-    """The port in the file, once a process that lives has left it there."""
+    """Wait for a port file of a live process and return its port."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):

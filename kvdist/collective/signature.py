@@ -1,4 +1,4 @@
-"""What an operation is, as far as all ranks must agree on it."""
+"""The signature of an operation: what all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from functools import cached_property
 from kvdist.protocol.collective import DIGEST_BYTES
 
 JOIN = "join"
-"""The kind of `join`: the others go on without this rank, which takes part with zeros."""
+"""The kind of `join`: the other ranks go on, and this one takes part with zeros."""
 REFUSED = "refused"
-"""The kind of what a rank reports in the place of an operation that it could not call; `detail` says why."""
+"""The kind of an operation that a rank could not call; `detail` says why."""
 ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
-"""The kinds with which all ranks come to know a process set, and forget it; the latter's detail ends with its id."""
+"""The kinds that add and remove a process set; the detail of the latter ends with the set's id."""
 REDUCTIONS = ("allreduce", "grouped allreduce")
-"""Kinds in which a rank that has joined can take part, by zeros of the shapes that the signature tells."""
+"""Kinds in which a rank that has joined takes part, with zeros of the signature's shapes."""
 LINEAR_OPS = ("Sum", "Average")
-"""What they may make of the tensors then: the first word of the detail."""
+"""Reduction operators that allow it: the first word of the detail."""
 ALWAYS_AGREED = (JOIN, REFUSED, ADD_SET, REMOVE_SET)
-"""Kinds that are waited for each time, also when the ranks have agreed on the same before."""
+"""Kinds that always wait for agreement, predicted or not."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """One operation, without what may differ between the ranks.
+    """One operation, without the parts in which ranks may differ.
 
     Attributes:
         kind: such as ``allreduce``.
-        name: what the user calls it; '' for an operation without a name, which goes by its place in the program.
+        name: given by the user; '' for an operation without a name.
         tensors: of each tensor the dtype and the part of its shape that must agree, such as ``float32[17, 3]``;
             ``float32[*, 3]`` where the ranks may have different numbers of rows.
         detail: the rest, such as ``Sum`` or ``from rank 0``.
@@ -51,7 +51,7 @@ class Signature:
 
     @cached_property
     def digest(self) -> bytes:
-        """Eight bytes that differ where anything differs."""
+        """Eight bytes that identify the signature."""
         text = "\0".join((self.kind, self.name, *self.tensors, self.detail, self.device))
         return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
 

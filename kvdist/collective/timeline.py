@@ -1,12 +1,11 @@
-"""What the operations of a rank did when, in a file that Perfetto and ``chrome://tracing`` open.
+"""A timeline of the operations of a rank, which Perfetto and ``chrome://tracing`` open.
 
-A thread renews the file now and then, each time a whole one, so that there is a valid one however the process ends. The
-trace is bounded: it keeps its newest events. Rank 0 writes where it is told; any other rank puts its number before the
-ending, as in ``timeline.rank1.json``, so that all may be told the same.
+A thread rewrites the whole file from time to time, so a valid one exists however the process ends. The trace is bounded
+and keeps its newest events. Rank 0 writes to the given path; other ranks insert their number before the suffix, as in
+``timeline.rank1.json``, so all ranks may be given the same path.
 
-Events have Horovod's names: ``QUEUE``, until the group's thread has come to the operation; ``NEGOTIATE_ALLREDUCE``,
-until all ranks are known to be at it; ``ALLREDUCE``, until it is done. ``CYCLE_START`` marks when the thread had done
-all there was.
+Events have Horovod's names: ``QUEUE`` until the group's thread takes the operation, ``NEGOTIATE_ALLREDUCE`` until all
+ranks agree on it, ``ALLREDUCE`` until it is done. ``CYCLE_START`` marks when the queue was empty.
 """
 
 from __future__ import annotations
@@ -21,45 +20,45 @@ LOG = logging.getLogger("kvdist")
 
 EVENTS_MAX = 200_000
 PERIOD_S = 1.0
-REST = 20
-"""How many times as long as it took to renew the file it is then left alone."""
+PAUSE_RATIO = 20
+"""The pause after each rewrite of the file, in multiples of the time that the rewrite took."""
 
 
 class Timeline:
-    """Notes nothing: what a group has while nobody wants a timeline."""
+    """Records nothing: the timeline of a group while none is wanted."""
 
     def now(self) -> int:
         """The time, in nanoseconds, or 0 where it is not needed."""
         return 0
 
     def queued(self, kind: str, name: str, since_ns: int) -> int:
-        """The group's thread has come to an operation that was called then. Returns the time, as `now`."""
+        """Record that the group's thread has taken an operation called at `since_ns`; return `now`."""
         return 0
 
     def negotiated(self, kind: str, name: str, since_ns: int) -> int:
-        """All ranks are known to be at it. Returns the time, as `now`."""
+        """Record that all ranks agree on the operation; return `now`."""
         return 0
 
     def finished(self, kind: str, name: str, since_ns: int) -> None:
-        """It is done."""
+        """Record that the operation is done."""
 
     def mark_cycle(self) -> None:
-        """The thread has done all there was."""
+        """Record that the queue is empty."""
 
 
 NO_TIMELINE = Timeline()
 
 
 class FileTimeline(Timeline):
-    """Notes in a file.
+    """Records to a file.
 
     Args:
         path: of rank 0's file.
-        rank: this one.
-        marks_cycles: whether to mark where the thread has done all there was.
+        rank: of this process.
+        marks_cycles: whether to mark when the queue is empty.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: str, rank: int, marks_cycles: bool = False) -> None:
@@ -71,7 +70,7 @@ class FileTimeline(Timeline):
         self._files = TraceFiles()
         self._written: int | None = None
         self._stopped = threading.Event()
-        self._renew()
+        self._rewrite()
         self._thread = threading.Thread(target=self._run, name="kvdist-timeline", daemon=True)
         self._thread.start()
 
@@ -92,7 +91,7 @@ class FileTimeline(Timeline):
             self._trace.add("CYCLE_START", "cycle", now_ns(), {})
 
     def stop(self) -> None:
-        """Write the last of it and end the thread; a second call does nothing."""
+        """Write the rest and end the thread; a second call does nothing."""
         self._stopped.set()
         self._thread.join()
 
@@ -104,11 +103,11 @@ class FileTimeline(Timeline):
     def _run(self) -> None:
         rest_s = PERIOD_S
         while not self._stopped.wait(rest_s):
-            rest_s = max(PERIOD_S, REST * self._renew())
-        self._renew()
+            rest_s = max(PERIOD_S, PAUSE_RATIO * self._rewrite())
+        self._rewrite()
 
-    def _renew(self) -> float:
-        """Write the file anew if there is anything new; how many seconds that took."""
+    def _rewrite(self) -> float:
+        """Rewrite the file if there are new events; return the seconds that it took."""
         begun_ns, snapshot = now_ns(), self._trace.snapshot()
         if snapshot.last != self._written:
             try:

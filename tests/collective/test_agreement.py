@@ -104,7 +104,7 @@ def test_a_reason_of_any_length_is_told():
 def test_a_name_may_be_as_long_as_a_message_takes_and_a_longer_one_says_so():
     def program(rank):
         hvd.allreduce(ONES, name="ä" * 2048)
-        with pytest.raises(ValueError, match="has 4098 bytes, and at most 4096 are sent"):
+        with pytest.raises(ValueError, match="has 4098 bytes, more than the 4096 that a message holds"):
             hvd.allreduce(ONES, name="ä" * 2049)
         if rank == 0:
             return hvd.join()
@@ -118,7 +118,7 @@ def test_a_name_that_is_under_way_is_refused_on_all_ranks_and_the_first_goes_on(
     def program(rank):
         first = hvd.allreduce_async(torch.ones(2), name="same", op=hvd.Sum) if rank == 0 else None
         if rank == 0:
-            with pytest.raises(CollectiveError, match="while an operation of the name 'same' is under way"):
+            with pytest.raises(CollectiveError, match="while an operation named 'same' is in progress"):
                 hvd.allreduce_async(torch.ones(2), name="same", op=hvd.Sum)
             called.set()
             return hvd.synchronize(first).tolist()

@@ -112,7 +112,7 @@ def test_what_has_no_gradient_says_so_in_the_backward_pass():
     def program(rank):
         mine = leaf(2)
         result = hvd.allreduce(mine, op=hvd.Max)
-        with pytest.raises(RuntimeError, match=r"Max has no gradient; give it tensor.detach\(\)"):
+        with pytest.raises(RuntimeError, match=r"Max has no gradient; pass tensor.detach\(\)"):
             result.sum().backward()
         plain = hvd.allreduce(mine.detach(), op=hvd.Max)
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvdist.collective.coordinator import Coordinator, StallCheck, named
+from kvdist.collective.coordinator import Coordinator, named
 from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, Signature
 from kvdist.errors import ProtocolError
 from kvdist.protocol.collective import (
@@ -345,7 +345,7 @@ def test_what_zeros_would_falsify_ends_the_group_if_it_has_begun():
 
 
 def test_a_rank_that_is_awaited_is_named_with_the_operation_and_again_at_twice_the_time():
-    coordinator, (first, second, third) = callers(3, stalls=StallCheck(10.0, 0.0))
+    coordinator, (first, second, third) = callers(3, stall_check_s=10.0, stall_shutdown_s=0.0)
     for caller in (first, second, third):
         caller.call(GATHER, waits=False, now=1.0)
     for caller in (first, third):
@@ -366,7 +366,7 @@ def test_a_rank_that_is_awaited_is_named_with_the_operation_and_again_at_twice_t
 
 
 def test_a_stopped_rank_is_told_by_its_silence():
-    coordinator, (first, second) = callers(2, stalls=StallCheck(10.0, 0.0))
+    coordinator, (first, second) = callers(2, stall_check_s=10.0, stall_shutdown_s=0.0)
     first.call(SUM, waits=False, now=1.0)
     second.call(SUM, waits=False, now=1.0)
     for second_s in range(2, 12):
@@ -376,13 +376,13 @@ def test_a_stopped_rank_is_told_by_its_silence():
 
 
 def test_a_wait_of_other_ranks_than_0_is_told_to_rank_0_too():
-    coordinator, (_, second, _) = callers(3, stalls=StallCheck(2.0, 0.0))
+    coordinator, (_, second, _) = callers(3, stall_check_s=2.0, stall_shutdown_s=0.0)
     second.call(SUM, now=0.0)
     assert [rank for rank, _ in coordinator.tick(2.0)] == [0, 1]
 
 
 def test_a_stall_that_may_not_last_ends_the_job():
-    coordinator, (first, _) = callers(2, stalls=StallCheck(0.0, 5.0))
+    coordinator, (first, _) = callers(2, stall_check_s=0.0, stall_shutdown_s=5.0)
     first.call(SUM, now=0.0)
     assert coordinator.tick(4.9) == []
     answers = coordinator.tick(5.0)
@@ -391,7 +391,7 @@ def test_a_stall_that_may_not_last_ends_the_job():
 
 
 def test_nobody_waits_too_long_for_those_who_have_joined():
-    coordinator, (first, _) = callers(2, stalls=StallCheck(1.0, 2.0))
+    coordinator, (first, _) = callers(2, stall_check_s=1.0, stall_shutdown_s=2.0)
     first.call(JOIN_SIGNATURE, now=0.0)
     assert coordinator.tick(50.0) == []
 

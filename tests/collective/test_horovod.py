@@ -173,7 +173,7 @@ def test_what_is_no_optimizer_or_number_of_it_is_refused():
             hvd.DistributedTrainer([weight], "sgd", num_groups=-1)
         with pytest.raises(TypeError, match=r"compression is Compression.none, .fp16 or .bf16"):
             hvd.DistributedTrainer([weight], "sgd", compression="fp16")
-        with pytest.raises(ValueError, match="is not known"):
+        with pytest.raises(ValueError, match="is not registered"):
             hvd.DistributedTrainer([weight], "sgd", process_set=hvd.ProcessSet(0))
 
     returned(run_ranks(1, program))

@@ -453,7 +453,7 @@ REFUSED = {
         TypeError,
         "float8_e5m2 tensors is not possible",
     ),
-    "an unknown root": (lambda: hvd.broadcast(torch.ones(1), 1), ValueError, "root_rank is 1, which is none of"),
+    "an unknown root": (lambda: hvd.broadcast(torch.ones(1), 1), ValueError, "root_rank 1 is not one of"),
     "rows of a scalar": (lambda: hvd.allgather(torch.tensor(1)), ValueError, r"reshape\(1\)"),
     "a scattered scalar": (lambda: hvd.reducescatter(torch.tensor(1)), ValueError, "scalar"),
     "a scattered maximum": (lambda: hvd.reducescatter(torch.ones(1), op=hvd.Max), ValueError, "Average and Sum"),
@@ -462,7 +462,7 @@ REFUSED = {
     "two splits": (
         lambda: hvd.alltoall(torch.ones(2), torch.tensor([1, 1], dtype=torch.int32)),
         ValueError,
-        "wants 1 numbers",
+        "needs 1 numbers",
     ),
     "negative splits": (
         lambda: hvd.alltoall(torch.ones(2), torch.tensor([-1], dtype=torch.int32)),

@@ -71,7 +71,7 @@ def test_a_set_can_be_removed_and_added_again_and_that_of_all_cannot_be_removed(
         assert hvd.remove_process_set(pair) is True
         assert hvd.remove_process_set(pair) is False
         assert hvd.remove_process_set(ProcessSet(0, 1)) is False
-        with pytest.raises(ValueError, match="is not known"):
+        with pytest.raises(ValueError, match="is not registered"):
             hvd.barrier(pair)
         hvd.add_process_set(pair)
         if rank < 2:
@@ -164,7 +164,7 @@ def test_sets_are_forgotten_with_their_engine():
         return hvd.add_process_set([0])
 
     for made in returned(run_ranks(2, program)):
-        with pytest.raises(ValueError, match="is not known"):
+        with pytest.raises(ValueError, match="is not registered"):
             made.size()
 
 
