@@ -1,4 +1,4 @@
-"""Seats, agreement, barriers, verdicts."""
+"""Admission, agreements, barriers, verdicts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_repeated_hello_gets_the_same_seat(scheduler: Scheduler) -> None:
         Send(stranger(Role.WORKER, 7), Welcome(1, 1)),
         Bind(stranger(Role.WORKER, 7), Member(worker(1), 1)),
     ]
-    assert len(scheduler.seats.peers) == 1
+    assert len(scheduler.membership.peers) == 1
 
 
 @pytest.mark.parametrize(("role", "rank"), [(Role.WORKER, 0), (Role.SERVER, 1), (Role.SERVER, -1)])
@@ -99,7 +99,7 @@ def test_the_roster_goes_to_all_when_the_last_one_has_come(scheduler: Scheduler)
     effects = scheduler.handle(stranger(Role.WORKER, 3), hello(1), 0.0)
     rosters = [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Roster)]
     assert [str(effect.to) for effect in rosters] == ["worker-0", "server-0", "worker-1"]
-    assert scheduler.complete and scheduler.epoch == 1
+    assert scheduler.membership.is_complete and scheduler.epoch == 1
 
 
 def test_a_process_of_an_earlier_job_is_told_that_it_has_no_seat(scheduler: Scheduler) -> None:
@@ -125,7 +125,7 @@ def test_a_server_cannot_speak_for_the_worker_of_its_rank() -> None:
     impostor = wired.member("server-1")
     for message in (Barrier(99, 0, 0, ""), Goodbye(98, "")):
         assert wired.scheduler.handle(impostor, message, 1.0) == []
-    assert wired.scheduler.explain(1.0) == "barrier 0 has waited 1.0 s for worker-1"
+    assert wired.scheduler.explain(1.0) == "waiting 1.0 s for worker-1 to reach barrier 0"
 
 
 def test_the_lowest_live_worker_gives_the_first_values() -> None:
@@ -452,7 +452,7 @@ def test_long_waits_are_hinted_at_with_who_is_missing() -> None:
     assert wired.workers[0].explain(10.5) == (
         "worker-0: init of key 'w' has waited 10.5 s; the declaration of key 'w' lacks worker-1 (host-1)"
     )
-    assert wired.scheduler.explain(10.5) == "worker-0 has waited 10.5 s for worker-1 to initialise key 'w'"
+    assert wired.scheduler.explain(10.5) == "waiting 10.5 s for worker-1 to initialise key 'w'"
 
 
 def test_workers_that_leave_at_once_are_announced_together() -> None:

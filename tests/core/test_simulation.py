@@ -16,7 +16,7 @@ import pytest
 from kvdist.core.host_sum import HostRound, HostSum
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import PullRequest, Round, Verdict
-from kvdist.core.scheduler.checkpoints import Checkpoints, Saving
+from kvdist.core.scheduler.checkpoints import SaveUnderWay
 from kvdist.core.server import cuts
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
@@ -29,7 +29,7 @@ from kvdist.core.slices import SliceTable
 from kvdist.core.worker.outbox import Part
 from kvdist.core.worker.transfers import LEADER, Transfers
 from kvdist.dtypes import DType
-from kvdist.nodes import Member
+from kvdist.nodes import Member, Role
 from kvdist.optimizer.base import Piece
 from kvdist.optimizer.offload import DeviceUpdater, on_device
 from kvdist.optimizer.states import SliceState
@@ -317,8 +317,8 @@ def restores_no_state(self: Updater, index: Any, state: SliceState) -> None:
     """Only weights come back."""
 
 
-def is_complete_without_servers(self: Checkpoints, saving: Saving) -> bool:
-    return bool(saving.arrived) and self._seats.workers.keys() <= saving.arrived.keys()
+def is_complete_without_servers(self: SaveUnderWay) -> bool:
+    return bool(self.saves) and all(node.role is not Role.WORKER for node in self.agreement.missing())
 
 
 def counts_messages_of_rows(self: RowShard, contribution: RowContribution, more: bool, now: float) -> Verdict:
@@ -398,7 +398,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "some pushes before a checkpoint are not in it": ("async checkpoints", [(cuts, "_is_due", waits_for_one_mark)]),
     "a checkpoint does not wait for servers": (
         "checkpoints",
-        [(Checkpoints, "_is_complete", is_complete_without_servers)],
+        [(SaveUnderWay, "is_complete", property(is_complete_without_servers))],
     ),
     "half a checkpoint is loaded": ("async checkpoints", [(Restoring, "end", takes_over_a_half)]),
     "states are not loaded": ("checkpoints", [(Updater, "restore", restores_no_state)]),

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from kvdist.core.scheduler.keybook import Entry
 
 from kvdist.config.settings import Limits
-from kvdist.core.scheduler.keybook import Entry
 from kvdist.core.sharding import Keep, Placer, cut
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, OptimizerMismatch, PushRefused

@@ -42,7 +42,7 @@ def test_hello_is_repeated_until_it_is_answered() -> None:
     wired.now = 0.5
     wired.tick()
     wired.settle()
-    assert wired.scheduler.complete
+    assert wired.scheduler.membership.is_complete
     assert said_by(wired, "worker-?", "Hello") == 2
 
 

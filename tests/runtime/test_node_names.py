@@ -119,7 +119,7 @@ def test_a_process_that_asks_for_another_seat_is_told_and_gets_none(node, caplog
     assert sentence in answer.message.reason and "KVDIST_RANK" in answer.message.reason
     assert answer.stamp.destination == TOKEN
     assert node.forgeries == 1 and f"scheduler dropped a forged message: {sentence}" in caplog.text
-    assert isinstance(node.machine, Scheduler) and not node.machine.seats.peers
+    assert isinstance(node.machine, Scheduler) and not node.machine.membership.peers
 
 
 def test_a_member_that_speaks_for_another_changes_nothing_and_the_other_keeps_its_route(node):
@@ -205,7 +205,7 @@ def test_what_came_while_a_message_took_long_is_heard_before_anybody_counts_as_l
     heard(node, hello(Role.WORKER, 0, None, "route-0", TOKEN))
     monkeypatch.undo()
     heard(node, hello(Role.WORKER, 1, None, "route-1", TOKEN + 1), hello(Role.SERVER, 0, None, "route-2", TOKEN + 2))
-    assert node.machine.complete and node.failure is None and not node.stopped
+    assert node.machine.membership.is_complete and node.failure is None and not node.stopped
     node.finish()
 
 

@@ -1,15 +1,15 @@
 """The scheduler's part in checkpoints: it waits for all workers and servers, and makes or refuses the whole. Pure.
 
-A checkpoint is a set of workers that have marked their pushes and of servers that have written theirs. When both are
-complete the manifest is written, which makes it one; if anybody fails it is swept away, and training goes on. Before
-the first one in a directory the scheduler takes its lock, and asks the servers whether they can write there. Restoring
-is a set of workers too; then every server reads, and all take over what they have read, or none does.
+A checkpoint is an agreement of the workers, which mark their pushes, and the servers, which write theirs. When it is
+complete the manifest is written, which makes it a checkpoint; if anyone fails it is swept away, and training goes on.
+Before the first one in a directory the scheduler takes its lock, and asks the servers whether they can write there.
+Restoring is an agreement of the workers; then every server reads, and all take over what they have read, or none does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from kvdist.checkpoint.snapshot import (
     FileRecord,
@@ -22,14 +22,14 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
     directory_of,
 )
-from kvdist.core.machine import Effect, Log, Persist, Persisted, Send
+from kvdist.core.agreement import Agreement, Questions, Wait
+from kvdist.core.machine import Effect, Log, Persist, Persisted
 from kvdist.core.policy import POLICIES
-from kvdist.core.scheduler.agreements import Agreements
-from kvdist.core.scheduler.membership import Seats
-from kvdist.core.scheduler.servers_asked import ServersAsked
+from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.membership import Membership
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
-from kvdist.nodes import Member
+from kvdist.nodes import Member, Role
 from kvdist.protocol.messages import (
     CHECKPOINT,
     Claim,
@@ -46,45 +46,70 @@ from kvdist.protocol.messages import (
     Saved,
     SavedFile,
     TakeRestored,
-    Waiting,
 )
 
 
 @dataclass(slots=True, eq=False)
-class Saving:
-    """One checkpoint under way."""
+class SaveUnderWay:
+    """One checkpoint that is being made."""
 
     store: int
     counter: int
-    since: float
     live: frozenset[int]
     """The ranks of the workers that were there when it began."""
-    arrived: dict[int, tuple[Member, Save]] = field(default_factory=dict)
-    """Rank → the worker and what it said."""
-    files: dict[int, SavedFile] = field(default_factory=dict)
-    """Rank of a server that has reported → its file."""
+    agreement: Agreement[Save | SavedFile]
+    """The workers' messages and the servers' files."""
     keys: tuple[SavedKey, ...] = ()
     """Of the store when the first worker called: what is initialised later is in the next checkpoint."""
     failure: str = ""
     is_ending: bool = False
-    """Everybody has reported: the manifest is being written, or what was written is being removed."""
+    """All have reported: the manifest is being written, or what was written is being removed."""
 
     def fail(self, reason: str) -> None:
         """Note why it cannot be made; the first reason counts."""
         self.failure = self.failure or reason
 
+    @property
+    def saves(self) -> list[tuple[Member, Save]]:
+        """The workers that have called, in that order, and what they said."""
+        said = self.agreement.said.values()
+        return [(member, statement) for member, statement in said if isinstance(statement, Save)]
+
+    @property
+    def files(self) -> list[SavedFile]:
+        """The files of the servers, then those of the workers, by rank."""
+        said = sorted(self.agreement.said.values(), key=lambda one: (one[0].node.role is Role.WORKER, one[0].node.rank))
+        files = [statement.file if isinstance(statement, Save) else statement for _, statement in said]
+        return [file for file in files if file.name]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have reported, so that nothing more of it comes: good or bad, it ends then, and for all."""
+        return bool(self.saves) and self.agreement.is_complete
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        steps = {message.step for _, message in self.saves}
+        return CHECKPOINT if len(steps) != 1 else f"{CHECKPOINT} of step {min(steps)}"
+
+    def waits(self) -> Iterator[Wait]:
+        """The workers that wait for it, and for whom."""
+        for wait in self.agreement.waits():
+            called = " (every worker must call save_checkpoint)" if wait.workers else ""
+            yield replace(wait, subject=f"{self.name}{called}", deed=f"call save_checkpoint ({self.name})")
+
 
 @dataclass(slots=True, eq=False)
-class Claiming:
+class FolderClaim:
     """A directory into which this job saves, or was asked to."""
 
     first: Claim
+    agreement: Agreement[str]
+    """What the first worker claims is claimed for all."""
     run: str = ""
     failure: str = ""
     """Why it cannot be: the answer to every claim of this checkpoint."""
-    is_settled: bool = False
-    waiting: list[tuple[Member, int]] = field(default_factory=list)
-    """Who has claimed it, and the request, until it is settled."""
 
     def is_answer_to(self, claim: Claim) -> bool:
         """Whether the claim need not be looked into: what was refused is, for every further checkpoint. A worker whose
@@ -93,34 +118,32 @@ class Claiming:
 
 
 @dataclass(slots=True, eq=False)
-class Loading:
+class LoadUnderWay:
     """A store that is to be restored."""
 
-    since: float
-    arrived: dict[int, tuple[Member, Load]] = field(default_factory=dict)
+    asked: Load
+    """What the first worker said."""
+    agreement: Agreement[Load]
     is_reading: bool = False
-
-
-Open = Saving | Loading
 
 
 class Checkpoints:
     """All checkpoints that are written or read.
 
     Args:
-        seats: who is in the cluster.
-        agreements: its keys and optimizers.
-        asked: what servers are asked.
+        membership: who is in the cluster.
+        keys: its keys and optimizers.
+        questions: what servers are asked.
     """
 
-    def __init__(self, seats: Seats, agreements: Agreements, asked: ServersAsked) -> None:
-        self._seats = seats
-        self._agreements = agreements
-        self._asked = asked
-        self._claims: dict[str, Claiming] = {}
+    def __init__(self, membership: Membership, keys: Keys, questions: Questions) -> None:
+        self._membership = membership
+        self._keys = keys
+        self._questions = questions
+        self._claims: dict[str, FolderClaim] = {}
         """By directory."""
-        self._saving: dict[tuple[int, int], Saving] = {}
-        self._loading: dict[tuple[int, int], Loading] = {}
+        self._saving: dict[tuple[int, int], SaveUnderWay] = {}
+        self._loading: dict[tuple[int, int], LoadUnderWay] = {}
 
     def __len__(self) -> int:
         """How many are under way."""
@@ -128,56 +151,48 @@ class Checkpoints:
 
     # Saving.
 
-    def claim(self, sender: Member, message: Claim) -> list[Effect]:
+    def claim(self, sender: Member, message: Claim, now: float) -> list[Effect]:
         """A worker is about to save into a directory for the first time."""
         directory = directory_of(message.folder)
-        claiming, effects = self._claims.get(directory), []
-        if claiming is None or not claiming.is_answer_to(message):
-            claiming = self._claims[directory] = Claiming(message)
-            effects = [Persist(claiming, LockFolder(message.folder))]
-        claiming.waiting.append((sender, message.request))
-        return [*effects, *self._claimed(claiming)]
+        claim, effects = self._claims.get(directory), []
+        if claim is None or not claim.is_answer_to(message):
+            agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
+            claim = self._claims[directory] = FolderClaim(message, agreement)
+            effects = [Persist(claim, LockFolder(message.folder))]
+        return [*effects, *claim.agreement.ask(sender, message.request)]
 
-    def _locked(self, claiming: Claiming, run: str) -> list[Effect]:
+    def _locked(self, claim: FolderClaim, run: str) -> list[Effect]:
         """The directory is this job's: see whether the servers can write there."""
-        claiming.run = run
-        first = claiming.first
+        claim.run = run
+        first = claim.first
 
         def make(request: int) -> Message:
             return Prepare(request, first.store, first.folder, first.contents, run)
 
         def prepared(failure: str) -> list[Effect]:
             unlock = [Persist(None, UnlockFolder(first.folder))] if failure else []
-            return [*unlock, *self._settle(claiming, failure)]
+            return [*unlock, *self._settle(claim, failure)]
 
-        return self._asked.ask(self._seats.servers, make, prepared)
+        return self._questions.ask(make, prepared, claim.agreement)
 
-    def _settle(self, claiming: Claiming, failure: str) -> list[Effect]:
-        claiming.failure, claiming.is_settled = failure, True
-        return self._claimed(claiming)
-
-    def _claimed(self, claiming: Claiming) -> list[Effect]:
-        """Answer those who have claimed a directory, if the answer is known."""
-        if not claiming.is_settled:
-            return []
-        waiting, claiming.waiting = claiming.waiting, []
-        failure, run = claiming.failure, claiming.run
-        return [
-            Send(member, Failed(request, ErrorCode.CHECKPOINT, failure) if failure else Claimed(request, run))
-            for member, request in waiting
-            if self._seats.workers.get(member.node.rank) == member
-        ]
+    @staticmethod
+    def _settle(claim: FolderClaim, failure: str) -> list[Effect]:
+        claim.failure = failure
+        return claim.agreement.settle(
+            lambda request: Failed(request, ErrorCode.CHECKPOINT, failure) if failure else Claimed(request, claim.run)
+        )
 
     def save(self, sender: Member, message: Save, now: float) -> list[Effect]:
         """A worker has marked its pushes."""
         saving = self._open(message, now)
-        if not saving.arrived:
-            saving.keys = self._keys(message.store)
-        is_first = not any(said.failure for _, said in saving.arrived.values())
-        saving.arrived[sender.node.rank] = (sender, message)
-        first, said = next(iter(saving.arrived.values()))
-        if message.failure and is_first:  # says more than what others could not do because of it
-            saving.failure = f"{sender}: {message.failure}"
+        earlier = saving.saves
+        if not earlier:
+            saving.keys = self._saved_keys(message.store)
+        saving.agreement.say(sender, message)
+        effects = saving.agreement.ask(sender, message.request)
+        first, said = (earlier or saving.saves)[0]
+        if message.failure and not any(one.failure for _, one in earlier):
+            saving.failure = f"{sender}: {message.failure}"  # says more than what others could not do because of it
         elif saving.failure:
             pass
         elif _place(said) != _place(message):
@@ -189,141 +204,152 @@ class Checkpoints:
                 f"{sender} saves {message.num_keys} keys, where the store has {len(saving.keys)}:"
                 " call save_checkpoint when every init has returned"
             )
-        return self._advance(saving)
+        return effects + self._advance(saving)
 
     def saved(self, sender: Member, message: Saved, now: float) -> list[Effect]:
         """A server has written its slices, or could not."""
         saving = self._open(message, now)
-        saving.files[sender.node.rank] = message.file
+        saving.agreement.say(sender, message.file)
         if message.failure:
             saving.fail(f"{sender}: {message.failure}")
         return self._advance(saving)
 
-    def release(self) -> list[Effect]:
-        """A worker has left: nobody waits for it any more."""
+    def advance_all(self) -> list[Effect]:
+        """A worker has left, and is not awaited any more."""
         effects = [effect for saving in list(self._saving.values()) for effect in self._advance(saving)]
         for loading in list(self._loading.values()):
             effects += self._begin_loading(loading)
         return effects
 
-    def _open(self, message: Save | Saved, now: float) -> Saving:
+    def _open(self, message: Save | Saved, now: float) -> SaveUnderWay:
         place = (message.store, message.counter)
         saving = self._saving.get(place)
         if saving is None:
-            saving = self._saving[place] = Saving(*place, now, frozenset(self._seats.workers))
+            membership = self._membership
+            quorum = (membership.workers, membership.servers)
+            agreement: Agreement[Save | SavedFile] = Agreement(CHECKPOINT, "", now, membership.workers, quorum)
+            live = frozenset(node.rank for node in membership.workers)
+            saving = self._saving[place] = SaveUnderWay(*place, live, agreement)
         return saving
 
-    def _is_complete(self, saving: Saving) -> bool:
-        """Whether everybody has reported, so that nothing more of it comes: good or bad, it ends then, and for all."""
-        has_servers = len(saving.files) == len(self._seats.servers)
-        return has_servers and bool(saving.arrived) and self._seats.workers.keys() <= saving.arrived.keys()
-
-    def _advance(self, saving: Saving) -> list[Effect]:
-        if saving.is_ending or not self._is_complete(saving):
+    def _advance(self, saving: SaveUnderWay) -> list[Effect]:
+        if saving.is_ending or not saving.is_complete:
             return []
         saving.is_ending = True
         if saving.failure:
             return self._sweep(saving)
-        first = next(iter(saving.arrived.values()))[1]
-        names = ", ".join(f"worker-{rank}" for rank in sorted(saving.live - saving.arrived.keys()))
-        lacks = f"{_named(saving)} has no state of {names}, which left instead of calling save_checkpoint"
+        saves = saving.saves
+        first = saves[0][1]
+        gone = saving.live - {member.node.rank for member, _ in saves}
+        names = ", ".join(f"worker-{rank}" for rank in sorted(gone))
+        lacks = f"{saving.name} has no state of {names}, which left instead of calling save_checkpoint"
         written = Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))
         return [*([Log(lacks)] if names else []), written]
 
-    def _sweep(self, saving: Saving) -> list[Effect]:
-        """Remove what was written; only then may anybody try again, perhaps in the same folder."""
-        folders = sorted({message.folder for _, message in saving.arrived.values() if message.run})
+    def _sweep(self, saving: SaveUnderWay) -> list[Effect]:
+        """Remove what was written; only then may any worker try again, perhaps in the same folder."""
+        folders = sorted({message.folder for _, message in saving.saves if message.run})
         if not folders:
-            return self._end_saving(saving, "")  # nobody was to write anything
+            return self._end_saving(saving, "")  # nothing was to be written
         *others, last = folders
         return [*(Persist(None, Sweep(folder)) for folder in others), Persist(saving, Sweep(last))]
 
-    def _end_saving(self, saving: Saving, failure: str) -> list[Effect]:
+    def _end_saving(self, saving: SaveUnderWay, failure: str) -> list[Effect]:
         if failure and not saving.failure:
             saving.failure = failure
             return self._sweep(saving)
         del self._saving[saving.store, saving.counter]
-        return self._answers(saving, saving.failure)
+        return saving.agreement.settle(lambda request: _answer(request, saving.failure))
 
-    def _manifest(self, saving: Saving, first: Save) -> Manifest:
-        mode, optimizer = self._agreements.books[saving.store].mode, self._agreements.optimizers.get(saving.store)
-        files = [file for _, file in sorted(saving.files.items())]
-        files += [message.file for _, (_, message) in sorted(saving.arrived.items())]
+    def _manifest(self, saving: SaveUnderWay, first: Save) -> Manifest:
+        mode, optimizer = self._keys.stores[saving.store].mode, self._keys.optimizers.get(saving.store)
         return Manifest(
             first.step,
             first.contents,
             mode,
             POLICIES[mode].has_rounds,
             None if optimizer is None else optimizer.description,
-            len(saving.arrived),
-            len(self._seats.servers),
+            len(saving.saves),
+            len(self._membership.servers),
             saving.keys,
-            tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in files if file.name),
+            tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in saving.files),
             first.run,
         )
 
-    def _keys(self, store: int) -> tuple[SavedKey, ...]:
-        book = self._agreements.books.get(store)
-        entries = () if book is None else book.entries.values()
+    def _saved_keys(self, store: int) -> tuple[SavedKey, ...]:
+        keys = self._keys.stores.get(store)
+        entries = () if keys is None else keys.entries.values()
         return tuple(SavedKey(one.key, one.shape, DType(one.dtype).label, one.form) for one in entries if one.placed)
 
     # Loading.
 
     def load(self, sender: Member, message: Load, now: float) -> list[Effect]:
         """A worker has no push under way, and waits for the store to be restored."""
-        loading = self._loading.setdefault((message.store, message.counter), Loading(now))
-        loading.arrived[sender.node.rank] = (sender, message)
-        return self._begin_loading(loading)
+        place, workers = (message.store, message.counter), self._membership.workers
+        loading = self._loading.get(place)
+        if loading is None:
+            subject, deed = "loading of a checkpoint", "call load_checkpoint"
+            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, (workers,)))
+            self._loading[place] = loading
+        loading.agreement.say(sender, message)
+        return [*loading.agreement.ask(sender, message.request), *self._begin_loading(loading)]
 
-    def _begin_loading(self, loading: Loading) -> list[Effect]:
-        if loading.is_reading or not self._seats.workers.keys() <= loading.arrived.keys():
+    def _begin_loading(self, loading: LoadUnderWay) -> list[Effect]:
+        if loading.is_reading or not loading.agreement.is_complete:
             return []
         loading.is_reading = True
-        (first, asked), *others = loading.arrived.values()
-        for other, message in loading.arrived.values():
+        asked = loading.asked
+        for member, message in loading.agreement.said.values():
             if message.failure:
-                return self._end_loading(asked, f"{other}: {message.failure}")
-        for other, message in others:
-            if _place(message) != _place(asked):
-                return self._end_loading(asked, _differ(first, _place(asked), other, _place(message)))
-        if not self._keys(asked.store):
+                return self._end_loading(asked, f"{member}: {message.failure}")
+        differing = loading.agreement.disagreement(_place)
+        if differing is not None:
+            return self._end_loading(asked, _differ(*differing))
+        if not self._saved_keys(asked.store):
             return self._end_loading(asked, "the store has no keys: init them before")
         return [Persist(asked, ReadManifest(asked.folder))]
 
     def _check(self, asked: Load, manifest: Manifest) -> list[Effect]:
         """The manifest has been read: if it fits, let the servers read."""
-        optimizer = self._agreements.optimizers.get(asked.store)
+        optimizer = self._keys.optimizers.get(asked.store)
         try:
             description = None if optimizer is None else optimizer.description
-            manifest.require(self._keys(asked.store), description, asked.contents)
+            manifest.require(self._saved_keys(asked.store), description, asked.contents)
         except (CheckpointError, ValueError) as error:
             return self._end_loading(asked, str(error))
 
         def make(request: int) -> Message:
             return Restore(request, asked.store, asked.folder, asked.contents)
 
-        return self._asked.ask(self._seats.servers, make, lambda failure: self._read(asked, failure))
+        return self._questions.ask(make, lambda failure: self._read(asked, failure), self._agreement_of(asked))
 
     def _read(self, asked: Load, failure: str) -> list[Effect]:
         """Every server has read, or one could not."""
         kind = DropRestored if failure else TakeRestored
-        servers = self._seats.servers
-        return self._asked.ask(servers, lambda n: kind(n, asked.store), lambda _: self._end_loading(asked, failure))
+        return self._questions.ask(
+            lambda request: kind(request, asked.store),
+            lambda _: self._end_loading(asked, failure),
+            self._agreement_of(asked),
+        )
+
+    def _agreement_of(self, asked: Load) -> Agreement[Load]:
+        return self._loading[asked.store, asked.counter].agreement
 
     def _end_loading(self, asked: Load, failure: str) -> list[Effect]:
-        return self._answers(self._loading.pop((asked.store, asked.counter)), failure)
+        loading = self._loading.pop((asked.store, asked.counter))
+        return loading.agreement.settle(lambda request: _answer(request, failure))
 
     # Both.
 
     def persisted(self, event: Persisted) -> list[Effect]:
         """A manifest is written or read, or could not be; or what was written is removed."""
         match event.token:
-            case Claiming() as claiming if event.failure:
-                return self._settle(claiming, event.failure)
-            case Claiming() as claiming:
+            case FolderClaim() as claim if event.failure:
+                return self._settle(claim, event.failure)
+            case FolderClaim() as claim:
                 assert isinstance(event.product, str)
-                return self._locked(claiming, event.product)
-            case Saving() as saving:
+                return self._locked(claim, event.product)
+            case SaveUnderWay() as saving:
                 return self._end_saving(saving, event.failure)
             case Load() as asked if event.failure:
                 return self._end_loading(asked, event.failure)
@@ -333,60 +359,29 @@ class Checkpoints:
             case _:
                 return []
 
-    def _answers(self, one: Open, failure: str) -> list[Effect]:
-        """What the workers are told that have not left."""
-        live = self._seats.workers
-        return [
-            Send(member, Failed(said.request, ErrorCode.CHECKPOINT, failure) if failure else Done(said.request))
-            for member, said in one.arrived.values()
-            if live.get(member.node.rank) == member
-        ]
-
-    def hints(self, live: Set[int], now: float) -> Iterator[Effect]:
-        """Tell those who wait for whom."""
-        for subject, one, missing in self._waits(live):
-            hint = Waiting(subject, missing, now - one.since)
-            yield from (Send(member, hint) for rank, (member, _) in one.arrived.items() if rank in live)
-
-    def waits(self, live: Set[int]) -> Iterator[tuple[int, int, Set[int]]]:
-        """(rank, request, which workers have to call as well) of all who wait."""
-        for _, one, missing in self._waits(live):
-            yield from ((rank, said.request, set(missing)) for rank, (_, said) in one.arrived.items())
-
-    def oldest_wait(self, live: Set[int]) -> tuple[str, float, tuple[int, ...]] | None:
-        """What has been waited for longest, since when, and who is missing."""
-        waits = [(one.since, subject, missing) for subject, one, missing in self._waits(live)]
-        if not waits:
-            return None
-        since, subject, missing = min(waits)
-        return subject, since, missing
+    def waits(self) -> Iterator[Wait]:
+        """All that wait, and for whom."""
+        for claim in self._claims.values():
+            yield from claim.agreement.waits()
+        for saving in self._saving.values():
+            yield from saving.waits()
+        for loading in self._loading.values():
+            yield from loading.agreement.waits()
 
     def validate(self) -> None:
         """Check every invariant."""
         for place, saving in self._saving.items():
             assert place == (saving.store, saving.counter), "a checkpoint is known by its store and count"
-            assert saving.is_ending == self._is_complete(saving), "it ends when everybody has reported, and not before"
-        for claiming in self._claims.values():
-            assert not (claiming.is_settled and claiming.waiting), "who has an answer does not wait for it"
-        live = self._seats.workers.keys()
+            assert saving.is_ending == saving.is_complete, "it ends when all have reported, and not before"
+            saving.agreement.validate()
+        for claim in self._claims.values():
+            claim.agreement.validate()
         for loading in self._loading.values():
-            assert loading.is_reading or not live <= loading.arrived.keys(), "who waits for nobody goes on"
-
-    def _waits(self, live: Set[int]) -> Iterator[tuple[str, Open, tuple[int, ...]]]:
-        """What is waited for, who waits, and which workers are missing; if none is, the subject names the servers."""
-        for saving in self._saving.values():
-            missing = tuple(sorted(live - saving.arrived.keys()))
-            servers = [str(one) for one in self._seats.servers if one.node.rank not in saving.files]
-            where = "" if missing or not saving.arrived else f" on {', '.join(servers) or 'the scheduler'}"
-            called = " (every worker must call save_checkpoint)" if missing and saving.arrived else ""
-            yield f"{_named(saving)}{where}{called}", saving, missing
-        for loading in self._loading.values():
-            yield "loading of a checkpoint", loading, tuple(sorted(live - loading.arrived.keys()))
+            assert loading.is_reading or not loading.agreement.is_complete, "a complete agreement is carried out"
 
 
-def _named(saving: Saving) -> str:
-    steps = {message.step for _, message in saving.arrived.values()}
-    return CHECKPOINT if len(steps) != 1 else f"{CHECKPOINT} of step {min(steps)}"
+def _answer(request: int, failure: str) -> Done | Failed:
+    return Failed(request, ErrorCode.CHECKPOINT, failure) if failure else Done(request)
 
 
 def _place(message: Save | Load) -> tuple[object, ...]:
@@ -395,5 +390,5 @@ def _place(message: Save | Load) -> tuple[object, ...]:
     return (message.folder, message.contents, *more)
 
 
-def _differ(first: Member, said: tuple[object, ...], other: Member, says: tuple[object, ...]) -> str:
+def _differ(first: Member, said: object, other: Member, says: object) -> str:
     return f"the workers do not agree: {first} names {said}, {other} names {says}; all must give the same arguments"

@@ -1,42 +1,65 @@
-"""Who sits where: the scheduler's list of processes, by role and rank.
+"""Who is in the cluster. Only the scheduler changes this; servers and workers get rosters of it. Pure.
 
-A seat is given once. A process is known by the token of its hello, so a repeated hello gets the same answer.
+A rank is given once, to a process that is known by the token of its hello, so a repeated hello gets the same answer.
+For now the set is fixed once it is complete, but for members that leave.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import dataclass
 
 from kvdist.config.settings import ClusterConfig
+from kvdist.core.machine import NEVER
 from kvdist.errors import ConfigError
-from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.messages import Hello, Peer
+from kvdist.nodes import Member, NodeId, Role, server, worker
+from kvdist.protocol.messages import Hello, Peer, Roster
 from kvdist.version import __version__
 
 
-class Seats:
-    """The seats of one cluster.
+@dataclass(frozen=True, slots=True)
+class ShardOwners:
+    """The servers that keep one shard: placement names shards, messages go to their primaries."""
+
+    primary: int
+    replica: int | None = None
+    """The server that could take over; None while there is none."""
+
+
+class Membership:
+    """The members of one cluster.
 
     Args:
-        config: how many there are.
+        config: how many there are to be.
         first_incarnation: where incarnations begin.
     """
 
     def __init__(self, config: ClusterConfig, first_incarnation: int) -> None:
-        self._config = config
+        self.epoch = 0
+        """How many rosters there have been."""
         self.peers: dict[NodeId, Peer] = {}
+        """All that have registered; a rank stays with its process when that has left."""
+        self.workers: dict[NodeId, Member] = {}
+        """Those that are there; agreements refer to it."""
+        self.servers: dict[NodeId, Member] = {}
         self.left: set[NodeId] = set()
-        """Workers that said goodbye; their seats stay theirs."""
-        self.places: dict[NodeId, str] = {}
-        """Where the launcher has started whom, for people."""
+        """Workers that have said goodbye, and servers that have ended after they were told to."""
+        self.absent: set[NodeId] = set()
+        """Workers whose processes ended well without having registered."""
+        self.shards = [ShardOwners(rank) for rank in range(config.num_servers)]
+        self._config = config
+        self._started_on: dict[NodeId, str] = {}
+        self._suspects: dict[Member, tuple[float, str]] = {}
+        """Member → when it counts as lost, and why."""
         self._tokens: dict[int, Member] = {}
         self._next_incarnation = first_incarnation
 
+    # Joining.
+
     def known(self, stranger: Member, hello: Hello) -> Member | None:
-        """The member that this stranger became before, if its hello is a repeated one.
+        """The member that this stranger has become before, if its hello is a repeated one.
 
         Raises:
-            ConfigError: it has the token of a member, but another role or rank: it is somebody else.
+            ConfigError: it has the token of a member, but another role or rank: it is another process.
         """
         member = self._tokens.get(stranger.incarnation)
         if member is None:
@@ -49,72 +72,114 @@ class Seats:
             )
         return member
 
-    def give(self, stranger: Member, hello: Hello) -> Member:
-        """Seat a process.
+    def admit(self, stranger: Member, hello: Hello) -> Member:
+        """Give a process its rank and incarnation.
 
         Raises:
-            ConfigError: there is no seat for it; the message says why.
+            ConfigError: it cannot have one; the message says why.
         """
         role = stranger.node.role
-        self._check(role, hello)
-        rank = hello.wanted_rank if hello.wanted_rank >= 0 else self._free_rank(role)
-        member = Member(NodeId(role, rank), self._next_incarnation)
+        node = self._rank_for(role, hello)
+        member = Member(node, self._next_incarnation)
         self._next_incarnation += 1
         self._tokens[stranger.incarnation] = member
-        self.peers[member.node] = Peer(member, hello.host, hello.pid, hello.endpoint)
+        self.peers[node] = Peer(member, hello.host, hello.pid, hello.endpoint)
+        (self.workers if role is Role.WORKER else self.servers)[node] = member
         return member
 
-    def holds(self, member: Member) -> bool:
-        """Whether this very process sits in its seat."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have registered."""
+        return len(self.peers) == self._config.num_workers + self._config.num_servers
+
+    def has_started(self, node: NodeId, host: str, pid: int) -> None:
+        """The launcher has started a process there."""
+        self._started_on[node] = f" on {host} (pid {pid} was started there, no hello yet)"
+
+    def missing(self) -> list[str]:
+        """The names of those that have not registered, and where they were started."""
+        wanted = [server(rank) for rank in range(self._config.num_servers)]
+        wanted += [worker(rank) for rank in range(self._config.num_workers)]
+        return [f"{node}{self._started_on.get(node, '')}" for node in wanted if node not in self.peers]
+
+    def progress(self) -> str:
+        """How many have registered, and who has not."""
+        came = [sum(node.role is role for node in self.peers) for role in (Role.SERVER, Role.WORKER)]
+        counts = f"{came[0]}/{self._config.num_servers} servers, {came[1]}/{self._config.num_workers} workers"
+        return f"{counts}; waiting for {', '.join(self.missing())} to register"
+
+    # Being there.
+
+    def has(self, member: Member) -> bool:
+        """Whether this very process has its rank, whether it has left or not."""
         peer = self.peers.get(member.node)
         return peer is not None and peer.member == member
 
     @property
-    def all_taken(self) -> bool:
-        """Whether everybody has come."""
-        return len(self.peers) == self._config.num_workers + self._config.num_servers
-
-    @property
-    def workers(self) -> dict[int, Member]:
-        """Rank → the worker there, of those who have not left."""
-        return {
-            node.rank: peer.member
-            for node, peer in self.peers.items()
-            if node.role is Role.WORKER and node not in self.left
-        }
-
-    @property
-    def servers(self) -> list[Member]:
-        """The servers, by rank."""
-        servers = [peer.member for node, peer in self.peers.items() if node.role is Role.SERVER]
-        return sorted(servers, key=lambda member: member.node.rank)
-
-    @property
     def present(self) -> tuple[Peer, ...]:
-        """Everybody who has not left."""
+        """All that have not left."""
         return tuple(peer for node, peer in self.peers.items() if node not in self.left)
 
-    def roster(self) -> str:
-        """How many have come, who has not, and what is known of those."""
-        came = Counter(node.role for node in self.peers)
-        config = self._config
-        counts = f"{came[Role.SERVER]}/{config.num_servers} servers, {came[Role.WORKER]}/{config.num_workers} workers"
-        return f"{counts}; waiting for {', '.join(self.missing())} to register"
+    def next_roster(self) -> Roster:
+        """Who is there now, in a new epoch."""
+        self.epoch += 1
+        return Roster(self.present)
 
-    def missing(self) -> list[str]:
-        """The names of those who have not come, and where they were started."""
-        wanted = [NodeId(Role.SERVER, rank) for rank in range(self._config.num_servers)]
-        wanted += [NodeId(Role.WORKER, rank) for rank in range(self._config.num_workers)]
-        return [f"{node}{self.places.get(node, '')}" for node in wanted if node not in self.peers]
+    # Leaving and dying.
+
+    def leave(self, node: NodeId) -> None:
+        """A worker has said goodbye, or a server has ended after it was told to. Its rank stays its own."""
+        self.left.add(node)
+        live = self.workers if node.role is Role.WORKER else self.servers
+        member = live.pop(node, None)
+        if member is not None:
+            self._suspects.pop(member, None)
+
+    @property
+    def workers_are_gone(self) -> bool:
+        """Whether no worker is there, nor will come."""
+        return sum(node.role is Role.WORKER for node in self.left | self.absent) == self._config.num_workers
+
+    @property
+    def servers_are_gone(self) -> bool:
+        """Whether every server has ended."""
+        return sum(node.role is Role.SERVER for node in self.left) == self._config.num_servers
+
+    def suspect(self, member: Member, due: float, reason: str) -> None:
+        """A member counts as lost at that time, unless it comes back; one that has left does not."""
+        if self.has(member) and member.node not in self.left:
+            self._suspects[member] = (due, reason)
+
+    def trust(self, member: Member) -> None:
+        """A suspect has come back."""
+        self._suspects.pop(member, None)
+
+    @property
+    def next_loss(self) -> float:
+        """When the first suspect counts as lost, or NEVER."""
+        return min((due for due, _ in self._suspects.values()), default=NEVER)
+
+    def take_lost(self, now: float) -> tuple[Member, str] | None:
+        """A suspect whose time is over, and why it was suspected."""
+        for member, (due, reason) in self._suspects.items():
+            if now >= due:
+                del self._suspects[member]
+                return member, reason
+        return None
 
     def validate(self) -> None:
         """Check every invariant."""
         incarnations = [peer.member.incarnation for peer in self.peers.values()]
         assert len(set(incarnations)) == len(incarnations), "an incarnation belongs to one process"
         for node, peer in self.peers.items():
-            assert peer.member.node == node, "a process sits in its own seat"
+            assert peer.member.node == node, "a process has its own rank"
+        live = self.workers | self.servers
+        assert live == {peer.member.node: peer.member for peer in self.present}, "live are those that have not left"
+        assert not self._suspects.keys() - set(live.values()), "only a live member is suspected"
+        owners = [owners for owners in self.shards if owners.replica == owners.primary]
+        assert not owners, "a replica is another server than the primary"
 
-    def _check(self, role: Role, hello: Hello) -> None:
+    def _rank_for(self, role: Role, hello: Hello) -> NodeId:
         config = self._config
         if hello.version != __version__:
             raise ConfigError(
@@ -129,18 +194,15 @@ class Seats:
         if hello.wanted_rank >= count:
             raise ConfigError(f"it asks for rank {hello.wanted_rank}, but there are only {count} {role}(s)")
         if hello.wanted_rank < 0:
-            if self._free_rank(role) >= count:
+            free = [rank for rank in range(count) if NodeId(role, rank) not in self.peers]
+            if not free:
                 raise ConfigError(f"the cluster has its {count} {role}(s) already")
-            return
-        taken = self.peers.get(NodeId(role, hello.wanted_rank))
+            return NodeId(role, free[0])
+        node = NodeId(role, hello.wanted_rank)
+        taken = self.peers.get(node)
         if taken is not None:
             raise ConfigError(
                 f"{taken.member} is taken by process {taken.pid} on {taken.host}; process {hello.pid} on"
                 f" {hello.host} claims the same rank: each needs a KVDIST_RANK of its own"
             )
-
-    def _free_rank(self, role: Role) -> int:
-        rank = 0
-        while NodeId(role, rank) in self.peers:
-            rank += 1
-        return rank
+        return node

@@ -1,16 +1,16 @@
-"""The scheduler: gives out seats, agrees on keys and optimizers, keeps barriers, judges who is dead. Pure.
+"""The scheduler: admits members, agrees on keys and optimizers, keeps barriers, judges who is dead. Pure.
 
-It is off the data path: pushes and pulls never pass through here. What it decides it decides once, from sets and
-never from counts of messages, so a repeated request changes nothing.
+It is off the data path: pushes and pulls never pass through here. What it decides it decides once, by agreements of
+members (`kvdist.core.agreement`) and never by counts of messages, so a repeated request changes nothing. `explain`, the
+hints to members that wait long and the search for deadlocks all ask every agreement the same: who waits for whom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvdist.config.settings import ClusterConfig
-from kvdist.core.commands import pass_on
+from kvdist.core.agreement import Agreement, Answer, Questions, Wait
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import (
     NEVER,
@@ -29,12 +29,10 @@ from kvdist.core.machine import (
     Send,
     Unreachable,
 )
-from kvdist.core.scheduler.agreements import Agreements
-from kvdist.core.scheduler.barriers import Barriers
 from kvdist.core.scheduler.checkpoints import Checkpoints
 from kvdist.core.scheduler.deadlocks import Deadlocks
-from kvdist.core.scheduler.membership import Seats
-from kvdist.core.scheduler.servers_asked import ServersAsked
+from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.membership import Membership
 from kvdist.core.sharding import Placer
 from kvdist.errors import ConfigError, DeadlockError, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, Member, Role
@@ -53,8 +51,8 @@ from kvdist.protocol.messages import (
     Hello,
     Load,
     Message,
+    Perform,
     Rejected,
-    Roster,
     Save,
     Saved,
     Stop,
@@ -83,11 +81,9 @@ class Scheduler(Machine):
         self.me = SCHEDULER_MEMBER
         self.epoch = 0
         self.step = 0
-        self.complete = False
-        self.seats = Seats(config, first_incarnation)
+        self.membership = Membership(config, first_incarnation)
         self.steps: dict[Member, int] = {}
-        self.barriers = Barriers()
-        self.asked = ServersAsked()
+        self._questions = Questions(self.membership.servers)
         placer = Placer(
             config.num_servers,
             config.bigarray_bound,
@@ -95,15 +91,15 @@ class Scheduler(Machine):
             config.placement == "hash",
             config.limits.priority_slice_bytes,
         )
-        self.agreements = Agreements(self.seats, placer, self.asked)
-        self.checkpoints = Checkpoints(self.seats, self.agreements, self.asked)
-        self.deadlocks = Deadlocks()
-        self._suspects: dict[Member, tuple[float, str]] = {}
-        """Member → when it counts as lost, and why."""
-        self._servers_gone: set[int] = set()
-        """Servers that have ended after they were told to."""
-        self._never_joined: set[int] = set()
-        """Workers whose process ended well without having joined."""
+        self.keys = Keys(self.membership, placer, self._questions)
+        self.checkpoints = Checkpoints(self.membership, self.keys, self._questions)
+        self._deadlocks = Deadlocks()
+        self._barriers: dict[tuple[int, int], Agreement[str]] = {}
+        """(store, count) → the barrier, of those that are not passed."""
+        self._passed: dict[int, int] = {}
+        """Store → how many of its barriers all workers have passed."""
+        self._commands: list[Agreement[str]] = []
+        """Those that some server has not run."""
         self._started_at = now
         self._form_by = now + config.limits.form_timeout_s
         self._next_look = now + config.limits.explain_after_s
@@ -116,13 +112,13 @@ class Scheduler(Machine):
     @property
     def deadline(self) -> float:
         """When `tick` should run next."""
-        suspects = min((due for due, _ in self._suspects.values()), default=NEVER)
-        form_by = NEVER if self.complete else self._form_by
-        return min(suspects, form_by, self._next_look, self._announce_at, self._stop_by, self.deadlocks.due)
+        form_by = NEVER if self.membership.is_complete else self._form_by
+        dues = (form_by, self._next_look, self._announce_at, self._stop_by, self._deadlocks.due)
+        return min(self.membership.next_loss, *dues)
 
     def refuses(self, source: Member, message: Message) -> str | None:
-        """Listen to those who have a seat, and to the hello of those who want one."""
-        if self.seats.holds(source):
+        """Listen to members, and to the hello of processes that want to be one."""
+        if self.membership.has(source):
             return None
         if source.node.rank == UNRANKED and source.node.role is not Role.SCHEDULER:
             return None if isinstance(message, Hello) else ""
@@ -135,16 +131,16 @@ class Scheduler(Machine):
             case Hello():
                 return self._hello(sender, message)
             case Declare() if is_worker:
-                return self.agreements.declare(sender, message, now)
+                return self.keys.declare(sender, message, now)
             case Configure() if is_worker:
-                return self.agreements.configure(sender, message)
+                return self.keys.configure(sender, message, now)
             case Barrier() if is_worker:
-                return self.barriers.enter(sender, message, self.seats.workers.keys(), now)
+                return self._barrier(sender, message, now)
             case Blocked() if is_worker:
-                self.deadlocks.report(sender, message, now)
+                self._deadlocks.report(sender, message, now)
                 return []
             case Claim() if is_worker:
-                return self.checkpoints.claim(sender, message)
+                return self.checkpoints.claim(sender, message, now)
             case Save() if is_worker:
                 return self.checkpoints.save(sender, message, now)
             case Load() if is_worker:
@@ -152,15 +148,15 @@ class Scheduler(Machine):
             case Saved() if not is_worker:
                 return self.checkpoints.saved(sender, message, now)
             case Command() if is_worker:
-                return pass_on(sender, message, self.seats, self.asked)
+                return self._command(sender, message, now)
             case Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
             case Goodbye() if message.failure:
                 return self._lost(sender, message.failure)
-            case Done():
-                return self.asked.answered(sender, message.request, "")
-            case Failed():
-                return self.asked.answered(sender, message.request, f"{sender}: {message.reason}")
+            case Done() if not is_worker:
+                return self._questions.answered(sender, message.request, "")
+            case Failed() if not is_worker:
+                return self._questions.answered(sender, message.request, f"{sender}: {message.reason}")
             case _:
                 return []
 
@@ -168,16 +164,15 @@ class Scheduler(Machine):
         """React to connections and to what the launcher saw."""
         match event:
             case PeerDisconnected(member, reason, after_silence):
-                if self.seats.holds(member) and member.node not in self.seats.left:
-                    self._suspects[member] = (now + self.limits.reconnect_grace_s(after_silence), reason)
+                self.membership.suspect(member, now + self.limits.reconnect_grace_s(after_silence), reason)
             case PeerConnected(member):
-                self._suspects.pop(member, None)
+                self.membership.trust(member)
             case Unreachable(member, reason):
                 return self._lost(member, reason)
             case ChildEnded():
                 return self._child_ended(event, now)
             case ProcessStarted(node, host, pid):
-                self.seats.places[node] = f" on {host} (pid {pid} was started there, no hello yet)"
+                self.membership.has_started(node, host, pid)
             case Persisted():
                 return self.checkpoints.persisted(event)
             case LauncherGone():
@@ -188,24 +183,20 @@ class Scheduler(Machine):
 
     def tick(self, now: float) -> list[Effect]:
         """Judge the suspects, hint at who is awaited, enforce deadlines."""
-        for member, (due, reason) in list(self._suspects.items()):
-            if now >= due:
-                del self._suspects[member]
-                return self._server_gone(member) if self._is_over else self._lost(member, reason)
+        lost = self.membership.take_lost(now)
+        if lost is not None:
+            member, reason = lost
+            return self._server_gone(member) if self._is_over else self._lost(member, reason)
         if now >= self._stop_by:
             return self._stop(None)
-        if not self.complete and now >= self._form_by:
-            missing = ", ".join(self.seats.missing())
-            return self._abort(
-                missing.split(",")[0].split(" ")[0],
-                "",
-                f"did not register within {self.limits.form_timeout_s:g} s",
-                None,
-                f"the cluster is incomplete after {self.limits.form_timeout_s:g} s: {missing} did not register",
-            )
+        if not self.membership.is_complete and now >= self._form_by:
+            missing = self.membership.missing()
+            cause = f"did not register within {self.limits.form_timeout_s:g} s"
+            sentence = f"the cluster is incomplete after {self.limits.form_timeout_s:g} s: {', '.join(missing)}"
+            return self._abort(missing[0].split(" ")[0], "", cause, None, f"{sentence} did not register")
         if now >= self._announce_at:
-            return self._announce_late(now)
-        if now >= self.deadlocks.due:
+            return self._announce(now)
+        if now >= self._deadlocks.due:
             return self._look_for_deadlocks(now)
         if now >= self._next_look:
             self._next_look = now + self.limits.explain_after_s / 2
@@ -219,68 +210,105 @@ class Scheduler(Machine):
     @property
     def waiting_since(self) -> float | None:
         """Since when the scheduler waits for the cluster to form."""
-        return None if self.complete else self._started_at
+        return None if self.membership.is_complete else self._started_at
 
     def explain(self, now: float) -> str | None:
-        """Who is awaited, by the oldest of those who wait."""
-        if not self.complete:
-            return self.seats.roster()
-        for book in self.agreements.books.values():
-            wait = book.oldest_wait(self.seats.workers.keys())
-            if wait is not None:
-                request, key, missing = wait
-                waited = now - request.since
-                return f"{request.member} has waited {waited:.1f} s for {_names(missing)} to initialise key {key!r}"
-        barrier = self.barriers.oldest_wait(self.seats.workers.keys())
-        if barrier is not None:
-            counter, since, missing = barrier
-            return f"barrier {counter} has waited {now - since:.1f} s for {_names(missing)}"
-        saving = self.checkpoints.oldest_wait(self.seats.workers.keys())
-        if saving is not None:
-            subject, since, missing = saving
-            return f"{subject} has waited {now - since:.1f} s" + (f" for {_names(missing)}" if missing else "")
-        return None
+        """Who has to do what, by the oldest of those that wait."""
+        if not self.membership.is_complete:
+            return self.membership.progress()
+        oldest = min(self._waits(), key=lambda wait: wait.since, default=None)
+        return None if oldest is None else oldest.sentence(now)
 
     def validate(self) -> None:
         """Check every invariant."""
-        self.seats.validate()
-        self.barriers.validate(self.seats.workers.keys())
+        self.membership.validate()
+        for barrier in self._barriers.values():
+            assert not self.membership.workers or not barrier.is_complete, "a complete barrier is passed at once"
+            barrier.validate()
         self.checkpoints.validate()
 
-    # Seats.
+    # Joining.
 
     def _hello(self, sender: Member, message: Hello) -> list[Effect]:
         try:
-            known = self.seats.known(sender, message)
-            if known is not None:
-                return [Send(sender, Welcome(known.node.rank, known.incarnation)), Bind(sender, known)]
-            member = self.seats.give(sender, message)
+            known = self.membership.known(sender, message)
+            member = known or self.membership.admit(sender, message)
         except ConfigError as error:
             return [Send(sender, Rejected(str(error)))]
         effects: list[Effect] = [Send(sender, Welcome(member.node.rank, member.incarnation)), Bind(sender, member)]
+        if known is not None:
+            return effects
         if self._is_over and member.node.role is Role.SERVER:
             effects.append(Send(member, Stop(), member))
-        elif self.seats.all_taken:
-            self.complete = True
-            effects += self._announce()
-        elif self._never_joined:
+        elif self.membership.is_complete:
+            effects += self._announce(-NEVER)
+        elif self.membership.absent:
             effects += self._incomplete_for_ever()
         return effects
 
     def _announce_soon(self, now: float) -> list[Effect]:
-        """Tell everybody who has left: now, or with the next who leave if all were told of another just before."""
-        self._announce_at = self._announced_at + ROSTER_GAP_S * len(self.seats.peers)
-        return self._announce_late(now) if now >= self._announce_at else []
+        """Tell all who has left: now, or with the next ones that leave if there was a roster just before."""
+        self._announce_at = self._announced_at + ROSTER_GAP_S * len(self.membership.peers)
+        return self._announce(now) if now >= self._announce_at else []
 
-    def _announce_late(self, now: float) -> list[Effect]:
+    def _announce(self, now: float) -> list[Effect]:
+        """Tell all who is in the cluster."""
         self._announced_at, self._announce_at = now, NEVER
-        return self._announce()
+        roster = self.membership.next_roster()
+        self.epoch = self.membership.epoch
+        return [Send(peer.member, roster) for peer in roster.peers]
 
-    def _announce(self) -> list[Effect]:
-        """Tell everybody who is in the cluster."""
-        self.epoch += 1
-        present = self.seats.present
-        return [Send(peer.member, Roster(present)) for peer in present]
+    # Barriers and commands.
+
+    def _barrier(self, sender: Member, message: Barrier, now: float) -> list[Effect]:
+        """A worker arrives, or asks again and is told who is missing.
+
+        Each makes a statement, which may be empty. Those of a barrier must be equal, or it fails for all: so workers
+        find out that they are about to train different models before the first gradient.
+        """
+        if message.counter < self._passed.get(message.store, 0):
+            return [Send(sender, Done(message.request))]
+        place, workers = (message.store, message.counter), self.membership.workers
+        barrier = self._barriers.get(place)
+        if barrier is None:
+            subject = f"barrier {message.counter}"
+            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, (workers,))
+        asks_again = barrier.has_heard(sender)
+        barrier.say(sender, message.statement)
+        barrier.ask(sender, message.request)
+        if asks_again:
+            waits = (wait for wait in barrier.waits() if (wait.member, wait.request) == (sender, message.request))
+            return [wait.hint(now) for wait in waits]
+        return self._pass_barriers()
+
+    def _pass_barriers(self) -> list[Effect]:
+        """Let all go on where all live workers have arrived."""
+        effects: list[Effect] = []
+        for (store, counter), barrier in list(self._barriers.items()):
+            if barrier.is_complete:
+                del self._barriers[store, counter]
+                self._passed[store] = counter + 1
+                effects += barrier.settle(_barrier_answer(barrier))
+        return effects
+
+    def _command(self, sender: Member, message: Command, now: float) -> list[Effect]:
+        """All servers run a worker's command; it is answered when the last one has."""
+        command: Agreement[str] = Agreement("the command", "", now, self.membership.workers)
+        self._commands.append(command)
+
+        def done(failure: str) -> list[Effect]:
+            self._commands.remove(command)
+            assert command.waits_for is not None
+            failures = {node.rank: text for node, (_, text) in command.waits_for.said.items() if text}
+            reason = _command_failures(failures, self.config.num_servers)
+            return command.settle(
+                lambda request: Failed(request, ErrorCode.INTERNAL, reason) if failure else Done(request)
+            )
+
+        effects = command.ask(sender, message.request)
+        return effects + self._questions.ask(
+            lambda request: Perform(request, message.head, message.body), done, command
+        )
 
     # Leaving, dying, ending.
 
@@ -288,14 +316,12 @@ class Scheduler(Machine):
         effects: list[Effect] = [Send(sender, Done(message.request))]
         if message.failure:
             return effects + self._lost(sender, message.failure)
-        if sender.node in self.seats.left:
+        if sender.node in self.membership.left:
             return effects
-        self.seats.left.add(sender.node)
-        self._suspects.pop(sender, None)
+        self.membership.leave(sender.node)
         effects += self._announce_soon(now)
-        effects += self.barriers.release(self.seats.workers.keys())
-        effects += self.checkpoints.release()
-        return effects + self.agreements.advance_all() + self._end_if_alone(now)
+        effects += [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all()]
+        return effects + self._end_if_alone(now)
 
     @property
     def _is_over(self) -> bool:
@@ -304,36 +330,29 @@ class Scheduler(Machine):
 
     def _end_if_alone(self, now: float) -> list[Effect]:
         """The last worker has gone: stop the servers, those too that have not registered yet."""
-        gone = {node.rank for node in self.seats.left} | self._never_joined
-        if len(gone) < self.config.num_workers or self._is_over:
+        if not self.membership.workers_are_gone or self._is_over:
             return []
         self._stop_by = now + self.limits.farewell_s
         self._announce_at = NEVER
-        if len(self._never_joined) == self.config.num_workers:
-            return [
-                Log("no worker joined the cluster: does the script call kv.create('dist')?"),
-                *self._stop_servers(),
-            ]
-        return self._stop_servers()
-
-    def _stop_servers(self) -> list[Effect]:
-        return [Send(server, Stop(), server) for server in self.seats.servers]
+        effects: list[Effect] = [Send(server, Stop(), server) for server in self.membership.servers.values()]
+        if len(self.membership.absent) == self.config.num_workers:
+            effects.insert(0, Log("no worker joined the cluster: does the script call kv.create('dist')?"))
+        return effects
 
     def _server_gone(self, server: Member) -> list[Effect]:
         """The server has ended after it was told to, or is about to."""
-        self._servers_gone.add(server.node.rank)
+        self.membership.leave(server.node)
         return self._stop_if_alone()
 
     def _stop_if_alone(self) -> list[Effect]:
-        over = self._is_over and len(self._servers_gone) == self.config.num_servers
-        return self._stop(None) if over else []
+        return self._stop(None) if self._is_over and self.membership.servers_are_gone else []
 
     def _child_ended(self, event: ChildEnded, now: float) -> list[Effect]:
-        node = event.node
-        peer = self.seats.peers.get(node)
-        if event.clean and node.role is Role.WORKER and (node in self.seats.left or peer is None):
+        node, membership = event.node, self.membership
+        peer = membership.peers.get(node)
+        if event.clean and node.role is Role.WORKER and (node in membership.left or peer is None):
             if peer is None:
-                self._never_joined.add(node.rank)
+                membership.absent.add(node)
                 return self._end_if_alone(now) or self._incomplete_for_ever()
             return []
         if event.clean and self._is_over:
@@ -343,16 +362,16 @@ class Scheduler(Machine):
 
     def _incomplete_for_ever(self) -> list[Effect]:
         """A worker's process ended without joining: an error if others wait for it."""
-        waiting = [node for node in self.seats.peers if node.role is Role.WORKER]
+        waiting = [node for node in self.membership.peers if node.role is Role.WORKER]
         if not waiting:
             return []
-        absent = f"worker-{min(self._never_joined)}"
+        absent = f"worker-{min(node.rank for node in self.membership.absent)}"
         cause = "ended without having joined the cluster"
         sentence = f"{absent} {cause}, but {waiting[0]} waits for it: every worker must call kv.create('dist')"
         return self._abort(absent, "", cause, None, sentence)
 
     def _lost(self, member: Member, cause: str) -> list[Effect]:
-        peer = self.seats.peers.get(member.node)
+        peer = self.membership.peers.get(member.node)
         host = peer.host if peer else ""
         step = self.steps.get(member) if member.node.role is Role.WORKER else None
         where = f" (host {peer.host}, pid {peer.pid})" if peer else ""
@@ -367,18 +386,16 @@ class Scheduler(Machine):
         return self._tell_all(verdict, PeerLostError(sentence, node, host, cause, step))
 
     def _look_for_deadlocks(self, now: float) -> list[Effect]:
-        live = self.seats.workers.keys()
-        books = [book.waits(live) for book in self.agreements.books.values()]
-        known = chain(self.barriers.waits(live), self.checkpoints.waits(live), *books)
-        waits = {(rank, request): missing for rank, request, missing in known}
-        effects, sentence = self.deadlocks.look(live, waits, self.agreements.key_of, now)
+        live = {node.rank for node in self.membership.workers}
+        waits = {(wait.member.node.rank, wait.request): set(wait.workers) for wait in self._waits()}
+        effects, sentence = self._deadlocks.look(live, waits, self.keys.key_of, now)
         if not sentence or self._stopped:
             return effects
         return self._tell_all(Abort(ErrorCode.DEADLOCK, "", "", "deadlock", -1, sentence), DeadlockError(sentence))
 
     def _tell_all(self, verdict: Abort, error: KvdistError) -> list[Effect]:
         """The job ends, for all but the process that the verdict is about."""
-        others = [peer.member for peer in self.seats.present if str(peer.member) != verdict.node]
+        others = [peer.member for peer in self.membership.present if str(peer.member) != verdict.node]
         effects: list[Effect] = [Send(member, verdict) for member in others]
         return effects + self._stop(error)
 
@@ -388,23 +405,36 @@ class Scheduler(Machine):
         self._stopped = True
         return [Halt(error)]
 
-    # Hints.
+    # Waits.
+
+    def _waits(self) -> Iterator[Wait]:
+        """All that wait for an agreement, and for whom."""
+        for agreement in (*self._barriers.values(), *self._commands):
+            yield from agreement.waits()
+        yield from self.checkpoints.waits()
+        yield from self.keys.waits()
 
     def _hints(self, now: float) -> list[Effect]:
-        """Tell workers that have waited long for whom they wait."""
-        if not self.complete:
-            hint = Waiting(f"{', '.join(self.seats.missing())} to register", (), now - self._started_at)
-            return [Send(peer.member, hint) for peer in self.seats.present]
-        live = self.seats.workers.keys()
-        effects = [*self.barriers.hints(live, now), *self.checkpoints.hints(live, now)]
-        for book in self.agreements.books.values():
-            wait = book.oldest_wait(live)
-            if wait is not None:
-                request, key, missing = wait
-                hint = Waiting(f"the declaration of key {key!r}", missing, now - request.since)
-                effects.append(Send(request.member, hint))
-        return effects
+        """Tell members that may have waited long for whom they wait; of several hints a worker shows the last one."""
+        if not self.membership.is_complete:
+            hint = Waiting(f"{', '.join(self.membership.missing())} to register", (), now - self._started_at)
+            return [Send(peer.member, hint) for peer in self.membership.present]
+        return [wait.hint(now) for wait in sorted(self._waits(), key=lambda wait: wait.since, reverse=True)]
 
 
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(f"worker-{rank}" for rank in ranks) or "the servers"
+def _barrier_answer(barrier: Agreement[str]) -> Answer:
+    if barrier.disagreement(str) is None:
+        return Done
+    said = sorted(barrier.said.values(), key=lambda one: one[0].node.rank)
+    statements = "; ".join(f"{member} says: {text or 'nothing'}" for member, text in said)
+    reason = f"the workers do not agree. {statements}. Every worker must run the same program on the same model"
+    return lambda request: Failed(request, ErrorCode.INIT_MISMATCH, reason)
+
+
+def _command_failures(failures: Mapping[int, str], num_servers: int) -> str:
+    """One reason in full, and which other servers had one; '' if none had."""
+    if len(failures) < 2:
+        return "".join(failures.values())
+    names = ", ".join(f"server-{rank}" for rank in sorted(failures))
+    share = "all" if len(failures) == num_servers else f"{len(failures)} of"
+    return f"{failures[min(failures)]} ({share} {num_servers} servers failed: {names})"

@@ -1,0 +1,198 @@
+"""Agreement: members say something about one subject, and all that asked get one answer. Pure.
+
+Whose word is needed, the quorum, is data: all live workers at a barrier, all servers for a command, both for a
+checkpoint, only the first speaker where the first one decides. Invariants:
+
+* Saying the same again changes nothing. A member's newer statement replaces its older one.
+* A process counts, not its rank: what an earlier incarnation said does not count for the present one.
+* There is one answer. Members that ask after it was given get the same.
+* Only members that are still in the cluster are answered and waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from kvdist.core.machine import Effect, Send
+from kvdist.nodes import Member, NodeId, Role
+from kvdist.protocol.messages import Message, Waiting
+
+Statement = TypeVar("Statement")
+
+Live = Mapping[NodeId, Member]
+"""Members that are in the cluster. `Membership` changes it as they come and go."""
+
+Answer = Callable[[int], Message]
+"""Makes the answer to the request of that number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A member that waits for an answer.
+
+    missing: who has to act first: workers, or else servers; nobody if the scheduler itself is at work.
+    subject: what is waited for, such as ``barrier 3``.
+    deed: what the missing workers have to do, such as ``reach barrier 3``.
+    """
+
+    member: Member
+    request: int
+    since: float
+    missing: tuple[NodeId, ...]
+    subject: str
+    deed: str
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks of the missing workers."""
+        return tuple([node.rank for node in self.missing if node.role is Role.WORKER])
+
+    def hint(self, now: float) -> Send:
+        """The message that tells the member for whom it waits."""
+        where = "" if self.workers else f" on {_names(self.missing)}"
+        return Send(self.member, Waiting(f"{self.subject}{where}", self.workers, now - self.since))
+
+    def sentence(self, now: float) -> str:
+        """Who has to do what, for how long."""
+        deed = self.deed if self.workers else f"finish {self.subject}"
+        return f"waiting {now - self.since:.1f} s for {_names(self.missing)} to {deed}"
+
+
+class Agreement(Generic[Statement]):
+    """What members say about one subject.
+
+    Args:
+        subject: what it is about, such as ``barrier 3``.
+        deed: what a worker does to take part, such as ``reach barrier 3``.
+        since: when it began.
+        askers: who may ask for its answer.
+        quorum: whose word is needed, group by group.
+    """
+
+    def __init__(self, subject: str, deed: str, since: float, askers: Live, quorum: Sequence[Live] = ()) -> None:
+        self.subject = subject
+        self.deed = deed
+        self.since = since
+        self.said: dict[NodeId, tuple[Member, Statement]] = {}
+        """In the order in which they spoke first."""
+        self.waits_for: Agreement[str] | None = None
+        """What has to be agreed next, once this is complete."""
+        self._askers = askers
+        self._quorum = quorum
+        self._asked: dict[tuple[Member, int], None] = {}
+        """(member, request) of all that wait for the answer."""
+        self._answer: Answer | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is an answer."""
+        return self._answer is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every member of the quorum has spoken."""
+        return len(self.said) >= sum(map(len, self._quorum)) and not self.missing()
+
+    def say(self, member: Member, statement: Statement) -> None:
+        """Note what a member says."""
+        self.said[member.node] = (member, statement)
+
+    def has_heard(self, member: Member) -> bool:
+        """Whether this very process has spoken."""
+        return self.said.get(member.node, (None,))[0] == member
+
+    def ask(self, member: Member, request: int) -> list[Effect]:
+        """Answer a request: now, if there is an answer, else by `settle`."""
+        if self._answer is not None:
+            return [Send(member, self._answer(request))]
+        self._asked[member, request] = None
+        return []
+
+    def settle(self, answer: Answer) -> list[Effect]:
+        """Give this answer to all that have asked, and will ask."""
+        self._answer = answer
+        asked, self._asked = self._asked, {}
+        return [Send(member, answer(request)) for member, request in asked if self._is_live(member)]
+
+    def missing(self) -> tuple[NodeId, ...]:
+        """The members whose word is needed and not given, of the first group that lacks one."""
+        for group in self._quorum:
+            missing = [node for node, member in group.items() if not self.has_heard(member)]
+            if missing:
+                return tuple(sorted(missing, key=lambda node: node.rank))
+        return ()
+
+    def disagreement(self, what: Callable[[Statement], object]) -> tuple[Member, object, Member, object] | None:
+        """The first two members that differ, each with what it said; None if all agree.
+
+        Args:
+            what: what of a statement must be equal.
+        """
+        said = [(member, what(statement)) for member, statement in self.said.values()]
+        return next((said[0] + other for other in said[1:] if other[1] != said[0][1]), None)
+
+    def waits(self) -> Iterator[Wait]:
+        """All that wait for the answer, and for whom."""
+        if self._asked:
+            missing = self.missing() or (self.waits_for.missing() if self.waits_for else ())
+            for member, request in self._asked:
+                if self._is_live(member):
+                    yield Wait(member, request, self.since, missing, self.subject, self.deed)
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        assert not (self.is_settled and self._asked), "a member that has its answer does not wait for it"
+
+    def _is_live(self, member: Member) -> bool:
+        return self._askers.get(member.node) == member
+
+
+class Questions:
+    """Requests of the scheduler to all servers, each an agreement about its number.
+
+    Args:
+        servers: who is asked.
+    """
+
+    def __init__(self, servers: Live) -> None:
+        self._servers = servers
+        self._open: dict[int, tuple[Agreement[str], Callable[[str], list[Effect]]]] = {}
+        self._next_request = 0
+
+    def ask(
+        self,
+        make: Callable[[int], Message],
+        then: Callable[[str], list[Effect]],
+        cause: Agreement[Any] | None = None,
+    ) -> list[Effect]:
+        """Send all servers a message.
+
+        Args:
+            make: makes it of the number of the request.
+            then: called when the last server has answered, with '' or with the first failure.
+            cause: the agreement that cannot be settled before.
+        """
+        self._next_request += 1
+        request = self._next_request
+        question: Agreement[str] = Agreement("", "", 0.0, {}, (self._servers,))
+        if cause is not None:
+            cause.waits_for = question
+        self._open[request] = (question, then)
+        return [Send(server, make(request)) for server in sorted(self._servers.values(), key=lambda one: one.node.rank)]
+
+    def answered(self, sender: Member, request: int, failure: str) -> list[Effect]:
+        """A server has answered, with '' or with why it could not."""
+        question, then = self._open.get(request, (None, None))
+        if question is None or then is None or question.has_heard(sender):
+            return []
+        question.say(sender, failure)
+        if not question.is_complete:
+            return []
+        del self._open[request]
+        return then(next((failure for _, failure in question.said.values() if failure), ""))
+
+
+def _names(nodes: Iterable[NodeId]) -> str:
+    return ", ".join(map(str, nodes)) or "the scheduler"

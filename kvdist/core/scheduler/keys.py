@@ -1,0 +1,413 @@
+"""What the workers agree on, store by store: keys and their places, and the optimizer. Pure.
+
+A key goes through three states: *declared* by some workers, *agreed* when every live worker has declared it alike,
+*placed* when every server knows of it. A worker's request for a list of keys is answered when its last key is placed.
+There are many keys and few ways in which workers have declared them, so keys share the sets of those who have.
+
+The first worker that sets an optimizer decides for the store; the others have to set the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvdist.core.agreement import Agreement, Questions, Wait
+from kvdist.core.machine import Effect, Send
+from kvdist.core.policy import POLICIES
+from kvdist.core.scheduler.membership import Membership
+from kvdist.core.server.row_block import obstacle
+from kvdist.core.sharding import Keep, Placer, cut, keep_for, row_length
+from kvdist.core.worker.requests import KEYS_PER_MESSAGE
+from kvdist.dtypes import DType
+from kvdist.nodes import Member, NodeId, worker
+from kvdist.optimizer.registry import from_description
+from kvdist.protocol.messages import (
+    ROWS,
+    Assign,
+    Configure,
+    Declare,
+    Done,
+    ErrorCode,
+    Failed,
+    Placed,
+    Placement,
+    SetOptimizer,
+)
+
+Description = dict[str, str | int | float | bool | None]
+
+
+@dataclass(slots=True, eq=False)
+class KeyRequest:
+    """One worker's list of keys, waiting to be placed."""
+
+    member: Member
+    request: int
+    keys: tuple[int | str, ...]
+    missing: int
+    """How many of the keys are not placed yet."""
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class DeclaredKey:
+    """What is known of one key."""
+
+    key: int | str
+    shape: tuple[int, ...]
+    dtype: int
+    first: Member
+    """The worker that declared it first; the others must agree."""
+    pulled_as: int
+    """The dtype in which its values come back."""
+    form: str
+    """What its rows begin as, if it is a table of rows."""
+    declared: frozenset[int] = frozenset()
+    """The ranks that have declared it: one of few sets that all keys share."""
+    home: int = -1
+    init_rank: int = 0
+    """The worker whose value is the first one."""
+    first_slice: int = -1
+    placed: bool = False
+    conflict: str = ""
+    """The error that every worker gets once two have disagreed."""
+    waiters: tuple[KeyRequest, ...] = ()
+
+    def differs_from(self, shape: tuple[int, ...], dtype: int, pulled_as: int, form: str, sender: Member) -> str:
+        """Why a worker's declaration does not fit the first one; '' if it does."""
+        if (self.shape, self.dtype, self.form) != (shape, dtype, form):
+            ours, theirs = _said(self.shape, self.dtype, self.form), _said(shape, dtype, form)
+            return (
+                f"key {self.key!r} was declared with {ours} by {self.first}, but with {theirs} by {sender};"
+                " every worker must initialise a key alike"
+            )
+        if self.pulled_as != pulled_as:
+            return (
+                f"the values of key {self.key!r} come back as {DType(self.pulled_as).label} to {self.first}, but as"
+                f" {DType(pulled_as).label} to {sender}; every worker must set the same compression"
+            )
+        return ""
+
+    def is_split(self, keep: Keep, num_servers: int, slice_bytes: int) -> bool:
+        """Whether it has been placed otherwise than an optimizer needs that must have so much together."""
+        if keep is Keep.NOTHING or self.first_slice < 0 or self.form:
+            return False
+        row = row_length(self.shape)
+        where = (self.home, num_servers, self.first_slice, slice_bytes, row)
+        slices = cut(math.prod(self.shape), DType(self.dtype).itemsize, *where)
+        if keep is Keep.WHOLE:
+            return len({piece.server for piece in slices}) > 1
+        return any(piece.start % row for piece in slices)
+
+
+@dataclass(slots=True, eq=False)
+class InstalledOptimizer:
+    """The optimizer of a store, and the agreement of the servers to install it."""
+
+    description: Description
+    chosen_by: Member
+    keep: Keep
+    """What of a key it wants to see together."""
+    agreement: Agreement[str]
+    failure: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class StoreKeys:
+    """All keys of one store."""
+
+    store: int
+    mode: str
+    opener: Member
+    """The worker that used the store first."""
+    slice_bytes: int
+    entries: dict[int | str, DeclaredKey] = field(default_factory=dict)
+    requests: list[KeyRequest] = field(default_factory=list)
+    _unplaced: dict[int | str, DeclaredKey] = field(default_factory=dict)
+    """The entries for which no place was sought yet."""
+    _declarers: dict[tuple[frozenset[int], int], frozenset[int]] = field(default_factory=dict)
+    """Ranks and one more → all of them."""
+
+    def declare(self, sender: Member, message: Declare, now: float) -> str:
+        """Note that a worker is about to initialise keys.
+
+        Returns:
+            '', or why it cannot. Other requests that wait for such a key fail, too: see `take_conflicts`.
+        """
+        conflict, rank, entries = "", sender.node.rank, []
+        before = after = frozenset[int]()
+        columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
+        for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
+            entry = self.entries.get(key)
+            if entry is None:
+                entry = self.entries[key] = self._unplaced[key] = DeclaredKey(
+                    key, shape, dtype, sender, pulled_as, form
+                )
+            elif not entry.conflict:
+                entry.conflict = entry.differs_from(shape, dtype, pulled_as, form, sender)
+            if message.mode != self.mode:
+                entry.conflict = (
+                    f"store {message.store} is {self.mode} on {self.opener} and {message.mode} on {sender}:"
+                    " every worker must create its stores in the same order and with the same types"
+                )
+            conflict = conflict or entry.conflict
+            if entry.declared is not before or not after:  # nearly all keys have the same
+                before = entry.declared
+                after = self._with(before, rank)
+            entry.declared = after
+            entries.append(entry)
+        if not conflict:
+            self._enter(KeyRequest(sender, message.request, message.keys, 0, now), entries)
+        return conflict
+
+    def _with(self, ranks: frozenset[int], rank: int) -> frozenset[int]:
+        found = self._declarers.get((ranks, rank))
+        if found is None:
+            found = self._declarers[ranks, rank] = ranks | {rank}
+        return found
+
+    def _enter(self, request: KeyRequest, entries: Sequence[DeclaredKey]) -> None:
+        ones = (request,)
+        for entry in entries:
+            if not entry.placed:
+                entry.waiters = entry.waiters + ones if entry.waiters else ones
+                request.missing += 1
+        self.requests.append(request)
+
+    def take_conflicts(self) -> list[tuple[KeyRequest, str]]:
+        """The requests that wait for a key about which workers disagree, each once; they are removed."""
+        failed: dict[int, tuple[KeyRequest, str]] = {}
+        for entry in self.entries.values():
+            if entry.conflict:
+                for request in entry.waiters:
+                    failed.setdefault(id(request), (request, entry.conflict))
+                entry.waiters = ()
+        self.requests = [request for request in self.requests if id(request) not in failed]
+        return list(failed.values())
+
+    def take_agreed(self, live: set[int], keys: Iterable[int | str] | None = None) -> list[DeclaredKey]:
+        """The keys that every live worker has declared and that have no place yet, in their order.
+
+        Args:
+            live: the ranks of the live workers.
+            keys: which of them to look at; None for all, in order of declaration.
+        """
+        unplaced = self._unplaced
+        entries = unplaced.values() if keys is None else [unplaced[key] for key in keys if key in unplaced]
+        complete = {ranks for ranks in {entry.declared for entry in entries} if live <= ranks}
+        agreed = [entry for entry in entries if entry.declared in complete and not entry.conflict]
+        for entry in agreed:
+            del self._unplaced[entry.key]
+        return agreed
+
+    def mark_placed(self, entries: Iterable[DeclaredKey]) -> None:
+        """Every server knows of these keys now."""
+        for entry in entries:
+            entry.placed = True
+            for request in entry.waiters:
+                request.missing -= 1
+            entry.waiters = ()
+
+    def take_answers(self) -> list[Effect]:
+        """The answers to the requests all of whose keys are placed; they are removed."""
+        ready = [request for request in self.requests if request.missing == 0]
+        self.requests = [request for request in self.requests if request.missing]
+        return [Send(request.member, self._answer(request)) for request in ready]
+
+    def _answer(self, request: KeyRequest) -> Placed:
+        entries = [self.entries[key] for key in request.keys]
+        placement = Placement(
+            tuple([entry.first_slice for entry in entries]), tuple([entry.home for entry in entries]), self.slice_bytes
+        )
+        return Placed(request.request, placement, tuple([entry.init_rank for entry in entries]))
+
+    def waits(self, live: set[int]) -> Iterator[Wait]:
+        """All that wait for keys, and for whose declarations."""
+        for request in self.requests:
+            entries = [entry for key in request.keys if not (entry := self.entries[key]).placed]
+            missing = {rank for declared in {entry.declared for entry in entries} for rank in live - declared}
+            nodes, key = tuple(map(worker, sorted(missing))), entries[0].key
+            subject, deed = f"the declaration of key {key!r}", f"initialise key {key!r}"
+            yield Wait(request.member, request.request, request.since, nodes, subject, deed)
+
+
+class Keys:
+    """The keys and optimizers of all stores, as the scheduler knows them.
+
+    Args:
+        membership: who is in the cluster.
+        placer: chooses where keys live.
+        questions: what servers are asked.
+    """
+
+    def __init__(self, membership: Membership, placer: Placer, questions: Questions) -> None:
+        self.stores: dict[int, StoreKeys] = {}
+        self.optimizers: dict[int, InstalledOptimizer] = {}
+        self._membership = membership
+        self._placer = placer
+        self._questions = questions
+
+    def declare(self, sender: Member, message: Declare, now: float) -> list[Effect]:
+        """A worker is about to initialise keys."""
+        if message.mode not in POLICIES:
+            reason = f"this scheduler knows no policy {message.mode!r}, only {', '.join(POLICIES)}"
+            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+        reason = _cannot_update(self.optimizers.get(message.store), message)
+        if reason:
+            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+        store = self.stores.get(message.store)
+        if store is None:
+            slice_bytes = self._placer.slice_bytes_of(POLICIES[message.mode])
+            store = self.stores[message.store] = StoreKeys(message.store, message.mode, sender, slice_bytes)
+        effects: list[Effect] = []
+        conflict = store.declare(sender, message, now)
+        if conflict:
+            effects.append(Send(sender, Failed(message.request, ErrorCode.INIT_MISMATCH, conflict)))
+            effects += _refuse(store, ErrorCode.INIT_MISMATCH)
+        return effects + self._advance(store, message.keys)
+
+    def advance_all(self) -> list[Effect]:
+        """Fewer workers are awaited: place what is agreed now."""
+        return [effect for store in self.stores.values() for effect in self._advance(store)]
+
+    def _advance(self, store: StoreKeys, keys: Iterable[int | str] | None = None) -> list[Effect]:
+        """Place what is agreed of these keys, or of all, and answer what is placed."""
+        entries = store.take_agreed(_ranks(self._membership.workers), keys)
+        effects: list[Effect] = []
+        for start in range(0, len(entries), KEYS_PER_MESSAGE):
+            effects += self._place(store, entries[start : start + KEYS_PER_MESSAGE])
+        return effects + store.take_answers()
+
+    def _place(self, store: StoreKeys, entries: list[DeclaredKey]) -> list[Effect]:
+        keys, shapes = [entry.key for entry in entries], [entry.shape for entry in entries]
+        forms = [entry.form for entry in entries]
+        dtypes = tuple([entry.dtype for entry in entries])
+        itemsize_of = {code: DType(code).itemsize for code in set(dtypes)}
+        optimizer = self.optimizers.get(store.store)
+        keep = Keep.NOTHING if optimizer is None else optimizer.keep
+        itemsizes = [itemsize_of[code] for code in dtypes]
+        placement = self._placer.place(keys, shapes, itemsizes, keep, forms, store.slice_bytes)
+        init_rank = min(_ranks(self._membership.workers), default=0)  # rank 0, or the next one if that has left
+        for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
+            entry.first_slice, entry.home, entry.init_rank = first, home, init_rank
+
+        pulled_as = tuple([entry.pulled_as for entry in entries])
+        columns = (tuple(keys), tuple(shapes), dtypes, pulled_as, tuple(forms))
+
+        def placed(failure: str) -> list[Effect]:
+            # Only a table can have failed; arrays of the same call are there.
+            refused = [entry for entry in entries if failure and entry.form == ROWS]
+            for entry in refused:
+                entry.conflict = failure
+            store.mark_placed([entry for entry in entries if entry not in refused] if refused else entries)
+            conflicts = _refuse(store, ErrorCode.CONFIG) if refused else []
+            return [*conflicts, *self._advance(store, ())]
+
+        return self._questions.ask(
+            lambda request: Assign(request, store.store, store.mode, *columns, placement),
+            placed,
+        )
+
+    def key_of(self, number: int) -> int | str:
+        """The key that a slice belongs to, by the number of the slice."""
+        entries = [entry for store in self.stores.values() for entry in store.entries.values()]
+        before = [entry for entry in entries if 0 <= entry.first_slice <= number]
+        return max(before, key=lambda entry: entry.first_slice).key
+
+    def configure(self, sender: Member, message: Configure, now: float) -> list[Effect]:
+        """A worker chooses an optimizer."""
+        present = self.optimizers.get(message.store)
+        if present is None or present.failure:
+            try:
+                present = self._choose(sender, message, now)
+            except ValueError as error:
+                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, str(error)))]
+            return [*present.agreement.ask(sender, message.request), *self._install(message.store, present)]
+        if present.description != message.description:
+            reason = (
+                f"{present.chosen_by} set the optimizer of this store to {_shown(present.description)}, but {sender}"
+                f" asks for {_shown(message.description)}: every worker must set the same one, and only once"
+            )
+            return [Send(sender, Failed(message.request, ErrorCode.OPTIMIZER_MISMATCH, reason))]
+        return present.agreement.ask(sender, message.request)
+
+    def _choose(self, sender: Member, message: Configure, now: float) -> InstalledOptimizer:
+        """The optimizer that a worker asks for first.
+
+        Raises:
+            ValueError: the optimizer is unknown, a key of the store has been split that it must have together, or it
+                cannot update one of the store's tables of rows.
+        """
+        optimizer = from_description(message.description)
+        store = self.stores.get(message.store)
+        entries = () if store is None else store.entries.values()
+        for entry in entries:
+            reason = obstacle(optimizer, entry.key, entry.shape, entry.form != ROWS) if entry.form else None
+            if reason:
+                raise ValueError(reason)
+        keep, slice_bytes = keep_for(optimizer), 0 if store is None else store.slice_bytes
+        split = [entry.key for entry in entries if entry.is_split(keep, self._placer.num_servers, slice_bytes)]
+        if split:
+            whole = "live whole on one server" if keep is Keep.WHOLE else "be cut between rows"
+            raise ValueError(
+                f"the parameters of {message.description['name']} must {whole}, and key {split[0]!r} was initialised"
+                " before: call set_optimizer before init"
+            )
+        subject, membership = f"the optimizer of store {message.store}", self._membership
+        agreement: Agreement[str] = Agreement(subject, "", now, membership.workers)
+        return InstalledOptimizer(message.description, sender, keep, agreement)
+
+    def _install(self, store: int, optimizer: InstalledOptimizer) -> list[Effect]:
+        self.optimizers[store] = optimizer
+
+        def installed(failure: str) -> list[Effect]:
+            optimizer.failure = failure
+            return optimizer.agreement.settle(
+                lambda request: Failed(request, ErrorCode.CONFIG, failure) if failure else Done(request)
+            )
+
+        return self._questions.ask(
+            lambda request: SetOptimizer(request, store, optimizer.description), installed, optimizer.agreement
+        )
+
+    def waits(self) -> Iterator[Wait]:
+        """All that wait for keys or optimizers, and for whom."""
+        live = _ranks(self._membership.workers)
+        for store in self.stores.values():
+            yield from store.waits(live)
+        for optimizer in self.optimizers.values():
+            yield from optimizer.agreement.waits()
+
+
+def _ranks(nodes: Iterable[NodeId]) -> set[int]:
+    return {node.rank for node in nodes}
+
+
+def _refuse(store: StoreKeys, code: ErrorCode) -> list[Effect]:
+    """Tell those that wait for keys that cannot be."""
+    return [Send(one.member, Failed(one.request, code, reason)) for one, reason in store.take_conflicts()]
+
+
+def _cannot_update(chosen: InstalledOptimizer | None, message: Declare) -> str:
+    """Why the optimizer of a store cannot update one of these keys, if that is a table of rows; '' if it can."""
+    if chosen is None or not any(message.forms):
+        return ""
+    optimizer = from_description(chosen.description)
+    for key, shape, form in zip(message.keys, message.shapes, message.forms, strict=True):
+        reason = obstacle(optimizer, key, shape, form != ROWS) if form else None
+        if reason:
+            return reason
+    return ""
+
+
+def _said(shape: tuple[int, ...], dtype: int, form: str) -> str:
+    """What a worker declared, for people."""
+    kind = "" if not form else ", as a table of rows" if form == ROWS else f", as a table of rows that begin as {form}"
+    return f"shape {shape} and dtype {DType(dtype).label}{kind}"
+
+
+def _shown(description: Description) -> str:
+    options = ", ".join(f"{name}={value!r}" for name, value in description.items() if name != "name")
+    return f"{description.get('name')}({options})"
