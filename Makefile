@@ -1,5 +1,5 @@
 # make demo      the main job: a launched cluster of real processes trains a network
-# make test      lint, strict types, and the tests but for the slow ones
+# make test      lint, strict types, the documentation, and the tests but for the slow ones
 # make test-machines  jobs on several machines: namespaces with real ssh daemons, Slurm, Open MPI; as root it installs those
 # make test-tensorflow  the tests of kvdist.tensorflow, in an environment of its own
 # make test-all  the slow tests too, those of kvdist.tensorflow, and those of the bridge to MXNet, in an environment of its own; numba's kernels compiled for GPUs
@@ -7,6 +7,7 @@
 # make fuzz      the tests of properties with examples that no run has seen; a failing one prints how to repeat it
 # make lint      ruff
 # make types     mypy, strict
+# make docs      the documentation as a site, in build/site; a broken link or a public name without a docstring fails
 # make bench     the headline numbers beside MXNet, Horovod, gloo and DDP, within 20 minutes; BENCH_FLAGS="--only mlp"
 # make bench-full  what those leave out: sizes, numbers of keys and workers, models, modes; an hour or two
 # make bench-other start-up, memory of servers, how soon a killed process is noticed, tables of rows, thin lines, encryption
@@ -32,7 +33,7 @@ SOAK_SEEDS ?= 2000
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-machines test-tensorflow test-all soak fuzz lint types bench bench-full bench-other gpu clean
+.PHONY: help demo test test-machines test-tensorflow test-all soak fuzz lint types docs bench bench-full bench-other gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -41,14 +42,14 @@ help:
 demo: $(VENV)/.installed-examples
 	PATH="$(CURDIR)/$(BIN):$$PATH" kvdist-launch -n 2 -s 2 python examples/digits.py
 
-test: lint types
+test: lint types docs
 	$(PYTEST) -m "not slow and not machines"
 
 test-machines: $(VENV)/.installed-dev
 	@tests/machines/packages.sh
 	$(PYTEST) --dist loadfile -m "machines and not slow"
 
-test-all: lint types
+test-all: lint types docs
 	@tests/machines/packages.sh
 	@# Not in the environment from the start: numba-cuda has every Python that starts there begin with code of its own.
 	@$(PIP_INSTALL) numba-cuda nvidia-nvvm || echo "make: numba-cuda cannot be installed here: ITS KERNELS ARE NOT COMPILED" >&2
@@ -73,6 +74,10 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(BIN)/python -m mypy
+
+# Its notices about later major versions of mkdocs are not warnings of this site.
+docs: $(VENV)/.installed-dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # The two that need root for their namespaces skip that part aloud without it.
 bench: $(VENV)/.installed-bench

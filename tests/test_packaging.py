@@ -71,7 +71,7 @@ def test_every_library_that_is_required_is_imported() -> None:
 
 def test_every_library_that_make_installs_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
-    names = ("keras", "tensorflow", "examples", "test", "dev", "bench")
+    names = ("keras", "tensorflow", "examples", "test", "docs", "dev", "bench")
     needed = PROJECT["dependencies"] + [requirement for name in names for requirement in extras[name]]
     pinned = {distribution_name(line) for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {distribution_name(requirement) for requirement in needed} - {"kvdist"} <= pinned

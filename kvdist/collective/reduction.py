@@ -21,11 +21,17 @@ class ReduceOp(enum.IntEnum):
 
 
 Average = ReduceOp.Average
+"""The mean over the ranks."""
 Sum = ReduceOp.Sum
+"""The sum over the ranks."""
 Adasum = ReduceOp.Adasum
+"""The adaptive sum of Adasum: orthogonal gradients are added, parallel ones averaged."""
 Min = ReduceOp.Min
+"""The smallest value, element by element."""
 Max = ReduceOp.Max
+"""The largest value, element by element."""
 Product = ReduceOp.Product
+"""The product over the ranks, element by element."""
 
 TORCH_OPS = {Average: TorchOp.SUM, Sum: TorchOp.SUM, Min: TorchOp.MIN, Max: TorchOp.MAX, Product: TorchOp.PRODUCT}
 """Torch's operators. An average is a sum that is divided afterwards: gloo has none for integers."""

@@ -1,0 +1,127 @@
+"""What `make docs` does besides mkdocs: pages that lie outside docs/, links into the source, and the reference's names.
+
+A link to a file that is not on the site becomes its text; one to a file that does not exist fails the build. In the
+reference ``<!-- exports: MODULE -->`` stands for every public name of a module. Every public name must be in the
+reference and have a docstring.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/results/headline.md": "benchmarks/headline.md",
+    "benchmarks/results/headline.png": "benchmarks/headline.png",
+    "benchmarks/results/full.png": "benchmarks/full.png",
+    "kvdist/protocol/WIRE.md": "protocol/wire.md",
+    "kvdist/protocol/COLLECTIVE.md": "protocol/collective.md",
+}
+"""Files of the project outside docs/ → where they are on the site."""
+
+PUBLIC = (
+    "kvdist", "kvdist.kv", "kvdist.optimizer", "kvdist.lr_scheduler", "kvdist.collective", "kvdist.horovod",
+    "kvdist.keras", "kvdist.tensorflow", "kvdist.profiler",
+)  # fmt: skip
+"""Modules whose ``__all__`` users import from."""
+
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+EXPORTS = re.compile(r"<!-- exports: ([\w.]+)(?: except ([\w.]+))? -->")
+FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files that lie outside docs/."""
+    for source, target in ELSEWHERE.items():
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Turn links between files of the project into links of the site, and name the exports of modules."""
+    uri = page.file.src_uri
+    source = next((file for file, target in ELSEWHERE.items() if target == uri), f"docs/{uri}")
+    parts = FENCE.split(_with_exports(markdown))
+    return "".join(part if part.startswith("```") else _relinked(part, source, uri) for part in parts)
+
+
+def _relinked(text: str, source: str, uri: str) -> str:
+    def relink(match: re.Match[str]) -> str:
+        image, shown, target = match.groups()
+        file, mark, anchor = target.partition("#")
+        if "://" in target or not file:
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), file))
+        if not (ROOT / path).exists():
+            raise PluginError(f"{source}: the link to {target} leads to no file")
+        goal = ELSEWHERE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
+        if not goal:
+            return shown
+        return f"{image}[{shown}]({posixpath.relpath(goal, posixpath.dirname(uri) or '.')}{mark}{anchor})"
+
+    return LINK.sub(relink, text)
+
+
+def on_pre_build(**_: object) -> None:
+    """Fail for a public name without a docstring or without a place in the reference."""
+    texts = [_with_exports(path.read_text("utf-8")) for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
+    shown = {_object(name).path for text in texts for name in DIRECTIVE.findall(text)}
+    faults = [fault for module in PUBLIC for name in _exports(module) for fault in _faults(f"{module}.{name}", shown)]
+    if faults:
+        raise PluginError("\n".join(["the reference is not complete:", *sorted(set(faults))]))
+
+
+@cache
+def _package() -> Any:
+    loader = griffe.GriffeLoader(search_paths=[ROOT])
+    package = loader.load("kvdist")
+    loader.resolve_aliases(external=False)
+    return package
+
+
+def _object(path: str) -> Any:
+    """What a dotted name stands for, where it is defined."""
+    found = _package()
+    for name in path.split(".")[1:]:
+        found = found.members[name]
+        found = found.final_target if found.is_alias else found
+    return found
+
+
+def _exports(module: str) -> list[str]:
+    """The public names of a module but for its submodules and its version."""
+    names = [str(name) for name in _object(module).exports or ()]
+    return [name for name in names if f"{module}.{name}" not in PUBLIC and not name.startswith("__")]
+
+
+def _with_exports(text: str) -> str:
+    def directives(match: re.Match[str]) -> str:
+        left_out = {_object(f"{match[2]}.{name}").path for name in _exports(match[2])} if match[2] else set()
+        paths = [f"{match[1]}.{name}" for name in _exports(match[1])]
+        return "\n\n".join(f"::: {path}" for path in paths if _object(path).path not in left_out)
+
+    return EXPORTS.sub(directives, text)
+
+
+def _faults(path: str, shown: set[str]) -> list[str]:
+    found = _object(path)
+    faults = [] if {found.path, found.module.path} & shown else [f"{path} does not stand in docs/reference"]
+    members = [found]
+    if found.is_class:
+        members += [one for one in found.members.values() if one.is_function and not one.name.startswith("_")]
+    return faults + [f"{one.path} has no docstring" for one in members if not one.has_docstring]
