@@ -40,16 +40,15 @@ from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.kernels.choice import choose
-from kvdist.kvstore.cluster import begin_profiling, introduction
-from kvdist.kvstore.registry import HANDLERS
-from kvdist.kvstore.server_device import open_server_device
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import registered
+from kvdist.runtime.cluster import HANDLERS, begin_profiling, introduction
 from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
 from kvdist.runtime.process_name import name_process
-from kvdist.runtime.profiling import PROFILER_HEAD, Profiler
+from kvdist.runtime.profiler import PROFILER_HEAD, Profiler
+from kvdist.runtime.server_device import open_server_device
 from kvdist.transport.inherited import endpoint_of_listener
 from kvdist.transport.opening import bind_port, open_sockets, open_transport
 from kvdist.version import __version__

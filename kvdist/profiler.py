@@ -22,8 +22,8 @@ import os
 
 from kvdist.core.worker.requests import SendCommand
 from kvdist.errors import KvdistError
-from kvdist.kvstore.cluster import MEMBERSHIP
-from kvdist.runtime.profiling import PROFILER_HEAD, TraceSettings, require_plain
+from kvdist.runtime.cluster import PROCESS_CLUSTER
+from kvdist.runtime.profiler import PROFILER_HEAD, TraceSettings, require_plain
 
 __all__ = ["dump", "pause", "resume", "set_config", "set_state", "start", "stop"]
 
@@ -82,7 +82,7 @@ def set_config(
         require_plain(name)
         _tell_servers(settings.as_command())
     else:
-        MEMBERSHIP.profiler.set_config(settings)
+        PROCESS_CLUSTER.profiler.set_config(settings)
 
 
 def set_state(state: str = "stop", profile_process: str = "worker") -> None:
@@ -105,7 +105,7 @@ def start(profile_process: str = "worker") -> None:
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "start"}))
     else:
-        MEMBERSHIP.profiler.start(by_call=True)
+        PROCESS_CLUSTER.profiler.start(by_call=True)
 
 
 def stop(profile_process: str = "worker") -> None:
@@ -119,7 +119,7 @@ def stop(profile_process: str = "worker") -> None:
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "stop"}))
     else:
-        MEMBERSHIP.profiler.stop()
+        PROCESS_CLUSTER.profiler.stop()
 
 
 def pause(profile_process: str = "worker") -> None:
@@ -127,7 +127,7 @@ def pause(profile_process: str = "worker") -> None:
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "pause"}))
     else:
-        MEMBERSHIP.profiler.pause()
+        PROCESS_CLUSTER.profiler.pause()
 
 
 def resume(profile_process: str = "worker") -> None:
@@ -135,7 +135,7 @@ def resume(profile_process: str = "worker") -> None:
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "resume"}))
     else:
-        MEMBERSHIP.profiler.resume()
+        PROCESS_CLUSTER.profiler.resume()
 
 
 def dump(finished: bool = True, profile_process: str = "worker") -> None:
@@ -154,7 +154,7 @@ def dump(finished: bool = True, profile_process: str = "worker") -> None:
     """
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "dump", "finished": bool(finished)}))
-    elif MEMBERSHIP.profiler.dump(finished) is None:
+    elif PROCESS_CLUSTER.profiler.dump(finished) is None:
         LOG.warning("profiler.dump() has nothing to write: start() was not called, or no store is on a cluster")
 
 
@@ -165,7 +165,7 @@ def _is_for_servers(profile_process: str) -> bool:
 
 
 def _tell_servers(body: str) -> None:
-    cluster = MEMBERSHIP.present
+    cluster = PROCESS_CLUSTER.present
     if cluster is None:
         raise KvdistError("servers are told by way of a store: call kv.create('dist') before their profiler is used")
     cluster.ask(lambda number: SendCommand(number, PROFILER_HEAD, body))

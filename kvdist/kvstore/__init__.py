@@ -14,7 +14,6 @@ from kvdist.kernels.choice import choose
 from kvdist.kvstore import registry
 from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.cluster import MEMBERSHIP
 from kvdist.kvstore.device import Devices
 from kvdist.kvstore.dist import DistStore
 from kvdist.kvstore.local import LocalStore
@@ -29,6 +28,7 @@ from kvdist.kvstore.registry import (
     register,
     register_command,
 )
+from kvdist.runtime.cluster import PROCESS_CLUSTER
 
 if TYPE_CHECKING:
     from kvdist.kvstore.collective import CollectiveStore
@@ -85,7 +85,7 @@ def _dist(name: str) -> DistStore:
     policy = DIST_NAMES[name]
     if read_setting("KVDIST_PRIORITY_SLICES"):
         policy = with_priority_slices(policy)
-    return DistStore(name, policy, MEMBERSHIP.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
+    return DistStore(name, policy, PROCESS_CLUSTER.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
 
 
 def _is_one_of_several() -> bool:

@@ -24,7 +24,7 @@ from kvdist.kvstore.keys import Ids, KeyTable, Rows, as_table, gradient, require
 from kvdist.kvstore.staging import Lending, PushOptions
 from kvdist.kvstore.values import Bits, Key
 from kvdist.rowsparse import RowSparse
-from kvdist.runtime.user_threads import AwaitedFuture
+from kvdist.runtime.waits import AwaitedFuture
 
 LOG = logging.getLogger("kvdist")
 

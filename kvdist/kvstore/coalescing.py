@@ -23,7 +23,7 @@ from kvdist.kvstore.staging import Payloads, PushOptions
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import padded
 from kvdist.runtime.mailbox import AnswerByKey, Finish, Growing
-from kvdist.runtime.user_threads import AwaitedFuture
+from kvdist.runtime.waits import AwaitedFuture
 
 # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
 _LOCK = threading.RLock()

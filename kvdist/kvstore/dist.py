@@ -40,7 +40,6 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
 from kvdist.kvstore.calls import Calls
-from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.coalescing import PLAIN
 from kvdist.kvstore.compression import StoreCompression, require_no_keys, require_uncompressed
 from kvdist.kvstore.device import Devices
@@ -59,6 +58,7 @@ from kvdist.optimizer.registry import create
 from kvdist.optimizer.states import SliceState
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
 from kvdist.rowsparse import RowSparse
+from kvdist.runtime.cluster import Cluster
 
 LOG = logging.getLogger("kvdist")
 

@@ -30,8 +30,8 @@ from kvdist.config.environment import Meeting, World, cluster_from_env, has_serv
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.policy import SYNC
 from kvdist.errors import ConfigError, KvdistError
-from kvdist.kvstore.cluster import MEMBERSHIP
 from kvdist.kvstore.dist import DistStore
+from kvdist.runtime.cluster import PROCESS_CLUSTER
 
 LOOPBACK = "127.0.0.1"
 ADDRESS_BYTES = 256
@@ -96,7 +96,7 @@ class Engagements:
         if config is None:
             basics.init(None, process_sets)
             return
-        self._cluster = DistStore("dist", SYNC, MEMBERSHIP.join())
+        self._cluster = DistStore("dist", SYNC, PROCESS_CLUSTER.join())
         try:
             basics.init(met_through(self._cluster, config), process_sets)
         except Exception:

@@ -34,7 +34,6 @@ from kvdist.kvstore.arguments import (
 )
 from kvdist.kvstore.base import Keys, Value
 from kvdist.kvstore.calls import combined
-from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.coalescing import SMALL_BYTES_MAX, Coalescer, is_small
 from kvdist.kvstore.compression import StoreCompression, encoded_payloads
 from kvdist.kvstore.device import Devices, Download, Part, PinnedBlocks, as_host_bits
@@ -55,6 +54,7 @@ from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import padded
 from kvdist.protocol.messages import Flag
+from kvdist.runtime.cluster import Cluster
 from kvdist.runtime.mailbox import Finish
 from kvdist.transport.shared_memory.memory import Allocator
 

@@ -16,6 +16,7 @@ from kvdist.core.policy import ASYNC, P3, SYNC, Policy
 from kvdist.core.worker.requests import SendCommand
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX
+from kvdist.runtime.cluster import HANDLERS
 
 LOCAL_NAMES = (
     "local",
@@ -103,9 +104,6 @@ def register(cls: Store) -> Store:
     REGISTERED[name] = cls
     return cls
 
-
-HANDLERS: dict[int, Handler] = {}
-"""Head → handler, of this process."""
 
 _Function = TypeVar("_Function", bound=Handler)
 

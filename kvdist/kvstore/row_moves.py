@@ -18,13 +18,13 @@ import numpy.typing as npt
 from kvdist.core.sharding import row_length
 from kvdist.core.worker.requests import Bits, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
 from kvdist.kvstore.arguments import hyperparameters_of
-from kvdist.kvstore.cluster import Cluster
 from kvdist.kvstore.keys import Ids, Rows
 from kvdist.kvstore.push_pull import ArrayTransfers
 from kvdist.kvstore.staging import PushOptions
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import padded
 from kvdist.protocol.messages import Flag
+from kvdist.runtime.cluster import Cluster
 from kvdist.transport.shared_memory.memory import Allocator
 
 MESSAGE_BYTES_MAX = 16 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import operator
@@ -20,6 +19,7 @@ from kvdist.checkpoint.snapshot import FileRecord, Manifest
 from kvdist.config import exit_codes
 from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.protocol.limits import DEFAULT
+from kvdist.runtime.cluster import PROCESS_CLUSTER
 
 LOG = logging.getLogger("kvdist")
 
@@ -174,7 +174,7 @@ def _was_told(error: BaseException) -> bool:
     return isinstance(error, PeerLostError) and error.__traceback__ is not None
 
 
-atexit.register(_end_badly)  # first of all of kvdist's: what is registered later runs earlier
+PROCESS_CLUSTER.after_leaving.append(_end_badly)
 os.register_at_fork(after_in_child=_FAILED.clear)
 
 

@@ -7,6 +7,7 @@ the one place that knows machines, bytes and sockets at once, and the one place 
 
 from __future__ import annotations
 
+import abc
 import logging
 import os
 import time
@@ -58,9 +59,7 @@ from kvdist.protocol.messages import Hello, Packet, Rejected
 from kvdist.protocol.wire import VersionMismatch, decode, encode
 from kvdist.runtime.io_thread import Disk, ThreadedDisk
 from kvdist.runtime.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
-from kvdist.runtime.trace import now_ns
-from kvdist.runtime.tracing import NodeTrace
-from kvdist.runtime.user_threads import AwaitedFuture, note_call
+from kvdist.runtime.waits import AwaitedFuture, note_call
 from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, Route, Transport
 
 LOG = logging.getLogger("kvdist")
@@ -75,6 +74,38 @@ GARBAGE_REPORTS_MAX = 5
 """Invalid messages that are reported one by one; the rest is only counted."""
 
 _living: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+class Tracer(abc.ABC):
+    """Notes what a node does. Times are those of `time.monotonic_ns`."""
+
+    # On threads of the user.
+
+    @abc.abstractmethod
+    def called(self) -> None:
+        """The user has called a method, and a request may follow."""
+
+    @abc.abstractmethod
+    def take_since(self) -> int:
+        """When the call began that makes the request which is submitted now."""
+
+    @abc.abstractmethod
+    def wait(self, future: Future[Any]) -> Any:
+        """The result of a future, waited for in the trace."""
+
+    # On the node's thread.
+
+    @abc.abstractmethod
+    def asked(self, request: Request, since_ns: int) -> None:
+        """The machine gets a request; `since_ns` is 0 if tracing began after it was submitted."""
+
+    @abc.abstractmethod
+    def answered(self, request: int, error: Exception | None = None) -> None:
+        """A request is fulfilled, or cannot be."""
+
+    @abc.abstractmethod
+    def handled(self, packet: Packet, since_ns: int) -> None:
+        """A message has been dealt with, and what follows from it has been done."""
 
 
 class Node:
@@ -111,7 +142,7 @@ class Node:
         """Messages that were not valid."""
         self.forgeries = 0
         """Messages whose sender is not whom its key belongs to."""
-        self.trace: NodeTrace | None = None
+        self.trace: Tracer | None = None
         """Notes what happens here; None while nobody wants to know. Any thread sets it, so read it once."""
         self._explain_after_s = explain_after_s
         self._explained_until = NEVER
@@ -292,7 +323,7 @@ class Node:
         if self._routes.get(source) != route and not self._adopt(route, packet):
             return
         trace = self.trace
-        since_ns = 0 if trace is None else now_ns()
+        since_ns = 0 if trace is None else time.monotonic_ns()
         self._carry_out(self.reliable.receive(packet, self._clock()))
         if trace is not None:
             trace.handled(packet, since_ns)

@@ -23,9 +23,9 @@ from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.worker import Worker
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore.cluster import Cluster, introduction
 from kvdist.kvstore.dist import DistStore
 from kvdist.nodes import Role
+from kvdist.runtime.cluster import Cluster, introduction
 from kvdist.runtime.node import Node
 from kvdist.transport.opening import open_transport
 from kvdist.transport.shared_memory.transport import SharedMemoryTransport

@@ -72,7 +72,7 @@ def test_a_local_store_has_no_servers_and_does_nothing():
 def test_the_embedded_server_runs_what_this_process_has_registered(monkeypatch):
     ran = []
     handlers = {3: lambda *told: ran.append(told)}
-    monkeypatch.setattr("kvdist.kvstore.cluster.HANDLERS", handlers)
+    monkeypatch.setattr("kvdist.runtime.cluster.HANDLERS", handlers)
     with kv.create("dist") as store:
         store.send_command_to_servers(3, "é" * 32768)
         store.send_command_to_servers(3)

@@ -23,7 +23,7 @@ from kvdist.kvstore.row_moves import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED
 from kvdist.kvstore.staging import PushOptions
 from kvdist.protocol.messages import ROWS, Flag, Placement
 from kvdist.rowsparse import RowSparse
-from kvdist.runtime.user_threads import UnderWay
+from kvdist.runtime.waits import UnderWay
 from kvdist.transport.shared_memory.memory import HeapAllocator
 
 

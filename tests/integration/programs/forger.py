@@ -8,7 +8,7 @@ from kvdist.config.environment import cluster_from_env
 from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.worker.requests import Register
 from kvdist.core.worker.worker import Worker
-from kvdist.kvstore.cluster import introduction
+from kvdist.runtime.cluster import introduction
 from kvdist.runtime.node import Node
 from kvdist.transport.opening import open_transport
 

@@ -30,6 +30,7 @@ from kvdist.config.environment import (
 )
 from kvdist.config.settings import ClusterConfig
 from kvdist.config.sockets import scheduler_endpoint
+from kvdist.core.commands import Handler
 from kvdist.core.joining import Introduction
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
@@ -38,16 +39,14 @@ from kvdist.core.worker.requests import Leave, Register, Request, RunPlan
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
-from kvdist.kvstore import saved as saved  # whose handler of the interpreter's end is to run after that of this module
-from kvdist.kvstore.registry import HANDLERS
-from kvdist.kvstore.server_device import open_server_device
 from kvdist.nodes import Role
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.runtime.mailbox import Finish
 from kvdist.runtime.node import Node, run_together
 from kvdist.runtime.process_name import name_process
-from kvdist.runtime.profiling import PROFILER_HEAD, Profiler
-from kvdist.runtime.user_threads import UnderWay, UserThreads
+from kvdist.runtime.profiler import PROFILER_HEAD, Profiler
+from kvdist.runtime.server_device import open_server_device
+from kvdist.runtime.waits import UnderWay, UserThreads
 from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
 from kvdist.transport.opening import bind_port, open_transport
@@ -59,12 +58,15 @@ LOG = logging.getLogger("kvdist")
 EXIT_WAIT_S = 30.0
 """How long the interpreter's end waits for the node's thread, which may be in a callback of the user's."""
 
+HANDLERS: dict[int, Handler] = {}
+"""Command → its handler on the servers of this process."""
+
 EMBEDDED_ENDPOINT = "inproc://kvdist-scheduler"
 EMBEDDED_SERVER_ENDPOINT = "inproc://kvdist-server"
 
 
 class Cluster:
-    """One membership. Made by `Membership.join`, not by hand.
+    """One membership. Made by `ProcessCluster.join`, not by hand.
 
     Args:
         config: the cluster.
@@ -204,7 +206,7 @@ class Cluster:
             )
 
 
-class Membership:
+class ProcessCluster:
     """The one cluster that this process may be in at a time."""
 
     def __init__(self) -> None:
@@ -212,6 +214,8 @@ class Membership:
         self._present: Cluster | None = None
         self.profiler = Profiler(profile_dir_from_env)
         """Traces this process's worker."""
+        self.after_leaving: list[Callable[[], None]] = []
+        """What to do at the interpreter's end, after this process has left its cluster, if it was in one."""
 
     @property
     def present(self) -> Cluster | None:
@@ -240,8 +244,16 @@ class Membership:
                 LOG.warning(sentence)
             return cluster
 
-    def leave_at_exit(self) -> None:
-        """The interpreter ends: say goodbye, and say so if it ends by an exception."""
+    def at_exit(self) -> None:
+        """The interpreter ends: leave the cluster, then do what is to be done after that."""
+        try:
+            self._leave_at_exit()
+        finally:
+            for action in self.after_leaving:
+                action()
+
+    def _leave_at_exit(self) -> None:
+        """Say goodbye, and say so if the interpreter ends by an exception."""
         cluster = self._present
         if cluster is None:
             return
@@ -256,8 +268,8 @@ class Membership:
         cluster.leave("" if error is None else f"ended by an unhandled {type(error).__name__}: {str(error)[:200]}")
 
 
-MEMBERSHIP = Membership()
-atexit.register(MEMBERSHIP.leave_at_exit)
+PROCESS_CLUSTER = ProcessCluster()
+atexit.register(PROCESS_CLUSTER.at_exit)
 
 
 def begin_profiling(profiler: Profiler, node: Node) -> None:

@@ -12,8 +12,8 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.worker.requests import EnterBarrier, SendCommand
 from kvdist.errors import KvdistError
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Ack, Message, Packet, Perform, Pull, Stamp
+from kvdist.runtime.profiler import NodeTrace, TracedRounds
 from kvdist.runtime.trace import Trace
-from kvdist.runtime.tracing import NodeTrace, TracedRounds
 from tests.core.wired import Wired
 
 

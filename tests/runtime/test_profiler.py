@@ -16,9 +16,9 @@ import pytest
 
 import kvdist.runtime.trace
 from kvdist import KvdistError, kv, profiler
-from kvdist.kvstore.cluster import MEMBERSHIP
+from kvdist.runtime.cluster import PROCESS_CLUSTER
 from kvdist.runtime.node import Node
-from kvdist.runtime.profiling import PROFILER_HEAD, Profiler, TraceSettings, require_plain
+from kvdist.runtime.profiler import PROFILER_HEAD, Profiler, TraceSettings, require_plain
 
 ONES = np.ones(5, np.float32)
 
@@ -27,9 +27,9 @@ ONES = np.ones(5, np.float32)
 def folder(tmp_path, monkeypatch):
     """Where traces go; the process's own profiler is a fresh one, and is finished at the end."""
     monkeypatch.setenv("KVDIST_PROFILE_DIR", str(tmp_path))
-    monkeypatch.setattr(MEMBERSHIP, "profiler", Profiler(lambda: tmp_path))
+    monkeypatch.setattr(PROCESS_CLUSTER, "profiler", Profiler(lambda: tmp_path))
     yield tmp_path
-    MEMBERSHIP.profiler.dump(finished=True)
+    PROCESS_CLUSTER.profiler.dump(finished=True)
 
 
 def events(path, category):
@@ -46,7 +46,7 @@ def let_threads_end():
 
 def tell(told, **more):
     """What a command of a worker does on a server."""
-    MEMBERSHIP.profiler.perform(PROFILER_HEAD, json.dumps({"do": told, **more}), 0)
+    PROCESS_CLUSTER.profiler.perform(PROFILER_HEAD, json.dumps({"do": told, **more}), 0)
 
 
 def test_worker_and_server_write_a_file_each(folder):
@@ -81,11 +81,11 @@ def test_nothing_is_noted_while_paused_and_a_new_trace_begins_anew(folder):
     with kv.create("dist") as store:
         store.init("w", ONES)
         profiler.resume()
-        assert MEMBERSHIP.present.node.trace is None, "there is no trace to go on with"
+        assert PROCESS_CLUSTER.present.node.trace is None, "there is no trace to go on with"
         profiler.start()
         store.pull("w")
         profiler.pause()
-        assert MEMBERSHIP.present.node.trace is None
+        assert PROCESS_CLUSTER.present.node.trace is None
         store.pushpull("w", ONES.copy())
         profiler.resume()
         store.barrier()
@@ -204,7 +204,7 @@ def test_the_profiler_may_be_paused_at_any_moment(folder):
 
     with kv.create("dist") as store:
         profiler.start()
-        node = MEMBERSHIP.present.node
+        node = PROCESS_CLUSTER.present.node
         looks = cycle([node.trace, None, None, node.trace, node.trace])
         node.__class__ = Flickering
         store.init("w", ONES)
@@ -277,7 +277,7 @@ def test_a_file_that_cannot_be_written_is_an_error_at_the_start(folder):
         profiler.set_config(filename="nowhere/t.json")
         with pytest.raises(KvdistError, match=r"the trace of worker-0 cannot be written to .*nowhere.*KVDIST_PROFILE_"):
             profiler.start()
-        assert MEMBERSHIP.present.node.trace is None
+        assert PROCESS_CLUSTER.present.node.trace is None
         profiler.set_config(filename="profile.json")
         os.mkdir(folder / "profile.server-0.json")
         with pytest.raises(KvdistError, match=r"server-0: KvdistError: the trace of server-0 cannot be written to"):

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvdist.runtime import user_threads
-from kvdist.runtime.user_threads import NEVER_CALLED_S, AwaitedFuture, UnderWay, UserThreads, note_call
+from kvdist.runtime import waits
+from kvdist.runtime.waits import NEVER_CALLED_S, AwaitedFuture, UnderWay, UserThreads, note_call
 
 THREADS = UserThreads(UnderWay(100))
 
@@ -90,7 +90,7 @@ def test_a_program_whose_only_thread_waits_is_blocked_until_the_wait_ends():
 def test_a_thread_that_sleeps_or_waits_for_anything_else_may_act():
     event = threading.Event()
     with running(calling(event.wait), event.set) as thread:
-        wait_until(lambda: thread in user_threads._callers)
+        wait_until(lambda: thread in waits._callers)
         assert blocked_since_elsewhere(AwaitedFuture()) == [None]
 
 
