@@ -1,6 +1,6 @@
 """Traces of what workers and servers do, as files for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
 
-The names are those of the mirrored system's profiler. Each process writes a file of its own: ``profile.json`` becomes
+The names are those of MXNet's profiler. Each process writes a file of its own: ``profile.json`` becomes
 ``profile.worker-0.json``, ``profile.server-1.json``. Workers trace themselves; for servers give
 ``profile_process='server'``, once a ``dist`` store is there. Let one worker do that: the `start` of a second one that
 comes after the `dump` of the first begins a new trace, which takes the place of the finished one once it has something
@@ -38,7 +38,7 @@ OF_THE_MIRRORED = {
     "profile_memory",
     "profile_symbolic",
 }
-"""Options of the mirrored system that choose what is traced there; here it is always the same."""
+"""Options of MXNet that choose what is traced there; here it is always the same."""
 
 
 def set_config(
@@ -57,7 +57,7 @@ def set_config(
     Args:
         filename: of a worker any path; one without a directory lies in ``KVDIST_PROFILE_DIR``, or where the process
             runs. Of servers a plain name, 1 to 64 of the characters A-Z a-z 0-9 . _ -, which lies in the
-            ``KVDIST_PROFILE_DIR`` that whoever started the server chose.
+            ``KVDIST_PROFILE_DIR`` that was chosen when the server was started.
         max_events: how many events are kept, the newest, 1 to 1000000; the file says how many are gone. One takes
             about half a kilobyte of memory.
         dump_period: seconds between two renewals of the file, at most a day; longer if renewing takes long.
@@ -66,7 +66,7 @@ def set_config(
 
     Raises:
         TypeError: an option is not known, or has a wrong type.
-        ValueError: a number is out of range, or the name is none of a file, or a server's is not plain.
+        ValueError: a number is out of range, or the name is not valid, or a server's is not plain.
         KvdistError: a trace is being made that a call began, with other settings; or an autostarted one cannot be
             written to its new place.
     """

@@ -32,7 +32,7 @@ Answer = Callable[[int], Message]
 class Wait:
     """A member that waits for an answer.
 
-    missing: who has to act first: workers, or else servers; nobody if the scheduler itself is at work.
+    missing: who has to act first: workers, or else servers; empty while the scheduler itself is at work.
     subject: what is waited for, such as ``barrier 3``.
     deed: what the missing workers have to do, such as ``reach barrier 3``.
     """

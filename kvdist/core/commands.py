@@ -30,5 +30,5 @@ def _unknown(head: int, handlers: Mapping[int, Handler]) -> str:
     known = ", ".join(str(one) for one in sorted(handlers) if one <= HEAD_OF_USERS_MAX)
     return (
         f"no handler is registered for command {head}; known are: {known or 'none'}. Servers know those of the modules"
-        " that whoever starts them names: kvdist-launch --server-module"
+        " that they are started with: kvdist-launch --server-module"
     )

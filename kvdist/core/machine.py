@@ -20,7 +20,7 @@ ACK_BYTES_MAX = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Say `message` to `to`. `token` comes back through `Machine.acknowledged` when it has arrived for certain."""
+    """Say `message` to `to`. `token` comes back through `Machine.acknowledged` when `to` has acknowledged it."""
 
     to: Member
     message: Message
@@ -53,7 +53,7 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """`member` has left: nothing more is said to it. Only `Reliable` sees these; it gives back the tokens."""
+    """`member` has left: nothing more is sent to it. Only `Reliable` sees these; it returns the tokens."""
 
     member: Member
 
@@ -86,7 +86,7 @@ class FailRequest:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Tell the person who watches."""
+    """Log a warning."""
 
     text: str
 
@@ -192,7 +192,7 @@ class Machine(abc.ABC):
     def refuses(self, source: Member, message: Message) -> str | None:
         """Why nothing from `source` is listened to: a sentence to answer with, '' to say nothing; None to listen.
 
-        Whoever is not in the roster, in this very life, must not change anything: not a stranger, not a process of an
+        Only members of the roster, by their incarnations, may change anything: not a stranger, not a process of an
         earlier job on the same port, not one that was replaced.
         """
 
@@ -220,7 +220,7 @@ class Machine(abc.ABC):
     @property
     @abc.abstractmethod
     def waiting_since(self) -> float | None:
-        """Since when somebody at this process waits; None when nobody does."""
+        """Since when this process waits for others; None if it does not."""
 
     @abc.abstractmethod
     def explain(self, now: float) -> str | None:

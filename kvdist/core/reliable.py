@@ -1,6 +1,6 @@
 """Exactly once and in order, over connections that may break at any byte.
 
-The transport delivers in order but loses what was under way when a connection breaks (and tells nobody which messages
+The transport delivers in order but loses what was under way when a connection breaks (and does not say which messages
 those were). `Reliable` wraps a machine and mends that: it numbers messages per pair of members, keeps each one
 until it is acknowledged, repeats what is missing, drops what comes twice before looking at it, and refuses what
 comes from another job, from a former life, or is meant for one. Acknowledgements are cumulative and ride on every
@@ -12,9 +12,12 @@ is returned exactly once; an older incarnation changes nothing.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from kvdist.core.machine import (
     NEVER,
@@ -29,7 +32,6 @@ from kvdist.core.machine import (
     Transmit,
     Unreachable,
 )
-from kvdist.core.timers import Dues
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol.messages import (
     Ack,
@@ -59,9 +61,79 @@ ANSWER_S_MAX = 300.0
 """The most that this makes the peer's time longer, so that a message that was lost without a broken connection is said
 again within minutes, however much is under way."""
 FRUITLESS_CONNECTIONS_MAX = 5
-"""So many connections one after another of which none has brought the peer's acknowledgement of anything end it."""
+"""This many connections in a row without any acknowledgement of the peer end the link."""
 TERM = 1
 """The generation of schedulers; a restarted scheduler will have the next one."""
+
+
+SPARE_ENTRIES = 64
+"""This many stale places in a heap are never worth a clearing."""
+
+
+class Due(Protocol):
+    """What can be due."""
+
+    listed: float
+    """The time of its place in the heap, kept by `Deadlines`; NEVER if it has none."""
+
+    @property
+    def due(self) -> float:
+        """When something has to be done for it, or NEVER."""
+
+
+Thing = TypeVar("Thing", bound=Due)
+
+
+class Deadlines(Generic[Thing]):
+    """Which of many things is due first, without a look at all of them at each message.
+
+    A server has a link to each of a thousand workers, and asks at every message how long it may wait. Things stand in a
+    heap by when they were due. One that is due later by now stays there and is put right when it comes to the top; one
+    that is due earlier is entered again, and its former place is stale.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Thing]] = []
+        self._numbers = itertools.count()
+        self._listed = 0
+        """Things with a place."""
+
+    @property
+    def first(self) -> float:
+        """When the first of all is due, or NEVER."""
+        while self._heap:
+            listed, _, thing = self._heap[0]
+            if listed == thing.listed == thing.due:
+                return listed
+            heapq.heappop(self._heap)
+            if listed == thing.listed:
+                self._forget(thing)
+                self.enter(thing)
+        return NEVER
+
+    def enter(self, thing: Thing) -> None:
+        """A thing may be due earlier than it was. If it is due later, or never, this need not be called."""
+        due = thing.due
+        if due >= thing.listed:
+            return
+        self._listed += thing.listed == NEVER
+        thing.listed = due
+        heapq.heappush(self._heap, (due, next(self._numbers), thing))
+        if len(self._heap) > 4 * self._listed + SPARE_ENTRIES:
+            self._heap = [entry for entry in self._heap if entry[0] == entry[2].listed]
+            heapq.heapify(self._heap)
+
+    def take(self, now: float) -> Iterator[Thing]:
+        """The things that are due, the first one first. The caller does what each is due for."""
+        while self.first <= now:
+            thing = heapq.heappop(self._heap)[2]
+            self._forget(thing)
+            yield thing
+            self.enter(thing)
+
+    def _forget(self, thing: Thing) -> None:
+        thing.listed = NEVER
+        self._listed -= 1
 
 
 @dataclass(slots=True)
@@ -110,7 +182,7 @@ class Reliable:
         self.machine = machine
         self.job = job
         self.links: dict[Member, PeerLink] = {}
-        self._dues: Dues[PeerLink] = Dues()
+        self._dues: Deadlines[PeerLink] = Deadlines()
         self.duplicates_dropped = 0
         self.strangers_refused = 0
 
@@ -201,7 +273,7 @@ class Reliable:
         """None to accept a packet, a sentence to refuse it with, or '' to drop it without a word."""
         stamp, me = packet.stamp, self.machine.me
         if isinstance(packet.message, Rejected):
-            # It says nothing of its sender. Only whoever we have spoken to knows our incarnation.
+            # It does not name its sender, but only a process that we have sent something to knows our incarnation.
             return None if stamp.destination == me.incarnation and me.node.role is not Role.SCHEDULER else ""
         if stamp.job != self.job:
             return (
@@ -320,7 +392,7 @@ class Reliable:
             link.ack_due = NEVER
             link.owed_bytes = 0
         machine = self.machine
-        # The scheduler's seat outlives what a stranger can know of it: 0 means whoever sits there.
+        # A stranger does not know the scheduler's incarnation: 0 means the present one.
         destination = 0 if to.node.role is Role.SCHEDULER else to.incarnation
         return Stamp(self.job, TERM, machine.epoch, machine.me, destination, seq, received, machine.step)
 

@@ -32,7 +32,7 @@ PAGES_PER_RANGE_MIN = 16
 """Shorter ranges would become too unequal."""
 
 HASH_MULTIPLIER = 9973
-"""The mirrored system places key k on server (k · 9973) mod S."""
+"""MXNet places key k on server (k · 9973) mod S."""
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: there are as many as slices, and that takes five times as long
@@ -53,8 +53,8 @@ class Slice:
 def ranges(size: int, parts: int) -> list[tuple[int, int]]:
     """`size` elements in `parts` contiguous ranges of nearly equal length.
 
-    Boundary i is round(size · i / parts) with halves rounded up, as the mirrored system cuts a large array; of ranges
-    that are long enough it is rounded further, to whole pages, so that they can be mapped side by side.
+    Boundary i is round(size · i / parts) with halves rounded up, as MXNet cuts a large array; of ranges that are
+    long enough it is rounded further, to whole pages, so that they can be mapped side by side.
     """
     unit = PAGE_ELEMENTS if size >= PAGES_PER_RANGE_MIN * PAGE_ELEMENTS * parts else 1
     bounds = [(2 * size * i + parts * unit) // (2 * parts * unit) * unit for i in range(parts)]
@@ -136,7 +136,7 @@ class Placer:
         num_servers: servers to choose from.
         bigarray_bound: elements from which on a key is cut over all servers.
         slice_bytes: the most bytes a slice may have.
-        by_hash: place by the mirrored system's hash of the key instead of balancing bytes.
+        by_hash: place by MXNet's hash of the key instead of balancing bytes.
         priority_slice_bytes: `slice_bytes` of stores with priority slices; 0 is the same.
     """
 
@@ -196,7 +196,7 @@ class Placer:
         return Placement(tuple(first_slices), tuple(homes), slice_bytes)
 
     def _index(self, key: int | str) -> int:
-        """The integer that the mirrored system hashes: the key, or for a name the order of its first appearance."""
+        """The integer that MXNet hashes: the key, or for a name the order of its first appearance."""
         if isinstance(key, int):
             return key
         self._next_index += 1

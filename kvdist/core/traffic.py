@@ -1,4 +1,4 @@
-"""Counters of the passes over values, for tests and for whoever looks for one that is not needed."""
+"""Counters of the passes over values, for tests that a pass too many would fail."""
 
 from __future__ import annotations
 

@@ -185,9 +185,9 @@ class Cluster:
             except (DeadlockError, DeadlineExceeded) as error:
                 endless = error  # leaving itself waited in vain
             except KvdistError:
-                pass  # the cluster ended first, and whoever waited for something has been told
+                pass  # the cluster ended first, and every open request has failed
         self._thread.join()
-        # Or a process that goes on without its cluster would keep the servers' memory, which nobody else has any more.
+        # Or a process that goes on without its cluster would keep the servers' memory mapped, when nothing else does.
         self.memory.forget_shown()
         if endless is not None:
             raise endless

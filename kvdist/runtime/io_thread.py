@@ -22,7 +22,7 @@ class Disk(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, work: DiskTask, done: Done) -> None:
-        """Do it after those that were begun before, and call `done`. Returns at once."""
+        """Do it after all that was begun before, and call `done`. Returns at once."""
 
     @abc.abstractmethod
     def close(self, linger_s: float) -> None:
@@ -46,7 +46,7 @@ class ThreadedDisk(Disk):
         """See `Disk.begin`."""
         self._waiting.put((work, done))
         if self._thread is None:
-            # Not waited for at the end: what is not complete by then is no checkpoint.
+            # Not waited for at the end: what is not complete by then does not count as a checkpoint.
             self._thread = threading.Thread(target=self._run, name="kvdist-disk", daemon=True)
             self._thread.start()
 
@@ -70,5 +70,5 @@ def outcome(work: DiskTask, locks: Locks, root: Path | None) -> tuple[DiskResult
         return perform(work, locks, root), ""
     except CheckpointError as error:
         return None, str(error)
-    except Exception as error:  # noqa: BLE001  # whatever went wrong, somebody waits to hear of it
+    except Exception as error:  # noqa: BLE001  # whatever went wrong is the outcome
         return None, f"a checkpoint in {work.folder} failed: {type(error).__name__}: {error}"

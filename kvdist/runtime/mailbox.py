@@ -1,6 +1,6 @@
 """What other threads leave for the thread of a node, and when that has to look.
 
-Most of it is urgent: somebody waits. What is not may wait a little for more of its kind, because two threads of Python
+Most of it is urgent. What is not may wait a little for more of its kind, because two threads of Python
 that hand work over at every call spend their time waiting for each other.
 """
 
@@ -95,7 +95,7 @@ class Mailbox:
         return self._due
 
     def put(self, item: Errand | Event) -> bool:
-        """Leave something; False when nobody will look any more."""
+        """Leave something; False if the mailbox is closed."""
         growing = item.growing if isinstance(item, Errand) else None
         with self._lock:
             if self._closed:
@@ -110,7 +110,7 @@ class Mailbox:
             return True
 
     def hurry(self) -> None:
-        """Somebody waits for what was left here."""
+        """What was left here is urgent now."""
         with self._lock:
             if self._items:
                 self._look_by(URGENT)

@@ -143,7 +143,7 @@ class Node:
         self.forgeries = 0
         """Messages whose sender is not whom its key belongs to."""
         self.trace: Tracer | None = None
-        """Notes what happens here; None while nobody wants to know. Any thread sets it, so read it once."""
+        """Notes what happens here, if that is wanted. Any thread sets it, so read it once."""
         self._explain_after_s = explain_after_s
         self._explained_until = NEVER
         self._clock = clock
@@ -184,7 +184,7 @@ class Node:
         finish: Finish | None = None,
         growing: Growing | None = None,
     ) -> None:
-        """`submit` for whoever takes the outcome without a future.
+        """`submit` for a caller that takes the outcome without a future.
 
         Args:
             answer: gets it, on the node's thread.
@@ -279,7 +279,7 @@ class Node:
         return min(self.reliable.deadline, self._mailbox.due)
 
     def finish(self) -> None:
-        """Say the last acknowledgements, free the transport, and fail what nobody will answer any more."""
+        """Say the last acknowledgements, free the transport, and fail the requests that are still open."""
         self._stop(None)
         if not self._closed:
             self._closed = True
@@ -329,7 +329,7 @@ class Node:
             trace.handled(packet, since_ns)
 
     def _adopt(self, route: Route, packet: Packet) -> bool:
-        """Take a route for that of whoever speaks there, if it is one who may; whether the message is to be read."""
+        """Take a route for that of the sender, if it may speak there; whether the message is to be read."""
         source = packet.stamp.source
         refusal = self.reliable.refusal(packet) if self._may_speak(route, packet) else ""
         if refusal is not None:
@@ -358,8 +358,8 @@ class Node:
     def _may_speak(self, route: Route, packet: Packet) -> bool:
         """Whether the sender of a message can be at the other end of its route.
 
-        Only the scheduler and servers are dialled, by everybody and by workers; workers dial each other too. So nobody
-        who dials this process can be believed to be another one.
+        Servers and workers dial the scheduler, and workers dial servers and each other. A process that dials this one
+        cannot be anything else.
         """
         dialled, source = self._dialled.get(route), packet.stamp.source
         if dialled is not None:
@@ -368,14 +368,14 @@ class Node:
         return source.node.role is Role.WORKER or (is_scheduler and source.node.role is Role.SERVER)
 
     def _refuse(self, route: Route, packet: Packet) -> None:
-        """Say why a route is not listened to any more, once: whoever does not read would leave the rest in memory."""
+        """Say once why a route is not listened to any more: answers to a peer that does not read stay in memory."""
         if route not in self._refused_routes:
             self._refused_routes.add(route)
             self.transport.send(route, encode(packet))
             self.transport.hang_up(route)
 
     def _other_version(self, route: Route, error: VersionMismatch) -> None:
-        """Whoever joins learns from the scheduler's first answer that it cannot; the scheduler answers once."""
+        """Stop if the scheduler has another version; refuse any other process that has."""
         if self._members.get(route) == SCHEDULER_MEMBER:
             self._stop(ConfigError(f"{error}: install the same version of kvdist on every machine"))
         else:
@@ -383,7 +383,7 @@ class Node:
             self._refuse(route, self.reliable.rejection(str(error)))
 
     def _forged(self, route: Route, packet: Packet, sender: NodeId) -> None:
-        """Somebody with a key of this job speaks in another's name. Whoever does so by mistake is told."""
+        """Refuse a process with a key of this job that speaks in another's name, and say why: it may be a mistake."""
         self.forgeries += 1
         stamp = packet.stamp
         claimed = stamp.source.node
@@ -572,7 +572,7 @@ def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None
 
     Args:
         nodes: the nodes; their transports must share what `wait` waits for.
-        wait: sleeps for at most so many seconds, or until something happens for any of the nodes.
+        wait: sleeps for at most this many seconds, or until something happens for any of the nodes.
     """
     running = list(nodes)
     try:

@@ -5,7 +5,7 @@ valid file, in which at most the last moments are missing. Renewing takes at mos
 
 Rules that hold here:
 
-* No file of a trace is written under the lock of a `Profiler`, so whoever begins or pauses a trace waits for none.
+* No file of a trace is written under the lock of a `Profiler`, so beginning or pausing a trace never waits for a file.
 * A command of a worker, which runs on the server's only thread, takes a snapshot; the profiler's thread writes it. The
   command is answered before that. What a look at the place cannot tell, such as a full disk, is logged then.
 """
@@ -126,7 +126,7 @@ def _require_file_name(name: object) -> None:
 
 
 def require_plain(filename: str) -> None:
-    """Refuse a name that could lead out of the directory that whoever started the server chose.
+    """Refuse a name that could lead out of the directory that was chosen when the server was started.
 
     Raises:
         ValueError: it is anything but letters, digits, dots, dashes and underlines.
@@ -344,7 +344,7 @@ class Profiler:
         """Record from now on, into the trace that there is, if it has not been finished.
 
         Args:
-            by_call: somebody asked for it, and not the environment.
+            by_call: a call asked for it, not the environment.
 
         Raises:
             KvdistError: its file cannot be written.
@@ -414,7 +414,7 @@ class Profiler:
         """The handler of the command by which a worker controls this profiler; see `Handler`. It writes no trace.
 
         Raises:
-            TypeError, ValueError: the body is none of the calls that there are, or the file name is not plain.
+            TypeError, ValueError: the body is not a known call, or the file name is not plain.
             KvdistError: a place cannot be written, or a trace is being made.
         """
         match json.loads(body):

@@ -4,7 +4,7 @@ Rules that hold here:
 
 * Memory is bounded: a trace keeps its newest events, and its file says how many older ones are gone.
 * The file is a whole JSON text at every moment: it is written beside its place and then put there in one step.
-* In a place stands the newest that was brought there, whoever was faster; and what has been finished gives way only to
+* In a place stands the newest trace that was brought there, in any order; and a finished one gives way only to
   a trace that has something to tell.
 * Noting an event takes no lock, so any thread may, a signal handler too.
 
@@ -59,7 +59,7 @@ class Snapshot:
     events_max: int
     dropped: int
     tells: bool
-    """Whether anything happened that somebody could want to know."""
+    """Whether anything happened that is worth a file."""
 
     @property
     def last(self) -> int:
@@ -110,7 +110,7 @@ class Trace:
         overlaps: bool = False,
         tells: bool = True,
     ) -> None:
-        """Note what began then and ends now, on the calling thread; `tells`: somebody could want to know."""
+        """Note what began then and ends now, on the calling thread; `tells`: it is worth a file."""
         self._tells = self._tells or tells
         thread = threading.get_native_id()
         if thread not in self._threads:
@@ -124,7 +124,7 @@ class Trace:
         return self._spans[-1].number if self._spans else -1
 
     def keep(self, events_max: int) -> None:
-        """Keep so many from now on. What another thread notes at this very moment may be missing."""
+        """Keep this many from now on. What another thread notes at this very moment may be missing."""
         self._dropped = self.snapshot().dropped
         dropped_now = max(0, len(self._spans) - events_max)
         self._spans = deque(self._spans.copy(), maxlen=events_max)
@@ -184,11 +184,11 @@ class TraceFiles:
                 self._newest[copy.path] = copy.age
 
     def has(self, path: Path, age: tuple[int, int]) -> bool:
-        """Whether this or something newer stands there. Waits for nobody."""
+        """Whether this or something newer stands there. Takes no lock."""
         return self._newest.get(path, (0, 0)) >= age
 
     def finish(self, path: Path, trace_number: int) -> None:
-        """This trace is at its end, also if its last copy is still to come. Waits for nobody."""
+        """This trace is at its end, also if its last copy is still to come. Takes no lock."""
         self._finished.setdefault(path, trace_number)
 
     def _pieces(self, copy: TraceCopy) -> Iterator[str]:

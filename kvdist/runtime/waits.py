@@ -1,9 +1,9 @@
 """How threads of the user's program wait in calls of kvdist: which do, whether another may act, and for room.
 
-A deadlock may be declared only if nobody can act any more. So every other thread counts as one that may act, unless it
-is known to make no calls of kvdist: threads of kvdist itself, idle ones of executors, and those of some libraries. A
-daemon that has never called kvdist, such as a server of metrics, counts as one that may until the wait has lasted a
-minute.
+A deadlock may be declared only if no thread can act any more. So every other thread counts as one that may act,
+unless it is known to make no calls of kvdist: threads of kvdist itself, idle ones of executors, and those of some
+libraries. A daemon that has never called kvdist, such as a server of metrics, counts as one that may until the wait has
+lasted a minute.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class AwaitedFuture(Future[Result]):
 
 
 class UnderWay:
-    """Bytes that were pushed and that the servers have not counted yet. A push for which there is no room waits here.
+    """Bytes that were pushed and that the servers have not counted yet. A push without room waits here.
 
     Args:
         bytes_max: the room, if it is not less than two contributions to all keys. With so much, workers that push the
@@ -122,7 +122,7 @@ class UnderWay:
         self._changed = threading.Condition(threading.RLock())
 
     def grow(self, nbytes: int) -> None:
-        """A contribution to all keys has so many bytes more."""
+        """A contribution to all keys has grown by this many bytes."""
         with self._changed:
             self._contribution_bytes += nbytes
             self.room = max(self.room, 2 * self._contribution_bytes)
@@ -216,7 +216,7 @@ class UserThreads:
         return max(waits.values()) + (NEVER_CALLED_S if others else 0.0)
 
     def may_act(self, now: float) -> str:
-        """Threads that may act while others wait, such as ``'MainThread'``; '' if none does, or nobody waits."""
+        """Threads that may act while others wait, such as ``'MainThread'``; '' if none does, or no thread waits."""
         waits = dict(_waits)
         if not waits:
             return ""

@@ -72,7 +72,7 @@ def test_who_asks_for_no_rank_gets_the_next_free_one(scheduler: Scheduler) -> No
     ("asked", "reason"),
     [
         (hello(0, pid=51), "worker-0 is taken by process 50 on far; process 51 on far claims the same rank"),
-        (hello(1, workers=3), "it was told of 3 worker"),
+        (hello(1, workers=3), "it expects 3 worker"),
         (hello(1, servers=4), "DMLC_NUM_WORKER and DMLC_NUM_SERVER must agree"),
         (hello(2), "it asks for rank 2, but there are only 2 worker"),
     ],

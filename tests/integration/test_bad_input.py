@@ -209,7 +209,7 @@ def test_a_size_that_differs_between_processes_is_refused(job):
         job.node(name, 1, 1)
     wrong = job.start("wrong", program("mistakes.py", "create"), **job.environment("worker", 2, 1))
     job.wait(lambda: wrong.code is not None, "the worker is refused")
-    text = "it was told of 2 worker(s) and 1 server(s), the scheduler of 1 and 1: DMLC_NUM_WORKER and DMLC_NUM_SERVER"
+    text = "it expects 2 worker(s) and 1 server(s), the scheduler 1 and 1: DMLC_NUM_WORKER and DMLC_NUM_SERVER"
     assert "ConfigError: " in wrong.text and text in wrong.text
     job.node("worker-0", 1, 1, "nothing.py")
     job.wait(lambda: all(p.code is not None for p in job.processes.values()), "the right worker is served")

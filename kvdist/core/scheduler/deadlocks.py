@@ -2,9 +2,9 @@
 
 A worker that reports (`core.worker.blocking`) waits with all its threads. It is in a deadlock if everything that it
 waits for needs another worker of the deadlock to act: to push a slice once more, to initialise a key, to arrive at a
-barrier. So from all that report, those that can go on are removed until none can; those that are left wait for ever.
+barrier. So from all that report, workers that can go on are removed until none can; the rest wait for ever.
 
-Nobody is judged by one look. The same set with the same reports must be found again after `CONFIRM_S`, and then each of
+One look is not enough. The same set with the same reports must be found again after `CONFIRM_S`, and then each of
 its members must confirm its report.
 """
 
@@ -142,7 +142,7 @@ def _sentence(members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> s
 
 
 def _cycle(members: Mapping[int, _Blocked], waits: Waits) -> list[int]:
-    """Workers of which each waits for the next one, and the last for the first; the lowest rank first."""
+    """A cycle of workers, each of which waits for the next one; the lowest rank first."""
     chain: list[int] = []
     rank = min(members)
     while rank not in chain:

@@ -386,7 +386,7 @@ def _ranks(nodes: Iterable[NodeId]) -> set[int]:
 
 
 def _refuse(store: StoreKeys, code: ErrorCode) -> list[Effect]:
-    """Tell those that wait for keys that cannot be."""
+    """Fail the requests that wait for keys on which workers disagree."""
     return [Send(one.member, Failed(one.request, code, reason)) for one, reason in store.take_conflicts()]
 
 

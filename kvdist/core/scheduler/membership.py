@@ -22,7 +22,7 @@ class ShardOwners:
 
     primary: int
     replica: int | None = None
-    """The server that could take over; None while there is none."""
+    """The server that could take over, if there is one."""
 
 
 class Membership:
@@ -97,7 +97,7 @@ class Membership:
         self._started_on[node] = f" on {host} (pid {pid} was started there, no hello yet)"
 
     def missing(self) -> list[str]:
-        """The names of those that have not registered, and where they were started."""
+        """The processes that have not registered, and where they were started."""
         wanted = [server(rank) for rank in range(self._config.num_servers)]
         wanted += [worker(rank) for rank in range(self._config.num_workers)]
         return [f"{node}{self._started_on.get(node, '')}" for node in wanted if node not in self.peers]
@@ -174,7 +174,7 @@ class Membership:
         for node, peer in self.peers.items():
             assert peer.member.node == node, "a process has its own rank"
         live = self.workers | self.servers
-        assert live == {peer.member.node: peer.member for peer in self.present}, "live are those that have not left"
+        assert live == {peer.member.node: peer.member for peer in self.present}, "a live member has not left"
         assert not self._suspects.keys() - set(live.values()), "only a live member is suspected"
         owners = [owners for owners in self.shards if owners.replica == owners.primary]
         assert not owners, "a replica is another server than the primary"
@@ -187,7 +187,7 @@ class Membership:
             )
         if (hello.num_workers, hello.num_servers) != (config.num_workers, config.num_servers):
             raise ConfigError(
-                f"it was told of {hello.num_workers} worker(s) and {hello.num_servers} server(s), the scheduler of"
+                f"it expects {hello.num_workers} worker(s) and {hello.num_servers} server(s), the scheduler"
                 f" {config.num_workers} and {config.num_servers}: DMLC_NUM_WORKER and DMLC_NUM_SERVER must agree"
             )
         count = config.num_workers if role is Role.WORKER else config.num_servers

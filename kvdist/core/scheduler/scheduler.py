@@ -95,11 +95,11 @@ class Scheduler(Machine):
         self.checkpoints = Checkpoints(self.membership, self.keys, self._questions)
         self._deadlocks = Deadlocks()
         self._barriers: dict[tuple[int, int], Agreement[str]] = {}
-        """(store, count) → the barrier, of those that are not passed."""
+        """(store, count) → the barrier, until all workers have passed it."""
         self._passed: dict[int, int] = {}
         """Store → how many of its barriers all workers have passed."""
         self._commands: list[Agreement[str]] = []
-        """Those that some server has not run."""
+        """Until every server has run them."""
         self._started_at = now
         self._form_by = now + config.limits.form_timeout_s
         self._next_look = now + config.limits.explain_after_s
@@ -213,7 +213,7 @@ class Scheduler(Machine):
         return None if self.membership.is_complete else self._started_at
 
     def explain(self, now: float) -> str | None:
-        """Who has to do what, by the oldest of those that wait."""
+        """Who has to do what so that the longest wait ends."""
         if not self.membership.is_complete:
             return self.membership.progress()
         oldest = min(self._waits(), key=lambda wait: wait.since, default=None)
@@ -261,7 +261,7 @@ class Scheduler(Machine):
     # Barriers and commands.
 
     def _barrier(self, sender: Member, message: Barrier, now: float) -> list[Effect]:
-        """A worker arrives, or asks again and is told who is missing.
+        """A worker arrives, or asks again and hears who is missing.
 
         Each makes a statement, which may be empty. Those of a barrier must be equal, or it fails for all: so workers
         find out that they are about to train different models before the first gradient.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdist.core.machine import NEVER
-from kvdist.core.timers import SPARE_ENTRIES, Dues
+from kvdist.core.reliable import SPARE_ENTRIES, Deadlines
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ times = st.one_of(st.integers(0, 20).map(float), st.just(NEVER))
 
 @given(st.lists(st.tuples(st.integers(0, 4), times), max_size=60))
 def test_the_first_is_the_least_of_all(changes: list[tuple[int, float]]) -> None:
-    dues: Dues[Task] = Dues()
+    dues: Deadlines[Task] = Deadlines()
     tasks = [Task() for _ in range(5)]
     for index, due in changes:
         tasks[index].due = due
@@ -32,7 +32,7 @@ def test_the_first_is_the_least_of_all(changes: list[tuple[int, float]]) -> None
 
 @given(st.lists(st.tuples(st.integers(0, 4), times), max_size=60), st.integers(0, 20))
 def test_each_that_is_due_is_taken_once_and_no_other(changes: list[tuple[int, float]], now: int) -> None:
-    dues: Dues[Task] = Dues()
+    dues: Deadlines[Task] = Deadlines()
     tasks = [Task() for _ in range(5)]
     for index, due in changes:
         tasks[index].due = due
@@ -47,7 +47,7 @@ def test_each_that_is_due_is_taken_once_and_no_other(changes: list[tuple[int, fl
 
 
 def test_one_that_stays_due_later_is_taken_then() -> None:
-    dues: Dues[Task] = Dues()
+    dues: Deadlines[Task] = Deadlines()
     task = Task(due=1.0)
     dues.enter(task)
     for taken in dues.take(1.0):
@@ -56,7 +56,7 @@ def test_one_that_stays_due_later_is_taken_then() -> None:
 
 
 def test_places_that_mean_nothing_do_not_pile_up() -> None:
-    dues: Dues[Task] = Dues()
+    dues: Deadlines[Task] = Deadlines()
     task = Task()
     for due in range(10_000, 0, -1):
         task.due = float(due)
