@@ -62,7 +62,7 @@ def export(source: Path, out: Path, step: int | None = None, *, overwrite: bool 
     Args:
         source: a folder of checkpoints, or that of one checkpoint.
         out: the file.
-        step: of which step; None for the newest, or for the only one.
+        step: its step; None for the newest, or for the only one.
         overwrite: whether a file of that name may be replaced.
 
     Raises:
@@ -90,7 +90,7 @@ def export(source: Path, out: Path, step: int | None = None, *, overwrite: bool 
 
 
 def chosen(source: Path, step: int | None) -> Path:
-    """The folder of the checkpoint that is meant: the source itself, if it is one.
+    """The folder of the checkpoint: the source itself, if it is one.
 
     Raises:
         CheckpointError: there is none.
@@ -160,12 +160,12 @@ def _tensors(shards: Shards, one: SavedKey, name: str) -> list[Tensor]:
 
 def _lazy(shards: Shards, manifest: Manifest, names: Mapping[int | str, str]) -> dict[str, str]:
     """Of each lazy table its shape, and what a row is that has no values."""
-    told = {
+    tables = {
         names[one.key]: {"shape": list(one.shape), "initializer": shards.initializer(one.key)}
         for one in manifest.keys
         if one.is_lazy
     }
-    return {"kvdist.lazy": json.dumps(told, ensure_ascii=False)} if told else {}
+    return {"kvdist.lazy": json.dumps(tables, ensure_ascii=False)} if tables else {}
 
 
 # Commands: each gives the text to be shown and the exit code, or raises what is to be said instead.
@@ -178,7 +178,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     one = commands.add_parser("export", help="write the weights of a checkpoint into one safetensors file")
     one.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder of checkpoints, or of one step")
     one.add_argument("out", type=Path, metavar="OUT", help="the file to write, such as model.safetensors")
-    one.add_argument("--step", type=int, metavar="N", help="of which step; the newest if it is not given")
+    one.add_argument("--step", type=int, metavar="N", help="its step; the newest if it is not given")
     one.add_argument("--force", action="store_true", help="replace OUT if it is there")
     one.set_defaults(command=_export)
     some = commands.add_parser("checkpoints", help="list the checkpoints in a folder")
@@ -189,7 +189,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _export(options: argparse.Namespace) -> tuple[str, int]:
     done = export(options.checkpoint, options.out, options.step, overwrite=options.force)
-    return f"{options.out}: {done.arrays} arrays of {done.folder}, step {done.step}, {_told(done.nbytes)}", 0
+    return f"{options.out}: {done.arrays} arrays of {done.folder}, step {done.step}, {_size_text(done.nbytes)}", 0
 
 
 def _list(options: argparse.Namespace) -> tuple[str, int]:
@@ -223,13 +223,13 @@ def _summary(manifest: Manifest) -> str:
     nbytes = sum(record.nbytes for record in manifest.files)
     optimizer = "no optimizer" if manifest.optimizer is None else str(manifest.optimizer.get("name"))
     return (
-        f"{_told(nbytes)}, {len(manifest.keys)} key(s), {' and '.join(manifest.contents)}, {optimizer},"
+        f"{_size_text(nbytes)}, {len(manifest.keys)} key(s), {' and '.join(manifest.contents)}, {optimizer},"
         f" {manifest.mode}, {manifest.num_workers} worker(s), {manifest.num_servers} server(s)"
         + (f", run {manifest.run}" if manifest.run else "")
     )
 
 
-def _told(nbytes: int) -> str:
+def _size_text(nbytes: int) -> str:
     size, unit = float(nbytes), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 1000:

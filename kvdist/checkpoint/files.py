@@ -51,7 +51,7 @@ def write_file(folder: Path, stem: str, suffix: str, parts: Iterable[memoryview]
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give the file this content at one stroke: whoever reads it finds the old one or the new one."""
+    """Give the file this content at one stroke: a reader finds the old content or the new one."""
     with _unfinished(path) as unfinished:
         _write(unfinished, [memoryview(content)])
         os.replace(unfinished, path)

@@ -61,7 +61,7 @@ def all_steps(directory: Path) -> list[int]:
 
 
 def complete_steps(directory: Path) -> list[int]:
-    """The steps of which there is a checkpoint, in order."""
+    """The steps with a complete checkpoint, in order."""
     return [step for step in all_steps(directory) if (folder_of(directory, step) / NAME).is_file()]
 
 
@@ -96,7 +96,7 @@ def prune(directory: Path, keep: int, written: int) -> None:
     for step in all_steps(directory):
         folder = folder_of(directory, step)
         if folder.is_symlink():
-            continue  # somebody keeps it elsewhere
+            continue  # the user keeps it elsewhere
         if step in gone:
             (folder / NAME).unlink(missing_ok=True)
             make_durable(folder)  # before what it names: a manifest never outlives its files
@@ -180,7 +180,7 @@ def _tidy(folder: Path, keep: int, root: Path | None) -> None:
 def _allowed(name: str, root: Path | None) -> Path:
     folder = Path(name)
     if not folder.is_absolute() or ".." in folder.parts:
-        raise CheckpointError(f"{name} is no absolute path of a folder")
+        raise CheckpointError(f"{name} is not an absolute path of a folder")
     try:
         is_below = root is None or folder.resolve().is_relative_to(root.resolve())
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a character that no path has

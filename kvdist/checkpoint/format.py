@@ -86,7 +86,7 @@ def write_tensors(folder: Path, stem: str, tensors: Sequence[Tensor], metadata: 
     """Write a file of these arrays, named by its content.
 
     Raises:
-        CheckpointError: there are too many for one header, or a name is no text.
+        CheckpointError: there are too many for one header, or a name cannot be encoded.
         OSError: the disk is full, say.
     """
     ordered = _ordered(tensors)
@@ -128,7 +128,7 @@ def _header(ordered: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     try:
         header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"the name of an array is no text that a file can hold: {error}") from None
+        raise CheckpointError(f"the name of an array cannot be encoded: {error}") from None
     header += b" " * (-len(header) % ALIGNMENT_BYTES)
     if len(header) > HEADER_BYTES_MAX:
         raise CheckpointError(
@@ -146,7 +146,7 @@ def _parts(header: bytes, ordered: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """Where an array lies in its file."""
 
     dtype: DType
@@ -168,7 +168,7 @@ class TensorFile:
     """A file of arrays, read piece by piece.
 
     Args:
-        path: the file. It may belong to somebody else: see the rules of this module.
+        path: the file. It may come from a stranger: see the rules of this module.
 
     Raises:
         CheckpointError: it is not such a file, or damaged.
@@ -178,12 +178,12 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, str] = {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         with BufferedReader(open_regular(path)) as file:
             nbytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if nbytes < 8 or length > min(HEADER_BYTES_MAX, nbytes - 8):
-                raise CheckpointError(f"{path} is no safetensors file, or cut off: its header does not fit into it")
+                raise CheckpointError(f"{path} is not a safetensors file, or cut off: its header does not fit into it")
             header = file.read(length)
         try:
             entries = json.loads(header, object_pairs_hook=_without_twins)
@@ -221,21 +221,21 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(entry: Any, begin: int) -> Entry:
+def _entry(entry: Any, begin: int) -> TensorEntry:
     dtype = _TYPES[entry["dtype"]]
     shape, (low, high) = tuple(entry["shape"]), entry["data_offsets"]
     if len(shape) > DIMENSIONS_MAX or any(not _is_count(number) for number in [*shape, low, high]):
-        raise ValueError("a length or an offset is no count")
+        raise ValueError("a length or an offset is not a count")
     if high - low != math.prod(shape) * dtype.itemsize:
         raise ValueError("an array is not as long as its shape says")
-    return Entry(dtype, shape, begin + low)
+    return TensorEntry(dtype, shape, begin + low)
 
 
 def _is_count(number: object) -> bool:
     return type(number) is int and 0 <= number <= COUNT_MAX
 
 
-def _require_back_to_back(entries: Iterable[Entry], begin: int, nbytes: int) -> None:
+def _require_back_to_back(entries: Iterable[TensorEntry], begin: int, nbytes: int) -> None:
     """Whether the arrays fill the file: none outside, none over another, no room for anything else."""
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != begin:
@@ -281,21 +281,21 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "version": VERSION if has_tables else VERSION_WITHOUT_TABLES,
         "kvdist": __version__,
         **asdict(manifest),
-        "keys": [_told_key(one) for one in manifest.keys],
+        "keys": [_described_key(one) for one in manifest.keys],
     }
     replace_file(folder / NAME, _with_checksum(body))
 
 
-def _told_key(one: SavedKey) -> dict[str, Any]:
-    told = asdict(one)
-    return told if one.form else {name: value for name, value in told.items() if name != "form"}
+def _described_key(one: SavedKey) -> dict[str, Any]:
+    entry = asdict(one)
+    return entry if one.form else {name: value for name, value in entry.items() if name != "form"}
 
 
 def _require_ours(path: Path) -> None:
     """Many programs have files of this name.
 
     Raises:
-        CheckpointError: the file is there, and is none of ours.
+        CheckpointError: the file is there, and another program wrote it.
     """
     if os.path.lexists(path) and FORMAT.encode() not in read_regular(path, MANIFEST_BYTES_MAX):
         raise CheckpointError(f"{path} belongs to another program; choose another folder for checkpoints")
@@ -311,7 +311,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_regular(path, MANIFEST_BYTES_MAX)
     except OSError as error:
-        raise CheckpointError(f"{folder} is no checkpoint: {NAME} cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{folder} is not a checkpoint: {NAME} cannot be read ({error.strerror})") from None
     try:
         body = json.loads(text)
         if body.get("format") != FORMAT:
@@ -340,11 +340,11 @@ def _with_checksum(body: dict[str, Any]) -> bytes:
 def _parsed(body: dict[str, Any]) -> Manifest:
     optimizer, contents = body["optimizer"], tuple(body["contents"])
     if optimizer is not None and type(optimizer) is not dict:
-        raise ValueError("the optimizer is no table")
+        raise ValueError("the optimizer is not a table")
     if not contents or any(one not in EVERYTHING for one in contents):
         raise ValueError(f"contents of {contents!r:.80}")
     if type(body["exact"]) is not bool or type(body["mode"]) is not str:
-        raise ValueError("the mode is no text, or whether it is exact is no truth value")
+        raise ValueError("the mode is not a text, or exact is not a truth value")
     return Manifest(
         _count(body["step"]),
         contents,

@@ -4,7 +4,7 @@ The lock is the file ``lock.json`` in that folder, made by the process that writ
 ends. Rules that hold here:
 
 * Its owner has it locked with ``flock``, which the kernel releases when the process ends, however it ends. A lock of
-  this host that nobody holds is left over from a process that was killed, and is taken over.
+  this host that no process holds is left over from a process that was killed, and is taken over.
 * What the file says is for other hosts, whose kernels may not know of it, and for people. It alone counts on a file
   system that has no ``flock``: a lock is left over there if it is of this host and its process is gone.
 """
@@ -70,7 +70,7 @@ class Locks:
             place = directory.resolve()
             lock = _HELD.get(place)
             if lock is not None and not _is_at(lock.descriptor, place / NAME):
-                os.close(_HELD.pop(place).descriptor)  # somebody has removed it, with the folder perhaps
+                os.close(_HELD.pop(place).descriptor)  # it was removed, with the folder perhaps
                 lock = None
             if lock is None:
                 release_when_terminated()
@@ -145,7 +145,7 @@ def _taken(directory: Path) -> _Lock:
     except BaseException:
         _remove_empty(made)
         raise
-    raise CheckpointError(f"{path} is no lock that kvdist has written; if no other job saves there, remove it")
+    raise CheckpointError(f"{path} is not a lock of kvdist; if no other job saves there, remove it")
 
 
 def _attempt(path: Path) -> int | None:
@@ -212,8 +212,9 @@ def _is_ours_still(path: Path) -> bool:
 
 
 def _is_left_over(path: Path, has_flock: bool) -> bool:
-    """Whether a lock that no process of this host holds may be taken over; without ``flock``, one that nobody is known
-    to hold. False: ask again.
+    """Whether a lock may be taken over that no process of this host holds, as far as is known without ``flock``.
+
+    False: ask again.
 
     Raises:
         CheckpointError: its owner may live.
@@ -224,7 +225,7 @@ def _is_left_over(path: Path, has_flock: bool) -> bool:
         return not found.st_size and time.time() - found.st_mtime > ATTEMPTS * PAUSE_S / 2
     if not _is_gone(owner, has_flock):
         raise CheckpointError(_refusal(path, owner))
-    LOG.warning("%s was left over from a job that has ended (%s); it is taken over", path, _told(owner))
+    LOG.warning("%s was left over from a job that has ended (%s); it is taken over", path, _described(owner))
     return True
 
 
@@ -255,12 +256,12 @@ def _is_alive(pid: Any) -> bool:
 
 def _refusal(path: Path, owner: dict[str, Any]) -> str:
     return (
-        f"another job saves into {path.parent} ({_told(owner)}): save into another folder, or wait until that job has"
-        f" ended. If it does not run any more, remove {path}"
+        f"another job saves into {path.parent} ({_described(owner)}): save into another folder, or wait until that job"
+        f" has ended. If it does not run any more, remove {path}"
     )
 
 
-def _told(owner: dict[str, Any]) -> str:
+def _described(owner: dict[str, Any]) -> str:
     pid, host, since, run = (str(owner.get(name))[:80] for name in ("pid", "host", "since", "run"))
     return f"process {pid} on host {host}, since {since}, run {run}"
 
@@ -319,8 +320,10 @@ def _remove_empty(folders: list[Path]) -> None:
 
 
 def release_when_terminated() -> None:
-    """SIGTERM ends this process as ever, but its locks are released before, as other hosts could not know that it is
-    gone. Not so if the program has a handler of its own, or this is not its main thread."""
+    """Let SIGTERM release the locks before it ends this process, which other hosts could not see.
+
+    A program with a handler of its own keeps it; outside the main thread nothing changes.
+    """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end_by)
 

@@ -50,14 +50,14 @@ def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str
         CheckpointError, OSError: as of `write_tensors`.
     """
     tensors = [tensor for one in slices for tensor in _tensors(one)]
-    told = [_told(one) for one in slices]
-    metadata = {SLICES: json.dumps(told), RUN: run, STEP: str(step), "format": "kvdist"}
+    described = [_described(one) for one in slices]
+    metadata = {SLICES: json.dumps(described), RUN: run, STEP: str(step), "format": "kvdist"}
     return write_tensors(folder, stem, tensors, metadata)
 
 
-def _told(one: SavedSlice) -> list[Any]:
-    told = [one.key, one.start, one.count, one.version, one.updates, list(one.scalars), list(one.states)]
-    return told if one.ids is None else [*told, one.initializer]
+def _described(one: SavedSlice) -> list[Any]:
+    entry = [one.key, one.start, one.count, one.version, one.updates, list(one.scalars), list(one.states)]
+    return entry if one.ids is None else [*entry, one.initializer]
 
 
 def _tensors(one: SavedSlice) -> Iterator[Tensor]:
@@ -218,7 +218,7 @@ class Shards:
         """How many rows of a lazy table exist. Reads nothing but headers.
 
         Raises:
-            CheckpointError: it is no lazy table in some file.
+            CheckpointError: it is not a lazy table in some file.
         """
         return sum(piece.num_rows for piece in self._pieces.get(key, []))
 
@@ -330,7 +330,7 @@ def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
     try:
         for key, start, count, version, updates, scalars, states, *lazy in json.loads(file.metadata[SLICES]):
             if any(type(number) is not int or number < 0 for number in (start, count, version, updates)):
-                raise ValueError(f"a number of a slice of key {key!r:.80} is no count")
+                raise ValueError(f"a number of a slice of key {key!r:.80} is not a count")
             if type(key) not in (int, str):
                 raise ValueError(f"a key {key!r:.80}")
             numbers = start, start + count, updates

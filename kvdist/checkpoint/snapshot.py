@@ -58,7 +58,7 @@ class SavedKey:
     """A key as every worker knows it.
 
     Attributes:
-        form: "" for an array, `ROWS` for a table of rows all of which exist, or what the rows of a lazy one begin as.
+        form: "" for an array, `ROWS` for a table whose rows all exist, or what the rows of a lazy one begin as.
     """
 
     key: int | str
@@ -159,8 +159,8 @@ class Manifest:
         theirs, ours = _state_of(self.optimizer), _state_of(optimizer)
         if theirs != ours:
             raise CheckpointError(
-                f"the checkpoint holds the states of {_told(self.optimizer)}, but this store updates with"
-                f" {_told(optimizer)}: call set_optimizer with the same rule before, or load with states=False"
+                f"the checkpoint holds the states of {_described(self.optimizer)}, but this store updates with"
+                f" {_described(optimizer)}: call set_optimizer with the same rule before, or load with states=False"
             )
 
 
@@ -176,7 +176,7 @@ def chosen_optimizer(description: Mapping[str, Any]) -> Optimizer:
     """The optimizer of a manifest.
 
     Raises:
-        CheckpointError: this process knows none of that name, or not with these numbers.
+        CheckpointError: this process does not know its name, or not with these numbers.
     """
     try:
         return from_description(dict(description))
@@ -189,7 +189,7 @@ def _listed(keys: Sequence[int | str]) -> str:
     return f"key {', '.join(map(repr, keys[:3]))}{more}"
 
 
-def _told(description: Mapping[str, Any] | None) -> str:
+def _described(description: Mapping[str, Any] | None) -> str:
     if description is None:
         return "no optimizer"
     options = ", ".join(f"{name}={value!r}" for name, value in description.items() if name != "name")
@@ -203,7 +203,7 @@ def step_of(name: str) -> int | None:
 
 
 def directory_of(folder: str) -> str:
-    """Where the checkpoints lie of which this folder is one; itself, if it is not of a step."""
+    """The directory of checkpoints in which this folder lies; itself, if it is not of a step."""
     directory, _, name = folder.rstrip("/").rpartition("/")
     return (directory or "/") if step_of(name) is not None else folder
 
@@ -324,8 +324,8 @@ class WriteShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteManifest:
-    """Make the folder a checkpoint, of which `keep` stay beside each other; 0 keeps all. Takes the lock of the
-    directory, if somebody has removed it. Gives None."""
+    """Make the folder a checkpoint; `keep` of them stay in the directory, 0 keeps all. Takes the lock of the
+    directory, if it was removed. Gives None."""
 
     folder: str
     manifest: Manifest

@@ -2,7 +2,7 @@
 
 A compiled kernel takes the place of the reference where it is measured to be faster: any optimizer's update of float32
 or float64, and sums that cost the reference more than one pass. Where it is not there yet, or does not fit, the
-reference works instead. Both give the same bits, so nobody can tell from the result.
+reference works instead. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvdist.kernels.quantization import (
 from kvdist.kernels.reference import REFERENCE, check_sum, factored
 
 Find = Callable[[str, int], Kernel | None]
-"""The compiled kernel of a name, or None; told how many elements it is for."""
+"""The compiled kernel of a name, for a number of elements; None where there is none yet."""
 
 _ONES = (1.0,) * SOURCES_MAX
 _ZEROS = (0.0,) * NUMBERS_MAX
@@ -62,7 +62,7 @@ class Compiled:
     """Calls compiled kernels with what they take.
 
     Args:
-        kernel: the compiled kernel of a name, or None; told how many elements it is for.
+        kernel: gives the compiled kernel of a name for a number of elements; None where there is none yet.
     """
 
     def __init__(self, kernel: Callable[[str, int], Kernel | None]) -> None:

@@ -1,7 +1,7 @@
 """Which library drives a GPU, and on which GPU a value lies.
 
-The array decides: nothing is imported, and no GPU is touched, before somebody hands in a value that lies on one or
-names one. Then CuPy drives it, else numba. What was chosen is logged, with the reason.
+The array decides: nothing is imported, and no GPU is touched, before a value lies on one or a setting names one. Then
+CuPy drives it, else numba. What was chosen is logged, with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OR_THE_HOST = "or set KVDIST_GPU=host to bring gradients to the host and sum the
 
 
 def gpu_index(value: Any) -> int | None:
-    """The number of the GPU on which a value lies; None for the host's memory, or what is no array at all."""
+    """The number of the GPU on which a value lies; None for the host's memory, or for a value that is not an array."""
     if getattr(value, "__cuda_array_interface__", None) is None and not _is_cuda_tensor(value):
         return None
     where = getattr(value, "__dlpack_device__", None)
@@ -69,7 +69,7 @@ def open_gpu(
     """The GPU of a number.
 
     Args:
-        index: which of those that are visible.
+        index: its number among the visible ones.
         setting: one of `SETTINGS` but for ``host``.
         libraries: what may drive it.
         otherwise: what else can be done where nothing can, for the message.

@@ -122,7 +122,7 @@ class FusedUpdate(Protocol):
             dtype: of the weight and the contributions. Halves are widened, updated in float32 and rounded to nearest
                 even.
             master: the float32 weight behind a half one, updated in its place; where it does not round to the stored
-                weight, somebody else has changed that, and it follows first. None where there is none.
+                weight, another writer has changed that, and the master follows first. None for no master.
         """
 
 
@@ -298,7 +298,7 @@ class Device(Protocol):
         """Register host memory, so that copies from and to it run beside the program and at full speed.
 
         Returns:
-            An object to be kept for as long as that is wanted: when it is let go, the memory is as before. None where
+            An object to be kept for as long as that is wanted: when it is released, the memory is as before. None where
             the memory could not be registered, which only makes copies slower.
         """
 
@@ -323,7 +323,7 @@ class Device(Protocol):
         """Add what 1-bit codes are worth to `total`, of float32."""
 
     def merge_rows(self, indices: Array, rows: Array, dtype: DType) -> tuple[Array, Array]:
-        """Sum rows that share an index. Waits for the device, because nobody knows before how many are left.
+        """Sum rows that share an index. Waits for the device, which alone knows how many are left.
 
         Args:
             indices: int64, one for each row, in any order.

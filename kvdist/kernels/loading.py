@@ -1,4 +1,4 @@
-"""Brings compiled kernels into the process without letting anybody wait for them.
+"""Loads compiled kernels in the background, so that no caller waits for them.
 
 Importing numba and compiling or loading a kernel takes from half a second to several, so it happens on a thread of its
 own, and only after enough work has been asked for to be worth it: until a kernel is there, its caller uses the

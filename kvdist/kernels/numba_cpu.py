@@ -173,7 +173,7 @@ _rule = _sgd
 
 
 def _update(out, weight, first, second, a, b, c, d, count, p, q, r, s, factor, limit, n1, n2, n3, n4, n5, n6, n7):
-    """The rule for the gradient `factor`·(p·a + q·b + r·c + s·d), of which `count` terms count, cut to ±limit."""
+    """The rule for the gradient `factor`·(p·a + q·b + r·c + s·d), with the first `count` terms, cut to ±limit."""
     if count == 1:
         for i in range(out.size):
             grad = _read(a, i) * p
@@ -193,7 +193,7 @@ def _update(out, weight, first, second, a, b, c, d, count, p, q, r, s, factor, l
 
 
 def _sum(out, a, b, c, d, count, p, q, r, s, factor):
-    """out ← factor·(p·a + q·b + r·c + s·d), of which `count` terms count; for 1: factor·(out + p·a)."""
+    """out ← factor·(p·a + q·b + r·c + s·d), with the first `count` terms; for 1: factor·(out + p·a)."""
     if count == 1:
         for i in range(out.size):
             _write_out(out, i, (_read(out, i) + _read(a, i) * p) * factor)
@@ -212,7 +212,7 @@ def _sum(out, a, b, c, d, count, p, q, r, s, factor):
 # instructions that some processors lack.
 
 BLOCK_ELEMENTS = 4096
-"""So many codes wait in the cache until they are packed: a loop that does both is no vector instructions."""
+"""How many codes wait in the cache until they are packed: a loop that does both is not vectorised."""
 
 _F32, _U8, _U16, _U32, _U64 = np.float32, np.uint8, np.uint16, np.uint32, np.uint64
 

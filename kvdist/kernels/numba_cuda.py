@@ -51,7 +51,7 @@ THREADS = 2 if SIMULATED else 256
 """In a block. The simulator starts a thread of Python for each: few, but more than one, so that strides are walked."""
 
 BLOCKS_MIN, BLOCKS_MAX = (1, 2) if SIMULATED else (128, 132 * 16)
-"""More work than so many blocks have threads for is walked in strides. Below the least numba warns."""
+"""Of a grid. More work than it has threads is walked in strides; with fewer blocks than the least numba warns."""
 
 WHOLE = 1 << 62
 """`Kernels.chunk_elements`: one launch takes everything."""
@@ -392,7 +392,7 @@ class NumbaDevice:
         self._streams: dict[int, Any] = {}
         self._chosen = threading.local()
         self._peers: set[int] = set()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._kernels = _kernels_of(self)
 
     @property
@@ -619,7 +619,7 @@ class NumbaDevice:
     # Arithmetic.
 
     def launch(self, kernel: Any, elements: int, *arguments: Any) -> None:
-        """Run a kernel over so many elements on the current stream; arrays come as `NumbaArray`, also in tuples."""
+        """Run a kernel over this many elements on the current stream; arrays come as `NumbaArray`, also in tuples."""
         if elements:
             given = [_to_native(argument) for argument in arguments]
             blocks = max(BLOCKS_MIN, min(-(-elements // THREADS), BLOCKS_MAX))
@@ -657,8 +657,8 @@ class NumbaDevice:
             arguments: arrays, also in lists, and anything else.
             written: which of them it writes; they are brought back.
         """
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             LOG.warning("%s: numba has no kernel for %s, which are computed in the host's memory, and slower; with cupy"
                         " they are computed on the GPU: pip install 'kvdist[gpu]'", self.name, what)  # fmt: skip
         hosts: dict[int, Array] = {}

@@ -188,7 +188,7 @@ def check_dequantised(data: Array, out: Array, word_elements: int) -> None:
 
 
 def quantised_bytes(count: int, word_elements: int) -> int:
-    """The bytes of so many elements: whole words of four."""
+    """The bytes of the codes of `count` elements: whole words of four."""
     return -(-count // word_elements) * 4
 
 

@@ -1,4 +1,4 @@
-"""The definition of every kernel, in NumPy: what other backends must equal, and what runs where there is no other.
+"""The definition of every kernel, in NumPy: other backends must equal it, and where there is none it runs itself.
 
 A pass is one reading of the whole of an array from wherever it lies. They are counted beside the code, because on a
 host they are the whole cost.

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvdist.kernels.interface import Array, Equation
 from kvdist.optimizer.adam import toward
-from kvdist.optimizer.base import Extent, Optimizer, Step
+from kvdist.optimizer.base import Extent, Optimizer, States, Step
 from kvdist.optimizer.registry import register
 from kvdist.optimizer.sgd import add_decay
 from kvdist.schema import flag, number, optional_number
@@ -41,10 +41,7 @@ class AdaGrad(Optimizer):
     learning_rate: float = number(0.01, at_least=0)
     epsilon: float = number(1e-6, at_least=0)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """h."""
-        return ("history",)
+    state_names = ("history",)  # h
 
     def rests(self, wd: float) -> bool:
         """Without decay, if ε keeps a row that never had a gradient from 0/0."""
@@ -54,9 +51,7 @@ class AdaGrad(Optimizer):
         """As `apply`."""
         return Equation("adagrad", (lr, wd, self.epsilon))
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Seven passes."""
         (history,) = state
         add_decay(grad, weight, step.wd, scratch)
@@ -86,17 +81,14 @@ class GroupAdaGrad(Optimizer):
     learning_rate: float = number(0.01, at_least=0)
     epsilon: float = number(1e-6, at_least=0)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """h, one element a row."""
-        return ("history",)
+    state_names = ("history",)  # h, one element a row
 
     def rests(self, wd: float) -> bool:
         """If ε keeps a row that never had a gradient from 0/0."""
         return not wd and is_above_zero(self.epsilon)
 
     def check_update(self, lr: float, wd: float, extent: Extent) -> None:
-        """Refuse weight decay, and whatever is no matrix."""
+        """Refuse weight decay, and parameters that are not matrices."""
         if wd:
             raise ValueError(f"groupadagrad knows no weight decay, and wd is {wd:g}: set it to 0")
         if len(extent.shape) != 2:
@@ -105,9 +97,7 @@ class GroupAdaGrad(Optimizer):
                 " parameters of other shapes a store of their own with another optimizer, such as adagrad"
             )
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Five passes, and three over the rows."""
         (history,) = state
         row = step.extent.row_length
@@ -143,14 +133,9 @@ class AdaDelta(Optimizer):
     rho: float = number(0.9, at_least=0, below=1)
     epsilon: float = number(1e-6, at_least=0)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """a and b."""
-        return ("gradients", "steps")
+    state_names = ("gradients", "steps")  # a and b
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Seventeen passes."""
         gradients, steps = state
         add_decay(grad, weight, step.wd, scratch)
@@ -203,9 +188,7 @@ class RMSProp(Optimizer):
         """n; centered also q and Δ."""
         return ("squares", "mean", "delta") if self.centered else ("squares",)
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Nine passes, sixteen centered, and one to clip."""
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, grad, out=scratch)
@@ -222,7 +205,7 @@ class RMSProp(Optimizer):
         if self.clip_weights is not None:
             out.clip(-self.clip_weights, self.clip_weights, out=out)
 
-    def _move_delta(self, grad: Array, state: tuple[Array, ...], scratch: Array, lr: float) -> None:
+    def _move_delta(self, grad: Array, state: States, scratch: Array, lr: float) -> None:
         squares, mean, delta = state
         toward(mean, self.rho, grad, scratch)
         np.multiply(mean, mean, out=scratch)

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvdist.kernels.interface import Array, Equation
-from kvdist.optimizer.base import Optimizer, Step
+from kvdist.optimizer.base import Optimizer, States, Step
 from kvdist.optimizer.registry import register
 from kvdist.optimizer.sgd import add_decay
 from kvdist.schema import flag, number
@@ -39,7 +39,7 @@ def _moments(beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
     return beta1, 1.0 - beta1, beta2, 1.0 - beta2, epsilon
 
 
-def _ratio(grad: Array, state: tuple[Array, ...], scratch: Array, moments: Sequence[float]) -> None:
+def _ratio(grad: Array, state: States, scratch: Array, moments: Sequence[float]) -> None:
     """m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  scratch ← m/(√v + ε). Ten passes; `grad` is used up."""
     mean, variance = state
     beta1, rest1, beta2, rest2, epsilon = moments
@@ -75,19 +75,14 @@ class Adam(Optimizer):
     beta2: float = number(0.999, at_least=0, below=1)
     epsilon: float = number(1e-8, at_least=0)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """m and v."""
-        return ("mean", "variance")
+    state_names = ("mean", "variance")  # m and v
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
         """The rate with its correction, wd, and the moments' numbers."""
         rate = _corrected(lr, self.beta1, self.beta2, count)
         return Equation("adam", (rate, wd, *_moments(self.beta1, self.beta2, self.epsilon)))
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Twelve passes."""
         rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
         add_decay(grad, weight, wd, scratch)
@@ -118,19 +113,14 @@ class AdamW(Optimizer):
     epsilon: float = number(1e-6, at_least=0)
     correct_bias: bool = flag(True)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """m and v."""
-        return ("mean", "variance")
+    state_names = ("mean", "variance")  # m and v
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
         """The rate η, wd, and the moments' numbers."""
         rate = _corrected(lr, self.beta1, self.beta2, count) if self.correct_bias else lr
         return Equation("adamw", (rate, wd, *_moments(self.beta1, self.beta2, self.epsilon)))
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Twelve passes, and two where wd is not 0."""
         rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
         _ratio(grad, state, scratch, moments)
@@ -164,14 +154,9 @@ class AdaBelief(Optimizer):
     epsilon: float = number(1e-6, at_least=0)
     correct_bias: bool = flag(True)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """m and s."""
-        return ("mean", "deviation")
+    state_names = ("mean", "deviation")  # m and s
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Fourteen passes, and one to clip."""
         mean, deviation = state
         add_decay(grad, weight, step.wd, scratch)
@@ -211,14 +196,9 @@ class Adamax(Optimizer):
     beta2: float = number(0.999, at_least=0, below=1)
     epsilon: float = number(1e-8, at_least=0)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """m and u."""
-        return ("mean", "largest")
+    state_names = ("mean", "largest")  # m and u
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Ten passes."""
         mean, largest = state
         add_decay(grad, weight, step.wd, scratch)
@@ -259,10 +239,7 @@ class Nadam(Optimizer):
     epsilon: float = number(1e-8, at_least=0)
     schedule_decay: float = number(0.004, at_least=0)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """m and v."""
-        return ("mean", "variance")
+    state_names = ("mean", "variance")  # m and v
 
     def _momentum(self, count: int) -> float:
         return self.beta1 * (1.0 - 0.5 * math.pow(0.96, count * self.schedule_decay))
@@ -271,9 +248,7 @@ class Nadam(Optimizer):
         """P ← P·μᵗ."""
         return (scalars[0] * self._momentum(count),)
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Seventeen passes."""
         mean, variance = state
         now, following, schedule = self._momentum(step.count), self._momentum(step.count + 1), step.scalars[0]

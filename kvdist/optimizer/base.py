@@ -22,6 +22,9 @@ from kvdist.kernels.interface import Array, Equation
 from kvdist.lr_scheduler import LRScheduler
 from kvdist.schema import Schema, Value, finite_number, flag, number, optional_number, schema_of
 
+States = tuple[Array, ...]
+"""What a rule keeps of one slice, one array for each of `Optimizer.state_names`."""
+
 LIVE = ("learning_rate", "wd", "rescale_grad", "lr_mult", "wd_mult")
 """What may change after creation."""
 
@@ -44,7 +47,7 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "trust_coefficient": "eta",
     }
 )
-"""Other frameworks' words, earlier ones of the mirrored system, and ours."""
+"""Other frameworks' words, MXNet's earlier ones, and ours."""
 
 
 def numbers_of(cls: type[Optimizer]) -> dict[str, Schema]:
@@ -63,7 +66,7 @@ class Optimizer(ABC):
         rescale_grad: each contribution is multiplied by it before it is summed.
         clip_gradient: elements of the summed gradient are cut to ±clip_gradient; None or 0 turns it off.
         multi_precision: keep a float32 copy of float16 and bfloat16 weights, the master, and update that; the weight
-            is the master, rounded. Where somebody else changed the weight, the master follows.
+            is the master, rounded. Where the weight was changed otherwise, the master follows.
         lazy_update: in a row-sparse table update only the rows that a round has gradients for, their momentum and
             decay included; otherwise the other rows get a gradient of zeros, as in a dense parameter.
         lr_scheduler: a schedule of `kvdist.lr_scheduler`, or None. It counts the updates where the weights live.
@@ -112,9 +115,7 @@ class Optimizer(ABC):
         """The arrays that the rule keeps for each slice, in the order in which it gets them."""
 
     @abstractmethod
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Write the new weight to `out` and the new state to `state`.
 
         All arrays are one-dimensional, of one length (states of a rule `by_rows` have one element a row) and of one
@@ -130,9 +131,7 @@ class Optimizer(ABC):
             step: the numbers of this update.
         """
 
-    def measure(
-        self, turn: int, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> tuple[Array, ...]:
+    def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
         """The arrays of this piece whose lengths, over the whole parameter, `apply` finds in `step.norms`.
 
         It is called for all pieces with turn 0, then for all with turn 1, up to `norm_count`; the norms of earlier
@@ -276,7 +275,7 @@ def _checked_multipliers(attribute: str, value: object) -> dict[Any, float]:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Which stretch of which parameter an array holds.
+    """The stretch of a parameter that an array holds.
 
     Attributes:
         key: the parameter.

@@ -59,7 +59,7 @@ class TwoBit:
 
 @dataclass(frozen=True, slots=True)
 class OneBit:
-    """Each element is +1 above the threshold and -1 below: there is no nothing, so zeros swing."""
+    """Each element is +1 above the threshold and -1 below: no code is worth 0, so zeros swing."""
 
     encoding: ClassVar[Encoding] = Encoding.ONE_BIT
     threshold: float = 0.5
@@ -125,7 +125,7 @@ class TopK:
         return f"topk with the ratio {self.ratio!r}"
 
     def entries(self, count: int) -> int:
-        """How many of so many elements travel."""
+        """How many of `count` elements travel."""
         return min(count, math.ceil(self.ratio * count))
 
     def encode(self, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
@@ -184,10 +184,10 @@ _TYPES: Mapping[str, tuple[Callable[..., Codec], str]] = {
 
 
 def from_params(params: Mapping[str, Any]) -> GradientCompression:
-    """The compression that is meant by such as ``{'type': '2bit', 'threshold': 0.5, 'pull': 'fp16'}``.
+    """The compression of parameters such as ``{'type': '2bit', 'threshold': 0.5, 'pull': 'fp16'}``.
 
     Raises:
-        TypeError, ValueError: nothing is; the message says what may be said.
+        TypeError, ValueError: they are not valid; the message says which are.
     """
     if not isinstance(params, Mapping):
         raise TypeError(
@@ -225,7 +225,7 @@ def decode(encoding: int, parameter: float, data: Octets, entries: int, out: Arr
         out: as many elements as there were.
 
     Raises:
-        IndexError: an index of top-k is no element's.
+        IndexError: an index of top-k is out of range.
     """
     match Encoding(encoding):
         case Encoding.TWO_BIT:

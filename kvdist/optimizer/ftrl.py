@@ -14,7 +14,7 @@ import numpy as np
 
 from kvdist.kernels.interface import Array
 from kvdist.optimizer.adam import toward
-from kvdist.optimizer.base import Extent, Optimizer, Step
+from kvdist.optimizer.base import Extent, Optimizer, States, Step
 from kvdist.optimizer.registry import register
 from kvdist.optimizer.sgd import add_decay
 from kvdist.schema import number
@@ -51,18 +51,13 @@ class Ftrl(Optimizer):
     lamda1: float = number(0.01, at_least=0)
     beta: float = number(1.0, at_least=0)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """z and n."""
-        return ("sums", "squares")
+    state_names = ("sums", "squares")  # z and n
 
     def check_update(self, lr: float, wd: float, extent: Extent) -> None:
         """Refuse a learning rate of 0."""
         _require_rate(self.name, lr, extent)
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Nineteen passes."""
         sums, squares = state
         np.add(sums, grad, out=sums)
@@ -109,18 +104,13 @@ class FTML(Optimizer):
     beta2: float = number(0.999, at_least=0, below=1)
     epsilon: float = number(1e-8, at_least=0)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """d, v and z."""
-        return ("divisor", "variance", "sums")
+    state_names = ("divisor", "variance", "sums")  # d, v and z
 
     def check_update(self, lr: float, wd: float, extent: Extent) -> None:
         """Refuse a learning rate of 0."""
         _require_rate(self.name, lr, extent)
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Seventeen passes."""
         divisor, variance, sums = state
         add_decay(grad, weight, step.wd, scratch)

@@ -1,7 +1,7 @@
 """Rules whose rate depends on the lengths (2-norms) of whole parameters and of their gradients: LARS, LAMB and LANS.
 
-They are for large batches: each parameter moves by a share of its own length. The mirrored system computed the lengths
-for each shard; here they are those of the parameter, which therefore lives whole on one server.
+They are for large batches: each parameter moves by a share of its own length. MXNet computed the lengths for
+each shard; here they are those of the parameter, which therefore lives whole on one server.
 
 Passes are counted after the gradient has been summed. A turn of `measure` sums and widens once more; the sum of squares
 of each array that it returns is two passes, in float64.
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvdist.kernels.interface import Array
 from kvdist.optimizer.adam import toward
-from kvdist.optimizer.base import Extent, Optimizer, Step
+from kvdist.optimizer.base import Extent, Optimizer, States, Step
 from kvdist.optimizer.registry import register
 from kvdist.optimizer.sgd import add_decay
 from kvdist.schema import flag, number, optional_number
@@ -43,7 +43,7 @@ class LARS(Optimizer):
     ĝ = clip(g) + wd·w;  rate = lr·eta·‖w‖/(‖g‖ + wd·‖w‖ + ε), or lr where ‖w‖ or ‖g‖ is 0;  m ← μ·m − rate·ĝ;
     w ← w + m.  Without momentum: w ← w − rate·ĝ.
 
-    Biases and the scales of normalisations have the rate lr. They are told by the end of the key, if it is text:
+    Biases and the scales of normalisations have the rate lr. A key that is text shows it by its end:
     gamma, beta or bias. A key that is a number, as the Trainer's, has no name; there it is parameters of less than two
     dimensions.
 
@@ -69,9 +69,7 @@ class LARS(Optimizer):
         """m; nothing without momentum."""
         return ("momentum",) if self.momentum else ()
 
-    def measure(
-        self, turn: int, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> tuple[Array, ...]:
+    def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
         """w and g before clipping."""
         return weight, grad
 
@@ -81,9 +79,7 @@ class LARS(Optimizer):
             return step.lr
         return step.lr * self.eta * of_weight / (of_grad + step.wd * of_weight + self.epsilon)
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Two passes; four with momentum; one more to clip and two for the decay."""
         if self.clip_gradient is not None:
             grad.clip(-self.clip_gradient, self.clip_gradient, out=grad)
@@ -131,14 +127,9 @@ class LAMB(Optimizer):
     upper_bound: float | None = optional_number()
     bias_correction: bool = flag(True)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """m and v."""
-        return ("mean", "variance")
+    state_names = ("mean", "variance")  # m and v
 
-    def measure(
-        self, turn: int, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> tuple[Array, ...]:
+    def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
         """Moves m and v on; w and u. Eleven passes."""
         mean, variance = state
         toward(mean, self.beta1, grad, scratch)
@@ -147,15 +138,13 @@ class LAMB(Optimizer):
         self._direction(weight, state, grad, scratch, step)
         return weight, grad
 
-    def _direction(self, weight: Array, state: tuple[Array, ...], out: Array, scratch: Array, step: Step) -> None:
+    def _direction(self, weight: Array, state: States, out: Array, scratch: Array, step: Step) -> None:
         """out ← u. Four passes, and two for the decay."""
         count = step.count if self.bias_correction else math.inf  # βᵗ is 0 then
         _ratio(state[0], state[1], 1.0 - self.beta1**count, 1.0 - self.beta2**count, self.epsilon, out, scratch)
         add_decay(out, weight, step.wd, scratch)
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Seven passes, and two for the decay."""
         of_weight, of_step = step.norms
         self._direction(weight, state, grad, scratch, step)
@@ -191,14 +180,9 @@ class LANS(Optimizer):
     lower_bound: float | None = optional_number()
     upper_bound: float | None = optional_number()
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """m and v."""
-        return ("mean", "variance")
+    state_names = ("mean", "variance")  # m and v
 
-    def measure(
-        self, turn: int, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> tuple[Array, ...]:
+    def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
         """First w and g. Then m and v move on; p and q: seventeen passes."""
         if turn == 0:
             return weight, grad
@@ -216,9 +200,7 @@ class LANS(Optimizer):
         if self.clip_gradient is not None:
             grad.clip(-self.clip_gradient, self.clip_gradient, out=grad)
 
-    def _directions(
-        self, weight: Array, grad: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> tuple[Array, Array]:
+    def _directions(self, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> tuple[Array, Array]:
         """p, which is new, and q in `grad`. Eight passes, and four for the decay."""
         mean, variance = state
         rest1, rest2 = 1.0 - self.beta1**step.count, 1.0 - self.beta2**step.count
@@ -229,9 +211,7 @@ class LANS(Optimizer):
         add_decay(grad, weight, step.wd, scratch)
         return by_mean, grad
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Thirteen passes, and four for the decay."""
         of_weight, of_grad, of_by_mean, of_by_grad = step.norms
         self._normalise(grad, of_grad)

@@ -11,9 +11,9 @@ the new weight, once, however many read it. What crosses in a round of W contrib
 Rules that hold here:
 
 * All goes in the order of one stream, and every call waits for its end. So scratch memory is used again at once, and
-  nobody else's memory is read or written when a call has returned.
-* A weight on the device is known by the array of the host that it was published in. Whoever publishes never shows one
-  array again with a content that no update wrote, or the device would go on from the former one; see `Block.replace`.
+  no memory of the caller is read or written when a call has returned.
+* A weight on the device is known by the array of the host that it was published in. A publisher never shows one array
+  again with a content that no update wrote, or the device would go on from the former one; see `Block.replace`.
 * Tables of rows stay in the host's memory, and so do the sums and updates of them.
 """
 

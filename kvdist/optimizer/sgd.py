@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvdist.kernels.interface import Array, Equation
-from kvdist.optimizer.base import Optimizer, Step
+from kvdist.optimizer.base import Optimizer, States, Step
 from kvdist.optimizer.registry import register
 from kvdist.schema import number, whole
 
@@ -57,9 +57,7 @@ class SGD(Optimizer):
         """Two rules: one without momentum."""
         return Equation("sgd_momentum", (lr, wd, self.momentum)) if self.momentum else Equation("sgd", (lr, wd))
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Two passes; four with momentum."""
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, step.lr, out=grad)
@@ -88,18 +86,13 @@ class NAG(Optimizer):
     learning_rate: float = number(0.1, at_least=0)
     momentum: float = number(0.9, at_least=0, below=1)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """m."""
-        return ("momentum",)
+    state_names = ("momentum",)  # m
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
         """As `apply`."""
         return Equation("nag", (lr, wd, self.momentum))
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Six passes."""
         (momentum,) = state
         add_decay(grad, weight, step.wd, scratch)
@@ -141,9 +134,7 @@ class Signum(Optimizer):
         """Without momentum and either decay."""
         return not (self.momentum or wd or self.wd_lh)
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Seven passes; four without momentum."""
         decay = self.wd_lh
         if self.momentum:
@@ -169,7 +160,7 @@ class DCASGD(Optimizer):
 
     ĝ = g + wd·w;  d = ĝ + λ·ĝ²·(w − p);  m ← μ·m − lr·d;  p ← w;  w ← w + m.  Without momentum m is −lr·d.
 
-    p is the weight before the slice's last update, whoever caused it: as in MXNet there is one for all workers, where
+    p is the weight before the slice's last update, by any worker: as in MXNet there is one for all workers, where
     the paper has one for each.
 
     Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (2017).
@@ -191,9 +182,7 @@ class DCASGD(Optimizer):
         """p, which starts as the weight, and with momentum m."""
         return ("previous_weight", "momentum") if self.momentum else ("previous_weight",)
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Eight passes; ten with momentum."""
         previous = state[0]
         add_decay(grad, weight, step.wd, scratch)
@@ -222,18 +211,13 @@ class Test(Optimizer):
 
     name: ClassVar[str] = "test"
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
+    state_names = ()
 
     def rests(self, wd: float) -> bool:
         """Always."""
         return True
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """One pass."""
         np.add(weight, grad, out=out)
 
@@ -294,14 +278,9 @@ class SGLD(Optimizer):
     learning_rate: float = number(0.1, at_least=0)
     seed: int = whole(0, at_least=0)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
+    state_names = ()
 
-    def apply(
-        self, weight: Array, grad: Array, out: Array, state: tuple[Array, ...], scratch: Array, step: Step
-    ) -> None:
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Five passes, and some ten over float64 for the noise."""
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, step.lr / 2.0, out=grad)

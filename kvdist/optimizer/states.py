@@ -65,7 +65,7 @@ def is_count(number: float) -> bool:
 
 
 def digest(states: Sequence[SliceState | None]) -> str:
-    """A short text that is the same for the same states; empty if none of them was ever updated."""
+    """A short text that is equal for equal states; empty if all were never updated."""
     found = hashlib.blake2b(digest_size=8)
     for position, state in enumerate(states):
         if state is not None:

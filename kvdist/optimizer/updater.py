@@ -5,7 +5,7 @@ the rule, so that memory is read once and written once however many passes there
 thus reads n contributions, the weight and the states, and writes the weight and the states; over the cache it makes
 max(n - 1, 1) passes for the sum (one more for a scale), one for clipping, and those counted at each rule. Halves add
 one to widen the weight and one (seven for bfloat16) to round it; with a float32 master as many again, and two to
-compare, because the master follows a weight that somebody else has changed. A backend that has the rule in one piece
+compare, because the master follows a weight that was changed otherwise. A backend that has the rule in one piece
 does all of it in one pass, with the same bits.
 
 A rule with norms reads everything once more for each of its turns: first all pieces of the parameter are measured,
@@ -113,7 +113,7 @@ class SliceUpdater(Protocol):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Who computes for the slices of a server.
+    """What computes for the slices of a server.
 
     Attributes:
         kernels: sum, decode and cast.
@@ -155,7 +155,7 @@ class Updater:
 
     @property
     def states(self) -> Mapping[Hashable, SliceState]:
-        """The state of each index that has been updated. The arrays are live: copy what must not change."""
+        """See `SliceUpdater`. The arrays are live: copy what must not change."""
         return MappingProxyType(self._states)
 
     def update(
@@ -170,24 +170,7 @@ class Updater:
         wd: float | None = None,
         extent: Extent | None = None,
     ) -> None:
-        """Sum the contributions, apply the rule, write the new weight to `out`. On an error nothing has changed.
-
-        Args:
-            index: names the state, such as a key and the number of its slice.
-            weight: the present weight, one-dimensional, of `dtype.storage`. It is only read.
-            contributions: gradients of the same length and type; none at all is a gradient of zeros.
-            scales: a finite factor for each contribution.
-            dtype: the element type.
-            out: another array like `weight`, or `weight` itself; it overlaps nothing else.
-            lr: what `Optimizer.pushed_lr` said where the gradient comes from; None for this optimizer's word on a key
-                called `index`.
-            wd: weight decay, likewise.
-            extent: where the array lies in its parameter; None for a whole one-dimensional parameter called `index`.
-
-        Raises:
-            TypeError: the dtype is not a floating type, or an array has another type.
-            ValueError: lengths differ, a number is not finite, or the rule needs more than this array.
-        """
+        """See `SliceUpdater`."""
         if extent is None:
             extent = Extent(index, (weight.size,))
         piece = Piece(index, weight, contributions, scales, out, extent)
@@ -199,15 +182,7 @@ class Updater:
     def update_together(
         self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None
     ) -> None:
-        """Update all pieces of one parameter. A rule that needs norms can have them only so, or of one whole piece.
-
-        Args:
-            pieces: in the order of their elements.
-            dtype, lr, wd: as of `update`.
-
-        Raises:
-            TypeError, ValueError: as of `update`; nothing has changed.
-        """
+        """See `SliceUpdater`."""
         lr, wd = self._rates(pieces[0].index, lr, wd)
         self._check_extents(pieces)
         runs = [self._begun(piece, dtype, lr, wd) for piece in pieces]
@@ -222,29 +197,19 @@ class Updater:
         return self._states.get(index)
 
     def restore(self, index: Hashable, state: SliceState | None) -> None:
-        """Go on from this state, which is the updater's from now on. It fits the array called `index`.
-
-        None: as if it had never been updated.
-        """
+        """See `SliceUpdater`. The state is the updater's from now on."""
         self._states.pop(index, None)
         if state is not None:
             self._states[index] = state
 
     def joinable(self, indices: Iterable[Hashable]) -> bool:
-        """Whether these have had the same history, so that they can go on as one."""
+        """See `SliceUpdater`."""
         states = [self._states.get(index) for index in indices]
         histories = {(0, None) if state is None else state.history for state in states}
         return self.optimizer.is_elementwise and len(histories) == 1
 
     def join(self, index: Hashable, parts: Sequence[Part], size: int, dtype: DType) -> None:
-        """Make one state, called `index`, of those of its parts; one copy. Elements of no part start as zeros.
-
-        Args:
-            index: names the longer array.
-            parts: where the arrays with a state of their own lie in it; they must be `joinable`.
-            size: its elements.
-            dtype: its element type.
-        """
+        """See `SliceUpdater`. One copy."""
         present = [(part, state) for part in parts if (state := self._states.get(part.index)) is not None]
         with self._kernels.active():
             whole = joined(present, size, dtype, self._kernels)
@@ -254,7 +219,7 @@ class Updater:
             self._states[index] = whole
 
     def split(self, index: Hashable, parts: Sequence[Part]) -> None:
-        """Give each part its stretch of the state called `index`: the opposite of `join`, without a copy."""
+        """See `SliceUpdater`. No copy."""
         state = self._states.pop(index, None)
         if state is not None:
             self._states.update((part.index, state.part(part.start, part.count)) for part in parts)
@@ -268,7 +233,7 @@ class Updater:
             weight: a NumPy array of a floating type and any shape; written.
 
         Raises:
-            TypeError: the types differ or are no floating type.
+            TypeError: the types differ, or are not floating types.
             ValueError: the shapes differ.
         """
         dtype = from_name(weight.dtype.name)

@@ -181,7 +181,7 @@ def test_one_key_at_a_time_is_read(tmp_path, monkeypatch):
         ({"w": "x", "half": "x"}, r"the keys 'w' and 'half' would both be called 'x': give save_checkpoint names that"),
         ({"w": "half"}, "the keys 'w' and 'half' would both be called 'half'"),
         ({"w": "__metadata__"}, "key 'w' cannot be called __metadata__"),
-        ({"w": "\ud800"}, "is no text that a file can hold"),
+        ({"w": "\ud800"}, "cannot be encoded"),
     ],
 )
 def test_names_that_one_file_cannot_have_are_an_error(tmp_path, capsys, names, sentence):

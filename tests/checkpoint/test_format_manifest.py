@@ -277,7 +277,7 @@ def test_any_json_in_any_entry_is_a_manifest_or_an_error(tmp_path_factory, value
 
 def test_a_folder_without_one_is_no_checkpoint(tmp_path):
     for folder in (tmp_path, tmp_path / "gone"):
-        with pytest.raises(CheckpointError, match=r"is no checkpoint: manifest.json cannot be read \(No such file"):
+        with pytest.raises(CheckpointError, match=r"is not a checkpoint: manifest.json cannot be read \(No such file"):
             read_manifest(folder)
 
 

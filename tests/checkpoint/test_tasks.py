@@ -344,7 +344,7 @@ def test_a_root_may_be_reached_by_a_link_and_links_within_it_may_be_followed(tmp
 @pytest.mark.parametrize("name", ["", "run/step-1", "/tmp/../etc/step-1", "~/step-1"])
 def test_a_folder_is_named_by_an_absolute_path_without_a_way_up(name):
     for work in works(name):
-        with pytest.raises(CheckpointError, match="is no absolute path of a folder"):
+        with pytest.raises(CheckpointError, match="is not an absolute path of a folder"):
             perform(work)
 
 
@@ -384,7 +384,7 @@ def test_works_are_done_in_order_on_a_thread_that_ends_when_it_is_told(tmp_path)
     assert not disk._thread.is_alive()
     first, second, third, last = products
     assert isinstance(first[0], FileRecord) and first[1] == ""
-    assert second[0] is None and "is no checkpoint" in second[1]
+    assert second[0] is None and "is not a checkpoint" in second[1]
     assert "lies outside" in third[1] and last == (None, "")
     assert list(tmp_path.iterdir()) == []
 

@@ -277,5 +277,5 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     wired = a_cluster()
     requests = load_all(wired, tmp_path)
     wired.settle_works()
-    assert all("is no checkpoint" in reason for reason in failures(wired, requests))
+    assert all("is not a checkpoint" in reason for reason in failures(wired, requests))
     assert values_of(wired) == VALUES

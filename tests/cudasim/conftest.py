@@ -1,7 +1,7 @@
 """Tests that run kernels for GPUs in numba's simulator, which has to be chosen before numba is imported.
 
-So they are collected only where NUMBA_ENABLE_CUDASIM=1 is set; `tests/test_cudasim.py` runs them so in a process of
-their own. By hand: ``NUMBA_ENABLE_CUDASIM=1 python -m pytest tests/cudasim``.
+So they are collected only where NUMBA_ENABLE_CUDASIM=1 is set; `tests/kernels/test_cudasim.py` runs them so in a
+process of their own. By hand: ``NUMBA_ENABLE_CUDASIM=1 python -m pytest tests/cudasim``.
 
 The simulator is one machine with `DEVICES` GPUs here. Their memory is that of the host, and a torch tensor of the CPU
 counts as one of any of them (`Device.view`). A launch costs some threads of Python and an element some microseconds:

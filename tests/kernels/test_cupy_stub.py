@@ -14,7 +14,6 @@ from kvdist.errors import DeviceError
 from tests.kernels import cupy_stub
 from tests.kernels.device_battery import *  # noqa: F403
 from tests.kernels.device_battery import SHORT, down, up
-from tests.kernels.update_battery import *  # noqa: F403
 
 SINGLE = np.dtype(np.float32)
 

@@ -46,34 +46,34 @@ def expected_sum(contributions, scales, dtype):
     return total
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
-def test_a_sum_in_the_accumulating_type_equals_the_sum_in_float64(dtype, size, count):
-    contributions = [contribution(dtype, size, seed) for seed in range(count)]
+def test_a_sum_in_the_accumulating_type_equals_the_sum_in_float64(dtype, count):
     scale_sets = [[1.0] * count]
     if dtype.is_floating:
         scale_sets += [[0.3] * count, [1.0, 0.25, -3.0, 1.0, 0.1][:count], [0.7, 1.0, 2.0, 0.1, 1.0][:count]]
-    for scales in scale_sets:
-        out = np.full(size, 99, dtype.accumulate)
-        REFERENCE.weighted_sum(contributions, scales, dtype, out)
-        expected = expected_sum(contributions, scales, dtype)
-        if dtype.is_floating:
-            tolerance = 1e-14 if dtype is DType.FLOAT64 else 3e-6
-            np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * 10)
-        else:
-            np.testing.assert_array_equal(out, expected.astype(dtype.storage))
+    for size in SIZES:
+        contributions = [contribution(dtype, size, seed) for seed in range(count)]
+        for scales in scale_sets:
+            out = np.full(size, 99, dtype.accumulate)
+            REFERENCE.weighted_sum(contributions, scales, dtype, out)
+            expected = expected_sum(contributions, scales, dtype)
+            if dtype.is_floating:
+                tolerance = 1e-14 if dtype is DType.FLOAT64 else 3e-6
+                np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * 10)
+            else:
+                np.testing.assert_array_equal(out, expected.astype(dtype.storage))
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("scales", [[1.0], [0.3], [1.0, 1.0, 1.0], [0.5, 2.0, 1.0]], ids=str)
-def test_a_sum_of_halves_is_rounded_once_from_float32(dtype, size, scales):
-    contributions = [contribution(dtype, size, seed) for seed in range(len(scales))]
-    wide, out = np.empty(size, np.float32), np.empty(size, dtype.storage)
-    REFERENCE.weighted_sum(contributions, scales, dtype, wide)
-    REFERENCE.weighted_sum(contributions, scales, dtype, out)
-    np.testing.assert_array_equal(out, narrow(wide, dtype))
+def test_a_sum_of_halves_is_rounded_once_from_float32(dtype, scales):
+    for size in SIZES:
+        contributions = [contribution(dtype, size, seed) for seed in range(len(scales))]
+        wide, out = np.empty(size, np.float32), np.empty(size, dtype.storage)
+        REFERENCE.weighted_sum(contributions, scales, dtype, wide)
+        REFERENCE.weighted_sum(contributions, scales, dtype, out)
+        np.testing.assert_array_equal(out, narrow(wide, dtype))
 
 
 def test_halves_are_not_rounded_between_additions():

@@ -55,8 +55,9 @@ def require_equal_states(one, other):
 
 
 @pytest.mark.parametrize(("name", "numbers", "formula"), EVERY)
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16], ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "masters"), [(DType.FLOAT32, False), (DType.FLOAT16, True), (DType.BFLOAT16, False)], ids=str
+)
 def test_every_rule_gives_the_bits_and_states_of_the_host(name, numbers, formula, dtype, masters):
     rule = create(name, clip_gradient=0.5, multi_precision=masters, **numbers)
     here, there = Updater(rule), DeviceUpdater(rule, NumpyDevice())

@@ -386,7 +386,7 @@ def _update_type(wide: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _batch(count: int) -> tuple[int, int]:
-    """The smallest batch that takes so many sources at once, or the largest there is; and its packs."""
+    """The smallest batch that takes `count` sources at once, or the largest there is; and its packs."""
     return next((each for each in SUM_BATCHES.items() if each[0] >= count), list(SUM_BATCHES.items())[-1])
 
 

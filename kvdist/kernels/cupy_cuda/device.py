@@ -1,6 +1,6 @@
 """A GPU driven by CuPy: memory, streams, copies, and the launches of our own kernels. See `kvdist.kernels.interface`.
 
-Rules that hold here: this is the only importer of CuPy, and nobody imports this module before a GPU is asked for. Each
+Rules that hold here: this is the only importer of CuPy, and is imported only when a GPU is asked for. Each
 call names its device and its stream and leaves CuPy's current ones as they were. Kernels are compiled when they are
 first launched, each by itself, in some tenths of a second. CuPy's own kernels, which take subnormal numbers for zero,
 do only what is left: they sort rows' indices, and run the optimizers that have no kernel, under `Kernels.active`.
@@ -290,7 +290,7 @@ class CupyRuntime:
         """See `CudaRuntime.address`. Refuses what a kernel would fail on: after such a failure CUDA does nothing more.
 
         Raises:
-            TypeError: it is no array of CuPy.
+            TypeError: it is not an array of CuPy.
             ValueError: it lies elsewhere, or not as kernels expect.
         """
         if not isinstance(array, cupy.ndarray):
@@ -356,7 +356,7 @@ class CupyRuntime:
 
 
 class Pinned:
-    """Registered memory of the host; as before when this is let go."""
+    """Registered memory of the host, until this is released."""
 
     def __init__(self, host: Array, index: int) -> None:
         self._release = weakref.finalize(self, _unregister, host, index)

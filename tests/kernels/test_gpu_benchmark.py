@@ -26,7 +26,7 @@ from tests.devices import DeviceArray, NumpyDevice
 
 torch = pytest.importorskip("torch")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
 

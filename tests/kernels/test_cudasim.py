@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import RUN_MARK
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.mark.timeout(1200)
