@@ -27,11 +27,12 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
 from kvdist.checkpoint.export import add_commands
 from kvdist.checkpoint.locks import release_when_terminated
 from kvdist.config.addresses import local_address_towards, own_addresses_of
 from kvdist.config.endpoints import split_endpoint, tcp_endpoint
-from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, profile_dir_from_env, read_setting
+from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, read_setting
 from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
 from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
 from kvdist.config.sockets import scheduler_endpoint
@@ -43,11 +44,10 @@ from kvdist.kernels.choice import choose
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import registered
-from kvdist.runtime.cluster import HANDLERS, begin_profiling, introduction
+from kvdist.runtime.cluster import HANDLERS, introduction, prepare
 from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
 from kvdist.runtime.process_name import name_process
-from kvdist.runtime.profiler import PROFILER_HEAD, Profiler
 from kvdist.runtime.server_device import open_server_device
 from kvdist.transport.inherited import endpoint_of_listener
 from kvdist.transport.opening import bind_port, open_sockets, open_transport
@@ -254,11 +254,9 @@ def _server(config: ClusterConfig) -> Node:
     if device is not None:
         memory.pin(device.pin)
         arithmetic = arithmetic_on(device, kernels)
-    profiler = Profiler(profile_dir_from_env)
-    handlers = {PROFILER_HEAD: profiler.perform, **HANDLERS}
-    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, handlers, arithmetic)
+    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS, arithmetic)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
-    begin_profiling(profiler, node)
+    prepare(node)
     return node
 
 

@@ -23,7 +23,7 @@ import os
 from kvdist.core.worker.requests import SendCommand
 from kvdist.errors import KvdistError
 from kvdist.runtime.cluster import PROCESS_CLUSTER
-from kvdist.runtime.profiler import PROFILER_HEAD, TraceSettings, require_plain
+from kvdist.runtime.profiler import PROFILER_HEAD, PROFILERS, TraceSettings, require_plain
 
 __all__ = ["dump", "pause", "resume", "set_config", "set_state", "start", "stop"]
 
@@ -82,7 +82,7 @@ def set_config(
         require_plain(name)
         _tell_servers(settings.as_command())
     else:
-        PROCESS_CLUSTER.profiler.set_config(settings)
+        PROFILERS.worker.set_config(settings)
 
 
 def set_state(state: str = "stop", profile_process: str = "worker") -> None:
@@ -105,7 +105,7 @@ def start(profile_process: str = "worker") -> None:
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "start"}))
     else:
-        PROCESS_CLUSTER.profiler.start(by_call=True)
+        PROFILERS.worker.start(by_call=True)
 
 
 def stop(profile_process: str = "worker") -> None:
@@ -119,7 +119,7 @@ def stop(profile_process: str = "worker") -> None:
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "stop"}))
     else:
-        PROCESS_CLUSTER.profiler.stop()
+        PROFILERS.worker.stop()
 
 
 def pause(profile_process: str = "worker") -> None:
@@ -127,7 +127,7 @@ def pause(profile_process: str = "worker") -> None:
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "pause"}))
     else:
-        PROCESS_CLUSTER.profiler.pause()
+        PROFILERS.worker.pause()
 
 
 def resume(profile_process: str = "worker") -> None:
@@ -135,7 +135,7 @@ def resume(profile_process: str = "worker") -> None:
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "resume"}))
     else:
-        PROCESS_CLUSTER.profiler.resume()
+        PROFILERS.worker.resume()
 
 
 def dump(finished: bool = True, profile_process: str = "worker") -> None:
@@ -154,7 +154,7 @@ def dump(finished: bool = True, profile_process: str = "worker") -> None:
     """
     if _is_for_servers(profile_process):
         _tell_servers(json.dumps({"do": "dump", "finished": bool(finished)}))
-    elif PROCESS_CLUSTER.profiler.dump(finished) is None:
+    elif PROFILERS.worker.dump(finished) is None:
         LOG.warning("profiler.dump() has nothing to write: start() was not called, or no store is on a cluster")
 
 

@@ -14,7 +14,6 @@ import random
 import sys
 import threading
 import time
-from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,7 +23,6 @@ from kvdist.config.addresses import host_name
 from kvdist.config.environment import (
     cluster_from_env,
     embedded_cluster_from_env,
-    profile_dir_from_env,
     read_setting,
     without_effect,
 )
@@ -44,7 +42,6 @@ from kvdist.optimizer.offload import arithmetic_on
 from kvdist.runtime.mailbox import Finish
 from kvdist.runtime.node import Node, run_together
 from kvdist.runtime.process_name import name_process
-from kvdist.runtime.profiler import PROFILER_HEAD, Profiler
 from kvdist.runtime.server_device import open_server_device
 from kvdist.runtime.waits import UnderWay, UserThreads
 from kvdist.transport.base import Transport
@@ -60,6 +57,9 @@ EXIT_WAIT_S = 30.0
 
 HANDLERS: dict[int, Handler] = {}
 """Command → its handler on the servers of this process."""
+
+PREPARATIONS: list[Callable[[Node], None]] = []
+"""Called with each node of a worker or a server before it runs. The profiler attaches itself this way."""
 
 EMBEDDED_ENDPOINT = "inproc://kvdist-scheduler"
 EMBEDDED_SERVER_ENDPOINT = "inproc://kvdist-server"
@@ -212,8 +212,6 @@ class ProcessCluster:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._present: Cluster | None = None
-        self.profiler = Profiler(profile_dir_from_env)
-        """Traces this process's worker."""
         self.after_leaving: list[Callable[[], None]] = []
         """What to do at the interpreter's end, after this process has left its cluster, if it was in one."""
 
@@ -237,7 +235,7 @@ class ProcessCluster:
                     )
             config = cluster_from_env()
             cluster = _embedded() if config is None else _joined(config)
-            begin_profiling(self.profiler, cluster.node)
+            prepare(cluster.node)
             cluster.start()
             self._present = cluster
             for sentence in without_effect() if cluster.rank == 0 else ():
@@ -272,11 +270,10 @@ PROCESS_CLUSTER = ProcessCluster()
 atexit.register(PROCESS_CLUSTER.at_exit)
 
 
-def begin_profiling(profiler: Profiler, node: Node) -> None:
-    """Let the profiler trace this node: at once, if the environment says so, else when it is started."""
-    profiler.attach(node)
-    if read_setting("KVDIST_PROFILER_AUTOSTART"):
-        profiler.start()
+def prepare(node: Node) -> None:
+    """Do with the node of a worker or a server what is to be done before it runs."""
+    for preparation in PREPARATIONS:
+        preparation(node)
 
 
 def introduction(config: ClusterConfig, endpoint: str, scheduler_endpoint: str) -> Introduction:
@@ -335,7 +332,6 @@ def _embedded() -> Cluster:
     network = InprocNetwork()
     now = time.monotonic()
     server_config = replace(config, role=Role.SERVER)
-    profiler = Profiler(profile_dir_from_env)
     machines = (
         (Scheduler(replace(config, role=Role.SCHEDULER), now), EMBEDDED_ENDPOINT),
         (
@@ -344,7 +340,7 @@ def _embedded() -> Cluster:
                 config.limits,
                 kernels,
                 now,
-                handlers=ChainMap({PROFILER_HEAD: profiler.perform}, HANDLERS),
+                handlers=HANDLERS,
                 arithmetic=None if device is None else arithmetic_on(device, kernels),
             ),
             EMBEDDED_SERVER_ENDPOINT,
@@ -357,5 +353,5 @@ def _embedded() -> Cluster:
         if endpoint:
             transport.bind(endpoint)
         nodes.append(Node(machine, transport, config.job_tag, config.limits.explain_after_s))
-    begin_profiling(profiler, nodes[1])
+    prepare(nodes[1])
     return Cluster(config, nodes[-1], HeapAllocator(), lambda: run_together(nodes, network.wait), is_embedded=True)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvdist.config.environment import profile_dir_from_env, read_setting
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.rounds import Rounds
 from kvdist.core.server.server import Server
@@ -61,6 +62,7 @@ from kvdist.protocol.messages import (
     Stop,
     Values,
 )
+from kvdist.runtime.cluster import HANDLERS, PREPARATIONS
 from kvdist.runtime.node import Node, Tracer
 from kvdist.runtime.trace import EVENTS_MAX, Trace, TraceCopy, TraceFiles, now_ns, require_writable
 from kvdist.version import __version__
@@ -566,3 +568,29 @@ def _unwritable(path: Path, process: str, error: OSError) -> KvdistError:
         f"the trace of {process} cannot be written to {path} ({error}); KVDIST_PROFILE_DIR and"
         " profiler.set_config(filename=...) choose where it goes"
     )
+
+
+class ProcessProfilers:
+    """The profilers of this process: one of its worker, and one of each server that it runs."""
+
+    def __init__(self) -> None:
+        self.worker = Profiler(profile_dir_from_env)
+        self._server = Profiler(profile_dir_from_env)
+
+    def attach(self, node: Node) -> None:
+        """Trace this node: at once, if the environment says so, else when its profiler is started."""
+        profiler = self.worker
+        if isinstance(node.machine, Server):
+            profiler = self._server = Profiler(profile_dir_from_env)
+        profiler.attach(node)
+        if read_setting("KVDIST_PROFILER_AUTOSTART"):
+            profiler.start()
+
+    def perform(self, head: int, body: str, rank: int) -> None:
+        """The handler of the command by which a worker controls the server's profiler: see `Profiler.perform`."""
+        self._server.perform(head, body, rank)
+
+
+PROFILERS = ProcessProfilers()
+HANDLERS[PROFILER_HEAD] = PROFILERS.perform
+PREPARATIONS.append(PROFILERS.attach)

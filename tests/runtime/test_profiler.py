@@ -18,7 +18,7 @@ import kvdist.runtime.trace
 from kvdist import KvdistError, kv, profiler
 from kvdist.runtime.cluster import PROCESS_CLUSTER
 from kvdist.runtime.node import Node
-from kvdist.runtime.profiler import PROFILER_HEAD, Profiler, TraceSettings, require_plain
+from kvdist.runtime.profiler import PROFILER_HEAD, PROFILERS, Profiler, TraceSettings, require_plain
 
 ONES = np.ones(5, np.float32)
 
@@ -27,9 +27,9 @@ ONES = np.ones(5, np.float32)
 def folder(tmp_path, monkeypatch):
     """Where traces go; the process's own profiler is a fresh one, and is finished at the end."""
     monkeypatch.setenv("KVDIST_PROFILE_DIR", str(tmp_path))
-    monkeypatch.setattr(PROCESS_CLUSTER, "profiler", Profiler(lambda: tmp_path))
+    monkeypatch.setattr(PROFILERS, "worker", Profiler(lambda: tmp_path))
     yield tmp_path
-    PROCESS_CLUSTER.profiler.dump(finished=True)
+    PROFILERS.worker.dump(finished=True)
 
 
 def events(path, category):
@@ -46,7 +46,7 @@ def let_threads_end():
 
 def tell(told, **more):
     """What a command of a worker does on a server."""
-    PROCESS_CLUSTER.profiler.perform(PROFILER_HEAD, json.dumps({"do": told, **more}), 0)
+    PROFILERS.worker.perform(PROFILER_HEAD, json.dumps({"do": told, **more}), 0)
 
 
 def test_worker_and_server_write_a_file_each(folder):
@@ -399,3 +399,18 @@ def test_a_variable_traces_a_script_that_knows_nothing_of_it_however_it_ends(tmp
     names = [event["name"] for event in events(tmp_path / "profile.worker-0.json", "call")]
     assert names[-1] == "pull of key 'w'"
     assert [event["name"] for event in events(tmp_path / "profile.server-0.json", "message")][-1] in ("Pull", "Ack")
+
+
+def test_without_the_profiler_the_stores_work():
+    program = """
+import sys, types
+sys.modules["kvdist.runtime.profiler"] = types.ModuleType("kvdist.runtime.profiler")
+import numpy as np
+from kvdist import kv
+with kv.create("dist") as store:
+    store.init("w", np.zeros(3, np.float32))
+    store.push("w", np.ones(3, np.float32))
+    print(store.pull("w").tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n")[0] == "[1.0, 1.0, 1.0]"
