@@ -25,10 +25,10 @@ from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
-    Kind,
     Plan,
     Register,
     RunData,
+    RunKind,
     SetStoreOptimizer,
     Transfer,
     make_plan,
@@ -375,7 +375,7 @@ class User:
             if exercise.together:
                 yield submit(lambda number: EnterBarrier(number, STORE))
             start = exercise.clock.now
-            yield submit(lambda number: Transfer(number, Kind.PUSHPULL, "pushpull", exercise.exchanged))
+            yield submit(lambda number: Transfer(number, RunKind.PUSHPULL, "pushpull", exercise.exchanged))
             self.seconds.append(exercise.clock.now - start)
             self.steps_done = step + 1
 
@@ -391,7 +391,7 @@ class User:
         if exercise.mode == "async":
             yield submit(lambda number: SetStoreOptimizer(number, STORE, create("sgd").describe()))
         if self._rank == 0:
-            yield submit(lambda number: Transfer(number, Kind.INITIALISE, "init", exercise.first_values()))
+            yield submit(lambda number: Transfer(number, RunKind.INITIALISE, "init", exercise.first_values()))
         yield submit(lambda number: EnterBarrier(number, STORE))
 
 

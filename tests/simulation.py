@@ -26,8 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvdist.config.settings import ClusterConfig, Limits
-from kvdist.core.host_sum import HostRound, HostSum
-from kvdist.core.joined import Joiner
+from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import Introduction
 from kvdist.core.round import Verdict
 from kvdist.core.scheduler.scheduler import Scheduler
@@ -36,8 +35,8 @@ from kvdist.core.server import server
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded
-from kvdist.core.server.row_shard import RowContribution, RowShard
 from kvdist.core.server.server import Server
+from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import outbox, requests
 from kvdist.core.worker.outbox import Ready
 from kvdist.core.worker.worker import Worker
@@ -157,8 +156,8 @@ def small_messages() -> Iterator[None]:
 @contextmanager
 def counting(used: Counter[str]) -> Iterator[None]:
     """Count what a run exercises."""
-    apply, hold, join, hand_back = Block.apply, Block.hold, Joiner.join, HostSum.hand_back
-    offer = RowShard.offer
+    apply, hold, join, hand_back = Block.apply, Block.hold, PushJoiner.join, HostRounds.hand_back
+    offer = SparseTable.offer
 
     def counted_apply(self: Block, contributions: Sequence[Contribution], updater: SliceUpdater | None) -> None:
         used["round of several slices"] += len(self) > 1
@@ -168,7 +167,7 @@ def counting(used: Counter[str]) -> Iterator[None]:
         used["held"] += 1
         return hold(self, member)
 
-    def counted_join(self: Joiner, rounds: Sequence[HostRound]) -> Iterator[Ready]:
+    def counted_join(self: PushJoiner, rounds: Sequence[HostRound]) -> Iterator[Ready]:
         used["summed on a host"] += len(rounds)
         return join(self, rounds)
 
@@ -176,20 +175,20 @@ def counting(used: Counter[str]) -> Iterator[None]:
         used["decoded"] += 1
         return decoded(message, kernels)
 
-    def counted_return(self: HostSum, host_round: HostRound) -> None:
+    def counted_return(self: HostRounds, host_round: HostRound) -> None:
         used["handed back"] += 1
         hand_back(self, host_round)
 
-    def counted_offer(self: RowShard, contribution: RowContribution, more: bool, now: float) -> Verdict:
+    def counted_offer(self: SparseTable, contribution: RowContribution, more: bool, now: float) -> Verdict:
         used["rows in parts"] += more
         return offer(self, contribution, more, now)
 
     with (
-        mock.patch.object(RowShard, "offer", counted_offer),
+        mock.patch.object(SparseTable, "offer", counted_offer),
         mock.patch.object(Block, "apply", counted_apply),
         mock.patch.object(Block, "hold", counted_hold),
-        mock.patch.object(Joiner, "join", counted_join),
-        mock.patch.object(HostSum, "hand_back", counted_return),
+        mock.patch.object(PushJoiner, "join", counted_join),
+        mock.patch.object(HostRounds, "hand_back", counted_return),
         mock.patch.object(server, "decoded", counted_decode),
     ):
         yield
@@ -295,7 +294,7 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
                 arithmetic = arithmetic_on(cluster.devices[-1], REFERENCE)
             machine = Server(introduction, limits, REFERENCE, network.now, arithmetic=arithmetic)
         else:
-            machine = Worker(introduction, limits, network.now, scenario.local_reduce)
+            machine = Worker(introduction, limits, network.now, HostAggregation(scenario.local_reduce, limits))
     disk = SimulatedDisk(network, cluster.shelf, scenario.full)
     return Node(machine, transport, 4711, limits.explain_after_s, lambda: network.now, disk)
 
@@ -401,7 +400,7 @@ def _judge_checkpoints(cluster: Cluster) -> None:
         if isinstance(machine, Scheduler):
             assert not len(machine.checkpoints), "the scheduler keeps checkpoints that are over"
         if isinstance(machine, Server):
-            assert not len(machine.table.cuts), f"{process.name} keeps checkpoints that are over"
+            assert not len(machine.snapshots), f"{process.name} keeps checkpoints that are over"
 
 
 def _must_abort(cluster: Cluster) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -188,6 +188,10 @@ class Round(Generic[C, P]):
     def forget(self, gone: Set[int]) -> None:
         """These workers wait for nothing any more. What they have pushed still counts."""
         self.pulls = [pull for pull in self.pulls if pull.member.node.rank not in gone]
+
+    def drop_departed(self, live: Mapping[int, object]) -> None:
+        """Drop the contributions of departed workers: they belong to values that were replaced."""
+        self.slots = {rank: one for rank, one in self.slots.items() if rank in live}
 
     def validate(self) -> None:
         """Check every invariant."""

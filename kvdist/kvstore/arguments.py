@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.core.worker.requests import Bits, KeyInfo, Plan, RunPlan
+from kvdist.core.worker.requests import KeyInfo, Plan, RunPlan
 from kvdist.kvstore import values
 from kvdist.kvstore.base import Keys, Value
 from kvdist.kvstore.device import Devices, OnDevice, Part, PinnedBlocks, Upload, WrittenThere, require_one_kind
 from kvdist.kvstore.keys import KeyTable, Matched, as_dense
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
-from kvdist.protocol.arrays import U8
+from kvdist.protocol.arrays import U8, Bits
 
 EncodedSlices = dict[int, tuple[Bits, int]]
 """The encoded contribution to a key: start of a slice → its bytes, padded, and the number of entries in them."""

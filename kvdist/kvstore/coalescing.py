@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvdist.core.machine import NEVER
-from kvdist.core.worker.requests import Bits, KeyInfo, Kind, RunData, Transfer
+from kvdist.core.worker.requests import KeyInfo, RunData, RunKind, Transfer
 from kvdist.kvstore.arguments import EncodedSlices, Hyperparameters, PushArgs, named
 from kvdist.kvstore.staging import Payloads, PushOptions
 from kvdist.kvstore.values import Key
-from kvdist.protocol.arrays import padded
+from kvdist.protocol.arrays import Bits, padded
 from kvdist.runtime.mailbox import AnswerByKey, Finish, Growing
 from kvdist.runtime.waits import AwaitedFuture
 
@@ -243,7 +243,7 @@ class _PushBatch(_Batch):
         infos = list(self.infos.values())
         self._contribution = own = self._lay_out(PushArgs(infos, self.bits, self.encoded), self.terms, self.settings)
         self.bits, self.encoded = [], []  # they lie in the staging buffers now
-        return Transfer(number, Kind.PUSH, f"push of {named(infos)}", own.runs, self.priority)
+        return Transfer(number, RunKind.PUSH, f"push of {named(infos)}", own.runs, self.priority)
 
     def set_result(self, result: Any) -> None:  # nobody waits for it
         assert self._contribution is not None
@@ -268,7 +268,7 @@ class _PullBatch(_Batch, AnswerByKey):
     def make(self, number: int) -> Transfer:
         infos = list(self.infos.values())
         runs = self._plan_pull(infos, self.results)
-        return Transfer(number, Kind.PULL, f"pull of {named(infos)}", runs, self.priority, key_by_key=True)
+        return Transfer(number, RunKind.PULL, f"pull of {named(infos)}", runs, self.priority, key_by_key=True)
 
     def set_keys(self, keys: Sequence[int], error: Exception | None) -> None:
         futures = [self.futures[index] for index in keys]
@@ -323,8 +323,8 @@ class Coalescer:
         self._lock = threading.RLock()
         self._pushes: _PushBatch | None = None
         self._pulls: _PullBatch | None = None
-        self._counts: dict[tuple[Kind, Key], int] = {}
-        """Kind and first key → how many calls the last gathering that began so had."""
+        self._counts: dict[tuple[RunKind, Key], int] = {}
+        """RunKind and first key → how many calls the last gathering that began so had."""
 
     def close(self) -> None:
         """Another request is about to be left: what is gathered goes before it as it is."""
@@ -379,20 +379,20 @@ class Coalescer:
 
     def _begin_pushes(self, key: Key, options: PushOptions) -> _PushBatch:
         self.close()
-        expected = self._counts.get((Kind.PUSH, key), 0)
+        expected = self._counts.get((RunKind.PUSH, key), 0)
         self._pushes = begun = _PushBatch(expected, self._lock, self._lay_out, options, self._failed, self._leave)
-        self._submit(begun, self._closing(begun, (Kind.PUSH, key)), begun)
+        self._submit(begun, self._closing(begun, (RunKind.PUSH, key)), begun)
         return begun
 
     def _begin_pulls(self, key: Key) -> _PullBatch:
         if self._pulls is not None:
             self.close()
-        expected = self._counts.get((Kind.PULL, key), 0)
+        expected = self._counts.get((RunKind.PULL, key), 0)
         self._pulls = begun = _PullBatch(expected, self._lock, self._plan_pull)
-        self._submit(begun, self._closing(begun, (Kind.PULL, key)), begun)
+        self._submit(begun, self._closing(begun, (RunKind.PULL, key)), begun)
         return begun
 
-    def _closing(self, gathering: _PushBatch | _PullBatch, name: tuple[Kind, Key]) -> Callable[[int], Transfer]:
+    def _closing(self, gathering: _PushBatch | _PullBatch, name: tuple[RunKind, Key]) -> Callable[[int], Transfer]:
         """The request is made when it is sent; from then on it takes in nothing more."""
 
         def make(number: int) -> Transfer:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.core.worker.requests import Bits, Encoded, KeyInfo, Plan, RunData, RunPlan
+from kvdist.core.worker.requests import Encoded, KeyInfo, Plan, RunData, RunPlan
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
 from kvdist.kvstore.arguments import EncodedSlices, PushArgs, Settings
@@ -25,7 +25,7 @@ from kvdist.kvstore.device import Download, OnDevice, Part, as_host_bits, moved,
 from kvdist.kvstore.staging import Payloads, PushOptions, Reads, Staging, lay_out
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.compression import EachCodec, GradientCompression, Half, TopK, TwoBit, decode, from_params, room
-from kvdist.protocol.arrays import U32, coded_size
+from kvdist.protocol.arrays import U32, Bits, coded_size
 
 KEYS_NAMED_MAX = 5
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvdist.core.sharding import row_length
-from kvdist.core.worker.requests import KeyInfo, Piece, Plan, RunPlan
+from kvdist.core.worker.requests import KeyInfo, Plan, RunPlan, RunSlice
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels.gpu import HOST, has_library, open_gpu
@@ -433,7 +433,7 @@ _OCTET = np.dtype(np.uint8)
 class _Item:
     """One piece of a run whose contributions lie on GPUs."""
 
-    piece: Piece
+    piece: RunSlice
     dtype: DType
     parts: list[OnDevice]
     view: Bits

@@ -28,7 +28,7 @@ from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
-    Kind,
+    RunKind,
     SetStoreOptimizer,
     UseKernels,
 )
@@ -154,7 +154,7 @@ class DistStore(KVStore):
         mine = [(info, array) for info, (_, array, *_) in zip(infos, fresh, strict=True) if info.giver == self.rank]
         arrays = [(info.key, array) for info, array in mine if not info.form]
         if arrays:
-            self._moves.give(Kind.INITIALISE, arrays)
+            self._moves.give(RunKind.INITIALISE, arrays)
         for info, array in mine:
             if isinstance(array, RowSparse):
                 self._rows.give(info, array.canonical())
@@ -283,7 +283,7 @@ class DistStore(KVStore):
             self.barrier()
             mine = [(one, array) for one, array in replaced if self._keys[one].giver == self.rank]
             if mine:
-                self._moves.give(Kind.REPLACE, mine)
+                self._moves.give(RunKind.REPLACE, mine)
             # Values that were shown may have been written to: this call is how such a change becomes everybody's.
             with self._barrier_lock:
                 forget = self._cluster.memory.forget_shown

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from kvdist.core.server.row_block import RowBlock, obstacle
+from kvdist.core.server.table_rows import TableRows, obstacle
 from kvdist.core.sharding import slices_of
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.initializer import initializer_from
@@ -30,7 +30,7 @@ class LocalRows:
 
     def __init__(self, kernels: Kernels, optimizer: Callable[[], Optimizer | None]) -> None:
         self.keys = KeyTable()
-        self.blocks: dict[Key, RowBlock] = {}
+        self.blocks: dict[Key, TableRows] = {}
         self._kernels = kernels
         self._optimizer = optimizer
 
@@ -39,7 +39,7 @@ class LocalRows:
         shape, dtype, form = described(key, [value])
         initializer = None if form == ROWS else initializer_from(form)
         self._require_fit(key, shape, initializer is not None, self._optimizer())
-        block = RowBlock(key, len(self.blocks), shape, dtype, 0, shape[0], initializer, self._kernels)
+        block = TableRows(key, len(self.blocks), shape, dtype, 0, shape[0], initializer, self._kernels)
         if isinstance(value, RowSparse):
             ids, rows = value.canonical()
             block.put(ids, rows.reshape(-1))

@@ -31,8 +31,7 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
     WriteShard,
 )
-from kvdist.core.server import row_saving
-from kvdist.core.server.row_block import RowBlock
+from kvdist.core.server.table_rows import TableRows
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import saved
@@ -104,7 +103,7 @@ class Held:
 class HeldTable:
     """One table that this process keeps."""
 
-    block: RowBlock
+    block: TableRows
     form: str
     """As it was declared."""
 
@@ -115,15 +114,15 @@ class HeldTable:
 
     def saved(self, updater: KeepsStates | None, contents: tuple[str, ...]) -> SavedSlice:
         """What is written: a copy of the rows that exist."""
-        return row_saving.taken(self.block, 0, _optimizer(updater), contents)
+        return self.block.saved(0, _optimizer(updater), contents)
 
     def wanted(self, number: int, updater: KeepsStates | None) -> WantedSlice:
         """What a checkpoint must have of it."""
-        return replace(row_saving.wanted(self.block, _optimizer(updater)), number=number)
+        return replace(self.block.wanted(_optimizer(updater)), number=number)
 
     def take(self, found: ReadSlice, updater: KeepsStates | None) -> None:
         """Go on from what was found; there is nothing left to take over."""
-        row_saving.restore(self.block, found, _optimizer(updater))
+        self.block.load(found, _optimizer(updater))
 
 
 Holding = Held | HeldTable

@@ -14,7 +14,16 @@ import numpy as np
 
 from kvdist.core.policy import Policy
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Kind, Plan, Request, RunData, RunPlan, Transfer
+from kvdist.core.worker.requests import (
+    ALONE_BYTES_MIN,
+    KeyInfo,
+    Plan,
+    Request,
+    RunData,
+    RunKind,
+    RunPlan,
+    Transfer,
+)
 from kvdist.kernels.interface import Kernels
 from kvdist.kvstore import values
 from kvdist.kvstore.arguments import (
@@ -52,7 +61,7 @@ from kvdist.kvstore.staging import (
 )
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.base import Optimizer
-from kvdist.protocol.arrays import padded
+from kvdist.protocol.arrays import Bits, padded
 from kvdist.protocol.messages import Flag
 from kvdist.runtime.cluster import Cluster
 from kvdist.runtime.mailbox import Finish
@@ -157,7 +166,7 @@ class ArrayTransfers:
         label = f"push of {named(handed.infos)}"
 
         def part(some: PushArgs) -> Future[None]:
-            return self._submit_push(Kind.PUSH, some, options, lending, label, priority, lambda own: own.release)
+            return self._submit_push(RunKind.PUSH, some, options, lending, label, priority, lambda own: own.release)
 
         places = self._parts(handed)
         if len(places) == 1:
@@ -166,7 +175,7 @@ class ArrayTransfers:
 
     def _submit_push(
         self,
-        kind: Kind,
+        kind: RunKind,
         some: PushArgs,
         options: PushOptions,
         lending: Lending,
@@ -238,7 +247,7 @@ class ArrayTransfers:
     def _pull_to(self, infos: Sequence[KeyInfo], results: Sequence[Bits], finish: Finish, priority: int) -> Future[Any]:
         runs = self._plan_pull(infos, results)
         label = f"pull of {named(infos)}"
-        return self.submit(lambda number: Transfer(number, Kind.PULL, label, runs, priority), finish)
+        return self.submit(lambda number: Transfer(number, RunKind.PULL, label, runs, priority), finish)
 
     def pushpull(
         self,
@@ -288,7 +297,7 @@ class ArrayTransfers:
             return finish
 
         label = f"pushpull of {named(contribution.infos)}"
-        return self._submit_push(Kind.PUSHPULL, contribution, options, lending, label, priority, complete)
+        return self._submit_push(RunKind.PUSHPULL, contribution, options, lending, label, priority, complete)
 
     def _pushpull_part(
         self, some: PushArgs, results: Sequence[Bits], priority: int, options: PushOptions, lending: Lending, label: str
@@ -297,9 +306,9 @@ class ArrayTransfers:
             own.runs = [replace(run, sinks=cut(run.plan, results)) for run in own.runs]
             return own.release
 
-        return self._submit_push(Kind.PUSHPULL, some, options, lending, label, priority, complete)
+        return self._submit_push(RunKind.PUSHPULL, some, options, lending, label, priority, complete)
 
-    def give(self, kind: Kind, given: Sequence[tuple[Key, Any]]) -> None:
+    def give(self, kind: RunKind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
         staging = self._staging([self._keys[one] for one, _ in given])
         arrays = [[values.read_bits(array)] for _, array in given]

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.core.sharding import row_length
-from kvdist.core.worker.requests import Bits, KeyInfo, Kind, RowChunk, RunData, RunPlan, Transfer
+from kvdist.core.worker.requests import KeyInfo, RowChunk, RunData, RunKind, RunPlan, Transfer
 from kvdist.kvstore.arguments import hyperparameters_of
 from kvdist.kvstore.keys import Ids, Rows
 from kvdist.kvstore.push_pull import ArrayTransfers
 from kvdist.kvstore.staging import PushOptions
 from kvdist.kvstore.values import Key
-from kvdist.protocol.arrays import padded
+from kvdist.protocol.arrays import Bits, padded
 from kvdist.protocol.messages import Flag
 from kvdist.runtime.cluster import Cluster
 from kvdist.transport.shared_memory.memory import Allocator
@@ -82,7 +82,7 @@ class RowTransfers:
         """Send first values, and wait until the servers have them."""
         runs, buffers = self._laid_out(info, rows, None, (), 0)
         label = f"init of key {info.key!r}"
-        self._moves.ask(lambda number: Transfer(number, Kind.INITIALISE_ROWS, label, runs))
+        self._moves.ask(lambda number: Transfer(number, RunKind.INITIALISE_ROWS, label, runs))
         self._buffers.give_back(buffers)
 
     def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
@@ -99,7 +99,7 @@ class RowTransfers:
         def submit() -> Future[None]:
             runs, buffers = self._laid_out(info, rows, int(flags), (setting,), options.samples)
             return self._moves.submit(
-                lambda number: Transfer(number, Kind.PUSH_ROWS, label, runs, priority),
+                lambda number: Transfer(number, RunKind.PUSH_ROWS, label, runs, priority),
                 lambda: self._buffers.give_back(buffers),
             )
 
@@ -125,7 +125,7 @@ class RowTransfers:
                 sinks = [out[low * length : high * length]]
                 runs.append(RunData(plan, sinks=sinks, chunks=(chunk,), row_length=length))
         label = f"pull of rows of key {info.key!r}"
-        return self._moves.submit(lambda number: Transfer(number, Kind.PULL_ROWS, label, runs, priority), _nothing)
+        return self._moves.submit(lambda number: Transfer(number, RunKind.PULL_ROWS, label, runs, priority), _nothing)
 
     def _message_bytes_max(self, server: int, near: int) -> int:
         return min(near, self._cluster.config.limits.slice_bytes) if self._cluster.is_far(server) else near

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, Bits, KeyInfo, Plan, RunData, RunPlan, make_plan
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Plan, RunData, RunPlan, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore.arguments import PushArgs, Settings, run_hyperparameters
 from kvdist.kvstore.device import Download, OnDevice, Part, as_host_bits
 from kvdist.kvstore.values import Key
-from kvdist.protocol.arrays import U8
+from kvdist.protocol.arrays import U8, Bits
 from kvdist.protocol.messages import Flag
 from kvdist.transport.shared_memory.memory import Allocator
 

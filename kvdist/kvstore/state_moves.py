@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvdist.core.server.state_parts import MASTER, NUMBERS, wide
-from kvdist.core.worker.requests import Bits, KeyInfo, Kind, Piece, Request, RunData, RunPlan, Transfer
+from kvdist.core.server.block_state import MASTER, NUMBERS, state_dtype
+from kvdist.core.worker.requests import KeyInfo, Request, RunData, RunKind, RunPlan, RunSlice, Transfer
 from kvdist.dtypes import DType
 from kvdist.kvstore.arguments import named
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, has_master, state_size
-from kvdist.protocol.arrays import padded
+from kvdist.protocol.arrays import Bits, padded
 
 Ask: TypeAlias = Callable[[Callable[[int], Request]], Any]
 """Hands a request to the worker, and waits for its result."""
@@ -30,13 +30,13 @@ def pull_states(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> lis
         PushRefused: pushes of this worker are under way, or there is no state.
     """
     numbers = [np.empty((len(info.slices), 1 + len(optimizer.initial_scalars))) for info in infos]
-    _move(ask, Kind.PULL_STATE, infos, [(i, NUMBERS, own) for i, own in enumerate(numbers)])
+    _move(ask, RunKind.PULL_STATE, infos, [(i, NUMBERS, own) for i, own in enumerate(numbers)])
     states: list[SliceState | None] = []
     for info, own in zip(infos, numbers, strict=True):
         # All slices have had the same updates, but for asynchronous stores: then the furthest counts.
         count, *scalars = own[own[:, 0].argmax()].tolist()
         states.append(_empty(info, optimizer, int(count), tuple(scalars)) if count and info.size else None)
-    _move(ask, Kind.PULL_STATE, infos, _arrays(states))
+    _move(ask, RunKind.PULL_STATE, infos, _arrays(states))
     return states
 
 
@@ -48,8 +48,8 @@ def replace_states(
     for i, (info, state) in enumerate(zip(infos, states, strict=True)):
         row = [0.0, *optimizer.initial_scalars.values()] if state is None else [state.count, *state.scalars]
         numbers.append((i, NUMBERS, np.tile(np.array(row, np.float64), (len(info.slices), 1))))
-    _move(ask, Kind.REPLACE_STATE, infos, numbers)
-    _move(ask, Kind.REPLACE_STATE, infos, _arrays(states))
+    _move(ask, RunKind.REPLACE_STATE, infos, numbers)
+    _move(ask, RunKind.REPLACE_STATE, infos, _arrays(states))
 
 
 def _empty(info: KeyInfo, optimizer: Optimizer, count: int, scalars: tuple[float, ...]) -> SliceState:
@@ -68,16 +68,16 @@ def _arrays(states: Sequence[SliceState | None]) -> Iterator[tuple[int, int, Bit
                 yield i, MASTER, state.master
 
 
-def _move(ask: Ask, kind: Kind, infos: Sequence[KeyInfo], parts: Any) -> None:
+def _move(ask: Ask, kind: RunKind, infos: Sequence[KeyInfo], parts: Any) -> None:
     runs = [run for i, part, array in parts for run in _runs(kind, i, infos[i], part, array)]
-    verb = "pull" if kind is Kind.PULL_STATE else "replacement"
+    verb = "pull" if kind is RunKind.PULL_STATE else "replacement"
     label = f"{verb} of the optimizer's state of {named(infos)}"
     ask(lambda number: Transfer(number, kind, label, runs))
 
 
-def _runs(kind: Kind, index: int, info: KeyInfo, part: int, array: Bits) -> Iterator[RunData]:
+def _runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits) -> Iterator[RunData]:
     """One run for each slice; those that are small leave joined all the same."""
-    dtype = DType.FLOAT64 if part == NUMBERS else wide(info.dtype)
+    dtype = DType.FLOAT64 if part == NUMBERS else state_dtype(info.dtype)
     for place, piece in enumerate(info.slices):
         if part == NUMBERS:
             own = array[place]
@@ -89,12 +89,12 @@ def _runs(kind: Kind, index: int, info: KeyInfo, part: int, array: Bits) -> Iter
             np.array([piece.number], np.uint32),
             np.array([own.size], np.uint32),
             np.array([dtype], np.uint8),
-            (Piece(index, 0, own.size, 0),),
+            (RunSlice(index, 0, own.size, 0),),
             padded(own.nbytes),
             {piece.number: 0},
             np.array([index], np.intp),
         )
-        payload = None if kind is Kind.PULL_STATE else padded_bytes(own)
+        payload = None if kind is RunKind.PULL_STATE else padded_bytes(own)
         yield RunData(plan, payload, (own,) if payload is None else (), parts=np.array([part], np.uint8))
 
 

@@ -15,6 +15,8 @@ from kvdist.errors import ProtocolError
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 Payload = bytes | bytearray | memoryview
+Bits = npt.NDArray[np.generic]
+"""A 1-D array of `DType.storage` elements."""
 
 ALIGNMENT_BYTES = 8
 """Each array in a payload starts at a multiple of this."""

@@ -303,7 +303,12 @@ def _joined(config: ClusterConfig) -> Cluster:
     transport, memory = open_transport(config)
     endpoint = "" if isinstance(memory, HeapAllocator) else _endpoint_for_neighbours(config, transport)
     introduced = introduction(config, endpoint, scheduler_endpoint(config))
-    machine = Worker(introduced, config.limits, time.monotonic(), config.local_reduce, memory.allocate)
+    aggregation = None
+    if config.local_reduce != "off" and config.num_workers > 1:
+        from kvdist.core.host_aggregation import HostAggregation  # a feature at a seam: loaded where it is used
+
+        aggregation = HostAggregation(config.local_reduce, config.limits, memory.allocate)
+    machine = Worker(introduced, config.limits, time.monotonic(), aggregation)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
     return Cluster(config, node, memory, node.run)
 

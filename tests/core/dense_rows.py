@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdist.core.server.row_block import RowBlock
+from kvdist.core.server.table_rows import TableRows
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater
@@ -126,7 +126,7 @@ def scales_of(contributions):
 
 
 def block_of(shape, dtype, first, stop, initializer=None, kernels=REFERENCE, key="w"):
-    return RowBlock(key, 7, shape, dtype, first, stop, initializer, kernels)
+    return TableRows(key, 7, shape, dtype, first, stop, initializer, kernels)
 
 
 def all_rows(block):

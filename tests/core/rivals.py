@@ -19,8 +19,7 @@ from unittest import mock
 import numpy as np
 
 from kvdist.config.settings import Limits
-from kvdist.core.server.block import Block
-from kvdist.core.server.blocks import Blocks
+from kvdist.core.server.block import Block, Blocks
 from kvdist.protocol.messages import Flag, InitValues, Packet, Push, ReplaceValues, Values
 from tests.core.wired import NAN, Wired
 

@@ -12,7 +12,7 @@ from kvdist.core.policy import SYNC
 from kvdist.core.server import replies as module
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Buffer
-from kvdist.core.server.replies import Answers
+from kvdist.core.server.replies import Reply
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, worker
@@ -39,7 +39,7 @@ def sent(effects: Sequence[Effect]) -> list[Send]:
 
 
 def values_of(blocks: Sequence[Block], payload_bytes_max: int = 1 << 20) -> list[Send]:
-    answers = Answers()
+    answers = Reply()
     for one in blocks:
         answers.value(int(one.ids[0]) + 100, one)
     return sent(answers.messages(READER, payload_bytes_max, Traffic()))
@@ -115,7 +115,7 @@ def test_held_values_lease_the_new_version_and_give_back_the_old_one_with_the_me
     for one in blocks:
         assert one.published is not None
         first.append(one.published)
-    answers = Answers()
+    answers = Reply()
     for one in blocks:
         answers.held(READER, 7, one)
     (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
@@ -123,7 +123,7 @@ def test_held_values_lease_the_new_version_and_give_back_the_old_one_with_the_me
     assert isinstance(send.message, Values) and len(send.message.arrays.frames) == 2
     for one in blocks:
         one.replace([np.full(one.pool.size, 9, np.float32)])
-        answers = Answers()
+        answers = Reply()
         answers.held(READER, 8, one)
         (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
         assert send.token == (first[int(one.ids[0])],) and first[int(one.ids[0])].leases == 1
@@ -132,7 +132,7 @@ def test_held_values_lease_the_new_version_and_give_back_the_old_one_with_the_me
 
 def test_a_held_value_without_elements_alone_has_an_empty_payload() -> None:
     one = block(0, 0)
-    answers = Answers()
+    answers = Reply()
     answers.held(READER, 7, one)
     (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert isinstance(send.message, Values) and send.message.arrays.nbytes == 0
@@ -143,7 +143,7 @@ def test_a_block_of_several_slices_is_answered_by_one_frame_that_shows_its_buffe
     counts = [SMALL, 0, LARGE]
     made = Block.of(0, [4, 5, 6], [Extent(f"k{count}", (count,)) for count in counts], counts, DType.FLOAT32, SYNC)
     made.initialise([np.full(count, position, np.float32) for position, count in enumerate(counts)])
-    answers = Answers()
+    answers = Reply()
     answers.value(7, made)
     answers.counted(8, made.ids, made.version, Outcome.COUNTED)
     values, counted = sent(answers.messages(READER, 1 << 20, Traffic()))
@@ -154,7 +154,7 @@ def test_a_block_of_several_slices_is_answered_by_one_frame_that_shows_its_buffe
 
 
 def test_what_was_counted_and_refused_leaves_in_one_message_for_each_reason() -> None:
-    answers = Answers()
+    answers = Reply()
     answers.counted(1, np.array([4], np.uint32), 0, Outcome.COUNTED)
     answers.counted(2, np.array([5], np.uint32), 0, Outcome.INITIALISED)
     for number, reason in ((6, "too wide"), (7, "unknown"), (8, "too wide")):
@@ -166,4 +166,4 @@ def test_what_was_counted_and_refused_leaves_in_one_message_for_each_reason() ->
 
 
 def test_nothing_to_say_is_no_message() -> None:
-    assert Answers().messages(READER, 1 << 20, Traffic()) == []
+    assert Reply().messages(READER, 1 << 20, Traffic()) == []

@@ -369,7 +369,7 @@ def raw_push(wired: Wired, numbers: Sequence[int], steps: Sequence[int], runs: S
 def acknowledged(wired: Wired) -> list[Any]:
     """Take what the table has to say, as if each message had arrived."""
     messages = []
-    for send in [effect for effect in table(wired).take_answers() if isinstance(effect, Send)]:
+    for send in [effect for effect in wired.servers[0].replies.take() if isinstance(effect, Send)]:
         messages.append(send.message)
         if isinstance(send.token, tuple):
             wired.servers[0].acknowledged(send.to, [send.token], 0.0)
@@ -477,7 +477,7 @@ def test_a_long_round_names_its_key_and_who_is_missing() -> None:
     wired = made()
     wired.pushpull(0, whole(1))
     wired.advance(4.0)
-    assert table(wired).explain(wired.now) == "round 1 of key 'a' has waited 4.0 s for worker-1"
+    assert wired.servers[0].explain(wired.now) == "round 1 of key 'a' has waited 4.0 s for worker-1"
     wired.advance(11.0)
     assert wired.servers[0].explain(wired.now) == "round 1 of key 'a' has waited 15.0 s for worker-1"
     assert wired.workers[0].explain(wired.now) == (
@@ -507,7 +507,7 @@ def test_a_slice_that_can_be_answered_never_waits_for_others_of_its_run(
     ids, runs = block(wired).ids, np.full(3, 99, np.uint32)
     pull = Pull(runs, ids, np.array(steps, np.uint32), np.array(versions, np.uint32))
     table(wired).pull(wired.member("worker-0"), pull, 100.0)
-    messages = [one.message for one in table(wired).take_answers() if isinstance(one, Send)]
+    messages = [one.message for one in wired.servers[0].replies.take() if isinstance(one, Send)]
     assert len(sizes(wired)) > 1
     said = [number for message in messages if isinstance(message, Values) for number in message.ids.tolist()]
     assert said == ids[answered].tolist()
@@ -520,7 +520,7 @@ def test_a_pull_that_one_round_answers_for_all_slices_does_not_split_them(steps:
     ids, runs = block(wired).ids, np.full(3, 99, np.uint32)
     table(wired).pull(wired.member("worker-0"), Pull(runs, ids, np.array(steps, np.uint32), runs * 0), 100.0)
     assert sizes(wired) == [3]
-    assert len(table(wired).take_answers()) == (max(steps) < 2)
+    assert len(wired.servers[0].replies.take()) == (max(steps) < 2)
 
 
 def test_a_pull_that_waits_holds_up_no_other_of_the_same_message() -> None:
@@ -531,7 +531,7 @@ def test_a_pull_that_waits_holds_up_no_other_of_the_same_message() -> None:
     steps = np.array([9] * 3 + [1] * 3, np.uint32)
     table(wired).pull(member, Pull(runs, ids, steps, runs * 0), 0.0)
     table(wired).pull(member, Pull(runs[:3], ids[:3], steps[3:], runs[:3] * 0), 0.0)
-    messages = [one.message for one in table(wired).take_answers() if isinstance(one, Send)]
+    messages = [one.message for one in wired.servers[0].replies.take() if isinstance(one, Send)]
     assert [message.runs.tolist() for message in messages if isinstance(message, Values)] == [[6] * 3 + [5] * 3]
     assert len(block(wired).round.pulls) == 1
 

@@ -13,9 +13,9 @@ from kvdist.checkpoint.format import NAME, read_manifest
 from kvdist.checkpoint.shards import Shards
 from kvdist.checkpoint.snapshot import WriteManifest, WriteShard
 from kvdist.core.server.block import Block
-from kvdist.core.server.cuts import Cuts
-from kvdist.core.worker import saving_calls
-from kvdist.core.worker.saving_calls import SavingCalls
+from kvdist.core.server.snapshots import Snapshots
+from kvdist.core.worker import pending
+from kvdist.core.worker.pending import SavingCalls
 from kvdist.dtypes import DType
 from kvdist.protocol.messages import MarkPushes
 from tests.core.training import (
@@ -113,7 +113,7 @@ def test_a_checkpoint_waits_for_first_values(tmp_path: Path) -> None:
 def test_many_slices_are_marked_in_several_messages(tmp_path: Path) -> None:
     wired = a_cluster()
     push_all(wired, 0)
-    with mock.patch.object(saving_calls, "SLICES_PER_MARK", 2):
+    with mock.patch.object(pending, "SLICES_PER_MARK", 2):
         requests = [wired.save(rank, tmp_path, *VALUES) for rank in (0, 1)]
     marks = [packet.message for _, _, packet in wired.wire if isinstance(packet.message, MarkPushes)]
     assert len(marks) > 4 and sum(mark.last for mark in marks) == 4
@@ -125,11 +125,11 @@ def test_many_slices_are_marked_in_several_messages(tmp_path: Path) -> None:
 
 def test_rounds_ask_nobody_about_checkpoints_while_there_is_none(tmp_path: Path) -> None:
     wired = a_cluster()
-    with mock.patch.multiple(Cuts, look=None, take_effects=None), mock.patch.object(SavingCalls, "settle", None):
+    with mock.patch.multiple(Snapshots, look=None, take_effects=None), mock.patch.object(SavingCalls, "settle", None):
         push_all(wired, 0, 1)
     save_all(wired, tmp_path)
     wired.settle_works()
-    with mock.patch.multiple(Cuts, look=None, take_effects=None), mock.patch.object(SavingCalls, "settle", None):
+    with mock.patch.multiple(Snapshots, look=None, take_effects=None), mock.patch.object(SavingCalls, "settle", None):
         push_all(wired, 2)
     require_moment(tmp_path, (0, 1), 2)
 

@@ -11,8 +11,8 @@ from kvdist.core.policy import SYNC
 from kvdist.core.server.block import Block
 from kvdist.core.server.decoding import decoded
 from kvdist.core.sharding import cut
-from kvdist.core.worker.outbox import DECODED_BYTES_MAX, Outbox, Part, Run
-from kvdist.core.worker.requests import DeclareKeys, Encoded, KeyInfo, Kind, RunData, Transfer, make_plan
+from kvdist.core.worker.outbox import DECODED_BYTES_MAX, Outbox, Run, RunPart
+from kvdist.core.worker.requests import DeclareKeys, Encoded, KeyInfo, RunData, RunKind, Transfer, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.base import Extent
@@ -43,7 +43,7 @@ def encoded_run(infos, values, codec=TWO_BIT):
     return data
 
 
-def one(number, size, codec=TWO_BIT, kind=Kind.PUSH, value=1.0):
+def one(number, size, codec=TWO_BIT, kind=RunKind.PUSH, value=1.0):
     """A run of one slice; slice and run have the same number."""
     info = KeyInfo(f"k{number}", (size,), DType.FLOAT32, tuple(cut(size, 4, 0, 1, number, 1 << 30)), is_compressed=True)
     (data,) = encoded_run([info], [np.full(size, value, np.float32)], codec)
@@ -55,13 +55,13 @@ def plain(number, size):
     info = KeyInfo(f"k{number}", (size,), DType.FLOAT32, tuple(cut(size, 4, 0, 1, number, 1 << 30)))
     (run,) = make_plan([info], 1 << 30).runs
     steps = np.array([number], np.uint32)
-    return Run(number, 1, Kind.PUSH, RunData(run, memoryview(bytes(run.nbytes)), (), None, OWN), steps, steps, 1)
+    return Run(number, 1, RunKind.PUSH, RunData(run, memoryview(bytes(run.nbytes)), (), None, OWN), steps, steps, 1)
 
 
 def taken(*runs):
     outbox = Outbox(0, 1 << 30, 1 << 20)
     for run in runs:
-        outbox.add(Part(run))
+        outbox.add(RunPart(run))
     messages = []
     while (pair := outbox.take()) is not None:
         messages.append(pair[0])
@@ -82,7 +82,7 @@ def test_what_is_encoded_otherwise_leaves_in_another_message():
     messages = taken(one(1, 3), plain(2, 3), one(3, 3, TwoBit(0.25)), one(4, 3), one(5, 3, Half(DType.FLOAT16)))
     found = {tuple(message.ids.tolist()): type(message) for message in messages}
     assert found == {(1, 4): CompressedPush, (2,): Push, (3,): CompressedPush, (5,): CompressedPush}
-    assert [message.pull for message in taken(one(1, 3), one(2, 3, kind=Kind.PUSHPULL))] == [False, True]
+    assert [message.pull for message in taken(one(1, 3), one(2, 3, kind=RunKind.PUSHPULL))] == [False, True]
 
 
 def test_a_message_is_not_more_than_a_server_decodes_at_once():
@@ -99,7 +99,7 @@ def test_some_slices_of_a_run_leave_alone():
     (data,) = encoded_run(infos, values, TopK(0.5))
     steps = np.arange(4, dtype=np.uint32)
     outbox = Outbox(0, 1 << 30, 1 << 20)
-    outbox.add(Part(Run(1, 1, Kind.PUSH, data, steps, steps, 4), [1, 2, 3]))
+    outbox.add(RunPart(Run(1, 1, RunKind.PUSH, data, steps, steps, 4), [1, 2, 3]))
     (message, credit) = outbox.take()
     assert message.ids.tolist() == [1, 2, 3] and message.arrays.entries.tolist() == [20, 0, 8]
     assert credit.nbytes == message.arrays.nbytes == 8 * 28
@@ -135,7 +135,7 @@ def declared(wired, keys, pulled_as=DType.FLOAT32):
     wired.settle()
 
 
-def pushed(wired, rank, values, kind=Kind.PUSH, codec=TWO_BIT):
+def pushed(wired, rank, values, kind=RunKind.PUSH, codec=TWO_BIT):
     infos = [wired.infos[key] for key in values]
     runs = encoded_run(infos, [None if v is None else np.array(v, np.float32) for v in values.values()], codec)
     return wired.ask(rank, lambda n: Transfer(n, kind, "push", runs))
@@ -191,7 +191,7 @@ def test_a_slice_of_another_size_is_refused_alone():
     declared(wired, {"a": 3, "b": 5})
     wrong = KeyInfo("a", (4,), DType.FLOAT32, tuple(cut(4, 4, 0, 1, wired.infos["a"].slices[0].number, 1 << 30)))
     runs = encoded_run([wrong, wired.infos["b"]], [np.ones(4, np.float32), np.ones(5, np.float32)])
-    request = wired.ask(0, lambda n: Transfer(n, Kind.PUSH, "push", runs))
+    request = wired.ask(0, lambda n: Transfer(n, RunKind.PUSH, "push", runs))
     wired.settle()
     assert "another size" in str(wired.failed[request])
     assert wired.servers[0].table.blocks.of(wired.infos["b"].slices[0].number)[0].version == 1
@@ -205,7 +205,7 @@ def test_values_come_back_as_halves_and_are_widened(dtype):
     assert wired.infos["a"].pulled_as is dtype
     third = np.full(70_001, 1 / 3, np.float32)
     for rank in range(2):
-        pushed(wired, rank, {"a": third[:3], "b": third}, Kind.PUSH, TopK(1.0))
+        pushed(wired, rank, {"a": third[:3], "b": third}, RunKind.PUSH, TopK(1.0))
     wired.settle()
     expected = REFERENCE.to_float32(REFERENCE.from_float32(third[:1] * 2, dtype), dtype)[0]
     a, b = pulled(wired, 1, "a", "b")

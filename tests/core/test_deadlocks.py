@@ -22,10 +22,10 @@ from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
-    Kind,
     Leave,
     Register,
     RunData,
+    RunKind,
     Transfer,
     make_plan,
 )
@@ -165,14 +165,14 @@ class User:
                 shape, dtype = ((ELEMENTS,),), (DType.FLOAT64,)
                 self._wait_for(lambda number: DeclareKeys(number, 0, "sync", (key,), shape, dtype))
             case "push":
-                self._submit(lambda number: Transfer(number, Kind.PUSH, f"push of {key}", self._runs(key)))
+                self._submit(lambda number: Transfer(number, RunKind.PUSH, f"push of {key}", self._runs(key)))
             case "pull":
                 plan = make_plan([self._infos[key]], 64)
                 result = np.zeros(ELEMENTS)
                 runs = [
                     RunData(run, sinks=[result[piece.start : piece.stop] for piece in run.pieces]) for run in plan.runs
                 ]
-                self._wait_for(lambda number: Transfer(number, Kind.PULL, f"pull of {key}", runs))
+                self._wait_for(lambda number: Transfer(number, RunKind.PULL, f"pull of {key}", runs))
             case "barrier":
                 self._wait_for(lambda number: EnterBarrier(number, 0))
             case "compute":
@@ -186,7 +186,7 @@ class User:
         """The first values, if they are this worker's to give."""
         self._infos[str(info.key)] = info
         if info.giver == self.rank:
-            self._wait_for(lambda number: Transfer(number, Kind.INITIALISE, "init", self._runs(str(info.key))))
+            self._wait_for(lambda number: Transfer(number, RunKind.INITIALISE, "init", self._runs(str(info.key))))
         return info.giver == self.rank
 
     def _runs(self, key: str) -> list[RunData]:

@@ -205,5 +205,5 @@ def test_a_device_whose_memory_is_full_ends_the_server_and_is_no_fault_of_a_push
 def test_tables_of_rows_stay_on_the_host() -> None:
     device = NumpyDevice()
     wired = Wired(2, 1, devices=[device])
-    assert wired.servers[0].tables._kernels is REFERENCE
+    assert wired.servers[0].sparse.kernels is REFERENCE
     assert wired.servers[0].table.kernels.name == arithmetic_on(device, REFERENCE).kernels.name

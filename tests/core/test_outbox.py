@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvdist.core.sharding import cut
 from kvdist.core.worker import outbox as module
-from kvdist.core.worker.outbox import Credit, Outbox, Part, Run
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Kind, RunData, make_plan
+from kvdist.core.worker.outbox import Credit, Outbox, Run, RunPart
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, RunData, RunKind, make_plan
 from kvdist.dtypes import DType
 from kvdist.protocol.arrays import views
 from kvdist.protocol.limits import DEFAULT
@@ -24,7 +24,7 @@ OWN = ((NAN, NAN, NAN),)
 
 def run(
     number: int,
-    kind: Kind = Kind.PUSH,
+    kind: RunKind = RunKind.PUSH,
     size: int = 3,
     priority: int = 0,
     settings: tuple[tuple[float, float, float], ...] = OWN,
@@ -35,7 +35,7 @@ def run(
     """A run of one slice; slice and run have the same number."""
     info = KeyInfo(f"k{number}", (size,), DType.FLOAT32, tuple(cut(size, 4, 0, 1, number, 1 << 30)))
     (plan,) = make_plan([info], 1 << 30).runs
-    payload = None if kind is Kind.PULL else memoryview(np.full(plan.nbytes // 4, number, np.float32).tobytes())
+    payload = None if kind is RunKind.PULL else memoryview(np.full(plan.nbytes // 4, number, np.float32).tobytes())
     if flags is not None and flags & Flag.EMPTY:
         payload = memoryview(b"")
     column = None if flags is None else np.array([flags], np.uint8)
@@ -47,7 +47,7 @@ def run(
 def filled(*runs: Run, window: int = 1 << 20, join: int = 1 << 16, near: bool = False) -> Outbox:
     outbox = Outbox(3, window, join, near)
     for one in runs:
-        outbox.add(Part(one))
+        outbox.add(RunPart(one))
     return outbox
 
 
@@ -79,7 +79,7 @@ def test_small_runs_of_one_kind_leave_in_one_message() -> None:
 
 
 def test_each_kind_becomes_its_own_message() -> None:
-    kinds = [Kind.PUSH, Kind.PULL, Kind.PUSHPULL, Kind.INITIALISE, Kind.REPLACE]
+    kinds = [RunKind.PUSH, RunKind.PULL, RunKind.PUSHPULL, RunKind.INITIALISE, RunKind.REPLACE]
     outbox = filled(*(run(i, kind) for i, kind in enumerate(kinds)))
     messages = []
     while (pair := outbox.take()) is not None:
@@ -96,7 +96,7 @@ def test_higher_priority_leaves_first_then_who_came_first() -> None:
 
 
 def test_priority_decides_between_kinds_too() -> None:
-    assert taken(filled(run(1), run(2, Kind.PULL, priority=1))) == [[2], [1]]
+    assert taken(filled(run(1), run(2, RunKind.PULL, priority=1))) == [[2], [1]]
 
 
 def test_large_slices_travel_together_up_to_a_limit_each_where_it_lies() -> None:
@@ -128,7 +128,7 @@ def sliced(*runs: Run, near: bool = False, slices: int = 2) -> Outbox:
     outbox = filled(near=near)
     outbox.keep_little_flying(slices * ALONE_BYTES_MIN)
     for one in runs:
-        outbox.add(Part(one))
+        outbox.add(RunPart(one))
     return outbox
 
 
@@ -139,8 +139,8 @@ SLICE = ALONE_BYTES_MIN // 4
 def test_what_is_urgent_waits_for_no_more_than_the_window_of_priority_slices() -> None:
     outbox = sliced(*(run(i, size=SLICE) for i in range(6)))
     assert taken(outbox) == [[0], [1]]
-    outbox.add(Part(run(9, size=SLICE, priority=1)))
-    outbox.add(Part(run(8, size=3, priority=2)))
+    outbox.add(RunPart(run(9, size=SLICE, priority=1)))
+    outbox.add(RunPart(run(8, size=3, priority=2)))
     outbox.release(Credit(3, ALONE_BYTES_MIN))
     assert taken(outbox) == [[8]]
     outbox.release(Credit(3, ALONE_BYTES_MIN))
@@ -197,7 +197,7 @@ def test_a_message_larger_than_the_window_leaves_when_nothing_else_is_under_way(
 
 
 def test_a_pull_has_no_bytes_and_asks_for_steps_and_versions() -> None:
-    pair = filled(run(4, Kind.PULL)).take()
+    pair = filled(run(4, RunKind.PULL)).take()
     assert pair is not None and isinstance(pair[0], Pull)
     assert (pair[0].steps.tolist(), pair[0].versions.tolist(), pair[1].nbytes) == ([5], [6], 0)
 
@@ -233,9 +233,9 @@ def test_a_part_of_a_run_takes_only_its_slices_and_their_bytes() -> None:
     settings = ((0.1, 0.0, 1.0), (0.5, 0.0, 1.0))
     data = RunData(plan, payload, (), flags, settings, np.array([0, 1, 0, 1], np.uint8))
     steps = np.arange(4, dtype=np.uint32)
-    whole = Run(7, 1, Kind.PUSH, data, steps, steps, 4)
+    whole = Run(7, 1, RunKind.PUSH, data, steps, steps, 4)
     outbox = Outbox(3, 1 << 20, 1 << 16)
-    outbox.add(Part(whole, [1, 2, 3]))
+    outbox.add(RunPart(whole, [1, 2, 3]))
     pair = outbox.take()
     assert pair is not None and isinstance(pair[0], Push)
     message, credit = pair
@@ -271,7 +271,11 @@ def test_large_runs_that_stay_where_they_are_leave_together_each_as_its_own_fram
 
 
 def test_large_runs_to_a_near_server_leave_together_without_a_copy() -> None:
-    runs = [run(1), *(run(i, Kind.PUSHPULL, size=LARGE + i) for i in range(2, 5)), run(5, Kind.PUSHPULL)]
+    runs = [
+        run(1),
+        *(run(i, RunKind.PUSHPULL, size=LARGE + i) for i in range(2, 5)),
+        run(5, RunKind.PUSHPULL),
+    ]
     outbox = filled(*runs, near=True)
     assert taken(outbox) == [[1], [2, 3, 4, 5]]
     message = one_message(filled(*runs[1:], near=True))
@@ -361,7 +365,7 @@ def test_credits_cannot_be_released_twice() -> None:
             st.booleans(),
             st.booleans(),
             st.integers(-1, 1),
-            st.sampled_from([Kind.PUSH, Kind.PUSHPULL, Kind.PULL]),
+            st.sampled_from([RunKind.PUSH, RunKind.PUSHPULL, RunKind.PULL]),
         ),
         max_size=25,
     ),
@@ -369,10 +373,17 @@ def test_credits_cannot_be_released_twice() -> None:
     st.sampled_from([16, 1 << 16]),
 )
 def test_whatever_is_queued_leaves_once_within_the_window_and_the_credit_is_exact(
-    queue: list[tuple[int, bool, bool, int, Kind]], window: int, join: int
+    queue: list[tuple[int, bool, bool, int, RunKind]], window: int, join: int
 ) -> None:
     runs = [
-        run(i, kind, size, priority, flags=int(Flag.EMPTY) if empty and kind is not Kind.PULL else None, stays=stays)
+        run(
+            i,
+            kind,
+            size,
+            priority,
+            flags=int(Flag.EMPTY) if empty and kind is not RunKind.PULL else None,
+            stays=stays,
+        )
         for i, (size, empty, stays, priority, kind) in enumerate(queue)
     ]
     outbox = filled(*runs, window=window, join=join)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from kvdist.core.sharding import cut
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, SLICES_PER_RUN_MAX, KeyInfo, Kind, make_plan
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, SLICES_PER_RUN_MAX, KeyInfo, RunKind, make_plan
 from kvdist.dtypes import DType
 from kvdist.protocol.messages import Placement
 
@@ -60,5 +60,13 @@ def test_a_key_without_elements_has_a_run_without_bytes() -> None:
 
 
 def test_kinds_say_what_travels_which_way() -> None:
-    assert [kind for kind in Kind if kind.pushes] == [Kind.PUSH, Kind.PUSHPULL, Kind.PUSH_ROWS]
-    assert [kind for kind in Kind if kind.pulls] == [Kind.PULL, Kind.PUSHPULL, Kind.PULL_STATE]
+    assert [kind for kind in RunKind if kind.pushes] == [
+        RunKind.PUSH,
+        RunKind.PUSHPULL,
+        RunKind.PUSH_ROWS,
+    ]
+    assert [kind for kind in RunKind if kind.pulls] == [
+        RunKind.PULL,
+        RunKind.PUSHPULL,
+        RunKind.PULL_STATE,
+    ]

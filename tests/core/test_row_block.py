@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdist.core.server.row_block import obstacle
+from kvdist.core.server.table_rows import obstacle
 from kvdist.dtypes import DType
 from kvdist.initializer import Constant, Normal, Zeros
 from kvdist.kernels.choice import choose

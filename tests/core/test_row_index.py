@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdist.core.server.row_index import RowIndex
-from kvdist.core.server.row_memory import GrowingRows, stretch_of
+from kvdist.core.server.row_storage import GrowingRows, RowIndex, stretch_of
 
 MANY = 300_000
 

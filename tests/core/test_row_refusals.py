@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvdist.config.settings import Limits
 from kvdist.core.machine import Send
-from kvdist.core.server.cuts import Cuts
-from kvdist.core.server.row_tables import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, RowBuffer, RowTables
+from kvdist.core.server.replies import Replies, hints
+from kvdist.core.server.snapshots import Snapshots
+from kvdist.core.server.sparse_table import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, RowBuffer, SparseTables
 from kvdist.core.traffic import Traffic
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, server, worker
@@ -49,12 +50,17 @@ class Fed:
 
     def __init__(self) -> None:
         self.allocated: list[int] = []
-        self.tables = RowTables(Limits(explain_after_s=5.0), REFERENCE, self.allocate, Traffic(), Cuts())
+        self.replies = Replies(Limits(), Traffic())
+        self.tables = SparseTables(REFERENCE, self.allocate, self.replies, Snapshots())
         keys, shapes = ("t", "lazy"), ((10, 2), (1 << 40, 2))
         placement = Placement((0, 2), (Placement.CUT, Placement.CUT), 64)
         self.tables.assign(Assign(1, 0, "sync", keys, shapes, (1, 1), (1, 1), (ROWS, "zeros"), placement), 1, 2)
-        self.tables.roster({0: A, 1: B})
+        self.roster({0: A, 1: B})
         self.say(A, init(rows([5, 9], 1)))
+
+    def roster(self, workers: dict[int, Member]) -> None:
+        self.replies.workers = workers
+        self.tables.roster(workers)
 
     def allocate(self, nbytes: int) -> Any:
         self.allocated.append(nbytes)
@@ -71,8 +77,9 @@ class Fed:
                 self.tables.push(sender, read, now)
             case PullRows():
                 self.tables.pull(sender, read, now)
-        effects: list[Any] = self.tables.take_answers()
+        effects: list[Any] = self.replies.take()
         self.tables.validate()
+        self.replies.validate()
         return effects
 
     def refusals(self, sender: Member, message: Any) -> list[str]:
@@ -83,7 +90,7 @@ class Fed:
 
     def values(self, ids: Sequence[int] = (5, 6, 7, 8, 9), number: int = 1) -> list[float]:
         """First elements of rows, read directly."""
-        block = self.tables.shards[number].block
+        block = self.tables.all[number].rows
         out = np.zeros(2 * len(ids), np.float32)
         block.gather(np.array(ids), out)
         return out[::2].tolist()
@@ -175,15 +182,15 @@ def test_unknown_slices_are_refused_by_number(fed: Fed) -> None:
 
 
 def test_a_pull_too_large_for_a_message_is_refused_before_anything_is_allocated(fed: Fed) -> None:
-    shard = fed.tables.shards[3]
+    table = fed.tables.all[3]
     count = 1 + DEFAULT.payload_bytes_max // 8
     ids = np.arange(1 << 39, (1 << 39) + count)
-    with mock.patch.object(shard.block, "gather", side_effect=AssertionError("nothing is read")):
+    with mock.patch.object(table.rows, "gather", side_effect=AssertionError("nothing is read")):
         fed.tables.pull(A, PullRows(u32(1), u32(3), u32(0), u32(0), Arrays(u8(INT64), u32(count), ids.tobytes())), 0.0)
-    (refused,) = fed.tables.take_answers()
+    (refused,) = fed.replies.take()
     assert isinstance(refused, Send) and isinstance(refused.message, Refused)
     assert f"key 'lazy': {count} rows are too many for one message" in refused.message.reason
-    assert not fed.allocated and not shard.round.pulls
+    assert not fed.allocated and not table.round.pulls
 
 
 def test_a_push_that_is_repeated_counts_once_and_the_first_wins(fed: Fed) -> None:
@@ -194,7 +201,7 @@ def test_a_push_that_is_repeated_counts_once_and_the_first_wins(fed: Fed) -> Non
     assert fed.values() == [5, 0, 0, 0, 0]
     (again,) = fed.say(A, push(rows([6], 100)))
     assert isinstance(again.message, Counted) and again.message.outcomes.tolist() == [Outcome.COUNTED]
-    assert fed.values() == [5, 0, 0, 0, 0] and fed.tables.shards[1].version == 1
+    assert fed.values() == [5, 0, 0, 0, 0] and fed.tables.all[1].round.version == 1
 
 
 def test_a_push_out_of_turn_is_refused(fed: Fed) -> None:
@@ -206,10 +213,10 @@ def test_a_contribution_in_parts_counts_with_the_last_one(fed: Fed) -> None:
     fed.say(B, push(rows([5, 9], 1), run=9))
     for part in (rows([5, 6], 1), rows([], 1), rows([8], 2)):
         assert not fed.say(A, push(part, flags=(MORE,)))
-    assert fed.tables.shards[1].version == 0
+    assert fed.tables.all[1].round.version == 0
     assert len(fed.say(A, push(rows([9], 3)))) == 2
     assert fed.values() == [2, 1, 0, 2, 4]
-    assert not fed.tables.shards[1].arriving
+    assert not fed.tables.all[1].arriving
 
 
 @pytest.mark.parametrize("between", [[], [rows([], 1)]])
@@ -220,7 +227,7 @@ def test_parts_that_do_not_ascend_are_refused_with_all_that_belongs_to_them(fed:
     (said,) = fed.refusals(A, push(rows([7, 8], 1), flags=(MORE,)))
     assert "worker-0" in said and "sent rows that do not ascend of key 't'" in said
     assert fed.refusals(A, push(rows([9], 1))) == ["key 't': an earlier part of the same rows was refused"]
-    assert fed.tables.shards[1].version == 0 and not fed.tables.shards[1].arriving
+    assert fed.tables.all[1].round.version == 0 and not fed.tables.all[1].arriving
     fed.say(A, push(rows([9], 4), run=12))
     assert fed.values() == [1, 0, 0, 0, 4]
 
@@ -240,17 +247,17 @@ def test_parts_of_two_pushes_or_with_and_without_a_gradient_do_not_mix(fed: Fed)
         fed.say(A, push(rows([5], 1), flags=(MORE,)))
         (said,) = fed.refusals(A, odd)
         assert "a part of another push between those of key 't'" in said
-        fed.tables.shards[1].spoilt.clear()
+        fed.tables.all[1].spoilt.clear()
 
 
 def test_first_values_of_which_a_part_is_refused_never_become_the_first_values() -> None:
     fed = Fed()
-    shard = fed.tables.shards[1]
-    shard.has_value = False
+    table = fed.tables.all[1]
+    table.has_value = False
     assert not fed.say(A, init(rows([5], 3), flags=MORE))
     assert "rows must ascend" in fed.refusals(A, init(rows([99], 3), flags=MORE))[0]
     assert fed.refusals(A, init(rows([6], 3))) == ["key 't': an earlier part of the same rows was refused"]
-    assert not shard.has_value
+    assert not table.has_value
     (done,) = fed.say(A, init(rows([5, 6, 7, 8, 9], 2), run=2))
     assert done.message.outcomes.tolist() == [Outcome.INITIALISED] and fed.values() == [2] * 5
 
@@ -258,15 +265,15 @@ def test_first_values_of_which_a_part_is_refused_never_become_the_first_values()
 def test_what_was_arriving_from_a_worker_that_is_gone_is_dropped(fed: Fed) -> None:
     fed.say(A, push(rows([5], 2), run=9))
     fed.say(B, push(rows([5], 1), flags=(MORE,)))
-    fed.tables.roster({0: A})
-    (counted,) = fed.tables.take_answers()
+    fed.roster({0: A})
+    (counted,) = fed.replies.take()
     assert isinstance(counted, Send) and counted.to == A
-    assert fed.values() == [2, 0, 0, 0, 0] and not fed.tables.shards[1].arriving
+    assert fed.values() == [2, 0, 0, 0, 0] and not fed.tables.all[1].arriving
 
 
 def test_an_answer_to_a_worker_that_was_replaced_is_not_sent_and_its_memory_is_free(fed: Fed) -> None:
     fed.tables.pull(Member(worker(1), 99), pull(np.array([5])), 0.0)
-    assert not fed.tables.take_answers()
+    assert not fed.replies.take()
     assert fed.allocated == [BUFFER_UNIT_BYTES]
     fed.say(A, pull(np.array([5])))
     assert fed.allocated == [BUFFER_UNIT_BYTES]
@@ -290,20 +297,21 @@ def test_an_answer_is_leased_until_it_is_acknowledged_and_its_memory_used_again(
 
 def test_only_so_many_buffers_are_kept_and_none_that_somebody_reads(fed: Fed) -> None:
     answers = [fed.say(A, pull(np.array([5])))[0] for _ in range(2 * BUFFERS_KEPT_MAX)]
-    assert len(fed.tables._buffers) == 2 * BUFFERS_KEPT_MAX
+    assert len(fed.tables.buffers.all) == 2 * BUFFERS_KEPT_MAX
     for answer in answers[1:]:
         answer.token[0].leases -= 1  # type: ignore[index]
     ids = np.arange(1 << 39, (1 << 39) + 100_000)  # too large for any of them
     fed.say(A, pull(ids, numbers=(3,)))
-    assert len(fed.tables._buffers) <= BUFFERS_KEPT_MAX + 1
-    assert answers[0].token[0] in fed.tables._buffers  # type: ignore[index]
+    assert len(fed.tables.buffers.all) <= BUFFERS_KEPT_MAX + 1
+    assert answers[0].token[0] in fed.tables.buffers.all  # type: ignore[index]
 
 
 def test_who_pulls_behind_a_push_that_is_still_arriving_is_named_as_who_is_awaited(fed: Fed) -> None:
     fed.say(A, push(rows([5], 1), flags=(MORE,)))
     fed.say(A, pull(np.array([5]), steps=(1,)))
-    assert fed.tables.explain(9.0) == "round 0 of key 't' has waited 9.0 s for worker-0"
-    (hint,) = fed.tables.hints(9.0)
+    (wait,) = fed.tables.waits()
+    assert wait.describe(9.0) == "round 0 of key 't' has waited 9.0 s for worker-0"
+    (hint,) = hints(fed.tables.waits(), 9.0, 5.0)
     assert isinstance(hint, Send) and hint.to == A and hint.message.ranks == (0,)  # type: ignore[union-attr]
 
 
@@ -357,16 +365,15 @@ def test_whatever_is_said_is_answered_or_waits_and_rounds_go_on(
             assert isinstance(answer.message, Refused | Counted | RowValues)
             assert answer.to in (A, B)
             encode(Packet(Stamp(1, 1, 1, Member(server(1), 5), 0, 1, 0, 0), answer.message))
-    fed.tables.hints(99.0)
-    fed.tables.explain(99.0)
+    assert all(wait.describe(99.0) for wait in fed.tables.waits())
     assert all(nbytes == BUFFER_UNIT_BYTES for nbytes in fed.allocated), "nothing is as large as somebody says"
     # Both workers go on as they should, and the next round is what it must be.
-    shard = fed.tables.shards[1]
-    shard.round.slots.clear()
-    shard.arriving.clear()
-    version = shard.version
+    table = fed.tables.all[1]
+    table.round.slots.clear()
+    table.arriving.clear()
+    version = table.round.version
     for member in (A, B):
-        fed.say(member, push(rows([6], 1), run=50, step=shard.counted.get(member.node.rank, 0)))
-    assert shard.version == version + 1
+        fed.say(member, push(rows([6], 1), run=50, step=table.round.counted.get(member.node.rank, 0)))
+    assert table.round.version == version + 1
     if optimizer is None:
         assert fed.values() == [0, 2, 0, 0, 0]

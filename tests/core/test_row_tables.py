@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvdist.config.settings import Limits
-from kvdist.core.server import row_memory
-from kvdist.core.server.row_tables import BUFFERS_KEPT_MAX
-from kvdist.core.worker.requests import DeclareKeys, Kind, Transfer
+from kvdist.core.server import row_storage
+from kvdist.core.server.sparse_table import BUFFERS_KEPT_MAX
+from kvdist.core.worker.requests import DeclareKeys, RunKind, Transfer
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.protocol.messages import ROWS, Flag
@@ -55,8 +55,8 @@ def test_an_optimizer_changes_only_the_rows_that_somebody_pushed(wired: Tables) 
     wired.push_rows(1, {0: 10, 3: 100})
     wired.settle()
     assert wired.now_there() == [27, 5, 5, 205, 5, 5]
-    (shard,) = wired.servers[0].tables.shards.values()
-    assert shard.block.rows_touched == 2
+    (table,) = wired.servers[0].sparse.all.values()
+    assert table.rows.rows_touched == 2
 
 
 def test_no_rows_and_no_gradient_both_count_but_only_rows_make_a_sum(wired: Tables) -> None:
@@ -72,8 +72,8 @@ def test_no_rows_and_no_gradient_both_count_but_only_rows_make_a_sum(wired: Tabl
         wired.push_rows(rank, None)
     wired.settle()
     assert wired.now_there() == [0, 0, 7, 0, 0, 0]
-    (shard,) = wired.servers[0].tables.shards.values()
-    assert shard.version == 4 and shard.counted == {0: 4, 1: 4}
+    (table,) = wired.servers[0].sparse.all.values()
+    assert table.round.version == 4 and table.round.counted == {0: 4, 1: 4}
 
 
 def test_rows_may_be_pushed_and_pulled_before_the_first_values(wired: Tables) -> None:
@@ -112,7 +112,7 @@ def test_each_server_keeps_its_rows_and_every_server_gets_a_contribution(cut: Ta
         cut.settle()
         assert set(requests) <= cut.completed.keys()
     assert [cut.now_there(rank=rank) for rank in (0, 1)] == [[2, 2, 0, 0, 0, 13]] * 2
-    assert all(shard.version == 3 for server in cut.servers for shard in server.tables.shards.values())
+    assert all(table.round.version == 3 for server in cut.servers for table in server.sparse.all.values())
 
 
 def test_more_servers_than_rows_leave_some_without(cut: Tables) -> None:
@@ -213,11 +213,11 @@ def test_a_worker_that_leaves_is_counted_once_more_and_waits_for_nothing(wired: 
     wired.push_rows(1, {0: 1})
     wired.pull_rows(1)
     wired.settle()
-    (shard,) = wired.servers[0].tables.shards.values()
-    assert len(shard.round.pulls) == 1
+    (table,) = wired.servers[0].sparse.all.values()
+    assert len(table.round.pulls) == 1
     wired.leave(1)
     wired.advance(0.1)
-    assert not shard.round.pulls
+    assert not table.round.pulls
     for gift, expected in ((10, 11), (7, 7)):
         wired.push_rows(0, {0: gift})
         wired.settle()
@@ -238,10 +238,10 @@ def test_a_worker_leaves_when_all_parts_of_its_push_have_arrived() -> None:
     wired.table()
     wired.push_rows(1, dict.fromkeys(range(6), 4))
     wired.leave(1)
-    (shard,) = wired.servers[0].tables.shards.values()
+    (table,) = wired.servers[0].sparse.all.values()
     wired.settle()
     wired.advance(1.0)
-    assert "worker-1" in wired.stopped and not shard.arriving
+    assert "worker-1" in wired.stopped and not table.arriving
     wired.push_rows(0, {0: 1})
     wired.settle()
     assert wired.now_there() == [5, 4, 4, 4, 4, 4]
@@ -267,7 +267,7 @@ def test_small_pushes_of_several_tables_share_a_message(wired: Tables) -> None:
     infos = [wired.table(key) for key in "abc"]
     wired.log.clear()
     runs = [push_runs(info, np.array([0]), np.ones((1, 2), np.float32), 1)[0][0] for info in infos]
-    wired.ask(0, lambda number: Transfer(number, Kind.PUSH_ROWS, "push of three", runs))
+    wired.ask(0, lambda number: Transfer(number, RunKind.PUSH_ROWS, "push of three", runs))
     wired.push_rows(1, {2: 5}, "b")
     for key in "ac":
         wired.push_rows(1, None, key)
@@ -285,7 +285,7 @@ def test_settings_of_pushes_that_share_a_message_stay_apart(wired: Tables) -> No
         for info, lr in zip(infos, (1.0, 0.25), strict=True):
             ones = np.ones((1, 2), np.float32)
             runs += push_runs(info, np.array([0]), ones, 1, settings=((lr, 0.0, 1.0),))[0]
-        wired.ask(rank, lambda number, runs=runs: Transfer(number, Kind.PUSH_ROWS, "push of two", runs))
+        wired.ask(rank, lambda number, runs=runs: Transfer(number, RunKind.PUSH_ROWS, "push of two", runs))
     wired.settle()
     assert (wired.now_there("a")[0], wired.now_there("b")[0]) == (-1, 0.5)
 
@@ -312,7 +312,7 @@ def test_pulls_of_small_runs_share_a_message(wired: Tables) -> None:
     outs = [np.zeros((2, 2), np.float32) for _ in infos]
     ids = np.array([1, 4])
     runs = [run for info, out in zip(infos, outs, strict=True) for run in pull_runs(info, ids, out, 1)]
-    request = wired.ask(0, lambda number: Transfer(number, Kind.PULL_ROWS, "pull of two", runs))
+    request = wired.ask(0, lambda number: Transfer(number, RunKind.PULL_ROWS, "pull of two", runs))
     wired.settle()
     assert request in wired.completed and all((out == 1).all() for out in outs)
     assert sum("worker-0 -> server-0: PullRows" in line for line in wired.log) == 1
@@ -354,7 +354,7 @@ def test_those_who_wait_for_first_values_are_told_who_has_them(wired: Tables) ->
 
 def test_a_table_for_which_a_server_has_no_memory_is_refused_to_all_and_the_arrays_beside_it_are_there() -> None:
     wired = Tables(2, 2, bigarray_bound=4)
-    with mock.patch.object(row_memory.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")):
+    with mock.patch.object(row_storage.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")):
         for rank in (0, 1):
             columns = (("w", "t"), ((3,), (6, 2)), (DType.FLOAT32,) * 2)
             wired.ask(rank, lambda number, c=columns: DeclareKeys(number, 0, "sync", *c, forms=("", ROWS)))
@@ -380,7 +380,7 @@ def test_a_round_for_whose_rows_there_is_no_memory_is_refused_to_all_and_changes
         wired.set_optimizer(rank, "test")
     wired.table(shape=(1000, 2), form="constant(1)")
     rows = dict.fromkeys(range(500), 1)
-    with mock.patch.object(row_memory.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")):
+    with mock.patch.object(row_storage.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")):
         requests = [wired.push_rows(rank, rows) for rank in (0, 1)]
         wired.settle()
     assert all("key 't': there is no memory for" in str(wired.failed[request]) for request in requests)
@@ -393,7 +393,7 @@ def test_a_round_for_whose_rows_there_is_no_memory_is_refused_to_all_and_changes
 
 def test_a_pull_for_whose_answer_there_is_no_memory_is_refused_and_the_next_one_is_answered(wired: Tables) -> None:
     wired.table(form="constant(5)")
-    with mock.patch.object(wired.servers[0].tables, "_allocate", side_effect=MemoryError):
+    with mock.patch.object(wired.servers[0].sparse.buffers, "allocate", side_effect=MemoryError):
         request = wired.pull_rows(0)
         wired.settle()
     assert "key 't': server-0 has no memory for an answer of 6 rows: pull fewer" in str(wired.failed[request])
@@ -420,13 +420,13 @@ def test_a_table_that_workers_declare_otherwise_is_refused_to_all_naming_who_sai
 
 def test_of_the_buffers_of_many_answers_at_once_few_are_kept(wired: Tables) -> None:
     wired.table()
-    tables = wired.servers[0].tables
+    tables = wired.servers[0].sparse
     for rank in (0, 1):
         for _ in range(BUFFERS_KEPT_MAX):
             wired.pull_rows(rank)
     wired.settle()
-    most = len(tables._buffers)
+    most = len(tables.buffers.all)
     for rank in (0, 1, 0, 1):
         wired.pull_rows(rank)
         wired.settle()
-    assert most == 2 * BUFFERS_KEPT_MAX and len(tables._buffers) == BUFFERS_KEPT_MAX
+    assert most == 2 * BUFFERS_KEPT_MAX and len(tables.buffers.all) == BUFFERS_KEPT_MAX

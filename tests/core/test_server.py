@@ -336,7 +336,7 @@ def test_large_values_of_one_message_are_bounded_in_bytes_too(monkeypatch: pytes
     if host == "127.0.0.1":
         monkeypatch.setattr(answers, "TOGETHER_BYTES_MAX", 32)
     else:
-        wired.servers[0].table.limits = Limits(slice_bytes=32)
+        wired.servers[0].replies.limits = Limits(slice_bytes=32)
     read = wired.pull(0, *range(5), 9, 10)
     wired.deliver()
     sizes = [

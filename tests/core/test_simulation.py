@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import ModuleType
@@ -13,21 +13,17 @@ from unittest import mock
 
 import pytest
 
-from kvdist.core.host_sum import HostRound, HostSum
+from kvdist.core.host_aggregation import HostRound, HostRounds
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import PullRequest, Round, Verdict
 from kvdist.core.scheduler.checkpoints import SaveUnderWay
-from kvdist.core.server import cuts
+from kvdist.core.server import snapshots
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
-from kvdist.core.server.cuts import Cut, Cuts
-from kvdist.core.server.keeping import Kept
-from kvdist.core.server.restoring import Restoring
-from kvdist.core.server.row_shard import RowContribution, RowPull, RowShard
-from kvdist.core.server.row_tables import RowBuffer, RowTables
-from kvdist.core.slices import SliceTable
-from kvdist.core.worker.outbox import Part
-from kvdist.core.worker.transfers import LEADER, Transfers
+from kvdist.core.server.snapshots import Restoring, Snapshot, Snapshots
+from kvdist.core.server.sparse_table import RowBuffer, RowBuffers, RowContribution, RowPull, SparseTable
+from kvdist.core.worker.outbox import RunPart
+from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, Role
 from kvdist.optimizer.base import Piece
@@ -270,12 +266,12 @@ def restores_the_state_alone(self: DeviceUpdater, index: Any, state: SliceState 
     self._updater.restore(index, None if state is None else on_device(state, self._device))
 
 
-def forgets_the_line(self: SliceTable, run: Any) -> Part:
+def forgets_the_line(self: SliceTable, run: Any) -> RunPart:
     ORIGINAL_ENTER(self, run)
-    return Part(run)
+    return RunPart(run)
 
 
-def hands_back_what_it_forwards(self: HostSum, host_round: HostRound) -> None:
+def hands_back_what_it_forwards(self: HostRounds, host_round: HostRound) -> None:
     ORIGINAL_COMPLETE(self, host_round)
     for share in host_round.shares.values():
         self._return(host_round.number, share)
@@ -286,9 +282,9 @@ def says_nothing_again(self: Transfers) -> None:
     self._outboxes[LEADER].forget()
 
 
-def leases_nothing(self: Cuts, cut: Cut, some: Sequence[Kept]) -> None:
+def leases_nothing(self: Snapshots, cut: Snapshot, numbers: Sequence[int]) -> None:
     """What is being saved may be written again."""
-    ORIGINAL_TAKE(self, cut, some)
+    ORIGINAL_TAKE(self, cut, numbers)
     taken = dict(cut.taken)
     cut.release()
     cut.taken = taken
@@ -298,14 +294,14 @@ def copies_nothing(self: SliceState) -> SliceState:
     return self
 
 
-def waits_for_all_marks(kept: Kept, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+def waits_for_all_marks(round_: Round[Any, Any], marks: Any, workers: Any, is_exact: bool) -> bool:
     """The moment has passed by then, if anybody runs ahead."""
-    return ORIGINAL_IS_DUE(kept, marks, workers, False)
+    return ORIGINAL_IS_DUE(round_, marks, workers, False)
 
 
-def waits_for_one_mark(kept: Kept, marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+def waits_for_one_mark(round_: Round[Any, Any], marks: Any, workers: Any, is_exact: bool) -> bool:
     """An asynchronous store is saved without what others have pushed."""
-    return ORIGINAL_IS_DUE(kept, marks, workers, True)
+    return ORIGINAL_IS_DUE(round_, marks, workers, True)
 
 
 def takes_over_a_half(self: Restoring, message: Any) -> Any:
@@ -321,7 +317,7 @@ def is_complete_without_servers(self: SaveUnderWay) -> bool:
     return bool(self.saves) and all(node.role is not Role.WORKER for node in self.agreement.missing())
 
 
-def counts_messages_of_rows(self: RowShard, contribution: RowContribution, more: bool, now: float) -> Verdict:
+def counts_messages_of_rows(self: SparseTable, contribution: RowContribution, more: bool, now: float) -> Verdict:
     """Each part of a contribution takes the next free slot."""
     slot = contribution.member.node.rank
     while slot in self.round.slots:
@@ -330,13 +326,13 @@ def counts_messages_of_rows(self: RowShard, contribution: RowContribution, more:
     return Verdict.ACCEPTED
 
 
-def takes_the_last_part(self: RowShard, contribution: RowContribution, more: bool, now: float) -> Verdict:
+def takes_the_last_part(self: SparseTable, contribution: RowContribution, more: bool, now: float) -> Verdict:
     self.arriving.pop(contribution.member.node.rank, None)
     return ORIGINAL_OFFER(self, contribution, more, now)
 
 
-def writes_into_leased_answers(self: RowTables, nbytes: int) -> RowBuffer:
-    for buffer in self._buffers:
+def writes_into_leased_answers(self: RowBuffers, nbytes: int) -> RowBuffer:
+    for buffer in self.all:
         if len(buffer.memory) >= nbytes:
             return buffer
     return ORIGINAL_BUFFER(self, nbytes)
@@ -348,17 +344,17 @@ def leaves_out_servers_without_rows(*arguments: Any, **options: Any) -> Any:
     return [run for run in runs if any(chunk.rows for chunk in run.chunks)] or runs[:1], memory
 
 
-def answers_pulls_with_the_present(self: RowShard) -> list[RowPull]:
+def answers_at_once(self: SparseTable) -> list[RowPull]:
     """What waits for first values is answered without them."""
     pulls, self.round.pulls = self.round.pulls, []
     return pulls
 
 
-ORIGINAL_OFFER = RowShard.offer
-ORIGINAL_BUFFER = RowTables._buffer
-ORIGINAL_COMPLETE = HostSum._complete
-ORIGINAL_TAKE = Cuts._take
-ORIGINAL_IS_DUE = cuts._is_due
+ORIGINAL_OFFER = SparseTable.offer
+ORIGINAL_BUFFER = RowBuffers.take
+ORIGINAL_COMPLETE = HostRounds._complete
+ORIGINAL_TAKE = Snapshots._take
+ORIGINAL_IS_DUE = snapshots._is_due
 ORIGINAL_END = Restoring.end
 ORIGINAL_SEQUENCE = Reliable._sequence
 ORIGINAL_ACKNOWLEDGE = Reliable._acknowledge
@@ -384,18 +380,21 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "held buffers are written": ("async", [(Block, "hold", holds_nothing)]),
     "held buffers are written before their successor is there": ("async storm", [(Block, "hold", lets_go_too_early)]),
     "a pull does not wait for its own pushes": ("calm", [(Round, "satisfies", forgets_the_step)]),
-    "what was forwarded is handed back": ("one host", [(HostSum, "_complete", hands_back_what_it_forwards)]),
+    "what was forwarded is handed back": ("one host", [(HostRounds, "_complete", hands_back_what_it_forwards)]),
     "followers do not push again when the leader has left": (
         "leader leaves one host",
-        [(Transfers, "take_back", says_nothing_again)],
+        [(Transfers, "reclaim", says_nothing_again)],
     ),
-    "what is being saved is written": ("checkpoints", [(Cuts, "_take", leases_nothing)]),
+    "what is being saved is written": ("checkpoints", [(Snapshots, "_take", leases_nothing)]),
     "states are saved that go on changing": ("checkpoints", [(SliceState, "copy", copies_nothing)]),
     "the moment of a checkpoint passes by": (
         "checkpoints of hosts in a storm",
-        [(cuts, "_is_due", waits_for_all_marks)],
+        [(snapshots, "_is_due", waits_for_all_marks)],
     ),
-    "some pushes before a checkpoint are not in it": ("async checkpoints", [(cuts, "_is_due", waits_for_one_mark)]),
+    "some pushes before a checkpoint are not in it": (
+        "async checkpoints",
+        [(snapshots, "_is_due", waits_for_one_mark)],
+    ),
     "a checkpoint does not wait for servers": (
         "checkpoints",
         [(SaveUnderWay, "is_complete", property(is_complete_without_servers))],
@@ -411,11 +410,14 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "two pushes of a slice are under way": ("calm", [(SliceTable, "enter", forgets_the_line)]),
     "two pushes of rows are under way": ("rows", [(SliceTable, "enter", forgets_the_line)]),
-    "a round counts messages of rows": ("rows updated", [(RowShard, "offer", counts_messages_of_rows)]),
-    "only the last part of a contribution counts": ("rows updated", [(RowShard, "offer", takes_the_last_part)]),
+    "a round counts messages of rows": ("rows updated", [(SparseTable, "offer", counts_messages_of_rows)]),
+    "only the last part of a contribution counts": ("rows updated", [(SparseTable, "offer", takes_the_last_part)]),
     "a pull of rows does not wait for its own pushes": ("rows", [(Round, "satisfies", forgets_the_step)]),
-    "a pull of rows waits for nothing": ("rows", [(RowShard, "take_satisfied_pulls", answers_pulls_with_the_present)]),
-    "leased answers are written": ("rows async", [(RowTables, "_buffer", writes_into_leased_answers)]),
+    "a pull of rows waits for nothing": (
+        "rows",
+        [(SparseTable, "take_satisfied_pulls", answers_at_once)],
+    ),
+    "leased answers are written": ("rows async", [(RowBuffers, "take", writes_into_leased_answers)]),
     "servers without rows get no contribution": (
         "rows",
         [(row_workload, "push_runs", leaves_out_servers_without_rows)],

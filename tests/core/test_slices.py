@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from kvdist.core.slices import SliceTable
-from kvdist.core.worker.outbox import Part, Run
-from kvdist.core.worker.requests import Kind, RunData, RunPlan
+from kvdist.core.worker.outbox import Run, RunPart
+from kvdist.core.worker.requests import RunData, RunKind, RunPlan
+from kvdist.core.worker.transfers import SliceTable
 
 
 def run(number: int, *ids: int) -> Run:
@@ -17,7 +17,7 @@ def run(number: int, *ids: int) -> Run:
     positions = {number: i for i, number in enumerate(ids)}
     plan = RunPlan(0, column, column, column.astype(np.uint8), (), 0, positions, np.zeros(len(ids), np.intp))
     data = RunData(plan, None, (), None, ((math.nan,) * 3,))
-    return Run(number, number, Kind.PUSH, data, column, column, len(ids))
+    return Run(number, number, RunKind.PUSH, data, column, column, len(ids))
 
 
 def ids(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
@@ -46,7 +46,7 @@ def test_steps_count_the_pushes_of_each_slice(table: SliceTable) -> None:
     assert second.steps.tolist() == [1, 0]
 
 
-def left(*parts: Part | None) -> list[tuple[int, list[int]]]:
+def left(*parts: RunPart | None) -> list[tuple[int, list[int]]]:
     """What may leave: (run, slices)."""
     return [(part.run.number, part.ids.tolist()) for part in parts if part is not None]
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from kvdist.core.scheduler.keybook import Entry
 
 from kvdist.config.settings import Limits
+from kvdist.core.scheduler.keys import DeclaredKey
 from kvdist.core.sharding import Keep, Placer, cut
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, OptimizerMismatch, PushRefused
@@ -203,7 +203,7 @@ def test_what_must_stay_whole_goes_to_the_emptiest_server_however_large() -> Non
 
 
 @pytest.mark.parametrize(
-    ("home", "shape", "keep", "torn"),
+    ("home", "shape", "keep", "split"),
     [
         (0, (100,), Keep.WHOLE, False),
         (Placement.CUT, (100,), Keep.WHOLE, True),
@@ -216,9 +216,9 @@ def test_what_must_stay_whole_goes_to_the_emptiest_server_however_large() -> Non
         (0, (5, 2000), Keep.ROWS, True),
     ],
 )
-def test_a_key_knows_whether_it_has_been_torn(home: int, shape: tuple[int, ...], keep: Keep, torn: bool) -> None:
-    entry = Entry("w", shape, DType.FLOAT32, Member(worker(0), 1), home=home, first_slice=0)
-    assert entry.is_torn(keep, 2, 4096) is torn
+def test_a_key_knows_whether_it_is_split(home: int, shape: tuple[int, ...], keep: Keep, split: bool) -> None:
+    key = DeclaredKey("w", shape, DType.FLOAT32, Member(worker(0), 1), DType.FLOAT32, "", home=home, first_slice=0)
+    assert key.is_split(keep, 2, 4096) is split
 
 
 def test_a_rule_that_needs_the_whole_may_come_after_pushes_in_which_slices_travelled_with_others() -> None:

@@ -9,7 +9,7 @@ from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import ACK_BYTES_MAX, PeerConnected, PeerDisconnected
 from kvdist.core.worker.outbox import FAR_BYTES_MAX
-from kvdist.core.worker.requests import Kind, Register, RunData, Transfer, make_plan
+from kvdist.core.worker.requests import Register, RunData, RunKind, Transfer, make_plan
 from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
 from tests.core.wired import Wired
 
@@ -77,14 +77,14 @@ def test_a_second_push_of_a_key_stays_until_the_first_is_counted(wired: Wired) -
 
 
 def test_a_transfer_of_nothing_is_finished_at_once(wired: Wired) -> None:
-    wired.submit(0, [Transfer(900, Kind.PULL, "pull of nothing", [], 0)])
+    wired.submit(0, [Transfer(900, RunKind.PULL, "pull of nothing", [], 0)])
     assert 900 in wired.completed
     assert wired.workers[0].waiting_since is None
 
 
 def test_pulls_that_were_asked_for_together_leave_in_one_message(wired: Wired) -> None:
     runs = [RunData(plan, sinks=[np.empty(3, np.float32)]) for plan in make_plan([wired.infos["w"]], 1024).runs]
-    wired.submit(0, [Transfer(number, Kind.PULL, "pull", runs) for number in (900, 901)])
+    wired.submit(0, [Transfer(number, RunKind.PULL, "pull", runs) for number in (900, 901)])
     wired.settle()
     assert {900, 901} <= wired.completed.keys()
     assert said_by(wired, "worker-0", "Pull") == said_by(wired, "server-0", "Values") == 1

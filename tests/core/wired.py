@@ -21,6 +21,7 @@ from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.snapshot import EVERYTHING, DiskTask
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.commands import Handler
+from kvdist.core.host_aggregation import HostAggregation
 from kvdist.core.joining import Introduction
 from kvdist.core.machine import (
     Bind,
@@ -44,12 +45,12 @@ from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
-    Kind,
     Leave,
     LoadStore,
     Register,
     Request,
     RunData,
+    RunKind,
     RunPlan,
     SaveStore,
     SetStoreOptimizer,
@@ -289,23 +290,23 @@ class Wired:
 
     def give(self, rank: int, values: Mapping[int | str, Sequence[float]]) -> int:
         """Send first values."""
-        return self._transfer(rank, Kind.INITIALISE, values)
+        return self._transfer(rank, RunKind.INITIALISE, values)
 
     def replace(self, values: Mapping[int | str, Sequence[float]]) -> int:
         """Send new values in place of the present ones, as worker 0 does."""
-        return self._transfer(0, Kind.REPLACE, values)
+        return self._transfer(0, RunKind.REPLACE, values)
 
     def push(self, rank: int, values: Mapping[int | str, Sequence[float] | None], **options: Any) -> int:
         """Contribute; None is an empty contribution."""
-        return self._transfer(rank, Kind.PUSH, values, **options)
+        return self._transfer(rank, RunKind.PUSH, values, **options)
 
     def pushpull(self, rank: int, values: Mapping[int | str, Sequence[float] | None], **options: Any) -> int:
         """Contribute and read."""
-        return self._transfer(rank, Kind.PUSHPULL, values, **options)
+        return self._transfer(rank, RunKind.PUSHPULL, values, **options)
 
     def pull(self, rank: int, *keys: int | str, key_by_key: bool = False) -> int:
         """Read."""
-        return self._transfer(rank, Kind.PULL, dict.fromkeys(keys), key_by_key=key_by_key)
+        return self._transfer(rank, RunKind.PULL, dict.fromkeys(keys), key_by_key=key_by_key)
 
     def barrier(self, rank: int, timeout_s: float | None = None, statement: str = "") -> int:
         """Arrive at a barrier."""
@@ -373,7 +374,7 @@ class Wired:
 
     def _worker(self, rank: int, num_workers: int, num_servers: int) -> Worker:
         introduction = self._introduction(Role.WORKER, rank, num_workers, num_servers)
-        machine = Worker(introduction, self.limits, 0.0, self.local_reduce)
+        machine = Worker(introduction, self.limits, 0.0, HostAggregation(self.local_reduce, self.limits))
         self.processes[f"worker-{rank}"] = Reliable(machine, JOB)
         return machine
 
@@ -393,7 +394,7 @@ class Wired:
     def _transfer(
         self,
         rank: int,
-        kind: Kind,
+        kind: RunKind,
         values: Mapping[int | str, Sequence[float] | None],
         priority: int = 0,
         setting: tuple[float, float, float] = SERVER_DECIDES,
@@ -408,7 +409,7 @@ class Wired:
         for run in plan.runs:
             flags = [flag if arrays[i] is not None else flag | Flag.EMPTY for i in run.key_of]
             sinks = [results[infos[piece.index].key][piece.start : piece.stop] for piece in run.pieces]
-            payload = None if kind is Kind.PULL else memoryview(_payload(run, arrays))
+            payload = None if kind is RunKind.PULL else memoryview(_payload(run, arrays))
             runs.append(RunData(run, payload, sinks, np.array(flags, np.uint8), (setting,)))
         label = f"{kind.value} of key {', '.join(map(repr, values))}"
         request = self.ask(rank, lambda number: Transfer(number, kind, label, runs, priority, key_by_key))

@@ -27,11 +27,11 @@ from kvdist.core.worker.requests import (
     Encoded,
     EnterBarrier,
     KeyInfo,
-    Kind,
     Leave,
     LoadStore,
     Register,
     RunData,
+    RunKind,
     RunPlan,
     SaveStore,
     SetStoreOptimizer,
@@ -324,7 +324,7 @@ class User:
     def _initialise(self) -> Future[Any]:
         plan = make_plan(list(self.infos.values()), 64)
         runs = [RunData(run, memoryview(_payload(run, plan.keys, self.oracle.firsts))) for run in plan.runs]
-        return self._ask(lambda number: Transfer(number, Kind.INITIALISE, "init", runs))
+        return self._ask(lambda number: Transfer(number, RunKind.INITIALISE, "init", runs))
 
     def _take_turn(self, turn: int) -> Program:
         names = [key.name for key in KEYS]
@@ -406,7 +406,7 @@ class User:
         ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}
         runs = [RunData(run, memoryview(_payload(run, plan.keys, ones)), settings=SERVER_DECIDES) for run in plan.runs]
         runs = [replace(run, flags=np.zeros(len(run.plan.ids), np.uint8)) for run in runs]
-        yield [self._ask(lambda number: Transfer(number, Kind.PUSH, "encore", runs))]
+        yield [self._ask(lambda number: Transfer(number, RunKind.PUSH, "encore", runs))]
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
         momenta = self.shelf.gathered(folder, "momentum") if self.job.optimizer == "momentum" else {}
         after = {key.name: self.oracle.encore(key, weights[key.name], momenta.get(key.name)) for key in KEYS}
@@ -467,7 +467,7 @@ class User:
             if pull:
                 self._check(reading)
 
-        kind = Kind.PUSHPULL if pull else Kind.PUSH
+        kind = RunKind.PUSHPULL if pull else RunKind.PUSH
         priority = self.random.randint(-2, 2)
         return self._ask(lambda number: Transfer(number, kind, kind.value, runs, priority), finish)
 
@@ -487,7 +487,9 @@ class User:
         futures: list[Future[Any]] = [Future() for _ in infos]
         self.asked += futures
         answer = KeyByKey(reading, futures, self._check)
-        self.node.submit_for(answer, lambda number: Transfer(number, Kind.PULL, "pull of each", runs, key_by_key=True))
+        self.node.submit_for(
+            answer, lambda number: Transfer(number, RunKind.PULL, "pull of each", runs, key_by_key=True)
+        )
         return dict(zip(names, futures, strict=True))
 
     def _read(self, names: list[int | str], is_checked: bool = True) -> tuple[Reading, Future[Any]]:
@@ -496,7 +498,7 @@ class User:
         runs = [RunData(run, sinks=_sinks(run, reading.results)) for run in make_plan(infos, 64).runs]
         priority = self.random.randint(-2, 2)
         future = self._ask(
-            lambda number: Transfer(number, Kind.PULL, "pull", runs, priority),
+            lambda number: Transfer(number, RunKind.PULL, "pull", runs, priority),
             lambda: self._check(reading) if is_checked else None,
         )
         return reading, future

@@ -17,6 +17,7 @@ import pytest
 from kvdist.config.endpoints import tcp_endpoint
 from kvdist.config.settings import ClusterConfig
 from kvdist.config.sockets import scheduler_endpoint
+from kvdist.core.host_aggregation import HostAggregation
 from kvdist.core.policy import SYNC
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
@@ -69,7 +70,7 @@ class Job:
         machines = [node.machine for node in self.servers]
         found = [cluster.traffic for cluster in self.clusters]
         found += [cluster.node.machine.traffic for cluster in self.clusters if isinstance(cluster.node.machine, Worker)]
-        found += [machine.table.traffic for machine in machines if isinstance(machine, Server)]
+        found += [machine.traffic for machine in machines if isinstance(machine, Server)]
         return Traffic(*(sum(getattr(one, name) for one in found) for name in Traffic.__dataclass_fields__))
 
     def carried(self) -> int:
@@ -88,10 +89,11 @@ def node_of(config: ClusterConfig) -> tuple[Node, object]:
     is_dialled = config.role is Role.SERVER or config.local_reduce == "on"
     endpoint = transport.bind(tcp_endpoint(HOST, 0)) if is_dialled else ""
     introduced = introduction(config, endpoint, scheduler_endpoint(config))
+    aggregation = HostAggregation(config.local_reduce, config.limits, memory.allocate)
     machine: Server | Worker = (
         Server(introduced, config.limits, REFERENCE, now, memory.allocate)
         if config.role is Role.SERVER
-        else Worker(introduced, config.limits, now, config.local_reduce, memory.allocate)
+        else Worker(introduced, config.limits, now, aggregation)
     )
     return Node(machine, transport, config.job_tag, 10.0), memory
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvdist.core.sharding import cut
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import KeyInfo, Kind, Transfer, make_plan
+from kvdist.core.worker.requests import KeyInfo, RunKind, Transfer, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import coalescing
@@ -35,7 +35,7 @@ class Left:
     growing: Growing
     transfer: Transfer | None = None
 
-    def made(self) -> tuple[Kind, list[int | str]]:
+    def made(self) -> tuple[RunKind, list[int | str]]:
         """What it is, once it is made."""
         if self.transfer is None:
             self.transfer = self.make(1)
@@ -76,7 +76,7 @@ class Store:
         out = np.zeros(3, np.float32)
         return [self.gatherings.pull(KEYS[key], out, finish, priority) for key in keys]
 
-    def made(self) -> list[tuple[Kind, list[int | str]]]:
+    def made(self) -> list[tuple[RunKind, list[int | str]]]:
         return [left.made() for left in self.left]
 
 
@@ -91,14 +91,14 @@ def store() -> Store:
 def test_a_loop_of_pushes_and_one_of_pulls_are_two_requests(store: Store) -> None:
     store.push(2, 0, 1)
     store.pull(1, 0, 2)
-    assert store.made() == [(Kind.PUSH, [2, 0, 1]), (Kind.PULL, [1, 0, 2])]
+    assert store.made() == [(RunKind.PUSH, [2, 0, 1]), (RunKind.PULL, [1, 0, 2])]
 
 
 def test_a_loop_that_pushes_and_pulls_each_key_is_two_requests_too(store: Store) -> None:
     for key in range(4):
         store.push(key)
         store.pull(key)
-    assert store.made() == [(Kind.PUSH, [0, 1, 2, 3]), (Kind.PULL, [0, 1, 2, 3])]
+    assert store.made() == [(RunKind.PUSH, [0, 1, 2, 3]), (RunKind.PULL, [0, 1, 2, 3])]
 
 
 def test_a_push_of_a_key_that_was_pulled_comes_behind_that_pull(store: Store) -> None:
@@ -106,14 +106,25 @@ def test_a_push_of_a_key_that_was_pulled_comes_behind_that_pull(store: Store) ->
     store.pull(0, 1)
     store.push(1)
     store.pull(1)
-    assert store.made() == [(Kind.PUSH, [0]), (Kind.PULL, [0, 1]), (Kind.PUSH, [1]), (Kind.PULL, [1])]
+    assert store.made() == [
+        (RunKind.PUSH, [0]),
+        (RunKind.PULL, [0, 1]),
+        (RunKind.PUSH, [1]),
+        (RunKind.PULL, [1]),
+    ]
 
 
 def test_a_key_that_comes_again_begins_another_request(store: Store) -> None:
     store.push(0, 1, 0)
     store.pull(3, 3)
     store.push(2)
-    assert store.made() == [(Kind.PUSH, [0, 1]), (Kind.PUSH, [0]), (Kind.PULL, [3]), (Kind.PULL, [3]), (Kind.PUSH, [2])]
+    assert store.made() == [
+        (RunKind.PUSH, [0, 1]),
+        (RunKind.PUSH, [0]),
+        (RunKind.PULL, [3]),
+        (RunKind.PULL, [3]),
+        (RunKind.PUSH, [2]),
+    ]
 
 
 def test_what_another_request_has_closed_or_the_node_has_taken_takes_in_nothing(store: Store) -> None:
@@ -126,14 +137,19 @@ def test_what_another_request_has_closed_or_the_node_has_taken_takes_in_nothing(
     store.pull(4)
     store.left[-1].made()
     store.pull(5)
-    assert store.made()[2:] == [(Kind.PUSH, [2]), (Kind.PUSH, [3]), (Kind.PULL, [4]), (Kind.PULL, [5])]
+    assert store.made()[2:] == [
+        (RunKind.PUSH, [2]),
+        (RunKind.PUSH, [3]),
+        (RunKind.PULL, [4]),
+        (RunKind.PULL, [5]),
+    ]
 
 
 def test_pushes_that_count_differently_do_not_mix(store: Store) -> None:
     store.push(0)
     store.push(1, options=PushOptions(average=False, samples=0))
     store.push(2, options=PushOptions(average=True, samples=8))
-    assert store.made() == [(Kind.PUSH, [0, 1]), (Kind.PUSH, [2])]
+    assert store.made() == [(RunKind.PUSH, [0, 1]), (RunKind.PUSH, [2])]
 
 
 def test_a_request_has_the_highest_priority_of_its_calls(store: Store) -> None:
@@ -146,7 +162,7 @@ def test_a_request_has_the_highest_priority_of_its_calls(store: Store) -> None:
 def test_a_request_does_not_grow_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coalescing, "BATCH_CALLS_MAX", 3)
     store.push(*range(5))
-    assert store.made() == [(Kind.PUSH, [0, 1, 2]), (Kind.PUSH, [3, 4])]
+    assert store.made() == [(RunKind.PUSH, [0, 1, 2]), (RunKind.PUSH, [3, 4])]
 
 
 def test_what_was_pushed_may_be_changed_at_once(store: Store) -> None:

@@ -17,7 +17,7 @@ from kvdist.core.agreement import Agreement, Questions, Wait
 from kvdist.core.machine import Effect, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.membership import Membership
-from kvdist.core.server.row_block import obstacle
+from kvdist.core.server.table_rows import obstacle
 from kvdist.core.sharding import Keep, Placer, cut, keep_for, row_length
 from kvdist.core.worker.requests import KEYS_PER_MESSAGE
 from kvdist.dtypes import DType

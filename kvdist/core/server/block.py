@@ -1,4 +1,4 @@
-"""`Block`: slices of a server that are summed, updated and sent as one. It is the server's private layout.
+"""`Block`: slices of a server that are summed, updated and sent as one; `Blocks` finds them. A private layout.
 
 Messages, placement and snapshots name keys and slices, never blocks. A thousand small parameters are one block, a slice
 of 4 MiB is a block by itself. Rules that hold here:
@@ -10,11 +10,12 @@ of 4 MiB is a block by itself. Rules that hold here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdist.core.policy import Policy
 from kvdist.core.round import (
@@ -26,7 +27,7 @@ from kvdist.core.round import (
     require_optimizer,
     scale_of,
 )
-from kvdist.core.server.buffers import Allocate, Bits, Buffer, BufferPool, ordinary_memory
+from kvdist.core.server.buffers import Allocate, Buffer, BufferPool, ordinary_memory
 from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
@@ -35,13 +36,16 @@ from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent
 from kvdist.optimizer.states import Part
 from kvdist.optimizer.updater import SliceUpdater
-from kvdist.protocol.arrays import U32
+from kvdist.protocol.arrays import U8, U32, Arrays, Bits
 from kvdist.protocol.messages import Flag
 
 # Plain numbers: operators of enums are written in Python, and these are asked for every block of every push.
+_EMPTY = int(Flag.EMPTY)
 _HOLD = int(Flag.HOLD)
 _ADDS_NOTHING = int(Flag.EMPTY | Flag.CARRIED)
 
+SLICES_MAX = 1024
+"""Of one block: cutting off one slice after the other costs the square of it."""
 ROUNDS_WORTH_IT = 16
 """A block that was split before it had so many rounds since it merged was not worth the copy."""
 MERGE_AFTER_MAX = 4096
@@ -141,6 +145,12 @@ class Block:
         """Of its first slice."""
         return self.round.key
 
+    def key_of(self, position: int) -> int | str:
+        """Of one of its slices."""
+        key = self.extents[position].key
+        assert isinstance(key, int | str)
+        return key
+
     @property
     def dtype(self) -> DType:
         """Of the values."""
@@ -160,6 +170,11 @@ class Block:
     def version(self) -> int:
         """How many rounds have been closed."""
         return self.round.version
+
+    @property
+    def has_value(self) -> bool:
+        """Whether its first values are there."""
+        return self.published is not None
 
     def values(self, position: int) -> Bits:
         """The present value of one of its slices."""
@@ -313,12 +328,10 @@ class Block:
     def _part(self, begin: int, end: int) -> Block:
         pool = BufferPool(self.dtype, self.counts[begin:end], self.pool.allocate)
         first = self.pool.starts[begin]
-        key = self.extents[begin].key
-        assert isinstance(key, int | str)
         own = self.round
         round_ = replace(
             own,
-            key=key,
+            key=self.key_of(begin),
             slots={rank: replace(one, values=one.values[first : first + pool.size]) for rank, one in own.slots.items()},
             counted=dict(own.counted),
             refused=dict(own.refused),
@@ -421,3 +434,187 @@ class Halves:
         if self._present is not None:
             self._pool.give_back(self._present)
             self._present = None
+
+
+BlockRows = tuple[int, int, Block]
+"""(begin, end, block): the rows of a message that are all slices of a block, in order."""
+
+
+class Blocks:
+    """All blocks of a server, found for whole messages in a few calls. Each slice is in one block.
+
+    Args:
+        bytes_max: the most that blocks of several slices have.
+        updater_of: what updates a store, by its number; None while a sum replaces values.
+    """
+
+    def __init__(self, bytes_max: int, updater_of: Callable[[int], SliceUpdater | None]) -> None:
+        self._bytes_max = bytes_max
+        self._updater_of = updater_of
+        self._all: dict[int, Block] = {}
+        """By the number in `_block`."""
+        self._next = 0
+        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        """Elements of each slice; -1 for one that is not kept here."""
+        self._dtypes: U8 = np.zeros(0, np.uint8)
+        self._block: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._position: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        """Of each slice in its block."""
+
+    def __iter__(self) -> Iterator[Block]:
+        """A snapshot: blocks may be split or merged on the way."""
+        return iter(list(self._all.values()))
+
+    def __contains__(self, number: int) -> bool:
+        return number < len(self._counts) and bool(self._counts[number] >= 0)
+
+    def has_room_for(self, nbytes: int, slices: int) -> bool:
+        """Whether a block of several slices may have so many bytes and slices."""
+        return nbytes <= self._bytes_max and slices <= SLICES_MAX
+
+    def of(self, number: int) -> tuple[Block, int]:
+        """The block of a slice that is kept here, and its position there."""
+        return self._all[int(self._block[number])], int(self._position[number])
+
+    def add(self, block: Block) -> None:
+        """Its slices are in no other block."""
+        size = len(self._counts)
+        last = int(block.ids.max())
+        if last >= size:  # the tables at least double, or each init would copy them
+            more = max(last + 1 - size, size)
+            self._counts = np.concatenate([self._counts, np.full(more, -1, np.int64)])
+            self._dtypes = np.concatenate([self._dtypes, np.zeros(more, np.uint8)])
+            self._block = np.concatenate([self._block, np.zeros(more, np.int64)])
+            self._position = np.concatenate([self._position, np.zeros(more, np.int64)])
+        self._counts[block.ids] = block.counts
+        self._dtypes[block.ids] = block.dtype
+        self._enter(block)
+
+    def _enter(self, block: Block) -> None:
+        self._all[self._next] = block
+        self._block[block.ids] = self._next
+        self._position[block.ids] = np.arange(len(block))
+        self._next += 1
+
+    # Whether a message is right.
+
+    def fit(self, ids: U32, arrays: Arrays | None) -> bool:
+        """Whether all of these are plainly right: the usual case, in few calls."""
+        if int(ids.max()) >= len(self._counts):
+            return False
+        expected = self._counts[ids]
+        if arrays is None:
+            return bool((expected >= 0).all())
+        return bool((expected == arrays.counts).all() and (self._dtypes[ids] == arrays.dtypes).all())
+
+    def misfits(self, ids: U32, arrays: Arrays | None, flags: U8 | None) -> Iterator[tuple[int, bool]]:
+        """Those that are wrong: (row, whether the slice is kept here at all).
+
+        An empty contribution has no array to look at.
+
+        Args:
+            ids: slices.
+            arrays: what came for them, if anything.
+            flags: of contributions.
+        """
+        inside = ids < len(self._counts)
+        within = np.where(inside, ids, 0)
+        expected = np.where(inside, self._counts[within], -1) if len(self._counts) else np.full(len(ids), -1)
+        good = expected >= 0
+        if arrays is not None and good.any():
+            fits = (arrays.counts == expected) & (arrays.dtypes == self._dtypes[within])
+            if flags is not None:
+                fits |= (flags & _EMPTY).astype(bool)
+            good &= fits
+        for i in np.flatnonzero(~good).tolist():
+            yield i, bool(expected[i] >= 0)
+
+    # Blocks for a message.
+
+    def cover(self, ids: U32, *columns: npt.NDArray[np.generic]) -> list[BlockRows]:
+        """The rows of a message as whole blocks, which are split where they have to be.
+
+        Args:
+            ids: slices that are kept here, each once.
+            columns: what must be equal for all rows of a block.
+        """
+        return self._cover(ids, _changes(columns, len(ids)))
+
+    def cover_merged(self, ids: U32, *columns: npt.NDArray[np.generic]) -> list[BlockRows]:
+        """As `cover`, but that neighbours merge where they may."""
+        changes = _changes(columns, len(ids))
+        rows = self._cover(ids, changes)
+        return rows if len(rows) < 2 or changes.all() else self._merge(rows, changes)
+
+    def isolate(self, ids: U32) -> list[Block]:
+        """A block for each of these slices, each named once."""
+        return [block for _, _, block in self._cover(ids, np.ones(max(len(ids) - 1, 0), np.bool_))]
+
+    def _cover(self, ids: U32, changes: npt.NDArray[np.bool_]) -> list[BlockRows]:
+        if not len(ids):
+            return []
+        numbers, positions = self._block[ids], self._position[ids]
+        breaks = changes | (numbers[1:] != numbers[:-1]) | (positions[1:] != positions[:-1] + 1)
+        bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(ids)]
+        found = [(begin, end, self._all[number]) for begin, end, number in _firsts(bounds, numbers)]
+        cuts: dict[int, set[int]] = {}
+        for begin, end, block in found:
+            if end - begin < len(block):
+                first = int(positions[begin])
+                cuts.setdefault(int(numbers[begin]), {0, len(block)}).update((first, first + end - begin))
+        if not cuts:
+            return found
+        for number, cut in cuts.items():
+            self._split(number, sorted(cut))
+        return [(begin, end, self._all[number]) for begin, end, number in _firsts(bounds, self._block[ids])]
+
+    def _split(self, number: int, bounds: Sequence[int]) -> None:
+        block = self._all[number]
+        parts = block.split(bounds, self._updater_of(block.store))
+        del self._all[number]
+        for part in parts:
+            self._enter(part)
+
+    def _merge(self, rows: Sequence[BlockRows], changes: npt.NDArray[np.bool_]) -> list[BlockRows]:
+        merged: list[BlockRows] = []
+        run: list[BlockRows] = []
+        nbytes = slices = 0
+        for one in rows:
+            begin, _, block = one
+            fits = bool(run) and self.has_room_for(nbytes + block.nbytes, slices + len(block))
+            if fits and not changes[begin - 1] and run[-1][2].may_merge(block):
+                run.append(one)
+                nbytes, slices = nbytes + block.nbytes, slices + len(block)
+                continue
+            merged += self._merged(run)
+            run, nbytes, slices = [one], block.nbytes, len(block)
+        return merged + list(self._merged(run))
+
+    def _merged(self, run: Sequence[BlockRows]) -> Sequence[BlockRows]:
+        if len(run) < 2:
+            return run
+        blocks = [block for _, _, block in run]
+        updater = self._updater_of(blocks[0].store)
+        if updater is not None and not updater.joinable(blocks):
+            return run
+        try:
+            whole = Block.merged(blocks, updater)
+        except MemoryError:
+            return run  # they do as well apart
+        for block in blocks:
+            del self._all[int(self._block[block.ids[0]])]
+        self._enter(whole)
+        return [(run[0][0], run[-1][1], whole)]
+
+
+def _firsts(bounds: Sequence[int], numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, number of the first row) between these bounds."""
+    return zip(bounds[:-1], bounds[1:], numbers[bounds[:-1]].tolist(), strict=True)
+
+
+def _changes(columns: Sequence[npt.NDArray[np.generic]], rows: int) -> npt.NDArray[np.bool_]:
+    """(rows - 1,) whether any column differs from the row before."""
+    changes = np.zeros(max(rows - 1, 0), np.bool_)
+    for column in columns:
+        changes |= column[1:] != column[:-1]
+    return changes

@@ -13,10 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.dtypes import DType
-from kvdist.protocol.arrays import U32, offsets, padded
+from kvdist.protocol.arrays import U32, Bits, offsets, padded
 
-Bits = npt.NDArray[np.generic]
-"""A 1-D array of `DType.storage` elements."""
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
 """Gives that many bytes of memory, from where they travel best; their content means nothing."""
 

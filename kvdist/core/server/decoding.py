@@ -1,20 +1,28 @@
-"""Encoded contributions become plain ones as soon as they arrive, so that nothing behind this knows of encodings.
+"""Pushes that do not arrive as plain contributions: encoded ones, and those of the workers of a host in one message.
 
-One pass: the bytes are read (a sixteenth of the elements' for 2-bit) and the elements written; the round then reads
-them as it reads any other contribution.
+Encoded contributions become plain ones at once, in one pass: the bytes are read (a sixteenth of the elements' for
+2-bit) and the elements written; the round then reads them like any others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
+from kvdist.core.round import setting_of
+from kvdist.core.server.block import Block, Contribution
 from kvdist.dtypes import DType
+from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
+from kvdist.nodes import Member
 from kvdist.optimizer.compression import decode
-from kvdist.protocol.arrays import Arrays, PayloadView, as_octets, decoded_dtypes, offsets
-from kvdist.protocol.messages import CompressedPush, Push
+from kvdist.protocol.arrays import Arrays, PayloadView, as_octets, decoded_dtypes, offsets, stretches
+from kvdist.protocol.messages import CompressedPush, Flag, JoinedPush, Push
 
 _ITEMSIZE = DType.FLOAT32.itemsize
+_ADDS_NOTHING = int(Flag.EMPTY | Flag.CARRIED)
 
 
 def decoded(message: CompressedPush, kernels: Kernels) -> Push:
@@ -41,3 +49,76 @@ def decoded(message: CompressedPush, kernels: Kernels) -> Push:
         message.setting_of,
         Arrays(dtypes, coded.counts, elements.view(np.uint8).data),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedSlice:
+    """The contributions of a host to one slice."""
+
+    number: int
+    run: int
+    """The run of the sender, which gets the reply."""
+    contributions: Sequence[Contribution]
+    strangers: Sequence[int]
+    """Ranks for which the sender may not speak."""
+    counts: Sequence[int]
+    """Elements of each row that has bytes."""
+    dtypes: Sequence[int]
+
+    def require_fit(self, block: Block) -> None:
+        """Check that a block of one slice can take it.
+
+        Raises:
+            PushRefused: it cannot; the sender is broken.
+        """
+        obstacle = ""
+        if self.strangers or not any(not contribution.silent for contribution in self.contributions):
+            names = ", ".join(f"worker-{rank}" for rank in self.strangers) or "others only"
+            obstacle = f"the sender speaks for {names}, and may speak for itself and the workers of its host"
+        elif len({contribution.member for contribution in self.contributions}) < len(self.contributions):
+            obstacle = f"slice {self.number} has two contributions of one worker"
+        elif block.round.policy.close is not None:
+            obstacle = f"key {block.key!r} is asynchronous: contributions are applied one by one, not summed on the way"
+        elif any(count != block.pool.size for count in self.counts) or any(code != block.dtype for code in self.dtypes):
+            obstacle = f"slice {self.number} has another size or dtype than was declared"
+        if obstacle:
+            raise PushRefused(obstacle)
+
+
+def joined_slices(sender: Member, message: JoinedPush, neighbours: Mapping[int, Member]) -> Iterator[JoinedSlice]:
+    """The contributions of a joined push, slice by slice.
+
+    Args:
+        sender: the leader of a host.
+        message: its push.
+        neighbours: rank → worker of that host, departed ones included.
+
+    Raises:
+        ValueError: the payload is not as long as the message says.
+    """
+    arrays = PayloadView(message.arrays).arrays(0, len(message.ids))
+    settings = [setting_of(numbers) for numbers in message.settings]
+    columns = (message.ranks, message.steps, message.versions, message.samples, message.flags, message.setting_of)
+    ranks, steps, versions, samples, flags, setting = (column.tolist() for column in columns)
+    codes = message.arrays.dtypes.tolist()
+    for begin, end in stretches(message.ids):
+        run = int(message.runs[begin])
+        rows = range(begin, end)
+        contributions = [
+            Contribution(
+                neighbours[ranks[i]], run, steps[i], versions[i], samples[i], flags[i], settings[setting[i]], arrays[i],
+                message.pull, silent=neighbours[ranks[i]] != sender,
+            )
+            for i in rows
+            if ranks[i] in neighbours
+        ]  # fmt: skip
+        strangers = [ranks[i] for i in rows if ranks[i] not in neighbours]
+        with_bytes = [i for i in rows if not flags[i] & _ADDS_NOTHING]
+        yield JoinedSlice(
+            int(message.ids[begin]),
+            run,
+            contributions,
+            strangers,
+            [arrays[i].size for i in with_bytes],
+            [codes[i] for i in with_bytes],
+        )

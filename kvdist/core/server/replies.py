@@ -1,34 +1,114 @@
-"""What one worker is told at the end of a message: small values joined, large ones shown without a copy.
+"""Replies to workers, collected while one message is handled: small values joined, large ones sent without a copy.
 
-A large value leaves as a view of its block's published buffer. The buffer carries a *lease* until the worker has
-acknowledged the message, and no new version is written into a leased buffer.
+A large value leaves as a view of its block's published buffer. The buffer is *leased* until the worker has acknowledged
+the message, and no new version is written into a leased buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
+from kvdist.config.settings import Limits
 from kvdist.core.machine import Effect, Send
+from kvdist.core.round import Round
 from kvdist.core.server.block import Block
-from kvdist.core.server.buffers import Bits, Buffer
+from kvdist.core.server.buffers import Buffer
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
+from kvdist.errors import OptimizerMismatch
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import U8, U32, Arrays, Payload, padded
-from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, Values
+from kvdist.protocol.arrays import U8, U32, Arrays, Bits, Payload, padded
+from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, RowValues, Values, Waiting
 
 JOIN_BYTES_MAX = 64 << 10
 """Values up to this size are copied together into one frame; larger ones are frames of their own, without a copy."""
 TOGETHER_BYTES_MAX, FRAMES_MAX = 16 << 20, 32
-"""What arose from one message leaves in messages of up to so many bytes and frames where it stays on this host."""
+"""The size of a message of replies that stays on this host."""
+
+
+class Leased(Protocol):
+    """Memory that is being read while `leases` is not 0."""
+
+    leases: int
 
 
 @dataclass(slots=True)
-class Answers:
-    """The answers to one worker that one message gave rise to."""
+class Wait:
+    """An open round for which workers wait: what it is called, and the ranks that it waits for."""
+
+    round: Round[Any, Any]
+    subject: str
+    missing: tuple[int, ...]
+
+    def describe(self, now: float) -> str:
+        """One sentence."""
+        names = ", ".join(f"worker-{rank}" for rank in self.missing)
+        return f"{self.subject} has waited {now - self.round.open_since:.1f} s for {names}"
+
+
+def hints(waits: Iterable[Wait], now: float, after_s: float) -> list[Effect]:
+    """Messages to the workers that have waited for `after_s`: for which round, and for whom."""
+    messages: dict[Member, Waiting] = {}
+    for wait in waits:
+        waited = now - wait.round.open_since
+        if waited >= after_s:
+            for waiter in (*wait.round.slots.values(), *wait.round.pulls):
+                messages.setdefault(waiter.member, Waiting(wait.subject, wait.missing, waited))
+    return [Send(member, message) for member, message in messages.items()]
+
+
+def code_of(error: Exception) -> ErrorCode:
+    """How workers are told why a round was not applied."""
+    return ErrorCode.OPTIMIZER_MISMATCH if isinstance(error, OptimizerMismatch) else ErrorCode.REFUSED
+
+
+class Replies:
+    """The replies of a server.
+
+    Args:
+        limits: sizes.
+        traffic: counts passes over values.
+    """
+
+    def __init__(self, limits: Limits, traffic: Traffic) -> None:
+        self.limits = limits
+        self.traffic = traffic
+        self.workers: Mapping[int, Member] = {}
+        """Rank → the live worker there."""
+        self.far: set[Member] = set()
+        """The workers to which values cross a network."""
+        self._all: dict[Member, Reply] = {}
+
+    def to(self, member: Member) -> Reply:
+        """The reply to one worker."""
+        reply = self._all.get(member)
+        if reply is None:
+            reply = self._all[member] = Reply()
+        return reply
+
+    def take(self) -> list[Effect]:
+        """Everything collected since the last time. A worker that left meanwhile gets nothing."""
+        effects: list[Effect] = []
+        for member, reply in self._all.items():
+            if self.workers.get(member.node.rank) == member:
+                effects += reply.messages(member, self.limits.slice_bytes, self.traffic, member not in self.far)
+            else:
+                reply.drop()
+        self._all = {}
+        return effects
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        assert not self._all, "replies leave with the message that caused them"
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one worker is told."""
 
     _counted: list[tuple[int, U32, int, int]] = field(default_factory=list)
     """(run, slices, version, outcome)"""
@@ -36,45 +116,59 @@ class Answers:
     """(run, block)"""
     _held: list[tuple[int, Block, Buffer, Buffer | None]] = field(default_factory=list)
     """(run, block, what it shows, what the worker has read until now)"""
-    _states: list[Effect] = field(default_factory=list)
-    """Messages that are made already."""
+    _states: list[Values] = field(default_factory=list)
+    _rows: list[tuple[RowValues, Leased]] = field(default_factory=list)
+    """(message, the buffer that it shows)"""
     _refused: dict[tuple[ErrorCode, str], list[tuple[int, U32]]] = field(default_factory=dict)
     """(code, reason) → [(run, slices)]"""
 
     def counted(self, run: int, ids: U32, version: int, outcome: Outcome) -> None:
-        """The contributions, or first values, of these slices were taken."""
+        """Say that contributions, or first values, of these slices were counted."""
         self._counted.append((run, ids, version, outcome))
 
     def value(self, run: int, block: Block) -> None:
-        """The block's present values are wanted."""
+        """Send the block's present values."""
         self._values.append((run, block))
 
     def held(self, member: Member, run: int, block: Block) -> None:
-        """The block's present values are wanted, and will be read where they lie."""
-        before = block.hold(member)  # at once: what comes next in the message may split the block
+        """Send the block's present values, which the worker reads in place."""
+        before = block.hold(member)  # at once: a later row of the message may split the block
         self._held.append((run, block, block.held[member], before))
 
-    def state(self, member: Member, run: int, block: Block, dtype: DType, part: Bits) -> None:
-        """This part of what the optimizer remembers of a block of one slice is wanted. It must not change any more."""
+    def state(self, run: int, block: Block, dtype: DType, part: Bits) -> None:
+        """Send a part of the optimizer state of a block of one slice. It must not change any more."""
         memory = np.zeros(padded(part.nbytes), np.uint8)
         memory[: part.nbytes] = part.view(np.uint8)
         arrays = Arrays(_u8([dtype]), _u32([part.size]), memory.data)
         columns = (_u32([run]), block.ids, _u32([block.version]), _u8([Outcome.COUNTED]))
-        self._states.append(Send(member, Values(*columns, arrays)))
+        self._states.append(Values(*columns, arrays))
+
+    def rows(self, message: RowValues, buffer: Leased) -> None:
+        """Send rows, which lie in this buffer."""
+        buffer.leases += 1
+        self._rows.append((message, buffer))
 
     def refuse(self, run: int, ids: U32, code: ErrorCode, reason: str) -> None:
-        """These slices were refused."""
+        """Refuse these slices."""
         self._refused.setdefault((code, reason), []).append((run, ids))
 
+    def drop(self) -> None:
+        """Say nothing."""
+        for _, buffer in self._rows:
+            buffer.leases -= 1
+
     def messages(self, member: Member, payload_bytes_max: int, traffic: Traffic, is_near: bool = True) -> list[Effect]:
-        """All that as few messages.
+        """The reply in as few messages as possible.
 
         Args:
-            payload_bytes_max: small values are joined up to this size, and large ones where they cross a network.
-            is_near: whether they stay on this host.
+            member: the worker.
+            payload_bytes_max: the size up to which small values are joined, and large ones that cross a network.
+            traffic: counts passes over values.
+            is_near: whether the worker is on this host.
         """
         together_max = TOGETHER_BYTES_MAX if is_near else payload_bytes_max
-        effects = [*self._states, *self._value_messages(member, payload_bytes_max, together_max, traffic)]
+        effects: list[Effect] = [Send(member, state) for state in self._states]
+        effects += self._value_messages(member, payload_bytes_max, together_max, traffic)
         if self._counted:
             runs, ids, versions, outcomes = zip(*self._counted, strict=True)
             columns = (_repeated(runs, ids), _joined(ids), _repeated(versions, ids))
@@ -82,17 +176,18 @@ class Answers:
         for (code, reason), slices in self._refused.items():
             runs, ids = zip(*slices, strict=True)
             effects.append(Send(member, Refused(_repeated(runs, ids), _joined(ids), code, reason)))
+        effects += [Send(member, message, (buffer,)) for message, buffer in self._rows]
         return effects
 
     def _value_messages(
         self, member: Member, payload_bytes_max: int, together_max: int, traffic: Traffic
     ) -> list[Effect]:
         effects: list[Effect] = []
-        large = _Batch()
+        large = _LargeValues()
         for run, block, shown, before in self._held:
             if large.is_full(len(shown.payload), together_max):
                 effects.append(large.message(member))
-                large = _Batch()
+                large = _LargeValues()
             large.add(run, block, shown.payload, before)
         small: list[tuple[int, Block]] = []
         small_bytes = 0
@@ -102,7 +197,7 @@ class Answers:
             if nbytes > JOIN_BYTES_MAX:
                 if large.is_full(nbytes, together_max):
                     effects.append(large.message(member))
-                    large = _Batch()
+                    large = _LargeValues()
                 buffer.leases += 1
                 large.add(run, block, buffer.payload, buffer)
                 continue
@@ -120,8 +215,8 @@ class Answers:
 
 
 @dataclass(slots=True)
-class _Batch:
-    """Values that leave together, each block's as a frame that shows its buffer."""
+class _LargeValues:
+    """Values that leave in one message, each block's as a frame that shows its buffer."""
 
     blocks: list[tuple[int, Block]] = field(default_factory=list)
     frames: list[memoryview] = field(default_factory=list)
@@ -145,7 +240,7 @@ class _Batch:
 
 
 def _copied(member: Member, batch: Sequence[tuple[int, Block]]) -> Send:
-    """One message with copies of small values: one pass over bytes that are few."""
+    """One message with copies of small values: one pass over them."""
     return Send(member, _message(batch, b"".join([block.outgoing.payload for _, block in batch])))
 
 

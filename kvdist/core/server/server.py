@@ -27,9 +27,11 @@ from kvdist.core.machine import (
 from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.decoding import decoded
-from kvdist.core.server.restoring import Restoring
-from kvdist.core.server.row_tables import RowBuffer, RowTables
+from kvdist.core.server.replies import Replies, hints
+from kvdist.core.server.snapshots import Restoring, Snapshots
+from kvdist.core.server.sparse_table import RowBuffer, SparseTables
 from kvdist.core.server.table import Table
+from kvdist.core.traffic import Traffic
 from kvdist.core.worker.outbox import PRIORITY_MESSAGES_PER_WINDOW
 from kvdist.errors import DeviceError, KvdistError
 from kvdist.kernels.interface import Kernels
@@ -107,9 +109,12 @@ class Server(Machine):
         self._left: set[Member] = set()
         """Workers that said goodbye; their last words are not worth an answer."""
         own = Arithmetic(kernels, partial(Updater, kernels=kernels))
-        self.table = Table(limits, arithmetic or own, allocate)
-        self.tables = RowTables(limits, kernels, allocate, self.table.traffic, self.table.cuts)
-        self._restoring = Restoring((self.table, self.tables))
+        self.traffic = Traffic()
+        self.replies = Replies(limits, self.traffic)
+        self.snapshots = Snapshots()
+        self.table = Table(limits, arithmetic or own, allocate, self.replies, self.snapshots)
+        self.sparse = SparseTables(kernels, allocate, self.replies, self.snapshots)
+        self._restoring = Restoring((self.table, self.sparse))
         self._handlers = handlers
         self._next_alive = NEVER
         self._next_look = NEVER
@@ -150,18 +155,18 @@ class Server(Machine):
             case ReplaceState():
                 self.table.replace_state(sender, message)
             case MarkPushes():
-                self.table.mark(sender, message)
+                self.snapshots.mark(sender, message)
             case InitValues() | ReplaceValues():
                 self.table.initialise(sender, message)
             case InitRows():
-                self.tables.initialise(sender, message)
+                self.sparse.initialise(sender, message)
             case PushRows():
-                self.tables.push(sender, message, now)
+                self.sparse.push(sender, message, now)
             case PullRows():
-                self.tables.pull(sender, message, now)
+                self.sparse.pull(sender, message, now)
             case _:
                 return self._control(message, now) if sender.node.role is Role.SCHEDULER else []
-        return self._answers()
+        return self._replies()
 
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection; only the scheduler's matters, it judges the others."""
@@ -177,8 +182,9 @@ class Server(Machine):
                 return [Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
             return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {event.member}: {event.reason}"))]
         elif isinstance(event, Persisted):
-            is_read = isinstance(event.token, Restore | Prepare)
-            return self._restoring.persisted(event) if is_read else self.table.persisted(event)
+            if isinstance(event.token, Restore | Prepare):
+                return self._restoring.persisted(event)
+            return self.snapshots.persisted(event)
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER
         return []
@@ -196,7 +202,8 @@ class Server(Machine):
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
         if now >= self._next_look:
             self._next_look = now + self.limits.explain_after_s / 2
-            effects += [*self.table.hints(now), *self.tables.hints(now)]
+            for source in (self.table, self.sparse):
+                effects += hints(source.waits(), now, self.limits.explain_after_s)
         return effects
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
@@ -218,12 +225,19 @@ class Server(Machine):
         waiting = self.joining.explain(now)
         if waiting is not None:
             return waiting
-        return self.table.explain(now) or self.tables.explain(now)
+        oldest = min(
+            (wait for wait in (*self.table.waits(), *self.sparse.waits()) if wait.missing),
+            key=lambda wait: wait.round.open_since,
+            default=None,
+        )
+        return None if oldest is None else oldest.describe(now)
 
     def validate(self) -> None:
         """Check every invariant."""
+        self.replies.validate()
+        self.snapshots.validate()
         self.table.validate()
-        self.tables.validate()
+        self.sparse.validate()
 
     # What the scheduler says.
 
@@ -264,7 +278,7 @@ class Server(Machine):
         if POLICIES[message.mode].by_priority:
             self.ack_bytes_max = self.limits.priority_window_bytes // where[1] // PRIORITY_MESSAGES_PER_WINDOW
         self.table.assign(message, *where)
-        failure = self.tables.assign(message, *where)
+        failure = self.sparse.assign(message, *where)
         return Failed(message.request, ErrorCode.CONFIG, failure) if failure else Done(message.request)
 
     def _roster(self, message: Roster, now: float) -> list[Effect]:
@@ -275,7 +289,7 @@ class Server(Machine):
         for peer in peers:
             host = host_of(peer.endpoint)
             if crosses_network(mine) and not (host and host == host_of(mine)):
-                self.table.far.add(peer.member)
+                self.replies.far.add(peer.member)
             if host and peer.member.node.role is Role.WORKER:
                 self._host_of[peer.member] = host
                 self._on_host.setdefault(host, {})[peer.member.node.rank] = peer.member
@@ -283,13 +297,18 @@ class Server(Machine):
         self._next_look = now + self.limits.explain_after_s
         gone = before.keys() - self.workers.keys()
         self._left |= {before[rank] for rank in gone}
-        self.table.roster(self.workers, now)
-        self.tables.roster(self.workers)
-        self.table.cuts.roster(self.workers)
-        return [*self._answers(), *(Forget(before[rank]) for rank in sorted(gone))]
+        self.replies.workers = self.snapshots.workers = self.workers
+        self.snapshots.name = str(self.me.node)
+        self.table.roster(self.workers)
+        self.sparse.roster(self.workers)
+        self.snapshots.roster()
+        return [*self._replies(), *(Forget(before[rank]) for rank in sorted(gone))]
 
-    def _answers(self) -> list[Effect]:
-        return [*self.table.take_answers(), *self.tables.take_answers()]
+    def _replies(self) -> list[Effect]:
+        effects = self.replies.take()
+        if self.snapshots.ready:
+            effects += self.snapshots.take_effects()
+        return effects
 
     def _neighbours_of(self, sender: Member) -> dict[int, Member]:
         """For whom a worker may speak."""
@@ -301,5 +320,5 @@ class Server(Machine):
             self.table.set_optimizer(message.store, optimizer)
         except (ValueError, TypeError, DeviceError) as error:
             return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))]
-        self.tables.set_optimizer(message.store, optimizer)
-        return [*self._answers(), Send(SCHEDULER_MEMBER, Done(message.request))]
+        self.sparse.set_optimizer(message.store, optimizer)
+        return [*self._replies(), Send(SCHEDULER_MEMBER, Done(message.request))]

@@ -2,7 +2,7 @@
 
 Walk of a push: `push` → every row is checked (`_checked`) → the blocks that the rows name (`Blocks.cover`) →
 `Block.offer` → when complete `Round.take` and `Block.apply` → everybody who waited has an entry in its `Answers`. What
-arises from one message for one worker leaves in as few messages as can be (`take_answers`).
+arises from one message for one worker leaves in as few messages as can be (`Replies.take`).
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ import numpy as np
 
 from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
-from kvdist.core.joined import require_takable, slices_of
-from kvdist.core.machine import Effect, Persisted, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.round import PullRequest, Verdict, setting_of
-from kvdist.core.server import joint_update, slice_saving, state_parts
-from kvdist.core.server.block import Block, Contribution
-from kvdist.core.server.blocks import Blocks
+from kvdist.core.server import block_state
+from kvdist.core.server.block import Block, Blocks, Contribution
 from kvdist.core.server.buffers import Allocate, Buffer
-from kvdist.core.server.cuts import Cuts
-from kvdist.core.server.keeping import Kept
-from kvdist.core.server.replies import Answers
-from kvdist.core.server.rounds import Rounds
-from kvdist.core.sharding import Slice
-from kvdist.core.sharding import slices_of as cut_slices
-from kvdist.core.traffic import Traffic
+from kvdist.core.server.decoding import joined_slices
+from kvdist.core.server.replies import Replies, Wait, code_of
+from kvdist.core.server.rounds import Rounds, contributors, next_joint_round
+from kvdist.core.server.snapshots import Snapshots
+from kvdist.core.sharding import Slice, slices_of
 from kvdist.core.worker.requests import travels_alone
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
@@ -41,14 +36,12 @@ from kvdist.protocol.messages import (
     Flag,
     InitValues,
     JoinedPush,
-    MarkPushes,
     Outcome,
     Pull,
     PullState,
     Push,
     ReplaceState,
     ReplaceValues,
-    Waiting,
 )
 
 # A plain number: operators of enums are written in Python, and this is asked for every block of every push.
@@ -63,16 +56,16 @@ class Table:
         limits: sizes and times.
         arithmetic: who computes.
         allocate: gives memory for values.
+        replies: what workers are told.
+        snapshots: the checkpoints under way.
     """
 
-    def __init__(self, limits: Limits, arithmetic: Arithmetic, allocate: Allocate) -> None:
-        self.limits = limits
+    def __init__(
+        self, limits: Limits, arithmetic: Arithmetic, allocate: Allocate, replies: Replies, snapshots: Snapshots
+    ) -> None:
         self.kernels = arithmetic.kernels
         self.workers: Mapping[int, Member] = {}
         """Rank → the live worker there."""
-        self.far: set[Member] = set()
-        """The workers to whom values cross a network."""
-        self.traffic = Traffic()
         self.rounds = Rounds()
         self._name = "this server"
         self._allocate = allocate
@@ -80,9 +73,10 @@ class Table:
         self._updaters: dict[int, SliceUpdater] = {}
         """Store → what updates its values; absent while a sum replaces them."""
         self.blocks = Blocks(limits.slice_bytes, self._updaters.get)
-        self._answers: dict[Member, Answers] = {}
-        self.cuts = Cuts()
-        self.cuts.add(self)
+        self._to = replies.to
+        self._traffic = replies.traffic
+        self._snapshots = snapshots
+        snapshots.add(self)
 
     # What the scheduler decides.
 
@@ -101,7 +95,7 @@ class Table:
             where = (form, home, num_servers, first, placement.slice_bytes)
             pieces = [
                 (piece, Extent(key, shape, piece.start))
-                for piece in cut_slices(shape, itemsizes[code], *where)
+                for piece in slices_of(shape, itemsizes[code], *where)
                 if piece.server == rank and piece.number not in self.blocks
             ]
             own_bytes = sum(padded(piece.count * itemsizes[code]) for piece, _ in pieces)
@@ -150,7 +144,7 @@ class Table:
         self._updaters[store] = updater
         self._close_what_is_ready()
 
-    def roster(self, workers: Mapping[int, Member], now: float) -> None:
+    def roster(self, workers: Mapping[int, Member]) -> None:
         """These are the live workers. Who left cannot be waited for any more, and waits for nothing itself."""
         gone = self.workers.keys() - workers.keys()
         self.workers = workers
@@ -169,70 +163,48 @@ class Table:
         """The blocks with an open round or waiting pulls, in the order of their slices."""
         return iter(sorted((one for one in self.blocks if not one.round.is_quiet), key=lambda one: int(one.ids[0])))
 
-    # Checkpoints: see `Keeper`.
+    # Checkpoints: see `SnapshotSource`.
 
-    def keeps(self, number: int) -> bool:
-        """Whether a slice is here."""
-        return number in self.blocks
+    def holder(self, number: int) -> Block | None:
+        """The block of a slice, if it is here."""
+        return self.blocks.of(number)[0] if number in self.blocks else None
 
-    def kept(self, number: int) -> Kept:
-        """A slice that is here."""
-        return slice_saving.KeptSlice(*self.blocks.of(number))
+    def key_of(self, number: int) -> int | str:
+        """The key of a slice that is here."""
+        block, position = self.blocks.of(number)
+        return block.key_of(position)
 
     def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
         """Slices of one block as they are now."""
         block = self.blocks.of(numbers[0])[0]
         positions = [self.blocks.of(number)[1] for number in numbers]
-        return slice_saving.taken(block, positions, self._updaters.get(block.store), contents)
+        return block_state.saved(block, positions, self._updaters.get(block.store), contents)
 
     def wanted(self, store: int) -> list[WantedSlice]:
-        """What a checkpoint must have of the arrays of a store."""
+        """What a checkpoint must hold for the arrays of a store."""
         updater = self._updaters.get(store)
         return [
-            slice_saving.wanted(block, position, updater) for block in self._of(store) for position in range(len(block))
+            block_state.wanted(block, position, updater) for block in self._of(store) for position in range(len(block))
         ]
 
     def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
         """Go on from what was found."""
         for block in self._of(store):
-            # What those who have left have pushed to open rounds was for the values that there were until now.
-            slots = block.round.slots
-            block.round.slots = {rank: one for rank, one in slots.items() if rank in self.workers}
+            block.round.drop_departed(self.workers)
         blocks = self.blocks.isolate(np.array([one.number for one in found], np.uint32)) if found else ()
         for block, one in zip(blocks, found, strict=True):
-            slice_saving.restore(block, one, self._updaters.get(store))
+            block_state.load(block, one, self._updaters.get(store))
         self._close_what_is_ready()
-
-    def persisted(self, event: Persisted) -> list[Effect]:
-        """A file of a checkpoint is written, or could not be."""
-        return self.cuts.persisted(event, self.workers, self._name)
-
-    def explain(self, now: float) -> str | None:
-        """The oldest open round, and who is missing in it."""
-        oldest = min(
-            (block for block in self._open() if block.round.slots), key=lambda one: one.round.open_since, default=None
-        )
-        if oldest is None:
-            return None
-        missing = ", ".join(f"worker-{rank}" for rank in self._missing(oldest))
-        waited = now - oldest.round.open_since
-        return f"round {oldest.version} of key {oldest.key!r} has waited {waited:.1f} s for {missing}"
 
     def validate(self) -> None:
         """Check every invariant."""
-        assert not self._answers, "answers leave with the message that caused them"
-        self.cuts.validate(self.workers)
         live = self.workers.keys()
         for block in self.blocks:
             jointly = self._needs_norms(block)
             block.validate(live, jointly)
-            assert not jointly or not joint_update.next_round(block.joint, live), "a full round is closed"
+            assert not jointly or not next_joint_round(block.joint, live), "a full round is closed"
 
     # What workers say.
-
-    def mark(self, sender: Member, message: MarkPushes) -> None:
-        """A checkpoint is to have the sender's pushes up to here."""
-        self.cuts.mark(sender, message, self.workers, self._name)
 
     def initialise(self, sender: Member, message: InitValues | ReplaceValues) -> None:
         """First values of slices, or others in place of the present ones."""
@@ -254,12 +226,12 @@ class Table:
                 if block.round.counted.get(sender.node.rank, 0) < message.steps[row]:
                     raise PushRefused(f"a push of {sender} to key {block.key!r} is still under way: pull before")
                 with self.kernels.active():
-                    found = state_parts.read(block, self._updaters.get(block.store), part, self.kernels)
+                    found = block_state.read_part(block, self._updaters.get(block.store), part, self.kernels)
             except PushRefused as error:
                 self._to(sender).refuse(run, block.ids, ErrorCode.REFUSED, str(error))
             else:
-                dtype = DType.FLOAT64 if part == state_parts.NUMBERS else state_parts.wide(block.dtype)
-                self._to(sender).state(sender, run, block, dtype, found)
+                dtype = DType.FLOAT64 if part == block_state.NUMBERS else block_state.state_dtype(block.dtype)
+                self._to(sender).state(run, block, dtype, found)
 
     def replace_state(self, sender: Member, message: ReplaceState) -> None:
         """Take parts of what the optimizer remembers in place of the present ones."""
@@ -268,7 +240,7 @@ class Table:
             part, run = int(message.parts[row]), int(message.runs[row])
             try:
                 with self.kernels.active():
-                    state_parts.replace(block, self._updaters.get(block.store), part, arrays[row], self.kernels)
+                    block_state.replace_part(block, self._updaters.get(block.store), part, arrays[row], self.kernels)
             except PushRefused as error:
                 self._to(sender).refuse(run, block.ids, ErrorCode.REFUSED, str(error))
             else:
@@ -329,15 +301,13 @@ class Table:
         """
         ids = np.unique(message.ids)
         self.blocks.isolate(ids[[int(number) in self.blocks for number in ids]])
-        for joined in slices_of(sender, message, neighbours):
+        for joined in joined_slices(sender, message, neighbours):
             ids = np.array([joined.number], np.uint32)
-            if joined.number not in self.blocks:
-                obstacle = f"slice {joined.number} is not kept by {self._name}"
-                self._to(sender).refuse(joined.run, ids, ErrorCode.REFUSED, obstacle)
-                continue
-            block = self.blocks.of(joined.number)[0]
+            block = self.holder(joined.number)
             try:
-                require_takable(joined, block)
+                if block is None:
+                    raise PushRefused(f"slice {joined.number} is not kept by {self._name}")
+                joined.require_fit(block)
                 verdict = block.offer_joined(joined.contributions, now)
             except PushRefused as error:
                 self._to(sender).refuse(joined.run, ids, ErrorCode.REFUSED, str(error))
@@ -415,7 +385,7 @@ class Table:
         self._answer_pulls(block)
 
     def _close_jointly_if_ready(self, blocks: Sequence[Block], updater: SliceUpdater) -> None:
-        while rounds := joint_update.next_round(blocks, self.workers.keys()):
+        while rounds := next_joint_round(blocks, self.workers.keys()):
             for block, contributions in zip(blocks, rounds, strict=True):
                 block.round.take([contribution.member.node.rank for contribution in contributions])
             try:
@@ -438,70 +408,45 @@ class Table:
         """The ranks that an open round waits for."""
         if not block.round.slots or not self._needs_norms(block):
             return block.round.missing(self.workers.keys())
-        return block.round.policy.missing(joint_update.contributors(block.joint), self.workers.keys())
+        return block.round.policy.missing(contributors(block.joint), self.workers.keys())
 
     def _look(self, block: Block) -> None:
         """Its counters have changed: this may be the moment of a checkpoint."""
-        if self.cuts.awaited:
-            self.cuts.look(block.ids.tolist(), self.workers)
+        if self._snapshots.awaited:
+            self._snapshots.look(block.ids.tolist())
 
     # What workers are told.
-
-    def _to(self, member: Member) -> Answers:
-        answers = self._answers.get(member)
-        if answers is None:
-            answers = self._answers[member] = Answers()
-        return answers
 
     def _answer_round(self, block: Block, contributions: Sequence[Contribution]) -> None:
         for contribution in contributions:
             if block.round.refusal_of(contribution) is None and not contribution.is_empty:
-                self.traffic.summed += contribution.values.nbytes
+                self._traffic.summed += contribution.values.nbytes
             self._answer_contribution(block, contribution)
 
     def _answer_contribution(self, block: Block, contribution: Contribution) -> None:
         if contribution.silent:
             return
-        answers, run = self._to(contribution.member), contribution.run
+        reply, run = self._to(contribution.member), contribution.run
         if (refusal := block.round.refusal_of(contribution)) is not None:
-            answers.refuse(run, block.ids, *refusal)
+            reply.refuse(run, block.ids, *refusal)
         elif contribution.pull and contribution.holds and block.pulled_as is None:
-            answers.held(contribution.member, run, block)
+            reply.held(contribution.member, run, block)
         elif contribution.pull:
-            answers.value(run, block)
+            reply.value(run, block)
         else:
-            answers.counted(run, block.ids, block.version, Outcome.COUNTED)
+            reply.counted(run, block.ids, block.version, Outcome.COUNTED)
 
     def _answer_pulls(self, block: Block) -> None:
         for pull in block.take_satisfied_pulls():
             self._to(pull.member).value(pull.run, block)
 
-    def take_answers(self) -> list[Effect]:
-        """All that has arisen since the last time."""
-        effects: list[Effect] = []
-        for member, answers in self._answers.items():
-            if self.workers.get(member.node.rank) != member:
-                continue  # It left, or was replaced, while others were still in the round.
-            effects += answers.messages(member, self.limits.slice_bytes, self.traffic, member not in self.far)
-        self._answers = {}
-        if self.cuts.ready:
-            effects += self.cuts.take_effects(self.workers, self._name)
-        return effects
-
-    def hints(self, now: float) -> list[Effect]:
-        """Tell those who have waited long in which round, and for whom."""
-        hints: dict[Member, Waiting] = {}
+    def waits(self) -> Iterator[Wait]:
+        """What workers wait for, in the order of slices."""
         for block in self._open():
-            round_ = block.round
-            if now - round_.open_since < self.limits.explain_after_s:
-                continue
-            subject, missing = f"round {block.version} of key {block.key!r}", self._missing(block)
             if block.published is None:
-                subject, missing = f"the first value of key {block.key!r}", (0,)
-            waiters = [one.member for one in round_.slots.values()] + [pull.member for pull in round_.pulls]
-            for member in waiters:
-                hints.setdefault(member, Waiting(subject, missing, now - round_.open_since))
-        return [Send(member, hint) for member, hint in hints.items()]
+                yield Wait(block.round, f"the first value of key {block.key!r}", (0,))
+            else:
+                yield Wait(block.round, f"round {block.version} of key {block.key!r}", self._missing(block))
 
 
 def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -529,6 +474,5 @@ def _is_even(block: Block, rank: int, steps: U32, versions: U32) -> bool:
 
 
 def _refuse(block: Block, contributions: Sequence[Contribution], error: Exception) -> None:
-    code = ErrorCode.OPTIMIZER_MISMATCH if isinstance(error, OptimizerMismatch) else ErrorCode.REFUSED
     others = f". So it is for {len(block) - 1} other keys of the same push" if len(block) > 1 else ""
-    block.round.refuse(contributions, (code, f"{error}{others}"))
+    block.round.refuse(contributions, (code_of(error), f"{error}{others}"))

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, Kind, RunData
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, RunData, RunKind
 from kvdist.dtypes import DType
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import U8, U32, Arrays, Coded, Payload, coded_sizes, offsets
@@ -86,7 +86,7 @@ class Run:
 
     number: int
     request: int
-    kind: Kind
+    kind: RunKind
     data: RunData
     steps: U32
     versions: U32
@@ -96,13 +96,13 @@ class Run:
     key_by_key: bool = False
 
     @property
-    def way(self) -> tuple[Kind, int, float]:
+    def way(self) -> tuple[RunKind, int, float]:
         """What runs have in common that may travel in one message: what they do, and how they are encoded."""
         encoded = self.data.encoded
         return (self.kind, 0, 0.0) if encoded is None else (self.kind, encoded.encoding, encoded.parameter)
 
 
-class Part:
+class RunPart:
     """Those slices of a run that may leave: nearly always all of them.
 
     Args:
@@ -263,10 +263,10 @@ class RowPart:
 
     @property
     def _width(self) -> int:
-        return 1 if self.run.kind is Kind.PULL_ROWS else 2
+        return 1 if self.run.kind is RunKind.PULL_ROWS else 2
 
 
-AnyPart = Part | RowPart
+AnyPart = RunPart | RowPart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -305,7 +305,7 @@ class Outbox:
     far_bytes_max: int = 0
     """Up to how many bytes large parts join there; 0 is `FAR_BYTES_MAX`."""
     flying_bytes: int = 0
-    _heaps: dict[tuple[Kind, int, float], list[tuple[int, int, AnyPart]]] = field(default_factory=dict)
+    _heaps: dict[tuple[RunKind, int, float], list[tuple[int, int, AnyPart]]] = field(default_factory=dict)
     """By `Run.way`."""
     _ready: list[tuple[int, int, Ready]] = field(default_factory=list)
     _arrivals: int = 0
@@ -405,9 +405,9 @@ def _message(parts: Sequence[AnyPart]) -> DataMessage:
     numbers = _per_slice([part.run.number for part in parts], ids)
     steps, versions = _joined([part.steps for part in parts]), _joined([part.versions for part in parts])
     kind = parts[0].run.kind
-    if kind is Kind.PULL:
+    if kind is RunKind.PULL:
         return Pull(numbers, _joined(ids), steps, versions)
-    if kind is Kind.PULL_STATE:
+    if kind is RunKind.PULL_STATE:
         return PullState(numbers, _joined(ids), steps, _state_parts(parts))
     counts, payload = _joined([part.counts for part in parts]), _payload(parts)
     if kind.pushes:
@@ -417,26 +417,30 @@ def _message(parts: Sequence[AnyPart]) -> DataMessage:
         columns = (numbers, _joined(ids), steps, versions, samples, flags, settings, setting_of)
         encoded = parts[0].run.data.encoded
         if encoded is not None:
-            entries = _joined([part.entries for part in parts if isinstance(part, Part)])
+            entries = _joined([part.entries for part in parts if isinstance(part, RunPart)])
             coded = Coded(counts, entries, encoded.encoding, encoded.parameter, payload)
-            return CompressedPush(kind is Kind.PUSHPULL, *columns, coded)
+            return CompressedPush(kind is RunKind.PUSHPULL, *columns, coded)
         dtypes = _joined([part.dtypes for part in parts])
         arrays = Arrays(dtypes, counts, payload)
-        return PushRows(*columns, arrays) if kind is Kind.PUSH_ROWS else Push(kind is Kind.PUSHPULL, *columns, arrays)
+        return (
+            PushRows(*columns, arrays)
+            if kind is RunKind.PUSH_ROWS
+            else Push(kind is RunKind.PUSHPULL, *columns, arrays)
+        )
     arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
-    if kind is Kind.INITIALISE:
+    if kind is RunKind.INITIALISE:
         return InitValues(numbers, _joined(ids), arrays)
-    if kind is Kind.REPLACE:
+    if kind is RunKind.REPLACE:
         return ReplaceValues(numbers, _joined(ids), arrays)
-    if kind is Kind.REPLACE_STATE:
+    if kind is RunKind.REPLACE_STATE:
         return ReplaceState(numbers, _joined(ids), _state_parts(parts), arrays)
-    if kind is Kind.PULL_ROWS:
+    if kind is RunKind.PULL_ROWS:
         return PullRows(numbers, _joined(ids), steps, versions, arrays)
     return InitRows(numbers, _joined(ids), _joined([part.flags for part in parts]), arrays)
 
 
 def _state_parts(parts: Sequence[AnyPart]) -> U8:
-    return _joined([part.parts for part in parts if isinstance(part, Part)])
+    return _joined([part.parts for part in parts if isinstance(part, RunPart)])
 
 
 def _per_slice(numbers: Sequence[int], ids: Sequence[U32]) -> U32:

@@ -17,10 +17,8 @@ import numpy.typing as npt
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
-from kvdist.protocol.arrays import U8, U32, offsets, padded
+from kvdist.protocol.arrays import U8, U32, Bits, offsets, padded
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Command, Configure, Declare, SavedFile
-
-Bits = npt.NDArray[np.generic]
 
 KEYS_PER_MESSAGE = 4096
 """Of new keys: few enough that one process reads a message while another writes the next, and that it is short."""
@@ -54,7 +52,7 @@ class KeyInfo:
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as of `Slice`
-class Piece:
+class RunSlice:
     """One slice inside a run: elements `start` to `stop` of the `index`-th key of the plan, at byte `offset`."""
 
     index: int
@@ -71,7 +69,7 @@ class RunPlan:
     ids: U32
     counts: U32
     dtypes: U8
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RunSlice, ...]
     nbytes: int
     """The size of the payload."""
     positions: dict[int, int]
@@ -148,7 +146,7 @@ def _run(server: int, batch: _Batch) -> RunPlan:
         np.array(ids, np.uint32),
         counts,
         codes,
-        tuple(map(Piece, indices, starts, stops, places.tolist())),
+        tuple(map(RunSlice, indices, starts, stops, places.tolist())),
         nbytes,
         dict(zip(ids, range(len(ids)), strict=True)),
         np.array(indices, np.intp),
@@ -156,7 +154,7 @@ def _run(server: int, batch: _Batch) -> RunPlan:
     )
 
 
-class Kind(enum.Enum):
+class RunKind(enum.Enum):
     """What a run does."""
 
     INITIALISE = "init"
@@ -173,12 +171,12 @@ class Kind(enum.Enum):
     @property
     def pushes(self) -> bool:
         """Whether it carries a contribution."""
-        return self in (Kind.PUSH, Kind.PUSHPULL, Kind.PUSH_ROWS)
+        return self in (RunKind.PUSH, RunKind.PUSHPULL, RunKind.PUSH_ROWS)
 
     @property
     def pulls(self) -> bool:
         """Whether values come back, of whole slices."""
-        return self in (Kind.PULL, Kind.PUSHPULL, Kind.PULL_STATE)
+        return self in (RunKind.PULL, RunKind.PUSHPULL, RunKind.PULL_STATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +269,7 @@ class Transfer:
     """Push, pull, both, or give first values; completes when the last slice is answered."""
 
     request: int
-    kind: Kind
+    kind: RunKind
     label: str
     """What is moved, for people, such as ``push of key 'fc1'``."""
     runs: Sequence[RunData]

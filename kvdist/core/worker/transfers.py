@@ -1,24 +1,29 @@
-"""The data plane of a worker: runs on their way to the servers, and the answers that come back.
+"""Transfers of a worker: runs on their way to the servers, and the replies that come back.
 
-A transfer is finished when every slice of every run has its answer: counted, valued or refused.
+A slice has at most one push of this worker under way; the next one waits in line until the first is counted. Runs take
+their places in the lines of all their slices at once, in the order of the user's calls. Each slice goes on by itself:
+a free one never waits for another of its run, or workers that group their keys differently would wait for each other.
+
+A transfer is finished when every slice of every run has its reply: counted, valued or refused.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdist.config.settings import Limits
-from kvdist.core.slices import SliceTable
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.outbox import Credit, DataMessage, Outbox, Part, Ready, RowPart, Run
-from kvdist.core.worker.requests import Bits, Kind, Transfer
+from kvdist.core.worker.outbox import Credit, DataMessage, Outbox, Ready, RowPart, Run, RunPart
+from kvdist.core.worker.requests import RunKind, Transfer
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.protocol.arrays import U32, stretches, views
+from kvdist.protocol.arrays import U32, Bits, stretches, views
 from kvdist.protocol.messages import Counted, HandedBack, Refused, RowValues, Values
 
 LEADER = -1
@@ -26,6 +31,113 @@ LEADER = -1
 
 
 _HALVES = (int(DType.FLOAT16), int(DType.BFLOAT16))
+
+
+class SliceTable:
+    """What a worker knows of each slice: its pushes, the newest version seen, what waits in line. Grows with keys."""
+
+    def __init__(self) -> None:
+        self.pushed: U32 = np.zeros(0, np.uint32)
+        """Pushes submitted by the user's thread so far."""
+        self.versions: U32 = np.zeros(0, np.uint32)
+        """The newest version seen."""
+        self.aggregated: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Whether its pushes are summed with those of other workers of this host."""
+        self.has_rounds: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Whether its pushes are counted only together with those of all other workers."""
+        self._delegated: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Whether its push is with the leader of this host, and not answered."""
+        self._delegated_run: U32 = np.zeros(0, np.uint32)
+        """The run of that push."""
+        self._busy: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._lines: dict[int, deque[Run]] = {}
+
+    def grow(self, size: int) -> None:
+        """Have rows for slices 0 to `size - 1`. The table at least doubles when it grows."""
+        if size > len(self.pushed):
+            more = max(size - len(self.pushed), len(self.pushed))
+            self.pushed = np.concatenate([self.pushed, np.zeros(more, np.uint32)])
+            self.versions = np.concatenate([self.versions, np.zeros(more, np.uint32)])
+            self._busy = np.concatenate([self._busy, np.zeros(more, np.bool_)])
+            self.aggregated = np.concatenate([self.aggregated, np.zeros(more, np.bool_)])
+            self.has_rounds = np.concatenate([self.has_rounds, np.zeros(more, np.bool_)])
+            self._delegated = np.concatenate([self._delegated, np.zeros(more, np.bool_)])
+            self._delegated_run = np.concatenate([self._delegated_run, np.zeros(more, np.uint32)])
+
+    def enter(self, run: Run) -> RunPart | None:
+        """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
+        ids = run.data.plan.ids
+        run.steps = self.pushed[ids]
+        self.pushed[ids] += 1
+        busy = self._busy[ids]
+        self._busy[ids] = True
+        if not busy.any():
+            return RunPart(run)
+        for number in ids[busy].tolist():
+            self._lines.setdefault(number, deque()).append(run)
+        free = np.flatnonzero(~busy).tolist()
+        return RunPart(run, free) if free else None
+
+    def counted(self, ids: U32) -> list[RunPart]:
+        """These pushes are counted; returns what may leave now, the slices of one run together."""
+        self._busy[ids] = False
+        if not self._lines:
+            return []
+        freed: dict[int, tuple[Run, list[int]]] = {}
+        for number in ids.tolist():
+            line = self._lines.get(number)
+            if line is None:
+                continue
+            self._busy[number] = True
+            run = line.popleft()
+            if not line:
+                del self._lines[number]
+            freed.setdefault(run.number, (run, []))[1].append(run.data.plan.positions[number])
+        return [RunPart(run, sorted(positions)) for run, positions in freed.values()]
+
+    def delegate(self, part: RunPart) -> None:
+        """Note that these pushes are with the leader of this host."""
+        self._delegated[part.ids] = True
+        self._delegated_run[part.ids] = part.run.number
+
+    def reclaim(self, ids: U32) -> None:
+        """Note that the leader has answered these pushes, or handed them back."""
+        self._delegated[ids] = False
+
+    def reclaim_all(self) -> dict[int, list[int]]:
+        """Take back every push that the leader has: run → its slices."""
+        found: dict[int, list[int]] = {}
+        for number in np.flatnonzero(self._delegated).tolist():
+            found.setdefault(int(self._delegated_run[number]), []).append(number)
+        self._delegated[:] = False
+        return found
+
+    @property
+    def has_delegated(self) -> bool:
+        """Whether the leader has a push that it has not answered."""
+        return bool(self._delegated.any())
+
+    def saw(self, ids: U32, versions: U32) -> None:
+        """These versions have been seen."""
+        self.versions[ids] = np.maximum(self.versions[ids], versions)
+
+    def counted_pushes(self) -> U32:
+        """(n,) how many pushes of each slice are counted."""
+        counted = self.pushed - self._busy
+        for number, line in self._lines.items():
+            counted[number] -= len(line)
+        return counted.astype(np.uint32)
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether a run waits for an earlier push of this worker."""
+        return bool(self._lines)
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        for number, line in self._lines.items():
+            assert line and self._busy[number], "a line stands only before a busy slice"
+        assert not (self._delegated & ~self._busy).any(), "only what is under way is with the leader"
 
 
 @dataclass(slots=True)
@@ -65,7 +177,7 @@ class Transfers:
         """Request → its runs without all their answers."""
         self._next_run = 0
         self._flying_messages = 0
-        self._detours: list[Part] = []
+        self._to_aggregate: list[RunPart] = []
         """What may leave, and is summed with the pushes of other workers of this host."""
 
     def add_server(self, rank: int, is_near: bool) -> None:
@@ -101,20 +213,20 @@ class Transfers:
                 request.key_by_key,
             )
             self._runs[run.number] = run
-            part = self.slices.enter(run) if request.kind.pushes else Part(run)
+            part = self.slices.enter(run) if request.kind.pushes else RunPart(run)
             if part is not None:
                 self._leave(part)
 
-    def _leave(self, part: Part) -> None:
+    def _leave(self, part: RunPart) -> None:
         """All slices of a run are on one server and of one store, so they go the same way."""
         data = part.run.data
         # What is encoded cannot be summed as it is, and is small.
-        if part.run.kind.pushes and data.encoded is None and self.slices.detour[data.plan.ids[0]]:
-            self._detours.append(part)
+        if part.run.kind.pushes and data.encoded is None and self.slices.aggregated[data.plan.ids[0]]:
+            self._to_aggregate.append(part)
         else:
             self.send_directly(part)
 
-    def send_directly(self, part: Part) -> None:
+    def send_directly(self, part: RunPart) -> None:
         """This goes to its server."""
         server, chunks = part.run.data.plan.server, part.run.data.chunks
         if not chunks:
@@ -127,30 +239,30 @@ class Transfers:
         self._outboxes[ready.server].add_ready(ready)
         self._ready.add(ready.server)
 
-    def take_detours(self) -> list[Part]:
-        """What may leave and is summed on this host first."""
-        detours, self._detours = self._detours, []
-        return detours
+    def take_aggregated(self) -> list[RunPart]:
+        """Remove and return what may leave and is summed on this host first."""
+        parts, self._to_aggregate = self._to_aggregate, []
+        return parts
 
-    def give_to_leader(self, part: Part) -> None:
-        """This goes to the leader, who answers for the server."""
-        self.slices.lend(part)
+    def delegate(self, part: RunPart) -> None:
+        """Send this to the leader of this host, which replies for the server."""
+        self.slices.delegate(part)
         self._add(LEADER, part)
 
     def handed_back(self, message: HandedBack) -> None:
         """The leader does not push these."""
         for run, begin, end in self._segments(message.runs):
             positions = run.data.plan.positions
-            part = Part(run, sorted(positions[number] for number in message.ids[begin:end].tolist()))
-            self.slices.regain(part.ids)
+            part = RunPart(run, sorted(positions[number] for number in message.ids[begin:end].tolist()))
+            self.slices.reclaim(part.ids)
             self.send_directly(part)
 
-    def take_back(self) -> None:
-        """The leader has left: what it has not answered goes to the servers, who may have it in a sum."""
+    def reclaim(self) -> None:
+        """Send what the leader has not answered to the servers, because it has left; they may have it in a sum."""
         self._outboxes[LEADER].forget()
-        for number, positions in self.slices.take_lent().items():
+        for number, positions in self.slices.reclaim_all().items():
             run = self._runs[number]
-            self.send_directly(Part(run, sorted(run.data.plan.positions[one] for one in positions)))
+            self.send_directly(RunPart(run, sorted(run.data.plan.positions[one] for one in positions)))
 
     def take(self) -> Iterator[tuple[int, DataMessage, Credit]]:
         """Everything that may leave now: (server, message, credit)."""
@@ -228,7 +340,7 @@ class Transfers:
         finished = Finished()
         for run, begin, end in self._segments(message.runs):
             if run.kind.pushes:
-                self.slices.regain(message.ids[begin:end])
+                self.slices.reclaim(message.ids[begin:end])
                 for freed in self.slices.counted(message.ids[begin:end]):
                     self._leave(freed)
             if run.key_by_key:
@@ -263,7 +375,7 @@ class Transfers:
             ids = run.data.plan.ids
             if run.kind.pushes:
                 waits = counted[ids] <= run.steps
-            elif run.kind in (Kind.PULL, Kind.PULL_ROWS):
+            elif run.kind in (RunKind.PULL, RunKind.PULL_ROWS):
                 waits = counted[ids] < run.steps
             else:
                 return None
@@ -289,7 +401,7 @@ class Transfers:
     @property
     def everything_arrived(self) -> bool:
         """Whether all that was ever submitted has been received by its server."""
-        waiting = self._flying_messages or self.slices.has_lines or self._detours
+        waiting = self._flying_messages or self.slices.has_lines or self._to_aggregate
         return not waiting and all(outbox.is_empty for outbox in self._outboxes.values())
 
     def clear(self) -> None:
@@ -298,7 +410,7 @@ class Transfers:
         self._runs_left.clear()
         self._outboxes.clear()
         self._ready.clear()
-        self._detours.clear()
+        self._to_aggregate.clear()
 
     def validate(self) -> None:
         """Check every invariant."""
@@ -310,7 +422,7 @@ class Transfers:
             assert outbox.flying_bytes >= 0
             assert rank in self._ready or outbox.take() is None, "what may leave has left"
 
-    def _add(self, rank: int, part: Part | RowPart) -> None:
+    def _add(self, rank: int, part: RunPart | RowPart) -> None:
         self._outboxes[rank].add(part)
         self._ready.add(rank)
 

@@ -8,6 +8,7 @@ Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvdist.config.endpoints import crosses_network, stays_on_host
 from kvdist.config.settings import Limits
@@ -30,15 +31,12 @@ from kvdist.core.machine import (
     Send,
     Unreachable,
 )
-from kvdist.core.neighbours import Neighbours
 from kvdist.core.policy import POLICIES
-from kvdist.core.server.buffers import Allocate, ordinary_memory
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.barrier_calls import BarrierCalls
 from kvdist.core.worker.blocking import BlockedReports, Threads, UnknownThreads
 from kvdist.core.worker.outbox import Credit
-from kvdist.core.worker.pending import Pending, PendingRequests
+from kvdist.core.worker.pending import BarrierCalls, Pending, PendingRequests, SavingCalls
 from kvdist.core.worker.requests import (
     ALONE_BYTES_MIN,
     ClaimFolder,
@@ -55,11 +53,8 @@ from kvdist.core.worker.requests import (
     Transfer,
     UseKernels,
 )
-from kvdist.core.worker.saving_calls import SavingCalls
 from kvdist.core.worker.transfers import LEADER, Transfers
 from kvdist.errors import DeadlineExceeded, FencedError, KvdistError, StoreClosed
-from kvdist.kernels.interface import Kernels
-from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
     Abort,
@@ -70,11 +65,9 @@ from kvdist.protocol.messages import (
     Done,
     Failed,
     Goodbye,
-    HandedBack,
     Message,
     Peer,
     Placed,
-    Push,
     Refused,
     Rejected,
     Roster,
@@ -83,6 +76,9 @@ from kvdist.protocol.messages import (
     Waiting,
     Welcome,
 )
+
+if TYPE_CHECKING:  # a feature at a seam: workers run without it
+    from kvdist.core.host_aggregation import HostAggregation
 
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""
@@ -98,9 +94,7 @@ class Worker(Machine):
         introduction: who this process is.
         limits: sizes and times.
         now: the time.
-        local_reduce: whether the workers of a host sum their pushes before they cross the network: see `Neighbours`.
-        allocate: gives memory for such sums, and for values on their way to the other workers.
-        kernels: what sums.
+        aggregation: sums the pushes of the workers of this host; None: every worker pushes for itself.
     """
 
     def __init__(
@@ -108,9 +102,7 @@ class Worker(Machine):
         introduction: Introduction,
         limits: Limits,
         now: float,
-        local_reduce: str = "off",
-        allocate: Allocate = ordinary_memory,
-        kernels: Kernels = REFERENCE,
+        aggregation: HostAggregation | None = None,
     ) -> None:
         self.limits = limits
         self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
@@ -121,7 +113,9 @@ class Worker(Machine):
         self.peers: tuple[Peer, ...] = ()
         self.traffic = Traffic()
         self.transfers = Transfers(limits, self.traffic)
-        self.neighbours = Neighbours(local_reduce, limits, self.transfers, kernels, allocate)
+        self.aggregation = aggregation
+        if aggregation is not None:
+            aggregation.attach(self.transfers)
         self.failure: Exception | None = None
         """Why every request fails from now on."""
         self._pending = PendingRequests()
@@ -154,8 +148,9 @@ class Worker(Machine):
         if self.failure is not None:
             return NEVER
         links = min((due for due, _ in self._lost_links.values()), default=NEVER)
-        requests, neighbours = self._pending.deadline, self.neighbours.deadline
-        return min(self.joining.deadline, self._next_alive, requests, links, neighbours, self._blocked.next_look)
+        aggregation = NEVER if self.aggregation is None else self.aggregation.deadline
+        own = (self.joining.deadline, self._next_alive, self._pending.deadline, self._blocked.next_look)
+        return min(links, aggregation, *own)
 
     def submit(self, requests: Sequence[Request], now: float) -> list[Effect]:
         """Take calls of the user's thread, in order. Small transfers among them leave joined."""
@@ -173,12 +168,13 @@ class Worker(Machine):
         """Listen to the scheduler, to the servers of the roster, and to workers of this host that push together."""
         if source == SCHEDULER_MEMBER or self._is_peer(source):
             return None
-        if self.neighbours.has_left(source):
+        if self.aggregation is not None and self.aggregation.has_left(source):
             return ""
         return f"{source} is not a server of {self.me}'s cluster"
 
     def _is_peer(self, source: Member) -> bool:
-        return self.servers.get(source.node.rank) == source or self.neighbours.is_member(source)
+        is_server = self.servers.get(source.node.rank) == source
+        return is_server or (self.aggregation is not None and self.aggregation.is_member(source))
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of the scheduler, of a server, or of a worker of this host."""
@@ -186,14 +182,8 @@ class Worker(Machine):
         match message:
             case Values() | RowValues() | Counted() | Refused():
                 effects = self._answered(message)
-            case Push():
-                self.neighbours.pushed(sender, message, now)
-            case HandedBack():
-                self.transfers.handed_back(message)
-            case Goodbye():
-                self.neighbours.farewell(sender, message)
-            case Done() if sender.node.role is Role.WORKER:
-                self.neighbours.released()
+            case _ if sender.node.role is Role.WORKER and self.aggregation is not None:
+                self.aggregation.handle(sender, message, now)
             case Waiting():
                 effects = self._hinted(message, now)
             case Rejected(reason):
@@ -243,7 +233,8 @@ class Worker(Machine):
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
         for pending in [pending for pending in self._pending.timed if now >= pending.due]:
             effects += self._late(pending, now)
-        self.neighbours.tick(now)
+        if self.aggregation is not None:
+            self.aggregation.tick(now)
         if now >= self._blocked.next_look:
             report = self._blocked.look(self._leave_in_line, now)
             effects += [Send(SCHEDULER_MEMBER, report)] if report else self._stalled(now)
@@ -256,7 +247,8 @@ class Worker(Machine):
         for token in tokens:
             assert isinstance(token, Credit)
             self.transfers.release(token)
-            self.neighbours.arrived(token.members)
+            if token.members and self.aggregation is not None:
+                self.aggregation.arrived(token.members)
         return self._settle(now)
 
     @property
@@ -296,8 +288,8 @@ class Worker(Machine):
             return f"{text}; {hint.subject} lacks {names or 'an answer'}"
         servers = self.transfers.awaited_servers(oldest.request)
         awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
-        leader = self.neighbours.leader
-        if leader is not None and self.transfers.slices.has_lent:
+        leader = self._leader
+        if leader is not None and self.transfers.slices.has_delegated:
             awaited += f", through worker-{leader.node.rank} ({self._host(leader)}), which pushes for its host"
         return f"{text} for {awaited or 'the scheduler'}"
 
@@ -307,16 +299,23 @@ class Worker(Machine):
         Args:
             shares: whether a member reads the shared memory of this process.
         """
-        neighbours, leader = self.neighbours, self.neighbours.leader
+        leader = self._leader
         return ClusterView(
             self.me,
             self.epoch,
             frozenset(rank for rank, member in self.servers.items() if shares(member)),
             frozenset(peer.member.node.rank for peer in self.peers if self._is_far_server(peer)),
-            frozenset(rank for rank in self.servers if neighbours.sums(rank, ALONE_BYTES_MIN)),
-            frozenset(rank for rank in self.servers if neighbours.sums(rank, 0)),
-            neighbours.follows and leader is not None and shares(leader),
+            self._aggregating(ALONE_BYTES_MIN),
+            self._aggregating(0),
+            leader is not None and leader != self.me and shares(leader),
         )
+
+    def _aggregating(self, nbytes: int) -> frozenset[int]:
+        """The servers for which pushes of slices of this size are summed on this host."""
+        aggregation = self.aggregation
+        if aggregation is None:
+            return frozenset()
+        return frozenset(rank for rank in self.servers if aggregation.aggregates(rank, nbytes))
 
     @staticmethod
     def _is_far_server(peer: Peer) -> bool:
@@ -325,7 +324,8 @@ class Worker(Machine):
     def validate(self) -> None:
         """Check every invariant."""
         self.transfers.validate()
-        self.neighbours.validate()
+        if self.aggregation is not None:
+            self.aggregation.validate()
 
     # Calls of the user.
 
@@ -383,7 +383,8 @@ class Worker(Machine):
 
     def _leave(self, request: Leave, now: float) -> list[Effect]:
         self._leaving = request
-        self.neighbours.stop_leading()
+        if self.aggregation is not None:
+            self.aggregation.stop_leading()
         timeout_s = self.limits.farewell_s if request.failure else None
         pending = self._open(request.request, "leaving the cluster", now, timeout_s)
         if self.failure is not None or not self.joining.complete:
@@ -405,23 +406,30 @@ class Worker(Machine):
         text = f"{self._awaited(now)}; the job ends after {limit_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)"
         return [Send(SCHEDULER_MEMBER, Goodbye(0, text)), *self._fail_all(DeadlineExceeded(text))]
 
+    @property
+    def _leader(self) -> Member | None:
+        """The worker that pushes for this host, if there is one."""
+        return None if self.aggregation is None else self.aggregation.leader
+
     def _settle(self, now: float) -> list[Effect]:
         """Let everything leave that may."""
         if self.failure is not None:
             return []
-        effects = self.neighbours.settle(now)
+        effects = [] if self.aggregation is None else self.aggregation.settle(now)
         if self._saving.waiting:
             effects += self._saving.settle()
         for rank, message, credit in self.transfers.take():
-            leader = self.neighbours.leader
-            to = leader if rank == LEADER and leader is not None else self.servers[rank]
+            leader = self._leader if rank == LEADER else None
+            to = self.servers[rank] if leader is None else leader
             effects.append(Send(to, message, credit))
         leaving = self._leaving
         if leaving is None or self._goodbye_said:
             return effects
-        if not leaving.failure and self.transfers.everything_arrived:
-            effects += self.neighbours.leave(leaving.request)
-        if leaving.failure or (self.transfers.everything_arrived and self.neighbours.may_leave):
+        may_leave = self.transfers.everything_arrived
+        if may_leave and not leaving.failure and self.aggregation is not None:
+            effects += self.aggregation.leave(leaving.request)
+            may_leave = self.aggregation.may_leave
+        if leaving.failure or may_leave:
             self._goodbye_said = True
             effects.append(Send(SCHEDULER_MEMBER, Goodbye(leaving.request, leaving.failure)))
         return effects
@@ -466,7 +474,7 @@ class Worker(Machine):
                 self.servers[rank] = peer.member
                 self.transfers.add_server(rank, stays_on_host(peer.endpoint))
                 effects.append(Connect(peer.member, peer.endpoint))
-        for effect in self.neighbours.roster(self.me, self.peers):
+        for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers):
             if isinstance(effect, Forget):
                 self._lost_links.pop(effect.member, None)
             effects.append(effect)
@@ -481,10 +489,10 @@ class Worker(Machine):
         if declared is None:
             return []
         placement = message.placement
-        infos, detours, last = [], [], -1
+        infos, aggregated, last = [], [], -1
         in_rounds: list[int] = []
         has_rounds, num_servers = POLICIES[declared.mode].has_rounds, len(self.servers)
-        sums = self.neighbours.sums if self.neighbours.detoured else None
+        aggregation = self.aggregation if self.aggregation is not None and self.aggregation.servers else None
         pulled = declared.pulled_as or declared.dtypes
         columns = (declared.keys, declared.shapes, declared.dtypes, pulled, declared.message.forms)
         homes = (placement.first_slices, placement.homes, message.givers)
@@ -493,12 +501,13 @@ class Worker(Machine):
             last = max(last, slices[-1].number)
             if has_rounds:
                 in_rounds += range(first, slices[-1].number + 1)
-            if sums is not None and has_rounds and not form:  # what is applied one by one is not summed on the way
-                detours += [piece.number for piece in slices if sums(piece.server, piece.count * dtype.itemsize)]
+            if aggregation is not None and has_rounds and not form:  # without rounds there is nothing to sum
+                sizes = ((piece, piece.count * dtype.itemsize) for piece in slices)
+                aggregated += [piece.number for piece, size in sizes if aggregation.aggregates(piece.server, size)]
             other = None if pulled_as is dtype else pulled_as
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
         self.transfers.slices.grow(last + 1)
-        self.transfers.slices.detour[detours] = True
+        self.transfers.slices.aggregated[aggregated] = True
         self.transfers.slices.has_rounds[in_rounds] = True
         return [self._close(self._pending[message.request], tuple(infos))]
 
@@ -515,8 +524,8 @@ class Worker(Machine):
 
     def _answered(self, message: Values | RowValues | Counted | Refused) -> list[Effect]:
         effects: list[Effect] = []
-        if self.neighbours.leads and not isinstance(message, RowValues):
-            effects = self.neighbours.passed_on(message, self.transfers.pushed_stretches(message.runs))
+        if self.aggregation is not None and not isinstance(message, RowValues):
+            effects = self.aggregation.pass_on(message)
         errors: dict[int, Exception] = {}
         if isinstance(message, Refused):
             for request, rank in self.transfers.refused(message).items():

@@ -15,9 +15,9 @@ from kvdist.transport.opening import open_transport
 
 def main():
     config = cluster_from_env()
-    transport, memory = open_transport(config)
+    transport, _ = open_transport(config)
     claimed = introduction(replace(config, rank=int(sys.argv[1])), "", scheduler_endpoint(config))
-    machine = Worker(claimed, config.limits, time.monotonic(), "off", memory.allocate)
+    machine = Worker(claimed, config.limits, time.monotonic())
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s)
     future = node.submit(Register)
     node.run()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdist.core import joined
-from kvdist.core.host_sum import HostRound, Share
-from kvdist.core.joined import Joiner, slices_of
+from kvdist.core import host_aggregation
+from kvdist.core.host_aggregation import HostRound, PushJoiner, Share
 from kvdist.core.round import Setting
 from kvdist.core.server.buffers import ordinary_memory
+from kvdist.core.server.decoding import joined_slices
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.outbox import Ready, Run
-from kvdist.core.worker.requests import Kind, RunData, RunPlan
+from kvdist.core.worker.requests import RunData, RunKind, RunPlan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker
@@ -23,14 +23,14 @@ OPEN: Setting = (None, None, None)
 MEMBERS = {rank: Member(worker(rank), 10 + rank) for rank in range(4)}
 
 
-def joiner(join_bytes_max: int = 1 << 20, payload_bytes_max: int = 1 << 26) -> Joiner:
-    return Joiner(MEMBERS[1], REFERENCE, ordinary_memory, join_bytes_max, payload_bytes_max, Traffic())
+def joiner(join_bytes_max: int = 1 << 20, payload_bytes_max: int = 1 << 26) -> PushJoiner:
+    return PushJoiner(MEMBERS[1], REFERENCE, ordinary_memory, join_bytes_max, payload_bytes_max, Traffic())
 
 
 def own_run(server: int = 0, priority: int = 0) -> Run:
     ids = np.zeros(1, np.uint32)
     plan = RunPlan(server, ids, ids, np.zeros(1, np.uint8), (), 0, {0: 0}, np.zeros(1, np.intp))
-    return Run(70, 5, Kind.PUSH, RunData(plan), ids, ids, 1, priority)
+    return Run(70, 5, RunKind.PUSH, RunData(plan), ids, ids, 1, priority)
 
 
 def host_round(
@@ -112,7 +112,7 @@ def test_small_slices_leave_when_there_are_enough_rows_or_settings_of_them(monke
     rounds = [host_round(number, {1: [1], 2: [1]}, settings=settings[number]) for number in range(300)]
     messages = [ready.message for ready in joiner().join(rounds)]
     assert [len(message.settings) for message in messages] == [256, 256, 88]
-    monkeypatch.setattr(joined, "ROWS_PER_MESSAGE_MAX", 5)
+    monkeypatch.setattr(host_aggregation, "ROWS_PER_MESSAGE_MAX", 5)
     few = joiner().join([host_round(number, {1: [1], 2: [1]}) for number in range(5)])
     assert [len(ready.message.ids) for ready in few] == [4, 4, 2]
 
@@ -141,7 +141,7 @@ def test_a_slice_fits_if_what_cannot_be_summed_fits() -> None:
 def test_a_server_reads_the_contributions_of_each_slice_and_answers_only_the_sender() -> None:
     rounds = [host_round(1, {1: [1, 2], 2: [3, 4]}), host_round(2, {1: None, 3: [5, 6]})]
     (ready,) = joiner().join(rounds)
-    first, second = slices_of(MEMBERS[1], ready.message, MEMBERS)
+    first, second = joined_slices(MEMBERS[1], ready.message, MEMBERS)
     assert (first.number, first.run, second.number) == (1, 70, 2)
     told = [(one.member, one.silent, one.is_empty, one.samples) for one in first.contributions]
     assert told == [(MEMBERS[1], False, False, 1), (MEMBERS[2], True, True, 2)]
@@ -151,5 +151,5 @@ def test_a_server_reads_the_contributions_of_each_slice_and_answers_only_the_sen
 
 def test_a_server_hears_for_whom_the_sender_may_not_speak() -> None:
     (ready,) = joiner().join([host_round(1, {1: [1], 2: [2]})])
-    (only,) = slices_of(MEMBERS[1], ready.message, {1: MEMBERS[1]})
+    (only,) = joined_slices(MEMBERS[1], ready.message, {1: MEMBERS[1]})
     assert only.strangers == [2]

@@ -412,7 +412,7 @@ def test_the_memory_of_a_sum_is_kept_until_it_is_counted_and_not_only_received()
     wired.settle()
     assert said(wired, "JoinedPush") and closed(wired) == 0
     leader = wired.workers[0]
-    assert list(leader.neighbours._sums) == [wired.infos["b"].slices[0].number]
+    assert list(leader.aggregation._sums) == [wired.infos["b"].slices[0].number]
     wired.push(2, {"b": [10]})
     wired.settle()
-    assert closed(wired) == 1 and not leader.neighbours._sums
+    assert closed(wired) == 1 and not leader.aggregation._sums

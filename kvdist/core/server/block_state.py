@@ -1,0 +1,129 @@
+"""The optimizer state of a block, in parts that travel (`PullState`, `ReplaceState`), and slices in checkpoints. Pure.
+
+Part 0 is numbers, float64: the count of updates, then the rule's own. Parts 1 and on are the arrays of
+`Optimizer.state_names`, of `DType.accumulate`, and `MASTER` is the float32 weight behind a half one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
+from kvdist.core.server.block import Block
+from kvdist.core.server.buffers import Buffer
+from kvdist.dtypes import DType
+from kvdist.errors import PushRefused
+from kvdist.kernels.interface import Kernels
+from kvdist.optimizer.states import SliceState, has_master, is_count
+from kvdist.optimizer.updater import SliceUpdater
+from kvdist.protocol.arrays import Bits
+
+NUMBERS, MASTER = 0, 255
+
+
+def read_part(block: Block, updater: SliceUpdater | None, part: int, kernels: Kernels) -> Bits:
+    """A copy of a part of the state. Of a slice that was never updated: the state with which its first update begins.
+
+    Raises:
+        PushRefused: there is no such part.
+    """
+    state = _state(block, updater, kernels)
+    if part == NUMBERS:
+        return np.array([state.count, *state.scalars], np.float64)
+    return _array(block, state, part).copy()
+
+
+def replace_part(block: Block, updater: SliceUpdater | None, part: int, values: Bits, kernels: Kernels) -> None:
+    """Replace a part of the state. The numbers come first; a count of 0 makes the slice a new one.
+
+    Raises:
+        PushRefused: there is no such part, or it has another size or type.
+    """
+    state = _state(block, updater, kernels)
+    assert updater is not None
+    expected = np.zeros(1 + len(state.scalars)) if part == NUMBERS else _array(block, state, part)
+    if (values.size, values.dtype) != (expected.size, expected.dtype):
+        raise PushRefused(
+            f"part {part} of the optimizer's state of key {block.key!r} has {values.size} elements of {values.dtype},"
+            f" where {updater.optimizer.name} keeps {expected.size} of {expected.dtype}"
+        )
+    if part == NUMBERS:
+        count, *scalars = values.tolist()
+        if not is_count(count):
+            raise PushRefused(f"the optimizer's state of key {block.key!r} cannot have had {count} updates")
+        state.count, state.scalars = int(count), tuple(scalars)
+        updater.restore(block, state if count else None)
+        return
+    _array(block, state, part)[...] = values
+    updater.restore(block, state)
+
+
+def state_dtype(dtype: DType) -> DType:
+    """The type of the states of elements of this type."""
+    return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
+
+
+def saved(
+    block: Block, positions: Sequence[int], updater: SliceUpdater | None, contents: Sequence[str]
+) -> tuple[list[SavedSlice], Buffer | None]:
+    """Slices of a block as they are now: see `SnapshotSource.taken`.
+
+    The weight is leased, not copied. States change in place: one pass over them, two where they come from a GPU.
+    """
+    present = None if updater is None or STATES not in contents else updater.states.get(block)
+    buffer = block.published if WEIGHTS in contents else None
+    found = []
+    for position in positions:
+        extent, count = block.extents[position], int(block.counts[position])
+        weight = None if buffer is None else block.values(position)
+        where = (block.key_of(position), extent.start, count, block.dtype, block.version, weight)
+        if updater is None or present is None:
+            found.append(SavedSlice(*where))
+            continue
+        own = present if len(block) == 1 else present.part(block.pool.starts[position], count)
+        state = own.copy()
+        states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
+        found.append(SavedSlice(*where, states, state.count, state.scalars, state.master))
+    if buffer is not None:  # from here on nothing fails
+        buffer.leases += 1
+    return found, buffer
+
+
+def wanted(block: Block, position: int, updater: SliceUpdater | None) -> WantedSlice:
+    """What a checkpoint must hold for a slice."""
+    extent = block.extents[position]
+    where = (int(block.ids[position]), block.key_of(position), extent.start, int(block.counts[position]), block.dtype)
+    if updater is None:
+        return WantedSlice(*where)
+    optimizer = updater.optimizer
+    row = max(1, extent.row_length) if optimizer.by_rows else 1
+    master = has_master(optimizer, block.dtype)
+    from_weight = master or bool(optimizer.states_from_weight)
+    return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)
+
+
+def load(block: Block, found: ReadSlice, updater: SliceUpdater | None) -> None:
+    """Continue a block of one slice from a checkpoint. One copy of the weight."""
+    if found.weight is not None:
+        block.replace([found.weight])
+    if updater is not None and (found.state is not None or found.is_fresh):
+        updater.restore(block, found.state)
+
+
+def _state(block: Block, updater: SliceUpdater | None, kernels: Kernels) -> SliceState:
+    """A copy of the present state."""
+    if updater is None or block.published is None:
+        raise PushRefused(f"key {block.key!r} has no optimizer's state: call set_optimizer before")
+    state = updater.states.get(block)
+    if state is not None:
+        return state.copy()
+    return SliceState.fresh(updater.optimizer, block.published.array, block.dtype, block.extents[0], kernels)
+
+
+def _array(block: Block, state: SliceState, part: int) -> Bits:
+    found = state.master if part == MASTER else state.arrays[part - 1] if part <= len(state.arrays) else None
+    if found is None:
+        raise PushRefused(f"the optimizer's state of key {block.key!r} has no part {part}")
+    return found

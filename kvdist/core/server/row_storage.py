@@ -1,0 +1,256 @@
+"""Where the rows of a table lie: memory that grows without a copy, and an index from ids to slots in it.
+
+A row that moves is one opaque element (NumPy's void type), which measured twice as fast as fancy indices over two
+dimensions and does not care for alignment.
+
+The index is a hash table in whole-array steps: open addressing with a step of its own for each id, at most half full.
+A batch of ids is looked up together: each iteration reads one place for all ids that are not settled yet, so all but
+the first few iterations are short. Single ids are never removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdist.kernels.interface import Array
+
+Slots = NDArray[np.int64]
+Where = slice | Slots
+"""Rows of a matrix: consecutive ones, or their numbers."""
+
+_IN_PLACE = sys.platform == "linux"
+"""Whether the system can enlarge a mapping by moving pages instead of bytes."""
+
+_ROWS_MIN = 64
+_PLACES_MIN = 256
+_BATCH = 1 << 18
+"""How many ids are entered at a time, so that what is computed of each stays in the cache."""
+
+
+class GrowingRows:
+    """A matrix of which the first `reserve`d rows may be used. Fresh rows are zeros and take memory once written.
+
+    Args:
+        width: elements of a row.
+        dtype: their NumPy type.
+
+    Attributes:
+        rows: the matrix, shape (at least what was reserved, width). `reserve` replaces it: keep no view.
+    """
+
+    def __init__(self, width: int, dtype: np.dtype[Any]) -> None:
+        self._width = width
+        self._dtype = dtype
+        self._mapping: mmap.mmap | None = None
+        self.rows: Array = np.zeros((0, width), dtype)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row."""
+        return self._width * self._dtype.itemsize
+
+    def reserve(self, count: int, exactly: bool = False) -> None:
+        """Have at least this many rows. Unless `exactly`, it at least doubles, so many small steps are cheap."""
+        have = len(self.rows)
+        if count <= have:
+            return
+        want = count if exactly else max(count, 2 * have, _ROWS_MIN)
+        nbytes = want * self.row_nbytes
+        if not (_IN_PLACE and nbytes):
+            rows = np.zeros((want, self._width), self._dtype)
+            rows[:have] = self.rows
+            self.rows = rows
+            return
+        self._map(nbytes, have)
+        assert self._mapping is not None
+        self.rows = np.frombuffer(self._mapping, self._dtype).reshape(want, self._width)
+
+    def _map(self, nbytes: int, have: int) -> None:
+        """Enlarge the mapping: the system moves its pages, no byte is copied.
+
+        Raises:
+            MemoryError: out of memory; the rows are unchanged.
+        """
+        if self._mapping is None:
+            self._mapping = _mapped(nbytes)
+            return
+        self.rows = np.zeros((0, self._width), self._dtype)  # a mapping that an array shows cannot move
+        try:
+            self._mapping.resize(nbytes)
+        except BufferError:  # a view is still in use, by a debugger say: copy
+            larger = _mapped(nbytes)
+            larger[: have * self.row_nbytes] = self._mapping[: have * self.row_nbytes]
+            self._mapping = larger
+        except OSError as error:
+            self.rows = np.frombuffer(self._mapping, self._dtype).reshape(have, self._width)
+            raise MemoryError(f"there is no memory for {nbytes} bytes of rows: {error}") from error
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    """Zeroed memory of this process, in large pages: rows are read at random, and fewer addresses are looked up."""
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"there is no memory for {nbytes} bytes of rows: {error}") from error
+    with contextlib.suppress(OSError):  # a system without large pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def stretch_of(slots: Slots) -> Where:
+    """The slice that these numbers form, or the numbers."""
+    count = len(slots)
+    if not count:
+        return slice(0, 0)
+    first = int(slots[0])
+    # Most are settled by a look at the ends.
+    if int(slots[-1]) - first == count - 1 and (count < 3 or bool((slots[1:] - slots[:-1] == 1).all())):
+        return slice(first, first + count)
+    return slots
+
+
+def take(matrix: Array, where: Where, out: Array) -> None:
+    """out ← these rows. One pass over them.
+
+    Args:
+        matrix: C-contiguous.
+        where: which.
+        out: shape (k, width), C-contiguous, of the type of `matrix`.
+    """
+    if isinstance(where, slice):
+        np.copyto(out, matrix[where])
+    elif out.size:
+        # Numbers are in range; 'clip' spares the copy that NumPy makes to be able to raise.
+        np.take(_opaque(matrix), where, out=_opaque(out), mode="clip")
+
+
+def put(matrix: Array, where: Where, rows: Array) -> None:
+    """These rows ← rows. One pass over them; `rows` is shaped as `out` of `take`."""
+    if isinstance(where, slice):
+        np.copyto(matrix[where], rows)
+    elif rows.size:
+        _opaque(matrix)[where] = _opaque(rows)
+
+
+def clear(matrix: Array, where: Where) -> None:
+    """These rows ← 0."""
+    if matrix.size:
+        if isinstance(where, slice):
+            matrix[where] = 0
+        else:
+            _opaque(matrix)[where] = np.zeros(1, f"V{matrix.strides[0]}")
+
+
+def _opaque(matrix: Array) -> Array:
+    """The same memory with each row as one element."""
+    return matrix.view(f"V{matrix.shape[1] * matrix.itemsize}").reshape(-1)
+
+
+class RowIndex:
+    """The slot of each id: its number in the order in which ids were added."""
+
+    def __init__(self) -> None:
+        self._ids = GrowingRows(1, np.dtype(np.int64))
+        self._table: NDArray[Any] = np.full(_PLACES_MIN, -1, np.int32)
+        self.count = 0
+
+    @property
+    def ids(self) -> Slots:
+        """The id of each slot; a view."""
+        return self._ids.rows[: self.count, 0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table and of the ids."""
+        return self._table.nbytes + 8 * self.count
+
+    def find(self, ids: Slots) -> Slots:
+        """The slot of each id, -1 if it has none."""
+        slots = np.empty(len(ids), np.int64)
+        for start in range(0, len(ids), _BATCH):
+            part = slice(start, start + _BATCH)
+            self._find(ids[part], slots[part])
+        return slots
+
+    def add(self, ids: Slots) -> Slots:
+        """Give the next slots to new ids, each named once."""
+        before, after = self.count, self.count + len(ids)
+        self._ids.reserve(after)
+        self._ids.rows[before:after, 0] = ids
+        if 2 * after > len(self._table):
+            size = 1 << (2 * after - 1).bit_length()
+            self._table = np.full(size, -1, np.int32 if size <= 2**31 else np.int64)
+            self._enter(0, after)
+        else:
+            self._enter(before, after)
+        self.count = after
+        return np.arange(before, after)
+
+    def clear(self) -> None:
+        """Forget all ids."""
+        self.count = 0
+        self._table.fill(-1)
+
+    def _find(self, ids: Slots, slots: Slots) -> None:
+        table, known, mask = self._table, self._ids.rows.reshape(-1), len(self._table) - 1
+        if not self.count:
+            slots.fill(-1)
+            return
+        place, step = _places(ids, mask)
+        slots[...] = table[place]
+        # An empty place holds -1: settled, whatever id that points at.
+        pending = np.flatnonzero((slots >= 0) & (known[slots] != ids))
+        place, step, wanted = place[pending], step[pending], ids[pending]
+        while len(pending):
+            place = (place + step) & mask
+            there = table[place].astype(np.int64)
+            slots[pending] = there
+            rest = np.flatnonzero((there >= 0) & (known[there] != wanted))
+            pending, place, step, wanted = pending[rest], place[rest], step[rest], wanted[rest]
+
+    def _enter(self, start: int, stop: int) -> None:
+        for first in range(start, stop, _BATCH):
+            self._enter_batch(first, min(first + _BATCH, stop))
+
+    def _enter_batch(self, start: int, stop: int) -> None:
+        """Every slot that is not entered writes itself to its next place if that is free, then reads back who won.
+
+        Two slots may want one place in one iteration: one of them is read back, the other continues.
+        """
+        table, mask = self._table, len(self._table) - 1
+        slots = np.arange(start, stop).astype(table.dtype)
+        place, step = _places(self._ids.rows[start:stop, 0], mask)
+        while len(slots):
+            free = table[place] < 0
+            table[place[free]] = slots[free]
+            rest = np.flatnonzero(table[place] != slots)
+            slots, step = slots[rest], step[rest]
+            place = (place[rest] + step) & mask
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        assert 2 * self.count <= len(self._table), "at most half of the table is in use"
+        assert int((self._table >= 0).sum()) == self.count, "each slot is in the table once"
+        assert (self.find(self.ids) == np.arange(self.count)).all(), "each id is found in its slot"
+
+
+def _places(ids: Slots, mask: int) -> tuple[Slots, Slots]:
+    """The first place of each id, and the step to its next ones; steps are odd, so they reach every place.
+
+    The mixer is that of splitmix64: ids that share their low or high bits are spread all the same.
+    """
+    mixed = ids.astype(np.uint64)
+    mixed += np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    step = (mixed >> np.uint64(20)).astype(np.int64) & mask | 1
+    mixed ^= mixed >> np.uint64(31)
+    return mixed.astype(np.int64) & mask, step

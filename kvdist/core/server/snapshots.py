@@ -1,0 +1,389 @@
+"""A server's part in checkpoints: the moment of each slice that is saved while training goes on, and restoring. Pure.
+
+Every worker marks its pushes: *the checkpoint has my first n pushes of this slice*. A mark leaves before any later push
+of its worker, so a server knows it in time. Rules that hold here:
+
+* In synchronous mode the first mark fixes the moment: the version that has exactly those pushes, taken before a round
+  is closed that has more. The marks of other workers must agree.
+* Otherwise a slice is taken when every live worker has marked it and all marked pushes are counted. Later pushes may be
+  in it: nothing is lost, but it is not one moment of the whole store, and the manifest says so.
+* A weight is leased, not copied, until it is written. States and rows change in place, so they are copied in one pass.
+* Every worker marks at every server, and every server reports once: when all live workers have marked and its file is
+  written, or something has failed. A worker may push through the leader of its host: the leader's mark is in time.
+* A restored store is read by every server first, and replaced when all of them have read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvdist.checkpoint.snapshot import (
+    WEIGHTS,
+    CheckFolder,
+    FileRecord,
+    ReadShards,
+    ReadSlice,
+    SavedSlice,
+    WantedSlice,
+    WriteShard,
+)
+from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import Effect, Persist, Persisted, Send
+from kvdist.core.round import Round
+from kvdist.core.server.buffers import Buffer
+from kvdist.nodes import Member
+from kvdist.protocol.messages import (
+    Done,
+    DropRestored,
+    ErrorCode,
+    Failed,
+    MarkPushes,
+    Prepare,
+    Restore,
+    Saved,
+    SavedFile,
+    TakeRestored,
+)
+
+
+class Holder(Protocol):
+    """A block or a sparse table: its slices are saved together."""
+
+    @property
+    def round(self) -> Round[Any, Any]:
+        """Its open round, version and counters."""
+
+    @property
+    def has_value(self) -> bool:
+        """Whether its first values are there."""
+
+
+class SnapshotSource(Protocol):
+    """Slices of a server that can be saved and restored."""
+
+    def holder(self, number: int) -> Holder | None:
+        """What holds a slice; None if it is not here."""
+
+    def key_of(self, number: int) -> int | str:
+        """The key of a slice that is here."""
+
+    def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
+        """Slices as they are now, in memory that does not change; and the buffer that is leased for that, if any.
+
+        Args:
+            numbers: slices of one holder that has a value.
+            contents: what is wanted of them: `WEIGHTS`, `STATES`.
+
+        Raises:
+            MemoryError: there is no room for a copy; nothing has changed.
+        """
+
+    def wanted(self, store: int) -> list[WantedSlice]:
+        """What a checkpoint must hold so that all slices of a store can continue from it."""
+
+    def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
+        """Continue from what was found for the slices of a store."""
+
+
+NO_FILE = SavedFile("", 0, "")
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """One checkpoint under way."""
+
+    store: int
+    counter: int
+    folder: str
+    contents: tuple[str, ...]
+    run: str
+    step: int
+    marks: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Slice that is not taken yet → rank → its mark."""
+    taken: dict[int, SavedSlice] = field(default_factory=dict)
+    """What is not written yet."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Slice of a synchronous store → its version that was taken."""
+    leased: list[Buffer] = field(default_factory=list)
+    marked: set[int] = field(default_factory=set)
+    """Ranks that have marked all their slices."""
+    is_begun: bool = False
+    """Its file is being written, or is there: it takes no more slices."""
+    is_writing: bool = False
+    file: SavedFile = NO_FILE
+    failure: str = ""
+
+    def fail(self, reason: str) -> None:
+        """Note why it cannot be made; the first reason counts."""
+        self.failure = self.failure or reason
+
+    def release(self) -> None:
+        """Give back what was taken."""
+        for buffer in self.leased:
+            buffer.leases -= 1
+        self.leased.clear()
+        self.taken.clear()
+
+
+class Snapshots:
+    """All checkpoints that are under way on a server."""
+
+    def __init__(self) -> None:
+        self.workers: Mapping[int, Member] = {}
+        """Rank → the live worker there."""
+        self.name = "this server"
+        self._sources: list[SnapshotSource] = []
+        self._snapshots: dict[tuple[int, int], Snapshot] = {}
+        self.awaited: dict[int, list[Snapshot]] = {}
+        """Slice → the snapshots that wait for it. Empty nearly always: asked whenever a round is closed."""
+        self.ready: dict[Snapshot, None] = {}
+        """The snapshots to be looked at by `take_effects`, once each. Empty nearly always."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._snapshots)
+
+    def add(self, source: SnapshotSource) -> None:
+        """Save its slices, too."""
+        self._sources.append(source)
+
+    def mark(self, sender: Member, message: MarkPushes) -> None:
+        """Note which pushes of a worker belong to a checkpoint; take the slices whose moment this is."""
+        snapshot = self._snapshots.get((message.store, message.counter))
+        if snapshot is None:
+            where = (message.folder, message.contents, message.run, message.step)
+            snapshot = Snapshot(message.store, message.counter, *where)
+            self._snapshots[message.store, message.counter] = snapshot
+        if not message.contents:
+            snapshot.fail(f"{sender} cannot take part")
+        elif (snapshot.folder, snapshot.contents) != (message.folder, message.contents):
+            ours, theirs = (f"{' and '.join(one.contents)} to {one.folder}" for one in (snapshot, message))
+            snapshot.fail(f"the workers do not agree: some save {ours}, {sender} saves {theirs}")
+        rank = sender.node.rank
+        found = [] if snapshot.failure else self._enter(snapshot, message, rank)
+        if message.last:
+            snapshot.marked.add(rank)
+            _require_alike(snapshot, self.workers)
+        self.ready[snapshot] = None
+        self.look(found)
+
+    def look(self, numbers: Sequence[int]) -> None:
+        """Take those of these slices whose moment this is, for every checkpoint that awaits them.
+
+        Called when their counters have changed.
+        """
+        due: dict[tuple[int, int], list[int]] = {}
+        snapshots: dict[int, Snapshot] = {}
+        for number in dict.fromkeys(numbers):
+            for snapshot in self.awaited.get(number, ()):
+                source, holder = self._found(number)
+                round_, marks = holder.round, snapshot.marks[number]
+                is_exact = round_.policy.close is None
+                if not holder.has_value or not _is_due(round_, marks, self.workers, is_exact):
+                    continue
+                late = [rank for rank, step in marks.items() if is_exact and round_.counted.get(rank, 0) != step]
+                if late:
+                    step_then = round_.counted.get(late[0], 0)
+                    snapshot.fail(_disagreement(source.key_of(number), late[0], marks[late[0]], step_then))
+                due.setdefault((id(snapshot), id(holder)), []).append(number)
+                snapshots[id(snapshot)] = snapshot
+        for (which, _), some in due.items():
+            self._take(snapshots[which], some)
+
+    def roster(self) -> None:
+        """Go on without departed workers. To be called when the rounds that waited for them are closed."""
+        self.look(list(self.awaited))
+        for snapshot in self._snapshots.values():
+            _require_alike(snapshot, self.workers)
+            self.ready[snapshot] = None
+
+    def take_effects(self) -> list[Effect]:
+        """What has to be written or reported now."""
+        ready, self.ready = self.ready, {}
+        return [effect for snapshot in ready for effect in self._advance(snapshot)]
+
+    def persisted(self, event: Persisted) -> list[Effect]:
+        """A file was written, or could not be."""
+        snapshot = event.token
+        assert isinstance(snapshot, Snapshot)
+        snapshot.is_writing = False
+        snapshot.release()
+        if event.failure:
+            snapshot.fail(event.failure)
+        made = event.product
+        snapshot.file = SavedFile(made.name, made.nbytes, made.sha256) if isinstance(made, FileRecord) else NO_FILE
+        return self._advance(snapshot)
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        assert not self.ready, "what can go on has gone on"
+        for number, waiting in self.awaited.items():
+            assert waiting, "slices that no checkpoint waits for are not listed"
+            assert all(number in one.marks and number not in one.taken for one in waiting), (
+                "what is awaited is not taken"
+            )
+        for place, one in self._snapshots.items():
+            assert place == (one.store, one.counter), "a checkpoint is known by its store and count"
+            assert all(one in self.awaited[number] for number in one.marks), "every awaited slice is listed"
+            assert len(one.leased) <= len(one.taken), "what is leased is to be written"
+            assert not one.failure or one.is_writing or not (one.marks or one.taken), "what has failed keeps nothing"
+            waits = one.is_writing or one.marks or not self.workers.keys() <= one.marked
+            assert waits, "what is complete is reported"
+
+    def _find(self, number: int) -> tuple[SnapshotSource, Holder] | None:
+        """Where a slice is, if it is here."""
+        for source in self._sources:
+            if (holder := source.holder(number)) is not None:
+                return source, holder
+        return None
+
+    def _found(self, number: int) -> tuple[SnapshotSource, Holder]:
+        found = self._find(number)
+        assert found is not None, "what is awaited is here"
+        return found
+
+    def _enter(self, snapshot: Snapshot, message: MarkPushes, rank: int) -> list[int]:
+        """Note the marks of a message; returns the slices that are not taken yet."""
+        found = []
+        for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
+            where = self._find(number)
+            if where is None:
+                snapshot.fail(f"slice {number} is not kept by {self.name}")
+                continue
+            if number in snapshot.versions:
+                source, holder = where
+                # Each round since then had a push of every live worker.
+                step_then = holder.round.counted.get(rank, 0) - (holder.round.version - snapshot.versions[number])
+                if step_then != step:
+                    snapshot.fail(_disagreement(source.key_of(number), rank, step, step_then))
+            elif not snapshot.is_begun:  # else other workers do not know the key: the scheduler finds out
+                if number not in snapshot.marks:
+                    self.awaited.setdefault(number, []).append(snapshot)
+                snapshot.marks.setdefault(number, {})[rank] = step
+                found.append(number)
+        return found
+
+    def _advance(self, snapshot: Snapshot) -> list[Effect]:
+        if snapshot.is_writing:
+            return []
+        if snapshot.failure:
+            self._forget(snapshot)
+        elif snapshot.marks:
+            return []
+        elif snapshot.taken and snapshot.marked:
+            snapshot.is_begun = snapshot.is_writing = True
+            slices = tuple(snapshot.taken.values())
+            return [Persist(snapshot, WriteShard(snapshot.folder, self.name, slices, snapshot.run, snapshot.step))]
+        if not self.workers.keys() <= snapshot.marked:
+            return []
+        del self._snapshots[snapshot.store, snapshot.counter]
+        file = NO_FILE if snapshot.failure else snapshot.file
+        return [Send(SCHEDULER_MEMBER, Saved(snapshot.store, snapshot.counter, file, snapshot.failure))]
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        """Drop what belongs to a failed checkpoint."""
+        snapshot.is_begun = True
+        for number in snapshot.marks:
+            self._stop_awaiting(number, snapshot)
+        snapshot.marks.clear()
+        snapshot.release()
+
+    def _stop_awaiting(self, number: int, snapshot: Snapshot) -> None:
+        snapshots = self.awaited[number]
+        snapshots.remove(snapshot)
+        if not snapshots:
+            del self.awaited[number]
+
+    def _take(self, snapshot: Snapshot, numbers: Sequence[int]) -> None:
+        """Take slices of one holder."""
+        source, holder = self._found(numbers[0])
+        if not snapshot.failure:
+            try:
+                saved, leased = source.taken(numbers, snapshot.contents)
+            except MemoryError:
+                key = source.key_of(numbers[0])
+                snapshot.fail(f"there is no memory for a copy of what is saved of key {key!r}: use more servers")
+            else:
+                snapshot.taken.update(zip(numbers, saved, strict=True))
+                snapshot.leased += [] if leased is None else [leased]
+        for number in numbers:
+            if holder.round.policy.close is None:
+                snapshot.versions[number] = holder.round.version
+            del snapshot.marks[number]
+            self._stop_awaiting(number, snapshot)
+        self.ready[snapshot] = None
+
+
+def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+    if is_exact:
+        return any(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
+    return workers.keys() <= marks.keys() and all(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
+
+
+def _require_alike(snapshot: Snapshot, workers: Mapping[int, Member]) -> None:
+    """Fail unless all workers, once they have marked, have marked every awaited slice; else it would wait for ever."""
+    if not workers.keys() <= snapshot.marked:
+        return
+    for number, marks in snapshot.marks.items():
+        if not workers.keys() <= marks.keys():
+            ranks = ", ".join(f"worker-{rank}" for rank in sorted(workers.keys() - marks.keys()))
+            snapshot.fail(
+                f"{ranks} did not know slice {number} yet, which other workers save:"
+                " call save_checkpoint when every init has returned"
+            )
+            return
+
+
+def _disagreement(key: int | str, rank: int, step: int, step_then: int) -> str:
+    return (
+        f"worker-{rank} called save_checkpoint after {step} pushes of key {key!r}, where the checkpoint of the"
+        f" other workers has {step_then}: every worker must call it at the same step"
+    )
+
+
+class Restoring:
+    """Slices that were read from a checkpoint, until the scheduler says that every server has read.
+
+    Args:
+        sources: the slices of this server.
+    """
+
+    def __init__(self, sources: Sequence[SnapshotSource]) -> None:
+        self._sources = sources
+        self._read: dict[int, Sequence[ReadSlice]] = {}
+        """By store."""
+
+    def prepare(self, message: Prepare, name: str) -> list[Effect]:
+        """Check that the slices of a store can be written, to files called `name`."""
+        wanted = [one for source in self._sources for one in source.wanted(message.store)]
+        whole = [one.count * one.dtype.itemsize for one in wanted if not one.lazy_row]
+        nbytes = sum(whole) if WEIGHTS in message.contents else 0  # without states and lazy rows
+        return [Persist(message, CheckFolder(message.folder, name, message.run, nbytes))]
+
+    def read(self, message: Restore) -> list[Effect]:
+        """Begin to read the slices of a store."""
+        wanted = tuple(one for source in self._sources for one in source.wanted(message.store))
+        if not wanted:
+            return [Send(SCHEDULER_MEMBER, Done(message.request))]
+        return [Persist(message, ReadShards(message.folder, wanted, message.contents))]
+
+    def persisted(self, event: Persisted) -> list[Effect]:
+        """A job of the disk is done, or failed."""
+        message = event.token
+        assert isinstance(message, Restore | Prepare)
+        if event.failure:
+            return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CHECKPOINT, event.failure))]
+        if isinstance(message, Prepare):
+            return [Send(SCHEDULER_MEMBER, Done(message.request))]
+        assert isinstance(event.product, tuple)
+        self._read[message.store] = event.product
+        return [Send(SCHEDULER_MEMBER, Done(message.request))]
+
+    def end(self, message: TakeRestored | DropRestored) -> list[Effect]:
+        """Take over what was read, or drop it because a server could not read."""
+        read = self._read.pop(message.store, ())
+        for source in self._sources if isinstance(message, TakeRestored) else ():
+            source.restore(message.store, [one for one in read if source.holder(one.number) is not None])
+        return [Send(SCHEDULER_MEMBER, Done(message.request))]

@@ -1,0 +1,716 @@
+"""`TableRows`: the rows of a sparse table that one server has, their optimizer states, and the update of one round.
+
+Rules that hold here:
+
+* Values are updated in place: no temporary is as large as all rows, and what leaves is a copy.
+* A round changes all of its rows or, on an error, nothing.
+* The arithmetic is `Updater`'s, so a row gets the bits that it would get in a dense parameter.
+
+The rows are *eager*, with memory for all of them, or *lazy*: then a row takes memory once it has been put or updated,
+and until then reads as the initializer's first value.
+
+A round visits either the rows that were pushed or all rows, chunk by chunk. Passes over the memory of the visited
+rows, beside those that the updater counts: none where they are consecutive (all rows are), because a chunk then shows
+the table's own memory. Otherwise one to gather the weights and one for each state, and as many to write them back; a
+contribution that lacks some of a chunk's rows costs one more, to be spread over zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
+from kvdist.core.server.row_storage import GrowingRows, RowIndex, Slots, Where, clear, put, stretch_of, take
+from kvdist.dtypes import DType
+from kvdist.initializer import Initializer, Zeros, initializer_from
+from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
+from kvdist.optimizer.base import Extent, Optimizer
+from kvdist.optimizer.states import SliceState, has_master
+from kvdist.optimizer.updater import Updater
+
+
+@dataclass(frozen=True, eq=False)
+class RowSnapshot:
+    """A copy of rows and their optimizer states.
+
+    Attributes:
+        ids: the rows that exist, increasing; None: all rows.
+        values: their values, flat, of `DType.storage`.
+        state: their optimizer state, each array flat; None: there is none.
+        initializer: what the other rows read as; None if all rows exist.
+    """
+
+    ids: Slots | None
+    values: Array
+    state: SliceState | None
+    initializer: Initializer | None
+
+
+_Apply = Callable[[Sequence[Array], Array, SliceState, int], object]
+"""Updates rows in place: contributions, weight, state, and the first row's number where the rows follow each other."""
+
+
+class TableRows:
+    """The rows from `first` up to `stop` of one table.
+
+    Args:
+        key: the table's key.
+        number: the number of the slice.
+        shape: the shape of the whole table.
+        dtype: its element type.
+        first, stop: which rows.
+        initializer: what a row reads as before it exists; None: all rows exist, as zeros.
+        kernels: the backend for sums and casts.
+
+    Raises:
+        MemoryError: eager rows do not fit into memory.
+
+    Attributes:
+        key, number, shape, dtype, first, stop: as given.
+        row_length: elements of a row.
+        initializer: as given, until a sum replaces the value of lazy rows: the other rows are zeros then.
+    """
+
+    def __init__(
+        self,
+        key: int | str,
+        number: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        first: int,
+        stop: int,
+        initializer: Initializer | None,
+        kernels: Kernels,
+    ) -> None:
+        self.key = key
+        self.number = number
+        self.shape = shape
+        self.dtype = dtype
+        self.first = first
+        self.stop = stop
+        self.row_length = math.prod(shape[1:])
+        self.initializer = initializer
+        self._kernels = kernels
+        self._index = None if initializer is None else RowIndex()
+        self._weight = GrowingRows(self.row_length, dtype.storage)
+        self._states = RowStates(dtype, self.row_length, kernels)
+        self._nonzero: Slots | None = np.zeros(0, np.int64)
+        """The eager rows that may be other than zeros; None: any may be."""
+        self._rows_max = max(1, CHUNK_ELEMENTS // max(1, self.row_length))
+        self._scratch: list[Array] = []
+        if initializer is None:
+            self._reserve_all()
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether rows take memory only once they have been put or updated."""
+        return self._index is not None
+
+    @property
+    def rows_touched(self) -> int:
+        """How many rows exist."""
+        return self.stop - self.first if self._index is None else self._index.count
+
+    @property
+    def ids(self) -> Slots:
+        """The rows that exist, increasing."""
+        return np.arange(self.first, self.stop) if self._index is None else np.sort(self._index.ids)
+
+    @property
+    def updates(self) -> int:
+        """How many rounds an optimizer has applied to them."""
+        return self._states.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that exist, their states and their index."""
+        each = self._weight.row_nbytes + self._states.row_nbytes
+        return self.rows_touched * each + (0 if self._index is None else self._index.nbytes)
+
+    def put(self, ids: Slots, values: Array) -> None:
+        """Assign rows. Their states and the count of updates stay.
+
+        Args:
+            ids: rows of the table, int64, strictly increasing.
+            values: their values, flat, of `dtype.storage`; copied.
+
+        Raises:
+            ValueError, TypeError: a row is not here, ids do not increase, or sizes or types do not fit.
+        """
+        rows = self._checked(ids, values)
+        where = stretch_of(self._made(ids))  # first of all, as it may move the memory
+        put(self._weight.rows, where, rows)
+        if self._index is None and self._nonzero is not None:
+            # A list that long costs as much as the rows themselves.
+            is_long = 4 * (len(self._nonzero) + len(ids)) > self.rows_touched
+            self._nonzero = None if is_long else np.union1d(self._nonzero, ids - self.first)
+
+    def gather(self, ids: Slots, out: Array) -> None:
+        """Read rows. A row that does not exist gives its first value, and is not created.
+
+        Args:
+            ids: rows of the table, int64, strictly increasing.
+            out: receives their values, flat, of `dtype.storage`.
+
+        Raises:
+            ValueError, TypeError: as `put`.
+        """
+        rows = self._checked(ids, out)
+        slots = self._found(ids)
+        missing = slots < 0
+        if not missing.any():
+            take(self._weight.rows, stretch_of(slots), rows)
+            return
+        assert self.initializer is not None, "all eager rows exist"
+        absent = np.flatnonzero(missing)
+        present = np.flatnonzero(~missing)
+        if len(present):
+            rows[present] = self._weight.rows[slots[present]]
+            first = np.empty((len(absent), self.row_length), self.dtype.storage)
+            self.initializer.fill(ids[absent], first, self.dtype)
+            rows[absent] = first
+        else:
+            self.initializer.fill(ids, rows, self.dtype)
+
+    def update(
+        self,
+        contributions: Sequence[tuple[Slots, Array]],
+        scales: Sequence[float],
+        optimizer: Optimizer | None,
+        lr: float | None = None,
+        wd: float | None = None,
+    ) -> None:
+        """Apply one round.
+
+        With an optimizer the sum of the contributions is the gradient: for all rows, zeros where none was pushed; or,
+        with `lazy_update` or a rule that rests, only for the rows that were pushed. Without an optimizer the sum
+        becomes the whole value: the other rows become zeros.
+
+        Args:
+            contributions: in rank order: ids (as for `put`; possibly none) and values, flat.
+            scales: a finite factor for each contribution.
+            optimizer: the rule, or None.
+            lr, wd: the numbers that were pushed (`Optimizer.pushed_lr`); None: the optimizer's own for this key.
+
+        Raises:
+            ValueError, TypeError: as `put`, or the rule cannot update such a table (see `obstacle`) or refuses a
+                number; nothing has changed.
+        """
+        ids = [one for one, _ in contributions]
+        values = [self._checked(*one) for one in contributions]
+        if optimizer is None:
+            self._replace(ids, values, scales)
+            return
+        decay = optimizer.wd_for(self.key) if wd is None else wd
+        refusal = obstacle(optimizer, self.key, self.shape, self.is_lazy, decay)
+        if refusal is not None:
+            raise ValueError(refusal)
+        updater = self._states.serve(optimizer, self._weight, self.rows_touched, exactly=not self.is_lazy)
+
+        def apply(gradients: Sequence[Array], weight: Array, state: SliceState, row: int) -> SliceState:
+            extent = Extent(self.key, self.shape, (self.first + row) * self.row_length)
+            updater.restore(self.key, state)
+            updater.update(self.key, weight, gradients, scales, self.dtype, weight, lr, wd, extent)
+            after = updater.states[self.key]
+            updater.restore(self.key, None)  # a view of the rows must not outlive the chunk
+            return after
+
+        # Without elements first, so that an error comes before anything has changed.
+        nothing = np.zeros(0, self.dtype.storage)
+        after = apply([nothing] * len(values), nothing.copy(), self._states.shown(slice(0, 0)).copy(), 0)
+        if optimizer.lazy_update or optimizer.rests(decay):
+            union, places = merged(ids)
+            self._visit(RowGradients(len(union), places, values, self._rows_max, self.dtype), self._made(union), apply)
+        else:
+            rows = self.stop - self.first
+            everywhere = [None if len(one) == rows else one - self.first for one in ids]
+            self._visit(RowGradients(rows, everywhere, values, self._rows_max, self.dtype), None, apply)
+        self._states.count, self._states.scalars = after.count, after.scalars
+        self._nonzero = None
+
+    def snapshot(self) -> RowSnapshot:
+        """A copy of everything, rows in the order of their ids."""
+        if self._index is None:
+            everything = slice(0, self.rows_touched)
+            return RowSnapshot(None, self._weight.rows.copy().reshape(-1), self._states.copy(everything), None)
+        order = np.argsort(self._index.ids)
+        values = self._weight.rows[order].reshape(-1)
+        return RowSnapshot(self._index.ids[order], values, self._states.copy(order), self.initializer)
+
+    def restore(self, snapshot: RowSnapshot, optimizer: Optimizer | None) -> None:
+        """Replace everything by a snapshot, which is only read.
+
+        Args:
+            snapshot: of the same rows, eager or lazy. Eager rows that it lacks become zeros with fresh states.
+            optimizer: the optimizer of the snapshot's state; None: the state is left out.
+
+        Raises:
+            ValueError, TypeError: it does not fit; nothing has changed but, if the state is another rule's, the values.
+        """
+        ids = np.arange(self.first, self.stop) if snapshot.ids is None else snapshot.ids
+        rows = self._checked(ids, snapshot.values)
+        self._states.forget()
+        if self._index is None:
+            if len(ids) < self.rows_touched:
+                self._weight.rows.fill(0)
+            self._nonzero = None
+        else:
+            self._index.clear()
+            self.initializer = snapshot.initializer or Zeros()
+        where = stretch_of(self._made(ids))
+        put(self._weight.rows, where, rows)
+        if optimizer is not None and snapshot.state is not None:
+            self._states.serve(optimizer, self._weight, self.rows_touched, exactly=not self.is_lazy)
+            self._states.restore(snapshot.state, where)
+
+    def restore_states(self, ids: Slots | None, state: SliceState | None, optimizer: Optimizer) -> None:
+        """Replace the states; values stay.
+
+        Args:
+            ids: rows of the table, as for `put`; None: all rows. They exist from now on.
+            state: their state, of this optimizer; all other rows begin anew. None: all do.
+
+        Raises:
+            ValueError: the state is of another rule.
+        """
+        self._states.forget()
+        if state is not None:
+            where = stretch_of(self._made(np.arange(self.first, self.stop) if ids is None else ids))
+            self._states.serve(optimizer, self._weight, self.rows_touched, exactly=not self.is_lazy)
+            self._states.restore(state, where)
+
+    # Checkpoints. Eager rows are written as a slice of a dense array is, so either can be read as the other. Of lazy
+    # rows those that exist are written, with the present initializer: after a sum that is not the declared one.
+
+    def saved(self, version: int, optimizer: Optimizer | None, contents: Sequence[str]) -> SavedSlice:
+        """A copy for a checkpoint; one pass over the rows that exist.
+
+        Args:
+            version: how many rounds they have had.
+            optimizer: what updates them.
+            contents: what is wanted: `WEIGHTS`, `STATES`.
+        """
+        copy = self.snapshot()
+        weight = copy.values if WEIGHTS in contents else None
+        first_values = "" if copy.initializer is None else copy.initializer.describe()
+        where = (self.key, *self._elements, self.dtype, version, weight)
+        state = copy.state if STATES in contents else None
+        if state is None or optimizer is None:
+            return SavedSlice(*where, ids=copy.ids, initializer=first_values)
+        arrays = dict(zip(optimizer.state_names, state.arrays, strict=True))
+        return SavedSlice(*where, arrays, state.count, state.scalars, state.master, copy.ids, first_values)
+
+    def wanted(self, optimizer: Optimizer | None) -> WantedSlice:
+        """What a checkpoint must hold for these rows."""
+        where = (self.number, self.key, *self._elements, self.dtype)
+        lazy_row = self.row_length if self.is_lazy else 0
+        if optimizer is None:
+            return WantedSlice(*where, lazy_row=lazy_row)
+        row = self.row_length if optimizer.by_rows else 1
+        master = has_master(optimizer, self.dtype)
+        from_weight = master or bool(optimizer.states_from_weight)
+        return WantedSlice(*where, optimizer.state_names, row, master, True, from_weight, lazy_row)
+
+    def load(self, found: ReadSlice, optimizer: Optimizer | None) -> None:
+        """Continue from a checkpoint. A row that it lacks gets its first value and a fresh state.
+
+        What was not asked for stays: with weights alone each row keeps its states, with states alone its value.
+        """
+        first_values = initializer_from(found.initializer) if found.initializer else None
+        has_states = found.state is not None or found.is_fresh
+        if found.weight is not None and (has_states or optimizer is None):
+            self.restore(RowSnapshot(found.ids, found.weight, found.state, first_values), optimizer)
+        elif found.weight is not None and found.ids is None:
+            self.put(np.arange(self.first, self.stop), found.weight)
+        elif found.weight is not None and found.ids is not None:
+            self.initializer = first_values or Zeros()
+            absent = np.setdiff1d(self.ids, found.ids, assume_unique=True)
+            self.put(absent, self.initializer.rows(absent, self.row_length, self.dtype))
+            self.put(found.ids, found.weight)
+        elif has_states and optimizer is not None:
+            self.restore_states(found.ids, found.state, optimizer)
+
+    @property
+    def _elements(self) -> tuple[int, int]:
+        """Its first element in the table, and how many it has."""
+        return self.first * self.row_length, (self.stop - self.first) * self.row_length
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        assert 0 <= self.first <= self.stop <= self.shape[0], "the rows are rows of the table"
+        assert len(self._weight.rows) >= self.rows_touched, "every row that exists has memory"
+        if self._index is not None:
+            self._index.validate()
+            ids = self._index.ids
+            assert ((ids >= self.first) & (ids < self.stop)).all(), "rows that exist are rows of this server"
+        elif self._nonzero is not None:
+            rest = np.ones(self.rows_touched, np.bool_)
+            rest[self._nonzero] = False
+            assert not self._weight.rows[rest].any(), "rows that are not listed as filled are zeros"
+
+    def _reserve_all(self) -> None:
+        rows = self.stop - self.first
+        try:
+            self._weight.reserve(rows, exactly=True)
+        except MemoryError as error:
+            raise MemoryError(
+                f"there is no memory for {rows} rows of table {self.key!r}, {rows * self._weight.row_nbytes} bytes, on"
+                " this machine: declare it with LazyRows, whose rows take memory once they are updated, or start more"
+                " servers"
+            ) from error
+
+    def _replace(self, ids: Sequence[Slots], values: Sequence[Array], scales: Sequence[float]) -> None:
+        """Make the sum the whole value. Costs the rows that are pushed and those that were other than zeros."""
+
+        def apply(gradients: Sequence[Array], weight: Array, _state: SliceState, _row: int) -> None:
+            self._kernels.weighted_sum(gradients, scales, self.dtype, weight)
+
+        nothing = np.zeros(0, self.dtype.storage)
+        self._kernels.weighted_sum([nothing] * len(values), scales, self.dtype, nothing.copy())  # refuses wrong scales
+        union, places = merged(ids)
+        if self._index is not None:
+            self._index.clear()
+            self._states.forget()
+            self.initializer = Zeros()
+        elif len(union) < self.rows_touched:
+            clear(self._weight.rows, slice(None) if self._nonzero is None else self._nonzero)
+        slots = self._made(union)
+        self._visit(RowGradients(len(union), places, values, self._rows_max, self.dtype), slots, apply, reads=False)
+        self._nonzero = slots
+
+    def _visit(self, gradients: RowGradients, slots: Slots | None, apply: _Apply, reads: bool = True) -> None:
+        """Apply to every chunk of the rows in these slots, or of all rows. `reads`: the old values matter."""
+        everywhere = slice(0, gradients.count) if slots is None else stretch_of(slots)
+        whole = gradients.whole
+        if whole is not None and isinstance(everywhere, slice):  # nothing to gather or spread: one chunk is enough
+            shown = self._weight.rows[everywhere].reshape(-1)
+            apply(whole, shown, self._states.shown(everywhere), everywhere.start)
+            return
+        for chunk in gradients.chunks:
+            start, stop = gradients.bounds(chunk)
+            where = slice(start, stop) if slots is None else stretch_of(slots[start:stop])
+            values = gradients.of(chunk)
+            if isinstance(where, slice):
+                apply(values, self._weight.rows[where].reshape(-1), self._states.shown(where), where.start)
+            else:
+                weight, *states = self._scratch_for(stop - start)
+                if reads:
+                    take(self._weight.rows, where, weight)
+                apply(values, weight.reshape(-1), self._states.gathered(where, states), 0)
+                put(self._weight.rows, where, weight)
+                self._states.put(where, states)
+            gradients.done(chunk)
+
+    def _scratch_for(self, rows: int) -> list[Array]:
+        """Matrices of this many rows, for the weight and for each state."""
+        widths = self._states.widths
+        wanted = [(self.row_length, self.dtype.storage), *((width, self.dtype.accumulate) for width in widths)]
+        if [(one.shape[1], one.dtype) for one in self._scratch] != wanted:
+            self._scratch = [np.empty((self._rows_max, width), dtype) for width, dtype in wanted]
+        return [one[:rows] for one in self._scratch]
+
+    # Rows and slots.
+
+    def _found(self, ids: Slots) -> Slots:
+        """The slots of rows, -1 for those that do not exist."""
+        return ids - self.first if self._index is None else self._index.find(ids)
+
+    def _made(self, ids: Slots) -> Slots:
+        """The slots of rows, which are created where they do not exist."""
+        slots = self._found(ids)
+        if self._index is None:
+            return slots
+        missing = np.flatnonzero(slots < 0)
+        if len(missing):
+            new = ids[missing]
+            start = self._index.count
+            stop = start + len(new)
+            assert self.initializer is not None, "lazy rows have one"
+            self._weight.reserve(stop)
+            self.initializer.fill(new, self._weight.rows[start:stop], self.dtype)
+            self._states.create(start, stop, self._weight)
+            slots[missing] = self._index.add(new)  # last: rows without memory do not exist
+        return slots
+
+    def _checked(self, ids: Slots, values: Array) -> Array:
+        """The values as a matrix of rows. Raises if ids or values are wrong."""
+        if ids.dtype != np.int64 or values.dtype != self.dtype.storage:
+            raise TypeError(
+                f"rows of {self.key!r} are int64 ids and values of {self.dtype.storage}, not {ids.dtype} and"
+                f" {values.dtype}"
+            )
+        if len(ids) and (int(ids[0]) < self.first or int(ids[-1]) >= self.stop):
+            wrong = int(ids[0]) if int(ids[0]) < self.first else int(ids[-1])
+            raise ValueError(f"row {wrong} of {self.key!r} is not among the rows {self.first} to {self.stop - 1} here")
+        if len(ids) > 1 and not (ids[1:] > ids[:-1]).all():
+            raise ValueError(f"the row ids of {self.key!r} must increase strictly: sort them and sum what is repeated")
+        if values.ndim != 1 or not values.flags.c_contiguous:
+            raise ValueError(f"values of rows of {self.key!r} are one-dimensional and contiguous, not {values.shape}")
+        if values.size != len(ids) * self.row_length:
+            raise ValueError(
+                f"{len(ids)} rows of {self.key!r} have {len(ids) * self.row_length} elements, not {values.size}"
+            )
+        return values.reshape(len(ids), self.row_length)
+
+
+def obstacle(
+    optimizer: Optimizer, key: int | str, shape: tuple[int, ...], is_lazy: bool, wd: float | None = None
+) -> str | None:
+    """Why an optimizer cannot update a row-sparse table, as a sentence; None: it can.
+
+    Args:
+        optimizer: the rule and its numbers.
+        key, shape: of the table.
+        is_lazy: whether its rows are created when they are touched.
+        wd: the weight decay of the update; None: the optimizer's.
+    """
+    decay = optimizer.wd_for(key) if wd is None else wd
+    if optimizer.needs_norms:
+        return (
+            f"{optimizer.name} needs the norm of the whole parameter, and the table {key!r} is cut by rows: give it a"
+            " store of its own with another optimizer, such as adagrad"
+        )
+    if optimizer.by_place and (is_lazy or optimizer.lazy_update):
+        return (
+            f"{optimizer.name} moves every element in every update, so the table {key!r} must be given whole, and"
+            " lazy_update must be False: or choose another optimizer, such as adagrad"
+        )
+    if is_lazy and not (optimizer.lazy_update or optimizer.rests(decay)):
+        return (
+            f"{optimizer} with weight decay {decay:g} changes rows that have no gradient, and most rows of the lazy"
+            f" table {key!r} do not exist: pass lazy_update=True, or choose a rule that leaves them alone, such as"
+            " adagrad or sgd without momentum and weight decay"
+        )
+    try:
+        optimizer.check_update(1.0, decay, Extent(key, shape))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class RowStates:
+    """The optimizer states of rows by slot: those of `SliceState`, in memory that grows with the rows.
+
+    All rows share one count of updates, as in MXNet: a row that is first touched late starts with the present count.
+
+    Args:
+        dtype: the element type of the weights.
+        row_length: elements of a row.
+        kernels: the backend for sums and casts.
+    """
+
+    def __init__(self, dtype: DType, row_length: int, kernels: Kernels) -> None:
+        self._dtype = dtype
+        self._row_length = row_length
+        self._kernels = kernels
+        self.forget()
+
+    def forget(self) -> None:
+        """As if nothing had ever been updated."""
+        self.count = 0
+        self.scalars: tuple[float, ...] = ()
+        self.updater: Updater | None = None
+        self._arrays: list[GrowingRows] = []
+        """Those with names, in their order; then the master, if there is one."""
+        self._from_weight: list[bool] = []
+        """Of each whether it starts as a copy of the weight, else as zeros."""
+        self._has_master = False
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes that are kept for each row."""
+        return sum(array.row_nbytes for array in self._arrays)
+
+    @property
+    def widths(self) -> list[int]:
+        """Elements of a row of each array that is kept."""
+        return [array.rows.shape[1] for array in self._arrays]
+
+    def serve(self, optimizer: Optimizer, weight: GrowingRows, count: int, exactly: bool) -> Updater:
+        """The updater of this optimizer, with states for the first `count` rows. Another rule begins anew.
+
+        Args:
+            optimizer: the rule.
+            weight: the weights, from which some states start.
+            count: how many rows there are.
+            exactly: whether there will never be more.
+        """
+        if self.updater is not None and self.updater.optimizer is optimizer:
+            return self.updater
+        if self.updater is None or self.updater.optimizer.rule() != optimizer.rule():
+            self.forget()
+            self.scalars = tuple(optimizer.initial_scalars.values())
+            self._allocate(optimizer)
+            for array in self._arrays:
+                array.reserve(count, exactly)
+            self._begin(slice(0, count), weight)
+        self.updater = Updater(optimizer, self._kernels)
+        return self.updater
+
+    def create(self, start: int, stop: int, weight: GrowingRows) -> None:
+        """Add states for the new rows from `start` to `stop`, which have these weights."""
+        for array in self._arrays:
+            array.reserve(stop)
+        self._begin(slice(start, stop), weight)
+
+    def restore(self, state: SliceState, where: Where) -> None:
+        """Replace the state of these rows, of the optimizer that is served.
+
+        Raises:
+            ValueError: it is of another optimizer; nothing has changed.
+        """
+        arrays = [*state.arrays, *([] if state.master is None else [state.master])]
+        if len(arrays) != len(self._arrays) or (state.master is not None) is not self._has_master:
+            raise ValueError(
+                f"there are {len(state.arrays)} arrays {'without' if state.master is None else 'with'} a master, where"
+                f" {len(self._arrays) - self._has_master} {'with' if self._has_master else 'without'} one are kept"
+            )
+        self.count, self.scalars = state.count, state.scalars
+        for mine, array in zip(self._arrays, arrays, strict=True):
+            width = mine.rows.shape[1]
+            if width:
+                put(mine.rows, where, array.reshape(-1, width))
+
+    def copy(self, where: Where) -> SliceState | None:
+        """The state of these rows; None: there is none."""
+        if self.updater is None:
+            return None
+        rows = [array.rows[where] for array in self._arrays]
+        return self._state([(one.copy() if isinstance(where, slice) else one).reshape(-1) for one in rows])
+
+    def shown(self, where: slice) -> SliceState:
+        """The state of consecutive rows, in place."""
+        return self._state([array.rows[where].reshape(-1) for array in self._arrays])
+
+    def gathered(self, where: Where, scratch: list[Array]) -> SliceState:
+        """The state of rows, gathered into scratch memory: one matrix for each array that is kept."""
+        for array, rows in zip(self._arrays, scratch, strict=True):
+            take(array.rows, where, rows)
+        return self._state([rows.reshape(-1) for rows in scratch])
+
+    def put(self, where: Where, scratch: list[Array]) -> None:
+        """Write back what `gathered` returned."""
+        for array, rows in zip(self._arrays, scratch, strict=True):
+            put(array.rows, where, rows)
+
+    def _state(self, arrays: list[Array]) -> SliceState:
+        master = arrays.pop() if self._has_master else None
+        return SliceState(self.count, tuple(arrays), self.scalars, master)
+
+    def _allocate(self, optimizer: Optimizer) -> None:
+        width, dtype = 1 if optimizer.by_rows else self._row_length, self._dtype.accumulate
+        self._arrays = [GrowingRows(width, dtype) for _ in optimizer.state_names]
+        self._from_weight = [name in optimizer.states_from_weight for name in optimizer.state_names]
+        self._has_master = has_master(optimizer, self._dtype)
+        if self._has_master:
+            self._arrays.append(GrowingRows(self._row_length, dtype))
+            self._from_weight.append(True)
+
+    def _begin(self, rows: slice, weight: GrowingRows) -> None:
+        """Give rows their first states. Fresh memory is zeros already."""
+        step = max(1, CHUNK_ELEMENTS // max(1, self._row_length))
+        for array, from_weight in zip(self._arrays, self._from_weight, strict=True):
+            for start in range(rows.start, rows.stop, step) if from_weight else ():
+                part = slice(start, min(start + step, rows.stop))
+                self._widen(weight.rows[part], array.rows[part])
+
+    def _widen(self, weight: Array, out: Array) -> None:
+        if self._dtype.storage == self._dtype.accumulate:
+            out[...] = weight
+        else:
+            self._kernels.to_float32(weight.reshape(-1), self._dtype, out.reshape(-1))
+
+
+class RowGradients:
+    """The contributions of one round, chunk by chunk over the rows that any of them has.
+
+    Where a contribution has every row of a chunk, its values are shown in place; elsewhere they are spread over a chunk
+    of zeros. So no temporary is as large as the union, and equal ids are never copied.
+
+    Args:
+        count: how many rows are visited.
+        places: for each contribution the position of each of its rows among them; None: it has all, in order.
+        values: for each contribution a matrix with its rows.
+        rows_max: rows of a chunk.
+        dtype: the element type.
+    """
+
+    def __init__(
+        self, count: int, places: Sequence[Slots | None], values: Sequence[Array], rows_max: int, dtype: DType
+    ) -> None:
+        self.count = count
+        self._places = places
+        self._values = values
+        self._rows_max = rows_max
+        self._bounds = np.arange(0, count + rows_max, rows_max).clip(max=count)
+        self._cuts = [None if one is None else np.searchsorted(one, self._bounds) for one in places]
+        rows = min(rows_max, count)
+        self._spread = [
+            np.zeros((0 if one is None else rows, matrix.shape[1]), dtype.storage)
+            for one, matrix in zip(places, values, strict=True)
+        ]
+        """For each contribution a chunk, which is zeros whenever it is not in use."""
+
+    @property
+    def chunks(self) -> range:
+        """The numbers of the chunks."""
+        return range(len(self._bounds) - 1)
+
+    @property
+    def whole(self) -> list[Array] | None:
+        """Each whole contribution, flat, if each has all rows; else None."""
+        if any(places is not None for places in self._places):
+            return None
+        return [values.reshape(-1) for values in self._values]
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        """The first row of a chunk, and the first that follows it."""
+        return int(self._bounds[chunk]), int(self._bounds[chunk + 1])
+
+    def of(self, chunk: int) -> list[Array]:
+        """Each contribution over the rows of a chunk, flat; call `done` afterwards."""
+        start, stop = self.bounds(chunk)
+        return [self._one(number, chunk, start, stop - start) for number in range(len(self._values))]
+
+    def done(self, chunk: int) -> None:
+        """Release what `of` returned."""
+        start, stop = self.bounds(chunk)
+        for number, places in enumerate(self._places):
+            low, high = self._cut(number, chunk)
+            if places is not None and high - low < stop - start:
+                clear(self._spread[number], places[low:high] - start)
+
+    def _cut(self, number: int, chunk: int) -> tuple[int, int]:
+        cuts = self._cuts[number]
+        return self.bounds(chunk) if cuts is None else (int(cuts[chunk]), int(cuts[chunk + 1]))
+
+    def _one(self, number: int, chunk: int, start: int, count: int) -> Array:
+        low, high = self._cut(number, chunk)
+        values, places = self._values[number][low:high], self._places[number]
+        if places is None or high - low == count:
+            return values.reshape(-1)
+        spread = self._spread[number]
+        put(spread, places[low:high] - start, values)
+        return spread[:count].reshape(-1)
+
+
+def merged(ids: Sequence[Slots]) -> tuple[Slots, list[Slots | None]]:
+    """The union of lists of increasing ids, and the positions of each list in it; None: the list is the union.
+
+    One list, or several equal ones, cost a comparison; else the union is one sort of all ids, which are sorted parts
+    already, and the positions one search each.
+    """
+    if not ids:
+        return np.zeros(0, np.int64), []
+    largest = max(ids, key=len)
+    is_whole = [one is largest or (len(one) == len(largest) and bool((one == largest).all())) for one in ids]
+    if all(whole or not len(one) for whole, one in zip(is_whole, ids, strict=True)):
+        union = largest
+    else:
+        union = np.sort(np.concatenate(ids), kind="stable")
+        union = union[np.concatenate([[True], union[1:] != union[:-1]])]
+    return union, [None if len(one) == len(union) else np.searchsorted(union, one) for one in ids]
