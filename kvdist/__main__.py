@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The launcher knows hosts, and nothing here knows the launcher: it takes this process's place.
         os.execv(sys.executable, [sys.executable, "-m", f"kvdist_launch.{words[0]}", *words[1:]])
     options = _parser().parse_args(words)
+    logging.getLogger("kvdist.kernels").setLevel(logging.INFO if options.verbose else logging.WARNING)
     try:
         if options.command is not None:
             text, code = options.command(options)
@@ -140,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where a server sums and updates: cpu, cuda:0, or a list such as cuda:0,cuda:1 that servers take in turn"
         " (default: what KVDIST_SERVER_DEVICE says, or cpu)",
     )
+    parser.add_argument("--verbose", action="store_true", help="log which kernels a server uses")
     parser.add_argument("--version", action="version", version=f"kvdist {__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="other commands", metavar="")

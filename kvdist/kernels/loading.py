@@ -20,6 +20,8 @@ from typing import Any
 from kvdist.errors import ConfigError
 
 LOG = logging.getLogger("kvdist")
+DETAILS = logging.getLogger("kvdist.kernels")
+"""What users see only if they ask for it: ``python -m kvdist --verbose`` shows it."""
 
 Kernel = Callable[..., None]
 
@@ -158,7 +160,7 @@ class Loader:
         version, build = self._backend()
         if not self.version:
             self.version = version
-            LOG.info("%s: sums and optimizers are compiled, in one pass over memory", version)
+            DETAILS.info("CPU kernels: %s", version)
         return build
 
 

@@ -21,8 +21,8 @@ from kvdist.nodes import Role
 from kvdist_launch.environment import forwarded
 from kvdist_launch.hosts import Host
 from kvdist_launch.job import SIGNAL_BASE, last_concluded, remove_summary, summary, write_summary
-from kvdist_launch.options import asked, is_elsewhere, parse_options, split_command
-from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, OutputFilter, RankLogFiles, Sink
+from kvdist_launch.options import asked, parse_options, split_command, target_of
+from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, Sink
 from kvdist_launch.plan import HostFacts, JobSpec, plan, preview, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import CommandError, LocalProcesses
@@ -66,7 +66,7 @@ class _Launch:
         self._out, self._err = (_sink(number, os.environ, clock, request.program) for number in (1, 2))
         self._logs: LogFiles | None = None
         if request.output_folder:
-            self._logs = RankLogFiles(Path(request.output_folder), self._err.say, options.num_workers)
+            self._logs = LogFiles(Path(request.output_folder), self._err.say, options.num_workers)
         elif options.log_dir:
             self._logs = LogFiles(Path(options.log_dir), self._err.say)
         self._summary_path = Path(options.json_summary) if options.json_summary and not options.dry_run else None
@@ -88,7 +88,7 @@ class _Launch:
 
     def _begin_attempt(self) -> Supervisor:
         options = self._request.options
-        output = JobOutput(self._out, self._err, OutputFilter(options.filter or ()), self._logs)
+        output = JobOutput(self._out, self._err, options.filter or (), self._logs)
         self._attempts.append(Supervisor(output, self._err, grace_of(options), self._launched))
         return self._attempts[-1]
 
@@ -112,7 +112,7 @@ class _Launch:
         hosts = hosts_of(request)
         launcher = _launcher_facts(hosts)
         job = job_of(request, hosts, launcher.environ)
-        if is_elsewhere(options):
+        if target_of(options):
             return _run_elsewhere(options, job, hosts, launcher)
         if options.dry_run:
             return _show(job, hosts, launcher)
@@ -144,7 +144,7 @@ def _run_once(
     request: Request, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor
 ) -> int:
     if all(host.is_local for host in hosts):
-        return _run_here(job, hosts, launcher, supervisor, request.is_verbose)
+        return _run_here(job, hosts, launcher, supervisor, request.options.verbose)
     return _run_on_hosts(request, job, hosts, launcher, supervisor)
 
 
@@ -225,7 +225,7 @@ def _run_on_hosts(
         ports=ports_of(variables),
         interface=variables.get("KVDIST_INTERFACE") or None,
         is_checked=not options.no_preflight,
-        is_verbose=request.is_verbose,
+        is_verbose=options.verbose,
     )
     return run_on_hosts(job, hosts, wanted, supervisor, launcher.environ)
 

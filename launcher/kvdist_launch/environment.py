@@ -1,8 +1,8 @@
-"""The environment of a process, as what is changed about the environment of the host that it starts on.
+"""The environment of a process, as changes to the environment of its host.
 
-Whoever starts a process knows its host's own variables; the launcher knows what the user wants. So an `Environment`
-is three layers over something: ``defaults`` that both the host and the user may override, ``front`` which goes before
-what a search path of the host already says, and ``settings`` which win. Values reach a process byte for byte; no
+An agent knows its host's own variables; the launcher knows what the user wants. So an `Environment` has three layers:
+``defaults`` that both the host and the user may override, ``front`` which goes before a search path of the host, and
+``settings`` which win. Values reach a process byte for byte; no
 shell ever sees one.
 
 torchrun's variables (RANK, WORLD_SIZE and so on) are never set: libraries would go distributed on seeing them.
@@ -20,7 +20,7 @@ from kvdist.config.settings import CLUSTER_VARIABLES, TWINS
 from kvdist.errors import ConfigError
 
 SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
-"""What the user says for the job as a whole. The launcher decides by it, and tells every process."""
+"""Set by the user for the job as a whole; the launcher decides by them, and sets them for every process."""
 
 OWNED_VARIABLES = frozenset(
     [
@@ -38,13 +38,13 @@ OWNED_VARIABLES = frozenset(
         "KVDIST_RESTARTS",
     ]
 )
-"""Who a process is: set by the launcher alone, and never taken over from the environment it was started in."""
+"""The identity of a process: set by the launcher alone, and never inherited from its environment."""
 
 OTHER_NAME = {**TWINS, **{theirs: ours for ours, theirs in TWINS.items()}}
 """For each variable that has two names, the other one."""
 
 ADDRESS_VARIABLES = frozenset({"KVDIST_NODE_HOST", "DMLC_NODE_HOST"})
-"""What is true of the launching machine alone, and would be wrong on another."""
+"""True for the launching machine only, and wrong on another."""
 
 FORWARDED_PREFIXES = (
     "CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KVDIST_", "MXNET_", "DMLC_", "PS_", "HOROVOD_", "TORCH_", "PYTORCH_",
@@ -52,15 +52,15 @@ FORWARDED_PREFIXES = (
 )  # fmt: skip
 FORWARDED_NAMES = frozenset({"HF_HOME", "LANG"})
 FRONT_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH")
-"""What other hosts get of the launcher's environment unasked: the first two win there, the last goes before theirs."""
+"""Forwarded to other hosts without being asked for: the first two win there, the last goes before theirs."""
 
 SECRET_WORDS = ("SECRET", "TOKEN", "KEY", "PASS", "CREDENTIAL")
-"""Parts of the names of variables whose values nobody should see, or send to another host unasked."""
+"""Parts of names of variables whose values are neither shown nor forwarded without being asked for."""
 
 HIDDEN = "(hidden)"
 
 SYSTEM_FOLDERS = frozenset({"/bin", "/usr/bin", "/usr/local/bin", "/sbin", "/usr/sbin"})
-"""Where programs lie that every PATH finds; putting one first would only reorder them."""
+"""Folders that every PATH has; putting one first would only reorder them."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 FILE_BYTES_MAX = 1 << 20
@@ -68,12 +68,12 @@ FILE_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True)
 class Environment:
-    """What is changed about the environment of a host.
+    """Changes to the environment of a host.
 
     Attributes:
         defaults: for variables that the host does not set.
-        front: paths that go before those that the host's variable has.
-        settings: what a variable is, whatever the host says.
+        front: paths that go before those of the host.
+        settings: values that win over the host's.
     """
 
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Environment:
     def over(self, base: Mapping[str, str]) -> dict[str, str]:
         """The whole environment of a process on a host whose own variables are `base`.
 
-        What says in `base` who a process is does not count: a job may be started inside another one.
+        Identity in `base` is left out: a job may be started inside another one.
         """
         env = {name: value for name, value in base.items() if name not in OWNED_VARIABLES}
         for name, value in self.defaults.items():
@@ -92,15 +92,15 @@ class Environment:
         for name, value in self.front.items():
             env[name] = in_front(value, env.get(name) or (os.defpath if name == "PATH" else ""))
         for name in self.settings:
-            # A variable that has two names would otherwise keep the value that this one is meant to replace.
+            # Otherwise the variable's other name would keep the value that this one replaces.
             env.pop(OTHER_NAME.get(name, ""), None)
         return {**env, **self.settings}
 
 
 def in_front(path: str, rest: str) -> str:
-    """The search path `path:rest`, or `rest` where it begins with `path` already."""
+    """The search path `path:rest`, or `rest` if it begins with `path` already."""
     if not rest or not path:
-        # An empty part of a search path is the current folder, which nobody asked for.
+        # An empty part of a search path would be the current folder.
         return path or rest
     return rest if f"{rest}:".startswith(f"{path}:") else f"{path}:{rest}"
 
@@ -112,12 +112,12 @@ def interpreter_front(python: str) -> dict[str, str]:
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is nobody else's business."""
+    """Whether a variable's value should be hidden, by its name."""
     return any(word in name.upper() for word in SECRET_WORDS)
 
 
 def forwarded(environ: Mapping[str, str]) -> tuple[Environment, list[str]]:
-    """What other hosts get of the launcher's environment unasked, and the names left out because they look secret."""
+    """The launcher's variables that other hosts get, and the names left out because they look secret."""
     settings, secret = {}, []
     for name, value in environ.items():
         if name in OWNED_VARIABLES or name in ADDRESS_VARIABLES or not re.fullmatch(NAME, name):
@@ -132,7 +132,7 @@ def forwarded(environ: Mapping[str, str]) -> tuple[Environment, list[str]]:
 
 
 def redacted(variables: Mapping[str, str]) -> dict[str, str]:
-    """The same without the values that look secret, for logs and previews."""
+    """The variables with secret-looking values hidden."""
     return {name: HIDDEN if looks_secret(name) else value for name, value in variables.items()}
 
 
@@ -171,9 +171,9 @@ def parse_exports(texts: Iterable[str], environ: Mapping[str, str]) -> dict[str,
     for text in texts:
         name, separator, value = text.partition("=")
         if not re.fullmatch(NAME, name):
-            raise ConfigError(f"-x {text!r} names no variable; write -x NAME or -x NAME=VALUE")
+            raise ConfigError(f"-x {text!r} is not the name of a variable; write -x NAME or -x NAME=VALUE")
         if not separator and name not in environ:
-            raise ConfigError(f"-x {name}: there is no such variable here; set it, or write -x {name}=VALUE")
+            raise ConfigError(f"-x {name}: no such variable is set here; set it, or write -x {name}=VALUE")
         variables[_not_owned(name)] = _checked(name, value if separator else environ[name])
     return variables
 
@@ -217,7 +217,7 @@ def parse_env_file(text: str, name: str) -> dict[str, str]:
         try:
             match = re.fullmatch(rf"(?:export[ \t]+)?({NAME})[ \t]*=[ \t]*(.*)", line)
             if match is None:
-                raise ConfigError("this sets no variable; write NAME=VALUE")
+                raise ConfigError("not an assignment; write NAME=VALUE")
             variables[_not_owned(match.group(1))] = _checked(match.group(1), _unquoted(match.group(2)))
         except ConfigError as error:
             # The line itself is not repeated: it may hold a secret.

@@ -1,10 +1,10 @@
-"""The machines of a job: what stands in a hostfile, or behind ``-H``.
+"""The machines of a job: the grammar of hostfiles and of ``-H``.
 
 A line of a hostfile is ``[user@]host[:port] [attribute=value ...]``. In a file ``host:N`` is the ssh port, as in
 MXNet; in a list on the command line (``-H a:2,b:2``) N is the number of slots, as in Horovod.
 
 The grammar is strict because these words end up in the argument lists of ssh and rsync: nothing that begins with
-``-``, no blank, no quote and no shell character is part of a host's name, whatever ssh itself would make of it.
+``-``, no blank, no quote and no shell character is part of a host's name, even if ssh would accept it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
 HOSTS_MAX = 4096
-"""A range in brackets is a few characters long and stands for any number of hosts; more than these are a mistake."""
+"""A range in brackets can mean any number of hosts; more than these are a mistake."""
 
 FILE_BYTES_MAX = 1 << 20
 SHOWN_MAX = 80
@@ -49,15 +49,15 @@ class Host:
     """One machine.
 
     Attributes:
-        name: what ssh is given: a name, an alias or an address (IPv6 without brackets). It stays as it was written, as
-            aliases of ssh's configuration do not match in another case.
-        slots: how many workers it takes at most; None is any number.
+        name: for ssh: a name, an alias or an address (IPv6 without brackets), as it was written, because aliases of
+            ssh's configuration are case-sensitive.
+        slots: the largest number of workers; None is any number.
         port: the port of its ssh daemon; None leaves that to ssh's configuration.
-        user: who logs in there; None leaves that to ssh's configuration.
+        user: the login name; None leaves that to ssh's configuration.
         python: its interpreter; None is the path that the launcher's own has.
         gpus: the devices that its workers share, as in CUDA_VISIBLE_DEVICES.
         iface: the network interface that its processes use.
-        role: the only role that it takes, server or worker; None is both.
+        role: the only role that may run there, server or worker; None is both.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Host:
 
     @property
     def identity(self) -> tuple[str, int | None]:
-        """What two lines for the same machine have in common; several may lie behind the ports of one address."""
+        """Equal for two lines about the same machine; ports of one address may lead to several machines."""
         return ("localhost", None) if self.is_local else (self.name.lower(), self.port)
 
     def takes(self, role: Role) -> bool:
@@ -88,7 +88,7 @@ class Host:
 
 
 def read_hosts(text: str) -> list[Host]:
-    """What ``-H text`` stands for: the hosts of the file of that name, or else of the list itself.
+    """The hosts of ``-H text``: those of the file of that name, or else of the list itself.
 
     Raises:
         ConfigError: the file cannot be read, or the hosts are not valid; the message says where and what to write.
@@ -129,7 +129,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     Raises:
         ConfigError: a line is not valid; the message has the file, the line and what to write.
     """
-    hosts = _Hosts(f"{name} names no host; kvdist-launch --example-hostfile prints one that does")
+    hosts = _Hosts(f"{name} contains no host; kvdist-launch --example-hostfile prints an example")
     for number, line in enumerate(text.split("\n"), 1):
         where = f"{name}, line {number}: {_shown(line.strip())}"
         try:
@@ -147,12 +147,12 @@ def parse_host_list(text: str) -> list[Host]:
     Raises:
         ConfigError: an entry is not valid; the message has the entry and what to write.
     """
-    hosts = _Hosts("-H names no host; write a list such as -H a:2,b:2, or the name of a hostfile")
+    hosts = _Hosts("-H contains no host; write a list such as -H a:2,b:2, or the name of a hostfile")
     for entry in re.split(r",(?![^\[]*\])", text):
         where = f"-H: {_shown(entry.strip())}"
         try:
             if "=" in entry:
-                raise _Wrong("attributes stand in a hostfile; in a list write HOST or HOST:SLOTS")
+                raise _Wrong("attributes belong in a hostfile; in a list write HOST or HOST:SLOTS")
             for host in _hosts_of_address(entry.strip()):
                 # The grammar has one number behind the colon; only its meaning differs from that of a file.
                 hosts.add([replace(host, slots=host.port, port=None)], where)
@@ -162,11 +162,11 @@ def parse_host_list(text: str) -> list[Host]:
 
 
 class _Wrong(Exception):
-    """What is wrong with one line, and what to write instead."""
+    """A line is not valid; the message says what to write instead."""
 
 
 class _Hosts:
-    """Hosts as they are found, none twice and not too many."""
+    """Collects hosts, and refuses duplicates and too many."""
 
     def __init__(self, none_found: str) -> None:
         self._none_found = none_found
@@ -176,7 +176,7 @@ class _Hosts:
     def add(self, hosts: Iterable[Host], where: str) -> None:
         for host in hosts:
             if host.identity in self._seen:
-                raise _Wrong(f"{host} stands twice; write it once, with slots= for several workers")
+                raise _Wrong(f"{host} is named twice; write it once, with slots= for several workers")
             if len(self._hosts) == HOSTS_MAX:
                 raise _Wrong(f"these are more than {HOSTS_MAX} hosts; check the ranges in brackets")
             self._seen[host.identity] = where
@@ -234,18 +234,18 @@ def _hosts_of_line(words: list[str]) -> Iterator[Host]:
     for word in words[1:]:
         name, separator, value = word.partition("=")
         if not separator:
-            raise _Wrong(f"{_shown(word)} is no attribute; write name=value, one host a line")
+            raise _Wrong(f"{_shown(word)} is not an attribute; write name=value, one host a line")
         if name not in _ATTRIBUTES:
-            raise _Wrong(f"there is no attribute {_shown(name)}; known are {', '.join(_ATTRIBUTES)}")
+            raise _Wrong(f"unknown attribute {_shown(name)}; known are {', '.join(_ATTRIBUTES)}")
         if name in attributes:
-            raise _Wrong(f"{name}= stands twice")
+            raise _Wrong(f"{name}= is given twice")
         attributes[name] = _ATTRIBUTES[name](value)
     if attributes.get("role") is Role.SERVER and "slots" in attributes:
         raise _Wrong("slots= counts workers, and a host with role=server takes none; leave one of them out")
     for host in _hosts_of_address(words[0]):
         for name, said in (("port", host.port), ("user", host.user)):
             if said is not None and name in attributes:
-                raise _Wrong(f"{name}= stands beside the {name} in {_shown(words[0])}; write it once")
+                raise _Wrong(f"{name}= is given beside the {name} in {_shown(words[0])}; write it once")
         yield replace(host, **attributes)  # type: ignore[arg-type]  # the table gives each attribute its own type
 
 
@@ -260,7 +260,7 @@ def _hosts_of_address(text: str) -> Iterator[Host]:
     user_checked = _user(user) if separator else None
     match = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(?::([^:]*))?", rest)
     if match is None:
-        raise _Wrong(f"an IPv6 address stands in brackets: write [{rest}]" if _is_ipv6(rest) else _NOT_A_HOST)
+        raise _Wrong(f"an IPv6 address needs brackets: write [{rest}]" if _is_ipv6(rest) else _NOT_A_HOST)
     name, number = match.groups()
     port = None if number is None else _number(number, "the number behind the colon", 65535)
     for each in [_ipv6(name[1:-1])] if name.startswith("[") else _expanded(name):
@@ -268,7 +268,7 @@ def _hosts_of_address(text: str) -> Iterator[Host]:
 
 
 _NOT_A_HOST = (
-    "this is no name of a host; write a name of letters, digits, dots, hyphens and underscores that begins with a"
+    "not a valid host name; write a name of letters, digits, dots, hyphens and underscores that begins with a"
     " letter or digit, or an address, as in: d1, alice@d1, 10.0.0.7, [fd00::17]"
 )
 
@@ -283,12 +283,12 @@ def _is_ipv6(text: str) -> bool:
 def _ipv6(text: str) -> str:
     address, separator, zone = text.partition("%")
     if not _is_ipv6(address) or (separator and not re.fullmatch(_IFACE, zone)):
-        raise _Wrong(f"{_shown(text)} is no IPv6 address; write one, as in [fd00::17], or a range as in host[1-4]")
+        raise _Wrong(f"{_shown(text)} is not an IPv6 address; write one, as in [fd00::17], or a range as in host[1-4]")
     return str(ipaddress.ip_address(address)) + separator + zone
 
 
 def _expanded(text: str) -> Iterator[str]:
-    """The names that a name with ranges in brackets stands for; a range keeps the zeros of its first number."""
+    """The names of a name with ranges in brackets; a range keeps the zeros of its first number."""
     parts = re.split(r"\[([^\[\]]*)\]", text)
     choices = [[part] if index % 2 == 0 else _numbers(part) for index, part in enumerate(parts)]
     count = 1
@@ -305,7 +305,7 @@ def _numbers(text: str) -> list[str]:
     for item in text.split(","):
         match = re.fullmatch(_RANGE, item)
         if match is None:
-            raise _Wrong(f"[{text[:SHOWN_MAX]}] is no range; write numbers, as in host[01-08] or host[1,3,5-7]")
+            raise _Wrong(f"[{text[:SHOWN_MAX]}] is not a range; write numbers, as in host[01-08] or host[1,3,5-7]")
         first, last = match.group(1), match.group(2) or match.group(1)
         if int(last) < int(first):
             raise _Wrong(f"the range {item} runs backwards; write the smaller number first")
@@ -327,7 +327,7 @@ def _name(text: str) -> str:
         return str(ipaddress.IPv4Address(text))
     except ValueError:
         # The system's resolver would take 10.1 or 1234 for an address too, and reach an unexpected machine.
-        raise _Wrong(f"{text} is no IPv4 address, and a name does not consist of digits alone") from None
+        raise _Wrong(f"{text} is not an IPv4 address, and a host name needs at least one letter") from None
 
 
 def _number(text: str, what: str, most: int) -> int:
@@ -338,7 +338,7 @@ def _number(text: str, what: str, most: int) -> int:
 
 def _user(text: str) -> str:
     if not re.fullmatch(_USER, text):
-        raise _Wrong(f"{_shown(text)} is no name of a user; write letters, digits, and inside also . _ -")
+        raise _Wrong(f"{_shown(text)} is not a valid user name; write letters and digits, and inside also . _ -")
     return text
 
 

@@ -1,9 +1,9 @@
 """The options of ``kvdist-launch``: one table, in the groups in which ``--help`` shows them.
 
-Everything after the first word that is no option of ours belongs to the user's command, even if it looks like one of
+Everything after the first word that is not an option belongs to the user's command, even if it looks like one of
 ours. argparse cannot promise that, so `split_command` cuts the command off before argparse sees the rest.
 
-Each option's text becomes a value of the right kind here, or a sentence that says what to write.
+Each option's text becomes a value of the right type here, or an error that says what to write.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ examples:
 
 Only workers run COMMAND; it is never passed to a shell. Each line of output gets the name of its process. The first
 process that fails ends the job, and its exit code (128 + n for signal n) is that of kvdist-launch. Ctrl-C asks the
-workers to end, and once more kills everything.
+workers to end; a second one kills everything.
 """
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -60,7 +60,7 @@ def new_parser() -> argparse.ArgumentParser:
 def grouped_parser(
     program: str, usage: str, description: str, examples: str, groups: Iterable[tuple[str, Iterable[Option]]]
 ) -> argparse.ArgumentParser:
-    """A parser of options in groups: of each group its title, and what argparse is told of its options."""
+    """A parser of options in groups: for each group its title, and the arguments of `add_argument`."""
     parser = argparse.ArgumentParser(
         prog=program,
         usage=usage,
@@ -77,9 +77,11 @@ def grouped_parser(
     return parser
 
 
-def is_elsewhere(options: argparse.Namespace) -> bool:
-    """Whether something other than this launcher starts the processes."""
-    return options.emit is not None or options.launcher in ("mpi", "slurm", "none")
+def target_of(options: argparse.Namespace) -> str:
+    """What starts the processes instead of this launcher, such as ``--emit sbatch``; empty if the launcher does."""
+    if options.emit is not None:
+        return f"--emit {options.emit}"
+    return f"--launcher {options.launcher}" if options.launcher in ("mpi", "slurm", "none") else ""
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -101,7 +103,7 @@ def split_words(words: Sequence[str], valued: Collection[str]) -> tuple[list[str
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """The options that were given another value than their default, as ``--name``, and as ``--name value`` if short."""
+    """The options whose value differs from the default, as ``--name``, and for texts also as ``--name value``."""
     found = []
     for names, settings in OPTIONS:
         value = getattr(options, names[-1].lstrip("-").replace("-", "_"), None)
@@ -142,14 +144,14 @@ def to_seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write a number of at least 0")
     return seconds
 
 
 def _port_range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,5})[-:]([0-9]{1,5})", text)
     if match is None or not 1 <= int(match.group(1)) <= int(match.group(2)) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of ports; write FIRST-LAST, as in 20000-20100")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of ports; write FIRST-LAST, as in 20000-20100")
     return int(match.group(1)), int(match.group(2))
 
 
@@ -225,12 +227,12 @@ def _remote_folder(text: str) -> str:
 
 
 def valued(kind: Callable[[str], object], metavar: str, text: str, **settings: object) -> dict[str, Any]:
-    """An option with a value; what argparse is told of it."""
+    """The arguments of `add_argument` for an option with a value."""
     return {"type": kind, "metavar": metavar, "help": text, **settings}
 
 
 def repeated(kind: Callable[[str], object], metavar: str, text: str) -> dict[str, Any]:
-    """An option with a value that may be given several times."""
+    """The same for an option that may be given several times."""
     return valued(kind, metavar, text, action="append")
 
 
@@ -290,6 +292,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--log-dir",), valued(to_line, "DIR", "also write the output of each process to a file in DIR")),
         (("--filter",), valued(_filters, "NAMES", "show only the output of these processes, as in"
          " w0,s*,worker-[0-3]")),
+        (("--verbose",), flag("say where each worker runs, and which kernels the servers use")),
         (("--timestamps",), flag("begin each line with the time")),
         (("--json-summary",), valued(to_line, "FILE", "write how the job ended to FILE")),
         (("--stdin",), valued(_worker, "WORKER", "give this terminal's input to a worker, as in w0, for a debugger; its"
@@ -316,7 +319,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("-h", "--help"), {"action": "help", "help": "print this text and exit"}),
     )),
 )  # fmt: skip
-"""Every option: its names, and what argparse is told of it."""
+"""Every option: its names, and the arguments of `add_argument`."""
 
 OPTIONS: tuple[Option, ...] = tuple(option for _, options in GROUPS for option in options)
 

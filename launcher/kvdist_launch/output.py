@@ -4,9 +4,6 @@ Every line gets a short prefix with the name of its process: ``w0 │``, or ``w0
 through as they are: no decoding, so nothing that a process prints can be refused or changed. A carriage return ends a
 line too, as progress bars use it, and no line is kept longer than `LINE_BYTES_MAX` while waiting for its end.
 
-Log files: ``worker-0.log``, ``server-1.log``, ``scheduler.log``, both outputs line by line without prefixes. A file
-of an earlier job is kept as ``worker-0.log.1``. A disk that fills up ends the logs, not the job.
-
 Text from other machines (ssh, login scripts, agents) is escaped and cut before it becomes part of a sentence of ours.
 """
 
@@ -27,13 +24,46 @@ from typing import Any, TextIO
 from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId, Role
 
+OUT, ERR = 0, 1
+"""The streams of standard outputs and of standard errors."""
+
+PROGRAM = "kvdist-launch"
+"""The prefix of the launcher's own messages."""
+
+LAST_LINES = 10
+"""Lines of a process that are repeated if its failure ends the job."""
+
+LINE_BYTES_MAX = 64 * 1024
+"""A line longer than this is shown in pieces of this size."""
+
 TEXT_MAX = 1000
-"""Characters that are kept of one text."""
+"""Characters that are kept of a text from another machine."""
+
+WRITE_BYTES = select.PIPE_BUF
+"""A pipe or a terminal that can be written to takes so much at once."""
+
+FULL_BYTES = 1 << 20
+"""If more waits to be written, producers pause."""
+
+COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+"""ANSI foreground colours given to workers in turn; red is left to errors."""
+
+COLOUR_OF_OTHERS = 90
+"""Scheduler and servers are grey: they print rarely, and users look for workers."""
+
+CLEAR_LINE = b"\x1b[K"
+TABLE_WIDTH = 160
+
+
+def short_name(node: NodeId) -> str:
+    """``w0``, ``s1``, ``sched``."""
+    return "sched" if node.role is Role.SCHEDULER else f"{str(node.role)[0]}{node.rank}"
 
 
 def printable(text: str) -> str:
-    """A text in which what cannot be seen is escaped, as in ``\\x1b``, and not too long."""
-    return "".join(map(_visible, text[:TEXT_MAX]))
+    """The text with invisible characters escaped, as in ``\\x1b``, and not too long."""
+    visible = (one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text[:TEXT_MAX])
+    return "".join(visible)
 
 
 def all_printable(value: Any) -> Any:
@@ -49,42 +79,29 @@ def all_printable(value: Any) -> Any:
             return value
 
 
-def _visible(letter: str) -> str:
-    return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
+    """A table as lines of text, the same on a terminal and in a file.
 
+    Args:
+        rows: the cells; a row that is too short is filled with blanks.
+        right: whether all columns but the first are numbers, which are right-aligned.
+    """
+    # Imported here because a job on one machine needs no table, and importing takes longer than starting it.
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-LINE_BYTES_MAX = 64 * 1024
-"""A line longer than this is shown in pieces of this size."""
-
-COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
-"""ANSI foreground colours given to workers in turn; red is left to errors."""
-
-COLOUR_OF_OTHERS = 90
-"""Scheduler and servers are grey: they speak rarely and the eye looks for workers."""
-
-PROGRAM = "kvdist-launch"
-"""Who says the launcher's own messages."""
-
-CLEAR_LINE = b"\x1b[K"
-
-SHORT = {Role.WORKER: "w", Role.SERVER: "s"}
-
-
-def short_name(node: NodeId) -> str:
-    """``w0``, ``s1``, ``sched``."""
-    return f"{SHORT[node.role]}{node.rank}" if node.role in SHORT else "sched"
-
-
-def time_of_day(now: float) -> str:
-    """Seconds since the epoch as ISO 8601 has them, in local time, with milliseconds."""
-    milliseconds = int(now * 1000)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(milliseconds // 1000))}.{milliseconds % 1000:03}"
-
-
-WRITE_BYTES = select.PIPE_BUF
-"""As much as a pipe or a terminal that can be written to takes at once."""
-
-FULL_BYTES = 1 << 20
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(Text(title), no_wrap=True, justify="right" if right and index else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    width = max(TABLE_WIDTH, sum(len(title) + 20 for title in titles))
+    console = Console(width=width, no_color=True, highlight=False, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
 
 
 class LineSplitter:
@@ -117,9 +134,9 @@ class Sink:
     Args:
         descriptor: the file descriptor to write to.
         is_terminal: whether lines may be overwritten (progress bars) and coloured.
-        colours: whether prefixes are coloured on a terminal; the user may have asked for none.
-        clock: seconds since the epoch, where each line begins with the time; None where it does not.
-        program: stands before the launcher's own messages.
+        colours: whether prefixes are coloured on a terminal.
+        clock: seconds since the epoch, to begin each line with the time; None leaves the time out.
+        program: the prefix of the launcher's own messages.
     """
 
     def __init__(
@@ -142,12 +159,7 @@ class Sink:
         self._is_mid_line = False
 
     def prefix(self, node: NodeId, host: str = "") -> bytes:
-        """What stands before each line of the process in seat `node`.
-
-        Args:
-            node: whose.
-            host: where it runs; empty where there is only one machine.
-        """
+        """The prefix of each line of a process; `host` is empty if there is only one machine."""
         text = f"{short_name(node)}@{host} │" if host else f"{short_name(node)} │"
         if self._colours:
             colour = COLOURS[node.rank % len(COLOURS)] if node.role is Role.WORKER else COLOUR_OF_OTHERS
@@ -157,7 +169,7 @@ class Sink:
     def write_lines(self, prefix: bytes, lines: list[bytes]) -> None:
         """Write `lines`, each after `prefix`, in one piece."""
         if lines and self._clock is not None:
-            prefix = f"{time_of_day(self._clock())} ".encode() + prefix
+            prefix = f"{_time_of_day(self._clock())} ".encode() + prefix
         if lines and self._is_mid_line:
             self._is_mid_line = False
             self._write(b"\n")
@@ -176,16 +188,16 @@ class Sink:
         if not self.is_terminal:
             # Nothing can be overwritten in a file, and lines of others would end up behind a bare "\r".
             return line[:-1] + b"\n"
-        # A longer line may stand there that a progress bar, perhaps on the other stream, meant to be overwritten.
+        # A progress bar, perhaps on the other stream, may have left a longer line there to be overwritten.
         return CLEAR_LINE + line
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits to be written that whoever produces more should wait."""
+        """Whether so much waits to be written that producers should pause."""
         return len(self._waiting) > FULL_BYTES
 
     def attend(self, selector: selectors.BaseSelector) -> None:
-        """From now on never wait for the reader; what it does not take waits here, and for the selector."""
+        """From now on never wait for the reader: what it does not take waits here, and for the selector."""
         self._selector = selector
 
     def finish(self) -> None:
@@ -209,9 +221,9 @@ class Sink:
         self._expect(bool(self._waiting))
 
     def _takes_more(self) -> bool:
-        """Whether as much as is written at a time can be written without waiting, or waiting is right.
+        """Whether `WRITE_BYTES` can be written without waiting, or waiting is right.
 
-        The output may be shared with other programs, so it must stay blocking; it is asked before each write instead.
+        Other programs may share the output, so it must stay blocking; it is polled before each write instead.
         """
         if self._selector is None:
             return True
@@ -223,11 +235,10 @@ class Sink:
         try:
             return os.write(self._descriptor, piece)
         except BlockingIOError:
-            # Somebody else made our output non-blocking, which ends of one terminal share.
+            # Another program made our output non-blocking, which ends of one terminal share.
             os.set_blocking(self._descriptor, True)
         except OSError:
-            # The reader is gone (as in `| head`) or the disk is full. Hours of training are worth more than
-            # lines that nobody can see.
+            # The reader is gone (as in `| head`) or the disk is full. Hours of training are worth more than output.
             self._is_gone = True
         return 0
 
@@ -243,11 +254,7 @@ class Sink:
 
 
 class TextSink(Sink):
-    """An output that is a stream of Python's, such as a notebook's, which may have no descriptor.
-
-    Args:
-        stream: what is printed to.
-    """
+    """An output that is a stream of Python's, such as a notebook's, which may have no descriptor."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(-1, stream.isatty())
@@ -263,24 +270,33 @@ class TextSink(Sink):
             self._is_gone = True
 
 
+def _time_of_day(now: float) -> str:
+    """Seconds since the epoch in ISO 8601, in local time, with milliseconds."""
+    milliseconds = int(now * 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(milliseconds // 1000))}.{milliseconds % 1000:03}"
+
+
 class LogFiles:
-    """The log files of one job.
+    """The log files of a job: ``worker-0.log``, ``server-1.log``, ``scheduler.log``, with both outputs line by line.
+
+    A file of an earlier job is kept as ``worker-0.log.1``. A disk that fills up ends the logs, not the job.
 
     Args:
-        folder: where they lie; it is made if need be.
+        folder: their folder; it is made if need be.
         say: tells the user.
+        ranks: the number of workers, for Horovod's layout: ``rank.0/stdout`` and ``rank.0/stderr``, workers only, the
+            ranks with as many digits as the largest; None is the layout above.
     """
 
-    _option = "--log-dir"
-
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None], ranks: int | None = None) -> None:
         self._folder = folder
         self._say = say
+        self._digits = None if ranks is None else len(str(ranks - 1))
         self._descriptors: dict[Path, int] = {}
         self._has_ended = False
 
     def open(self, nodes: Iterable[NodeId]) -> None:
-        """Make the files; those that this job has already are gone on with.
+        """Make the files; files that this job has already are continued.
 
         Raises:
             ConfigError: one cannot be made.
@@ -296,15 +312,16 @@ class LogFiles:
                 self._descriptors[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             self.close()
+            option = "--log-dir" if self._digits is None else "--output-filename"
             raise ConfigError(
                 f"log files cannot be written to {self._folder}: {error.filename or self._folder}: {error.strerror};"
-                f" give {self._option} a folder that can be written to"
+                f" give {option} a folder that can be written to"
             ) from error
 
     def write(self, node: NodeId, stream: int, lines: Iterable[bytes]) -> None:
         """Add lines of one output of a process to its file, if that still takes them."""
-        path = dict(enumerate(self._paths(node))).get(stream, self._folder)
-        descriptor = self._descriptors.get(path)
+        paths = self._paths(node)
+        descriptor = self._descriptors.get(paths[stream]) if paths else None
         if descriptor is None:
             return
         # A line of a progress bar is a line here: nothing can be overwritten in a file.
@@ -313,8 +330,8 @@ class LogFiles:
             while data:
                 data = data[os.write(descriptor, data) :]
         except OSError as error:
-            # Whatever is wrong with one file is likely to be wrong with all, and one sentence is enough.
-            self._say(f"{path}: {error.strerror}; the log files end here, the job goes on")
+            # What is wrong with one file is likely to be wrong with all, and one sentence is enough.
+            self._say(f"{paths[stream]}: {error.strerror}; the log files end here, the job goes on")
             self.close()
 
     def close(self) -> None:
@@ -325,65 +342,13 @@ class LogFiles:
         self._descriptors.clear()
 
     def _paths(self, node: NodeId) -> tuple[Path, ...]:
-        """The files for the outputs of a process; none where they are not kept."""
-        path = self._folder / f"{node}.log"
-        return path, path
-
-
-class RankLogFiles(LogFiles):
-    """``rank.0/stdout``, ``rank.0/stderr`` and so on; ranks have as many digits as the largest one.
-
-    Args:
-        folder: where these folders lie; it is made if need be.
-        say: tells the user.
-        size: how many workers there are.
-    """
-
-    _option = "--output-filename"
-
-    def __init__(self, folder: Path, say: Callable[[str], None], size: int) -> None:
-        super().__init__(folder, say)
-        self._digits = len(str(size - 1))
-
-    def _paths(self, node: NodeId) -> tuple[Path, ...]:
+        """The files for the two outputs of a process; none if they are not kept."""
+        if self._digits is None:
+            return (self._folder / f"{node}.log",) * 2
         if node.role is not Role.WORKER:
             return ()
         folder = self._folder / f"rank.{node.rank:0{self._digits}d}"
         return folder / "stdout", folder / "stderr"
-
-
-LAST_LINES = 10
-"""Lines of a process that are repeated when its failure ends the job."""
-
-ERR = 1
-"""The stream of standard errors; 0 is that of standard outputs."""
-
-
-class OutputFilter:
-    """Whose lines are shown.
-
-    Args:
-        patterns: as in file names (``w0``, ``s*``, ``worker-[0-3]``), of short or long names; none shows all.
-    """
-
-    def __init__(self, patterns: Sequence[str] = ()) -> None:
-        self._patterns = tuple(patterns)
-
-    def shows(self, node: NodeId, host: str = "") -> bool:
-        """Whether the lines of a process are shown."""
-        return not self._patterns or any(_matches(pattern, node, host) for pattern in self._patterns)
-
-    def idle(self, nodes: Iterable[tuple[NodeId, str]]) -> list[str]:
-        """The patterns that match none of these processes, given with their hosts: likely misspelt."""
-        known = list(nodes)
-        return [one for one in self._patterns if not any(_matches(one, node, host) for node, host in known)]
-
-
-def _matches(pattern: str, node: NodeId, host: str) -> bool:
-    names = [short_name(node), str(node)]
-    if host:
-        names += [f"{name}@{host}" for name in names]
-    return any(fnmatchcase(name, pattern) for name in names)
 
 
 @dataclass
@@ -392,38 +357,37 @@ class _OutputStream:
 
     sink: Sink
     prefix: bytes
-    shown: bool
+    is_shown: bool
     is_raw: bool
     splitter: LineSplitter = field(default_factory=LineSplitter)
     last_line: bytes = b""
 
 
 class JobOutput:
-    """The output of one job.
+    """The output of the processes of a job: shown if it passes the filter, logged and remembered in any case.
 
     Args:
-        out: where standard outputs go.
-        err: where standard errors go.
-        shows: whose lines are shown.
+        out, err: where standard outputs and standard errors go.
+        patterns: whose lines are shown, as in file names (``w0``, ``s*``, ``worker-[0-3]``, ``*@d1``); none shows all.
         logs: the log files; None writes none.
 
     Attributes:
-        sinks: where standard outputs and standard errors go.
+        sinks: `out` and `err`.
     """
 
-    def __init__(self, out: Sink, err: Sink, shows: OutputFilter | None = None, logs: LogFiles | None = None) -> None:
+    def __init__(self, out: Sink, err: Sink, patterns: Sequence[str] = (), logs: LogFiles | None = None) -> None:
         self.sinks = (out, err)
-        self._shows = OutputFilter() if shows is None else shows
+        self._patterns = patterns
         self._logs = logs
         self._streams: dict[tuple[NodeId, int], _OutputStream] = {}
         self._last: dict[NodeId, deque[bytes]] = {}
 
     def open(self, processes: Iterable[tuple[NodeId, str]], with_stdin: NodeId | None = None) -> list[str]:
-        """Expect output of these. Returns what the user should be told.
+        """Expect output of these. Returns warnings for the user.
 
         Args:
-            processes: who, and on which host; the host is empty where there is only one machine.
-            with_stdin: whose input is the user's, so that its output is shown at once, and without prefixes.
+            processes: each with its host; the host is empty if there is only one machine.
+            with_stdin: the process whose input is the user's: its output is shown at once, and without prefixes.
 
         Raises:
             ConfigError: log files cannot be made.
@@ -431,13 +395,13 @@ class JobOutput:
         known = list(processes)
         for node, host in known:
             self._last[node] = deque(maxlen=LAST_LINES)
+            is_raw = node == with_stdin
+            is_shown = is_raw or not self._patterns or any(_matches(one, node, host) for one in self._patterns)
             for number, sink in enumerate(self.sinks):
-                is_raw = node == with_stdin
-                stream = _OutputStream(sink, sink.prefix(node, host), is_raw or self._shows.shows(node, host), is_raw)
-                self._streams[node, number] = stream
+                self._streams[node, number] = _OutputStream(sink, sink.prefix(node, host), is_shown, is_raw)
         if self._logs is not None:
             self._logs.open(node for node, _ in known)
-        idle = self._shows.idle(known)
+        idle = [one for one in self._patterns if not any(_matches(one, node, host) for node, host in known)]
         return [f"--filter {','.join(idle)} matches no process of this job"] if idle else []
 
     def feed(self, node: NodeId, stream: int, data: bytes) -> None:
@@ -448,17 +412,17 @@ class JobOutput:
         self._take(node, stream, found.splitter.feed(data))
 
     def finish(self, node: NodeId, stream: int) -> None:
-        """Nothing more will come from this output; an unfinished line is one, too."""
+        """Nothing more will come from this output; an unfinished line is shown too."""
         self._take(node, stream, self._streams[node, stream].splitter.finish())
 
     def close(self) -> None:
-        """Nothing more will come from anybody."""
+        """Nothing more will come from any output."""
         for node, stream in self._streams:
             self.finish(node, stream)
 
     @property
     def is_full(self) -> bool:
-        """Whether whoever reads it does not keep up."""
+        """Whether the reader of an output does not keep up."""
         return any(sink.is_full for sink in self.sinks)
 
     def last_error_line(self, node: NodeId) -> bytes:
@@ -473,7 +437,7 @@ class JobOutput:
         if not lines:
             return
         stream = self._streams[node, number]
-        if stream.shown and not stream.is_raw:
+        if stream.is_shown and not stream.is_raw:
             stream.sink.write_lines(stream.prefix, lines)
         stream.last_line = next((line for line in reversed(lines) if line.strip()), stream.last_line)
         self._last[node].extend(line for line in lines if line.strip())
@@ -481,30 +445,8 @@ class JobOutput:
             self._logs.write(node, number, lines)
 
 
-TABLE_WIDTH = 160
-
-
-def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
-    """A table without colours; a row that is too short is filled with blanks.
-
-    Args:
-        titles: of the columns.
-        rows: the cells.
-        right: whether all columns but the first are numbers, which stand at the right.
-    """
-    # Imported here because a job on one machine needs no table, and importing takes longer than starting it.
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, title in enumerate(titles):
-        made.add_column(Text(title), no_wrap=True, justify="right" if right and index else "left")
-    for row in rows:
-        made.add_row(*map(Text, row))
-    width = max(TABLE_WIDTH, sum(len(title) + 20 for title in titles))
-    console = Console(width=width, no_color=True, highlight=False, force_terminal=False)
-    with console.capture() as capture:
-        console.print(made)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
+def _matches(pattern: str, node: NodeId, host: str) -> bool:
+    names = [short_name(node), str(node)]
+    if host:
+        names += [f"{name}@{host}" for name in names]
+    return any(fnmatchcase(name, pattern) for name in names)

@@ -39,12 +39,12 @@ from kvdist_launch.security import SECURITY, Security
 from kvdist_launch.security import VARIABLE as SECRET_FILE
 
 LAUNCHER = -1
-"""The place of the launching machine among hosts, where it need not be one of them."""
+"""The index of the launching machine, which need not be one of the hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one process sits.
+    """Where one process runs.
 
     Attributes:
         host: an index into the job's hosts, or `LAUNCHER`.
@@ -58,12 +58,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPosition:
-    """Where a worker stands among those around it.
+    """A worker's position among the others.
 
     Attributes:
         local_size: the workers of its host.
-        cross_rank: its host's place among the hosts that have a worker of its local rank.
-        cross_size: how many of these there are.
+        cross_rank: its host's position among the hosts that have a worker of its local rank.
+        cross_size: how many such hosts there are.
     """
 
     local_size: int
@@ -78,7 +78,7 @@ def place(
     scheduler_host: int | None = None,
     is_filled: bool = False,
 ) -> list[Placement]:
-    """The seats of a job in starting order: the scheduler, servers, workers. A job without servers has workers alone.
+    """The processes of a job in starting order: scheduler, servers, workers; without servers, workers alone.
 
     Args:
         scheduler_host: an index into `hosts`; None is the launching machine.
@@ -96,39 +96,39 @@ def place(
                 turn += 1
             counts[role][turn % len(hosts)] += 1
             turn += 0 if is_filled and role is Role.WORKER else 1
-    seats = [Placement(SCHEDULER, LAUNCHER if scheduler_host is None else scheduler_host, 0)] if num_servers else []
+    placements = (
+        [Placement(SCHEDULER, LAUNCHER if scheduler_host is None else scheduler_host, 0)] if num_servers else []
+    )
     for role, filled in counts.items():
         places = [(index, local) for index, count in enumerate(filled) for local in range(count)]
-        seats += [Placement(NodeId(role, rank), index, local) for rank, (index, local) in enumerate(places)]
-    return seats
+        placements += [Placement(NodeId(role, rank), index, local) for rank, (index, local) in enumerate(places)]
+    return placements
 
 
-def neighbours(seats: Sequence[Placement]) -> Mapping[NodeId, WorkerPosition]:
-    """How each worker stands among the others."""
-    workers = [seat for seat in seats if seat.node.role is Role.WORKER]
-    sizes = Counter(seat.host for seat in workers)
+def worker_positions(placements: Sequence[Placement]) -> Mapping[NodeId, WorkerPosition]:
+    """The position of each worker."""
+    workers = [one for one in placements if one.node.role is Role.WORKER]
+    sizes = Counter(one.host for one in workers)
     across: dict[int, list[int]] = {}
-    for seat in workers:
-        across.setdefault(seat.local_rank, []).append(seat.host)
+    for one in workers:
+        across.setdefault(one.local_rank, []).append(one.host)
     return {
-        seat.node: WorkerPosition(
-            sizes[seat.host], across[seat.local_rank].index(seat.host), len(across[seat.local_rank])
-        )
-        for seat in workers
+        one.node: WorkerPosition(sizes[one.host], across[one.local_rank].index(one.host), len(across[one.local_rank]))
+        for one in workers
     }
 
 
 def workers_of_slots(hosts: Sequence[Host]) -> int:
-    """The number of workers when nobody says it: the sum of all slots.
+    """The number of workers if it is not given: the sum of all slots.
 
     Raises:
         ConfigError: a host that takes workers does not say how many.
     """
-    silent = [str(host) for host in hosts if host.takes(Role.WORKER) and host.slots is None]
-    if silent:
+    unknown = [str(host) for host in hosts if host.takes(Role.WORKER) and host.slots is None]
+    if unknown:
         raise ConfigError(
             f"the number of workers is missing: write -n WORKERS, or slots= for every host"
-            f" ({_listed(silent)} {'has' if len(silent) == 1 else 'have'} none)"
+            f" ({_listed(unknown)} {'has' if len(unknown) == 1 else 'have'} none)"
         )
     number = sum(host.slots or 0 for host in hosts if host.takes(Role.WORKER))
     if not number:
@@ -161,12 +161,12 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 
 PYTHON = "{python}"
-"""As first word of a role's command: the interpreter of the host it runs on."""
+"""As first word of a role's command: the interpreter of its host."""
 
 INTERFACES = ("KVDIST_INTERFACE", "DMLC_INTERFACE")
 
 UNKNOWN = "-"
-"""In place of the path of the secret, which is known where the process starts."""
+"""Instead of the path of the secret, which is known only on the host of the process."""
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 NUM_SERVERS = "DMLC_NUM_SERVER"
@@ -177,11 +177,11 @@ class HostFacts:
     """What is known of a machine when a plan is made.
 
     Attributes:
-        cores: CPU cores that the job's processes may use there; 0 is unknown.
+        cores: CPU cores that the job's processes may use there; 0 if unknown.
         python: the path of its interpreter.
         address: where the other machines of the job reach it.
-        environ: its own variables, as a process that is started there would see them.
-        scheduler: where it reaches the scheduler; empty is the address of the scheduler's host.
+        environ: its own variables.
+        scheduler: the address under which it reaches the scheduler; empty is that of the scheduler's host.
     """
 
     cores: int
@@ -196,15 +196,14 @@ class Process:
     """One process to start.
 
     Attributes:
-        node: its seat in the cluster.
         host: an index into the job's hosts, or `LAUNCHER`.
         argv: the program and its arguments.
-        environment: what is changed about its host's environment.
-        cwd: the folder it starts in; None is that of whoever starts it.
-        is_told_of_endings: whether its standard input carries one line for each process that ended
+        environment: the changes to its host's environment.
+        cwd: the folder it starts in; None is that of the launcher or agent.
+        is_told_of_endings: whether its standard input gets one line for each process that ended
             (``ended worker 1 exit 3``); the input of the others is empty.
-        is_root: whether the others dial it, so that it gets the socket that listens for them: the scheduler, or in a
-            job without servers worker 0.
+        is_root: whether all others dial it, so that it inherits the listening socket: the scheduler, or in a job
+            without servers worker 0.
         descriptors: those of the launcher that it inherits besides; only on the launching machine.
         has_stdin: whether its standard input is the launcher's; only on the launching machine.
     """
@@ -225,17 +224,17 @@ class JobSpec:
     """What the user asked for.
 
     Attributes:
-        num_servers: 0 is a job of workers alone, whose rank 0 is where the others find each other.
+        num_servers: 0 is a job of workers alone, which find each other through rank 0.
         command: the worker's program and arguments.
         role_command: the program and arguments of schedulers and servers; see `PYTHON`.
         port: the TCP port of the scheduler, or of rank 0.
         name: a token unlike that of any other job.
         scheduler_host: an index into the hosts; None is the launching machine.
-        stdin: the rank of the worker whose standard input is the launcher's; None is no worker.
+        stdin: the rank of the worker whose standard input is the launcher's; None is none.
         is_filled: whether workers take all slots of a host before those of the next.
-        cwd: the folder in which processes on hosts start; None is that of whoever starts them.
+        cwd: the folder in which processes on hosts start; None is that of the launcher or agent.
         env, env_server, env_worker: variables for every process, for servers, for workers.
-        security: how the processes talk to each other; wins over `SECURITY_VARIABLES` in `env`.
+        security: wins over `SECURITY_VARIABLES` in `env`.
     """
 
     num_workers: int
@@ -265,39 +264,39 @@ def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launch
         ConfigError: some processes have no place, a variable has an impossible value, or the worker of ``--stdin`` is
             on another machine; the message names it.
     """
-    seats = _seats(job, hosts)
-    around = neighbours(seats)
+    placements = _placements(job, hosts)
+    positions = worker_positions(placements)
     root = root_host(job, hosts)
     address = (launcher if root is None else facts[root]).address
     processes = []
-    for seat in seats:
-        role, host = seat.node.role, None if seat.host == LAUNCHER else hosts[seat.host]
-        own = launcher if host is None else facts[seat.host]
+    for one in placements:
+        role, host = one.node.role, None if one.host == LAUNCHER else hosts[one.host]
+        own = launcher if host is None else facts[one.host]
         processes.append(
             Process(
-                seat.node,
-                seat.host,
+                one.node,
+                one.host,
                 job.command if role is Role.WORKER else _role_argv(job.role_command, own.python),
-                _environment(job, own.scheduler or address, seat, host, own, launcher, around.get(seat.node)),
+                _environment(job, own.scheduler or address, one, host, own, launcher, positions.get(one.node)),
                 None if host is None else job.cwd,
                 is_told_of_endings=role is Role.SCHEDULER,
-                is_root=seat is seats[0],
-                has_stdin=_has_stdin(job, seat.node, host),
+                is_root=one is placements[0],
+                has_stdin=_has_stdin(job, one.node, host),
             )
         )
     return processes
 
 
 def root_host(job: JobSpec, hosts: Sequence[Host]) -> int | None:
-    """The index of the host where everybody meets: the scheduler's, or rank 0's; None is the launching machine.
+    """The index of the root's host (scheduler or rank 0); None is the launching machine.
 
     Raises:
         ConfigError: some processes have no place.
     """
-    return job.scheduler_host if job.num_servers else _seats(job, hosts)[0].host
+    return job.scheduler_host if job.num_servers else _placements(job, hosts)[0].host
 
 
-def _seats(job: JobSpec, hosts: Sequence[Host]) -> list[Placement]:
+def _placements(job: JobSpec, hosts: Sequence[Host]) -> list[Placement]:
     return place(hosts, job.num_workers, job.num_servers, job.scheduler_host, job.is_filled)
 
 
@@ -313,12 +312,12 @@ def _has_stdin(job: JobSpec, node: NodeId, host: Host | None) -> bool:
 
 
 def threads_per_worker(cores: int, num_workers: int) -> int:
-    """How many threads each worker's numerical libraries should use so that together they fill the cores."""
+    """Threads for each worker's numerical libraries, so that together they fill the cores."""
     return max(1, cores // num_workers)
 
 
 def thread_note(processes: Sequence[Process], hosts: Sequence[Host], facts: Sequence[HostFacts]) -> str | None:
-    """The sentence that says which OMP_NUM_THREADS workers were given; None where all have one of their own."""
+    """The sentence about OMP_NUM_THREADS of the workers; None if the user has set it for all."""
     name = "OMP_NUM_THREADS"
     notes: dict[str, list[str]] = {}
     workers = [process for process in processes if process.node.role is Role.WORKER]
@@ -333,16 +332,16 @@ def thread_note(processes: Sequence[Process], hosts: Sequence[Host], facts: Sequ
 
 
 def worker_lines(processes: Sequence[Process], hosts: Sequence[Host]) -> list[str]:
-    """For each worker a line: where it runs, and its place among the others."""
-    told = []
+    """For each worker a line: its host, and its position among the workers."""
+    lines = []
     for process in processes:
         if process.node.role is Role.WORKER:
             rank, size, across, machines = (process.environment.settings[f"KVDIST_{name}"] for name in _PLACES)
-            told.append(
+            lines.append(
                 f"{process.node} on {hosts[process.host]}: local rank {rank} of {size}, cross rank {across} of"
                 f" {machines}"
             )
-    return told
+    return lines
 
 
 _PLACES = ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -362,13 +361,13 @@ def _role_argv(command: tuple[str, ...], python: str) -> tuple[str, ...]:
 def _environment(
     job: JobSpec,
     address: str,
-    seat: Placement,
+    one: Placement,
     host: Host | None,
     own: HostFacts,
     launcher: HostFacts,
-    around: WorkerPosition | None,
+    position: WorkerPosition | None,
 ) -> Environment:
-    role = seat.node.role
+    role = one.node.role
     front, settings = interpreter_front(own.python), {}
     if host is not None and not host.is_local:
         sent, _ = forwarded(launcher.environ)
@@ -376,35 +375,35 @@ def _environment(
     by_role: Mapping[str, str] = {Role.SERVER: job.env_server, Role.WORKER: job.env_worker}.get(role, {})
     for variables in (job.env, by_role):
         overlay(settings, {name: value for name, value in variables.items() if name not in SECURITY_VARIABLES})
-    settings.update(_cluster_settings(job, address, seat.node, Environment(settings=settings).over(launcher.environ)))
+    settings.update(_cluster_settings(job, address, one.node, Environment(settings=settings).over(launcher.environ)))
     if host is not None and host.iface is not None:
         overlay(settings, {INTERFACES[0]: host.iface})
     defaults = {"PYTHONUNBUFFERED": "1"}
-    if around is not None:
-        settings |= _place_among_workers(seat, around)
+    if position is not None:
+        settings |= _position_settings(one, position)
         if own.cores:
-            defaults["OMP_NUM_THREADS"] = str(threads_per_worker(own.cores, around.local_size))
+            defaults["OMP_NUM_THREADS"] = str(threads_per_worker(own.cores, position.local_size))
         given = Environment(settings=settings).over(own.environ).get(DEVICES, "")
         devices = list((host.gpus if host else None) or (name.strip() for name in given.split(",") if name.strip()))
         if devices:
-            settings[DEVICES] = ",".join(share_of_devices(devices, seat.local_rank, around.local_size))
+            settings[DEVICES] = ",".join(share_of_devices(devices, one.local_rank, position.local_size))
     return Environment(defaults, front, settings)
 
 
-def _place_among_workers(seat: Placement, around: WorkerPosition) -> dict[str, str]:
+def _position_settings(one: Placement, position: WorkerPosition) -> dict[str, str]:
     return {
-        "KVDIST_LOCAL_RANK": str(seat.local_rank),
-        "KVDIST_LOCAL_SIZE": str(around.local_size),
-        "KVDIST_CROSS_RANK": str(around.cross_rank),
-        "KVDIST_CROSS_SIZE": str(around.cross_size),
+        "KVDIST_LOCAL_RANK": str(one.local_rank),
+        "KVDIST_LOCAL_SIZE": str(position.local_size),
+        "KVDIST_CROSS_RANK": str(position.cross_rank),
+        "KVDIST_CROSS_SIZE": str(position.cross_size),
     }
 
 
 def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping[str, str]) -> dict[str, str]:
-    """Who the process is, and the settings of kvdist that the launching machine has.
+    """The process's identity, and the settings of kvdist of the launching machine.
 
-    They are read through the configuration, so that what is wrong with them is found before anything starts. It knows
-    no job without servers, so such a one is described to it with a server that is left out at the end.
+    They are read through the configuration, so that mistakes in them are found before anything starts. It knows no job
+    without servers, so such a job is described to it with a server that is left out at the end.
     """
     identity = ClusterConfig(
         role=node.role,
@@ -416,7 +415,7 @@ def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping
         job=job.name,
         supervised=node.role is Role.SCHEDULER,
     ).to_env()
-    # Addresses and interfaces are those of the process's own host, and are looked up there.
+    # Addresses and interfaces differ from host to host, and are looked up there.
     variables = {name: value for name, value in environ.items() if name not in {*ADDRESS_VARIABLES, *INTERFACES}}
     variables |= {name: value for name, value in identity.items() if name in OWNED_VARIABLES}
     if job.security.word:
@@ -432,7 +431,7 @@ def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping
 
 
 def preview(processes: Sequence[Process], hosts: Sequence[Host]) -> str:
-    """The plan for people.
+    """What ``--dry-run`` prints: each process with its host, folder, changed variables and argv, secrets hidden.
 
     Variables marked ``default`` apply where the host sets none, those marked ``front`` go before what it has, and
     those marked ``set`` win.

@@ -67,7 +67,7 @@ def _problems(one: HostConnection, destination: str | None, root: str) -> list[s
         wrong.append("every port of the range is taken there; widen --port-range")
     missing = [gpu for gpu in one.host.gpus or () if gpu.isdigit() and int(gpu) >= facts["gpus"]]
     if missing:
-        wrong.append(f"gpus= names {', '.join(missing)}, and it has {facts['gpus']}, counted from 0")
+        wrong.append(f"gpus= names {', '.join(missing)}, and the host has {facts['gpus']} (counted from 0)")
     if found.get("unreachable"):
         wrong.append(f"{root} cannot be reached from there: {found['unreachable']}")
     return wrong

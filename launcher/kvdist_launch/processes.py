@@ -274,7 +274,7 @@ class ChildProcess:
         """Write a line to its standard input, if it has one and still reads it."""
         if self._popen.stdin is None:
             return
-        # It may have ended, or stand still; the state of the job deals with both.
+        # It may have ended, or be stopped; the state of the job deals with both.
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             os.write(self._popen.stdin.fileno(), line.encode() + b"\n")
 

@@ -27,7 +27,7 @@ from kvdist_launch.environment import (
 )
 from kvdist_launch.hosts import Host, read_hosts
 from kvdist_launch.job import GracePeriods
-from kvdist_launch.options import asked, is_elsewhere
+from kvdist_launch.options import asked, target_of
 from kvdist_launch.plan import PYTHON, JobSpec, workers_of_slots
 from kvdist_launch.processes import NOT_EXECUTABLE, NOT_FOUND, CommandError
 from kvdist_launch.security import Security, security_of
@@ -36,22 +36,21 @@ SHELL_OPERATORS = frozenset({"&&", "||", "|", ";", "&", ">", ">>", "<", "2>", "2
 
 
 def parse_command(words: Sequence[str], path: str | None, is_here: bool = True) -> tuple[str, ...]:
-    """The argument list that `words` stand for: themselves, or if there is one only, the words quoted in it.
+    """The argument list of the user's command: the words, or if there is only one, the words quoted in it.
 
     Args:
-        words: what stands on the command line.
         path: where programs are searched, as in the variable PATH; None is the system's default.
-        is_here: whether it runs on this machine, so that the program must be there.
+        is_here: whether it runs on this machine, so that the program must exist.
 
     Raises:
-        CommandError: there is no such program, or it cannot be executed.
-        ConfigError: there is no command, its quotes do not match, or it is written for a shell.
+        CommandError: the program does not exist, or cannot be executed.
+        ConfigError: the command is missing, its quotes do not match, or it is written for a shell.
     """
     command = list(words)
     if len(command) == 1 and shutil.which(command[0], path=path) is None:
         command = _split_words(command[0])
     if not command or not command[0]:
-        raise ConfigError("there is no command to run; write it last, behind the options, as in: ... python train.py")
+        raise ConfigError("the command is missing; write it last, after the options, as in: ... python train.py")
     if is_here:
         _require_program(command[0], path)
     return tuple(command)
@@ -82,7 +81,7 @@ def _require_program(program: str, path: str | None) -> None:
             f" (python {shlex.quote(program)})",
             NOT_EXECUTABLE,
         )
-    where = "there is no such file" if os.path.dirname(program) else "it is in no directory of PATH"
+    where = "there is no such file" if os.path.dirname(program) else "it is not in any directory of PATH"
     raise CommandError(f"the command {program!r} does not exist: {where}", NOT_FOUND)
 
 
@@ -90,26 +89,26 @@ ROLE_COMMAND = (PYTHON, "-m", "kvdist")
 """What schedulers and servers run."""
 
 UNBOUND = 1
-"""In place of the root's port until it is bound; only a preview shows it."""
+"""The root's port until it is bound; only a preview shows it."""
 
 GRACE_S = 5.0
 GRACE_WITHOUT_SERVERS_S = 2.0
-"""The default of ``--grace``. Without servers the others notice a failure at once or not at all, so more is vain."""
+"""The default of ``--grace``. Without servers the others notice a failure at once or not at all, so less is enough."""
 
 SPREADS = ("--emit sbatch", "--emit kubernetes", "--launcher slurm")
-"""Ways in that may place processes on several machines, whatever they are."""
+"""Targets that may place processes on several machines."""
 
 OF_SERVERS = ("--server-module", "--optimizer-module", "--server-device", "--env-server", "--scheduler-on")
-"""Options that mean nothing where there are no servers."""
+"""Options that have no meaning without servers."""
 
 ELSEWHERE_WITHOUT_SERVERS = {
-    "mpi": "mpirun -np {n} COMMAND starts it, and needs nothing of kvdist-launch",
-    "slurm": "srun --ntasks={n} COMMAND starts it, and needs nothing of kvdist-launch",
-    "sbatch": "a batch script with the line srun COMMAND starts it, and needs nothing of kvdist-launch",
-    "kubernetes": "take a job whose pods get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, such as a"
-    " TrainJob with a torch policy",
+    "--launcher mpi": "mpirun -np {n} COMMAND starts it, and needs nothing of kvdist-launch",
+    "--launcher slurm": "srun --ntasks={n} COMMAND starts it, and needs nothing of kvdist-launch",
+    "--emit sbatch": "a batch script with the line srun COMMAND starts it, and needs nothing of kvdist-launch",
+    "--emit kubernetes": "take a job whose pods get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, such as"
+    " a TrainJob with a torch policy",
 }
-"""For each way in that starts scheduler and servers beside the workers: how a job without them is started there."""
+"""For each target that starts scheduler and servers too: how to start a job without servers there."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,10 @@ class Request:
         options: those of ``kvdist-launch``.
         words: the user's command.
         role_command: what schedulers and servers run.
-        program: the name under which the launcher speaks.
+        program: the prefix of the launcher's messages.
         hosts: where the job runs; None leaves that to the options.
         is_filled: whether workers take all slots of a host before those of the next.
-        is_verbose: whether it is said where each worker runs.
-        output_folder: where each worker's outputs are kept as ``rank.N/stdout`` and ``rank.N/stderr``; '' is nowhere.
+        output_folder: for each worker's outputs, as ``rank.N/stdout`` and ``rank.N/stderr``; '' keeps none.
     """
 
     options: argparse.Namespace
@@ -133,12 +131,11 @@ class Request:
     program: str = "kvdist-launch"
     hosts: tuple[Host, ...] | None = None
     is_filled: bool = False
-    is_verbose: bool = False
     output_folder: str = ""
 
 
 def hosts_of(request: Request) -> list[Host]:
-    """The hosts of the job; this machine where none is named.
+    """The hosts of the job; this machine if none is named.
 
     Raises:
         ConfigError: they are not valid, or there is no way to start processes on them.
@@ -153,11 +150,7 @@ def hosts_of(request: Request) -> list[Host]:
 
 
 def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) -> JobSpec:
-    """The job that is asked for.
-
-    Args:
-        hosts: where.
-        environ: the launcher's variables.
+    """The job that is asked for. `environ` has the launcher's variables.
 
     Raises:
         ConfigError: something is missing, impossible, or does not fit the rest.
@@ -188,6 +181,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         num_servers=num_servers,
         command=parse_command(request.words, seen.get("PATH"), is_here=not others and options.emit is None),
         role_command=request.role_command
+        + (("--verbose",) if options.verbose else ())
         + _module_words("--server-module", options.server_module or ())
         + _module_words("--optimizer-module", options.optimizer_module or ()),
         port=UNBOUND,
@@ -204,14 +198,14 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
 
 
 def grace_of(options: argparse.Namespace) -> GracePeriods:
-    """How long is waited for processes that should end."""
+    """How long to wait for processes that should end."""
     default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
     grace_s = default_s if options.grace is None else options.grace
     return GracePeriods(grace_s=grace_s, farewell_s=grace_s)
 
 
 def _require_way(options: argparse.Namespace, hosts: Sequence[Host]) -> None:
-    """See that there is a way to start processes on every host."""
+    """Check that processes can be started on every host."""
     if options.launcher == "ssh" and options.hostfile is None:
         raise ConfigError(
             "--launcher ssh needs the names of the machines: write -H HOSTS, where HOSTS is a hostfile"
@@ -220,7 +214,7 @@ def _require_way(options: argparse.Namespace, hosts: Sequence[Host]) -> None:
     others = [host for host in hosts if not host.is_local]
     if others and options.launcher == "local":
         raise ConfigError(
-            f"--launcher local starts processes on this machine alone, and -H names {others[0]}; leave one of them out"
+            f"--launcher local starts processes on this machine only, and -H names {others[0]}; leave one of them out"
         )
     if not others and options.sync_dst_dir:
         raise ConfigError("--sync-dst-dir copies to other machines, and -H names none; leave it out")
@@ -233,16 +227,15 @@ def _security(
     leaves_host: bool,
     has_servers: bool,
 ) -> Security:
-    """How the processes of the job talk to each other."""
-    way = f"--emit {options.emit}" if options.emit else f"--launcher {options.launcher}"
-    way = way if is_elsewhere(options) else ""
+    """Decide whether the processes of the job encrypt what they send."""
+    target = target_of(options)
     security = security_of(
         options.security,
         env,
         environ,
-        leaves_machine=leaves_host or way in SPREADS,
+        leaves_machine=leaves_host or target in SPREADS,
         has_servers=has_servers,
-        makes_secret=way,
+        makes_secret=target,
     )
     if leaves_host and not has_servers and not security.word:
         raise ConfigError(
@@ -254,17 +247,14 @@ def _security(
 
 
 def _require_fit_without_servers(options: argparse.Namespace, num_workers: int) -> None:
-    """See that nothing is asked for that a job without servers cannot have."""
+    """Refuse options that a job without servers cannot have."""
     given = [name for name in asked(options) if name in OF_SERVERS]
     if given:
-        raise ConfigError(f"{given[0]} is for jobs with servers, and -s 0 asks for none; leave one of them out")
-    way = options.emit or options.launcher
-    if is_elsewhere(options) and way in ELSEWHERE_WITHOUT_SERVERS:
-        advice = ELSEWHERE_WITHOUT_SERVERS[way].format(n=num_workers)
-        raise ConfigError(
-            f"{'--emit' if options.emit else '--launcher'} {way} is for jobs with servers, and -s 0 asks for none."
-            f" For a job without them, {advice}"
-        )
+        raise ConfigError(f"{given[0]} is for jobs with servers, and -s 0 starts none; leave one of them out")
+    target = target_of(options)
+    if target in ELSEWHERE_WITHOUT_SERVERS:
+        advice = ELSEWHERE_WITHOUT_SERVERS[target].format(n=num_workers)
+        raise ConfigError(f"{target} is for jobs with servers, and -s 0 starts none. For a job without them, {advice}")
 
 
 def _scheduler_host(name: str | None, hosts: Sequence[Host]) -> int | None:
@@ -274,7 +264,7 @@ def _scheduler_host(name: str | None, hosts: Sequence[Host]) -> int | None:
     for index, host in enumerate(hosts):
         if host.name.lower() == name.lower():
             return index
-    raise ConfigError(f"--scheduler-on {name} is none of the hosts: {', '.join(host.name for host in hosts[:10])}")
+    raise ConfigError(f"--scheduler-on {name} is not one of the hosts: {', '.join(host.name for host in hosts[:10])}")
 
 
 def _num_workers(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
@@ -303,6 +293,6 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
 
 
 def _module_words(option: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """The words with which schedulers and servers are told of modules; misspelt names end the job before it starts."""
+    """The words that name modules to schedulers and servers; invalid names end the job before it starts."""
     names = [name for text in texts for name in SETTINGS["KVDIST_SERVER_MODULE"].parse(text, option)]
     return tuple(word for name in names for word in (option, name))

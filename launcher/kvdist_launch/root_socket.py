@@ -1,7 +1,7 @@
-"""The socket at which a job's root (scheduler or rank 0) will listen: bound before anything starts, and handed down.
+"""The socket at which a job's root (scheduler or rank 0) will listen: bound before anything starts, and inherited.
 
-A port that is sought, found free and bound later by somebody else can be taken in between. This one is bound first;
-the root inherits the descriptor (``KVDIST_LISTEN_FD``), and every process can be told its port at its start.
+A free port that is found first and bound later can be taken in between. This one is bound first; the root inherits the
+descriptor (``KVDIST_LISTEN_FD``), and every process knows its port from the start.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ BACKLOG = 4096
 """All processes of a job dial at once."""
 LOOPBACK = "127.0.0.1"
 LOCAL_PORTS = range(1024, 65536)
-"""What to choose from where a port only is a part of the name of a file."""
+"""The choice if a port is only a part of the name of a file."""
 LOCAL_TRIES = 100
 
 
 def ports_of(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """The ports to choose from where ``KVDIST_PORT_RANGE`` names some, as for servers; none is any.
+    """The ports to choose from, by ``KVDIST_PORT_RANGE``; none is any.
 
     Raises:
-        ConfigError: the variable has no range of ports.
+        ConfigError: the variable is not a range of ports.
     """
     first, last = SETTINGS["KVDIST_PORT_RANGE"].read(environ) or (0, -1)
     return tuple(range(first, last + 1))
@@ -66,14 +66,14 @@ def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
 
 @contextlib.contextmanager
 def listening_here(ports: Sequence[int], is_local: bool) -> Iterator[socket.socket]:
-    """The socket of the root of a job of this machine, and its end.
+    """The socket of the root of a job on this machine; closed and removed at the end.
 
     Args:
-        ports: those to choose from; none leaves the choice to us.
-        is_local: whether it is a file that only this user can reach, and no TCP port.
+        ports: those to choose from; none is any.
+        is_local: whether it is a file that only this user can reach, instead of a TCP port.
 
     Raises:
-        ConfigError: there is no place for it.
+        ConfigError: it cannot be made.
     """
     if not is_local:
         with listen(LOOPBACK, ports) as made:
@@ -97,7 +97,9 @@ def _listen_at_file(ports: Sequence[int]) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"this job cannot listen at {local_endpoint(port)}: {error.strerror}") from error
-    raise ConfigError("too many ports of this machine have jobs of yours already: end some, or widen --port-range")
+    raise ConfigError(
+        "every local port that was tried belongs to another job of yours: end some, or widen --port-range"
+    )
 
 
 def port_of(listening: socket.socket) -> int:
@@ -108,7 +110,7 @@ def port_of(listening: socket.socket) -> int:
 
 
 def turn_away(listening: socket.socket) -> None:
-    """Close the connections that came to it so far: probes of whether the port can be reached."""
+    """Close the connections that came so far: checks of whether the port can be reached."""
     listening.setblocking(False)
     try:
         while True:

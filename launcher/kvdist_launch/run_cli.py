@@ -91,7 +91,7 @@ WITHOUT_EFFECT: dict[str, tuple[int, str]] = {
     "--log-hide-timestamp": (0, LOGGING),
     "--no-log-hide-timestamp": (0, LOGGING),
 }
-"""Options that change nothing: whether a value follows, and why."""
+"""Options without effect: whether a value follows, and why."""
 
 NOT_YET = "training while processes come and go is not possible yet; write -np and -H for those of the whole job"
 REFUSED: dict[str, str] = {
@@ -104,11 +104,11 @@ REFUSED: dict[str, str] = {
     ),
     "--config-file": "write what it says on the command line; no YAML is read",
 }  # fmt: skip
-"""Options that end the call: what to do instead."""
+"""Options that are refused: what to do instead."""
 
 
 class ShowBuild(argparse.Action):
-    """Print which libraries can be trained with and exit, in horovodrun's form."""
+    """Print which libraries can be used for training, in horovodrun's form, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.util import find_spec
@@ -126,7 +126,7 @@ class ShowBuild(argparse.Action):
 
 
 def _torch_backends() -> dict[str, bool]:
-    """Which engines torch has, if it is there; a process of its own asks, as the launcher needs no torch."""
+    """Which backends torch has; asked in a process of its own, as the launcher does not import torch."""
     asked = "import torch.distributed as d; print(d.is_nccl_available(), d.is_gloo_available())"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     nccl, _, gloo = done.stdout.strip().partition(" ")
@@ -138,21 +138,21 @@ def _box(name: str, is_there: bool) -> str:
 
 
 def new_parser() -> argparse.ArgumentParser:
-    """The parser of kvdist-run's own words."""
+    """The parser of kvdist-run's options."""
     description = "Start processes that train together without servers, with the options of horovodrun."
     parser = grouped_parser("kvdist-run", USAGE, description, EXAMPLES, GROUPS)
     without = parser.add_argument_group("without effect here")
     for name, (count, _) in WITHOUT_EFFECT.items():
         without.add_argument(name, help=argparse.SUPPRESS, **(_counted(count)))
     idle = ", ".join(WITHOUT_EFFECT)
-    without.description = textwrap.fill(f"taken, and told of: {idle}", WIDTH, break_on_hyphens=False)
+    without.description = textwrap.fill(f"accepted, with a note: {idle}", WIDTH, break_on_hyphens=False)
     for name in REFUSED:
         parser.add_argument(name, help=argparse.SUPPRESS, nargs="*")
     return parser
 
 
 def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """The values of kvdist-run's options, which of them were given that change nothing, and the user's command.
+    """The values of kvdist-run's options, those given that have no effect, and the user's command.
 
     Raises:
         SystemExit: argparse answered (``--help``, ``--version``, ``--check-build``) or refused the options.
@@ -175,13 +175,13 @@ def _counted(count: int) -> dict[str, Any]:
 
 def _at_least_one(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; write a number from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 1 to 65535")
     return int(text)
 
 
@@ -233,7 +233,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("-h", "--help"), {"action": "help", "help": "print this text and exit"}),
     )),
 )  # fmt: skip
-"""Every option that means something: its names, and what argparse is told of it."""
+"""Every option with an effect: its names, and the arguments of `add_argument`."""
 
 VALUED = frozenset(
     [name for _, options in GROUPS for names, told in options if "type" in told for name in names]
@@ -276,13 +276,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def request_of(
     own: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str], this_machine: str
 ) -> Request:
-    """What ``kvdist-launch`` is asked for.
+    """The request to ``kvdist-launch``.
 
     Args:
         own: the options of ``kvdist-run``.
-        command: the user's.
         environ: the launcher's variables.
-        this_machine: the name of this machine, under which it may stand among the hosts.
+        this_machine: the name of this machine, which may be one of the hosts.
 
     Raises:
         ConfigError: the hosts are not valid, or have too few slots, or there is to be encryption between them.
@@ -293,6 +292,7 @@ def request_of(
     options.x = own.x
     options.interface = own.network_interfaces
     options.start_timeout = own.start_timeout
+    options.verbose = own.verbose
     options.timestamps = own.prefix_output_with_timestamp
     options.ssh_option = [
         f"{name}={value}"
@@ -301,7 +301,7 @@ def request_of(
     ]
     options.env = [f"{name}={value}" for name, value in _variables(own).items()]
     if any(not host.is_local for host in hosts):
-        # horovodrun has no word for it, so who asks for encryption does so by the variable.
+        # horovodrun has no option for encryption, so users ask for it by the variable.
         variables = {**environ, **parse_exports(own.x or (), environ)}
         asks = variables.get("KVDIST_SECURITY", "").lower() == "curve"
         if asks or variables.get("KVDIST_SECRET_FILE"):
@@ -317,7 +317,6 @@ def request_of(
         program=PROGRAM,
         hosts=tuple(hosts),
         is_filled=True,
-        is_verbose=own.verbose,
         output_folder=own.output_filename or "",
     )
 
@@ -333,10 +332,10 @@ def _hosts(own: argparse.Namespace, this_machine: str) -> list[Host]:
         named = [Host("localhost", slots=own.num_proc)]
     hosts = [replace(host, name="localhost") if _is(host, this_machine) else host for host in named]
     if sum(host.is_local for host in hosts) > 1:
-        raise ConfigError(f"this machine stands twice among the hosts, once as {this_machine}; write it once")
+        raise ConfigError(f"this machine is named twice in the hosts, once as {this_machine}; write it once")
     silent = [host.name for host in hosts if host.slots is None]
     if silent:
-        raise ConfigError(f"{silent[0]} has no number of slots: write HOST:SLOTS behind -H, or HOST slots=N in a file")
+        raise ConfigError(f"{silent[0]} has no number of slots: write HOST:SLOTS after -H, or HOST slots=N in a file")
     slots = sum(host.slots or 0 for host in hosts)
     if slots < own.num_proc:
         each = ", ".join(f"{host}: {host.slots}" for host in hosts)
@@ -354,19 +353,19 @@ def _is(host: Host, this_machine: str) -> bool:
 
 
 def _variables(own: argparse.Namespace) -> dict[str, str]:
-    """What the processes are told by variables."""
-    told: dict[str, str] = {}
+    """The variables that carry options to the processes."""
+    found: dict[str, str] = {}
     if own.timeline_filename is not None:
-        told["KVDIST_TIMELINE"] = own.timeline_filename
+        found["KVDIST_TIMELINE"] = own.timeline_filename
     if own.timeline_mark_cycles:
-        told["KVDIST_TIMELINE_MARK_CYCLES"] = "1"
+        found["KVDIST_TIMELINE_MARK_CYCLES"] = "1"
     if own.stall_check_warning_time_seconds is not None:
-        told["KVDIST_STALL_CHECK_S"] = f"{own.stall_check_warning_time_seconds:g}"
+        found["KVDIST_STALL_CHECK_S"] = f"{own.stall_check_warning_time_seconds:g}"
     if own.no_stall_check:
-        told["KVDIST_STALL_CHECK_S"] = "0"
+        found["KVDIST_STALL_CHECK_S"] = "0"
     if own.stall_check_shutdown_time_seconds is not None:
-        told["KVDIST_STALL_SHUTDOWN_S"] = f"{own.stall_check_shutdown_time_seconds:g}"
-    return told
+        found["KVDIST_STALL_SHUTDOWN_S"] = f"{own.stall_check_shutdown_time_seconds:g}"
+    return found
 
 
 def _say(text: str) -> None:

@@ -1,9 +1,9 @@
-"""How the processes of a job talk to each other, and the secret that they share.
+"""Whether a job encrypts its traffic, and the secret that its processes share.
 
-`security_of` decides it for the whole job, from the option and the variables: what cannot be done as asked is an error,
-never a weaker default. The secret stands in no argument, in no variable and in no log. Agents read it on their standard
-input; processes read it through ``KVDIST_SECRET_FILE``, which names a file in memory that only lives as long as whoever
-has started them.
+`security_of` decides for the whole job, by the option and the variables: what cannot be done as asked is an error,
+never a weaker default. The secret is never in an argument, a variable or a log. Agents read it on their standard
+input; processes read it through ``KVDIST_SECRET_FILE``, which names a file in memory that lives only as long as the
+launcher or agent that started them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PLAIN_HERE = "every user of this machine can reach the sockets of this job, whic
 
 @dataclass(frozen=True)
 class Security:
-    """How the processes of a job talk to each other.
+    """Whether a job encrypts its traffic.
 
     Attributes:
-        word: what ``KVDIST_SECURITY`` is for all of them: `CURVE`, `NONE`, or '' for sockets of one machine that only
-            its user can reach.
-        secret: the content of the user's file; None where there is none.
+        word: ``KVDIST_SECURITY`` for all processes: `CURVE`, `NONE`, or '' for sockets of one machine that only its
+            user can reach.
+        secret: the content of the user's file; None without such a file.
     """
 
     word: str = ""
@@ -45,7 +45,7 @@ class Security:
         return self.word == CURVE
 
     def secret_of_run(self) -> bytes | None:
-        """The secret for one run of the job: the user's, or a new one; None where nothing is encrypted."""
+        """The secret for one run of the job: the user's, or a new one; None if nothing is encrypted."""
         return (self.secret or os.urandom(SECRET_BYTES)) if self.encrypts else None
 
 
@@ -58,7 +58,7 @@ def security_of(
     has_servers: bool,
     makes_secret: str = "",
 ) -> Security:
-    """Decide how the processes of a job talk to each other.
+    """Decide whether a job encrypts its traffic.
 
     Args:
         option: the value of ``--security``.
@@ -66,7 +66,7 @@ def security_of(
         environ: the launcher's own variables.
         leaves_machine: whether the job has processes on several machines.
         has_servers: whether it has servers.
-        makes_secret: the way in, such as ``--emit kubernetes``, if that makes a secret itself and cannot take one.
+        makes_secret: the target, such as ``--emit kubernetes``, if that makes a secret itself and cannot take one.
 
     Raises:
         ConfigError: what is asked for contradicts itself or cannot be done, or the secret cannot be used.
@@ -79,7 +79,7 @@ def security_of(
         word = option
     if path and word == NONE:
         raise ConfigError(
-            f"{VARIABLE} is {path!r}, but the job is not to encrypt (--security none or {SECURITY}=none): unset one of"
+            f"{VARIABLE} is {path!r}, but encryption is turned off (--security none or {SECURITY}=none): unset one of"
             " them"
         )
     if not has_servers and (path or word == CURVE):
@@ -118,5 +118,5 @@ class SecretFile:
         self._file.flush()
 
     def remove(self) -> None:
-        """The job is over."""
+        """Close it: the job is over."""
         self._file.close()

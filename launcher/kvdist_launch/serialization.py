@@ -1,7 +1,7 @@
-"""A function on its way to our own children, and their results on the way back: the only place with pickles.
+"""Functions and results as bytes, between this process and its own children: the only place with pickles.
 
-A pickle can run code when it is read. These never come from anybody but the process that started this one, or was
-started by it, over a pipe that only the two have: no socket, no file, no argument. Nothing else of kvdist pickles.
+A pickle can run code when it is read. These come only from the process that started this one, or was started by it,
+over a pipe that only the two have: no socket, no file, no argument. Nothing else of kvdist pickles.
 
 cloudpickle takes functions of ``__main__`` and of notebook cells, lambdas and closures by their code; functions of
 modules are looked up by name on the other side, which is therefore given this side's ``sys.path``.
@@ -19,11 +19,11 @@ from kvdist.errors import ConfigError
 
 
 class SerializationError(ConfigError):
-    """Something cannot be sent to another process; the message names it."""
+    """An object cannot be sent to another process; the message names it."""
 
 
 def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """A call as it travels.
+    """A call as bytes.
 
     Raises:
         CargoError: a part of it cannot be sent.
@@ -40,7 +40,7 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What `pack_call` made; this process gets the ``sys.path`` of the one that made it.
+    """The call that `pack_call` packed; this process gets the ``sys.path`` of the one that packed it.
 
     Raises:
         CargoError: a part of it cannot be made here.
@@ -58,7 +58,7 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
 
 
 def pack_result(value: Any) -> bytes:
-    """A result as it travels.
+    """A result as bytes.
 
     Raises:
         CargoError: it cannot be sent.
@@ -70,7 +70,7 @@ def pack_result(value: Any) -> bytes:
 
 
 def unpack_result(data: bytes | bytearray) -> Any:
-    """What `pack_result` made.
+    """The result that `pack_result` packed.
 
     Raises:
         CargoError: it cannot be made here.
@@ -97,7 +97,7 @@ def _culprit(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     for name, value in _parts(fn, args, kwargs):
         try:
             dumps(value)
-        except Exception:  # noqa: BLE001 - that it raises is what is asked
+        except Exception:  # noqa: BLE001 - whether it raises is the question
             return f"{name}, {_kind(value)},"
     return f"the function {getattr(fn, '__qualname__', fn)!s}"
 

@@ -20,11 +20,11 @@ from kvdist_launch.serialization import SerializationError, pack_result, unpack_
 
 
 def main(arguments: list[str]) -> int:
-    """Take the call, make it, and send its result. Returns the exit code; what the function raises is raised."""
+    """Receive the call, run it, and send its result. Returns the exit code; what the function raises is raised."""
     inward, outward = map(int, arguments)
     for descriptor in (inward, outward):
         os.set_inheritable(descriptor, False)
-    # An exception ends a worker as it ends a script, and whoever hooks into that besides (a store does) still can.
+    # An exception ends a worker as it ends a script; other hooks (a store has one) still run.
     sys.excepthook = _Reporter(outward)
     with open(inward, "rb") as pipe:
         fn, args, kwargs = unpack_call(pipe.read())
@@ -42,7 +42,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _Reporter:
-    """Sends what is raised, and shows it as Python would have."""
+    """An excepthook that sends the exception to the launcher, and shows it as Python would have."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -50,7 +50,7 @@ class _Reporter:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         theirs = _below(trace)
         if isinstance(error, SerializationError):
-            # Its sentence says all; where in cloudpickle it came up is of no interest to users.
+            # Its message says everything; where in cloudpickle it came from does not matter to users.
             error.__cause__ = None
             error.__suppress_context__ = True
             theirs = None
@@ -60,7 +60,7 @@ class _Reporter:
 
 
 def _below(trace: TracebackType | None) -> TracebackType | None:
-    """The trace from the user's function on; nothing of ours if it did not come so far."""
+    """The trace from the user's function on, without frames of ours."""
     while trace is not None and trace.tb_frame.f_code is not _call.__code__:
         trace = trace.tb_next
     return None if trace is None else trace.tb_next
@@ -72,12 +72,12 @@ def _name(kind: type[BaseException]) -> str:
 
 
 def _raised(name: str, text: str, exit_code: int) -> dict[str, Any]:
-    """A head; the exit code is what the process will end with, unless something keeps it from ending."""
+    """The head for an exception; the process will end with this exit code, unless a thread keeps it from ending."""
     return {"raised": name, "text": text, "exit_code": exit_code}
 
 
 def _exit_code(error: SystemExit) -> int:
-    """As Python has it: none is 0, and a text, which is printed, is 1."""
+    """As in Python: None is 0, and a text, which is printed, is 1."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
@@ -90,7 +90,7 @@ def _send(descriptor: int, head: dict[str, Any], payload: bytes = b"") -> None:
             while data:
                 data = data[os.write(descriptor, data) :]
     except BrokenPipeError:
-        return  # Whoever called is gone, and ends this process in a moment.
+        return  # The launcher is gone, and its watchdog ends this process in a moment.
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvdist.errors import ConfigError
 from kvdist_launch.emit.kubernetes import document, kubernetes
-from kvdist_launch.emit.roles import OF_ONE_PROCESS, PLACES, parts_of
+from kvdist_launch.emit.roles import OF_ONE_PROCESS, PLACES, roles_of
 from kvdist_launch.emit.shell import exports, heredoc, manual, mpi
 from kvdist_launch.emit.slurm import SET_PLACES, sbatch
 from kvdist_launch.environment import Environment
@@ -49,7 +49,7 @@ def new_plan(hosts: list[Host]) -> list:
 
 
 def parts(**settings: object) -> list:
-    return parts_of(new_job(**settings), LAUNCHER, "/venv/bin/python")
+    return roles_of(new_job(**settings), LAUNCHER, "/venv/bin/python")
 
 
 TEXTS = {
@@ -168,7 +168,7 @@ def test_a_reader_of_yaml_finds_exactly_what_was_written(structure):
 
 
 def test_bytes_that_are_no_text_are_refused():
-    with pytest.raises(ConfigError, match="no UTF-8"):
+    with pytest.raises(ConfigError, match="not UTF-8"):
         document({"a": "\udcff"})
 
 

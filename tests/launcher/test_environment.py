@@ -167,10 +167,10 @@ def test_an_export_takes_a_variable_as_it_is_here_or_sets_it():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ABSENT", "there is no such variable here; set it, or write -x ABSENT=VALUE"),
-        ("A-B", "names no variable"),
-        ("=x", "names no variable"),
-        ("$(id)", "names no variable"),
+        ("ABSENT", "no such variable is set here; set it, or write -x ABSENT=VALUE"),
+        ("A-B", "is not the name of a variable"),
+        ("=x", "is not the name of a variable"),
+        ("$(id)", "is not the name of a variable"),
     ],
 )
 def test_an_export_of_what_is_not_there_is_refused(text, message):
@@ -208,7 +208,12 @@ NOT_EXPANDED=$HOME
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("NOTHING", "sets no variable"), ("A='b", "quotes do not"), ('A="b" c', "quotes do not"), ("1=b", "sets no")],
+    [
+        ("NOTHING", "not an assignment"),
+        ("A='b", "quotes do not"),
+        ('A="b" c', "quotes do not"),
+        ("1=b", "not an assignment"),
+    ],
 )
 def test_a_wrong_line_of_a_file_is_named_and_not_repeated(line, message):
     with pytest.raises(ConfigError, match=rf"^--env-file my.env, line 3: .*{message}") as caught:

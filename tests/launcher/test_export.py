@@ -55,12 +55,15 @@ def run(argv: list[str], env: dict[str, str], **settings: object) -> subprocess.
         (["--launcher", "slurm", "-H", "d1"], "--launcher slurm leaves the choice of hosts to others; leave out -H"),
         (["--emit", "sbatch", "-H", "d1"], "--emit sbatch leaves the choice of hosts to others; leave out -H d1"),
         (["--launcher", "mpi", "--image", "me/x"], "--image is for --emit kubernetes; leave it out"),
-        (["--launcher", "none", "-H", "no-such-host.invalid"], "-H: no-such-host.invalid is no name or address that"),
+        (
+            ["--launcher", "none", "-H", "no-such-host.invalid"],
+            "-H: no-such-host.invalid is not a name or address that",
+        ),
         (["--emit", "kubernetes"], "--emit kubernetes needs --image IMAGE"),
         (["--emit", "sbatch", "--image", "me/x"], "--image is for --emit kubernetes; leave it out"),
         (["--emit", "sbatch", "--grace", "3"], "--grace is for processes that kvdist-launch itself starts and"),
         (["--launcher", "mpi", "-H", "me@127.0.0.2"], "mpirun takes no ssh user or port with a host, and 127.0.0.2"),
-        (["--emit", "kubernetes", "--image", "x", "-x", "A=\udcff"], "bytes that are no UTF-8"),
+        (["--emit", "kubernetes", "--image", "x", "-x", "A=\udcff"], "bytes that are not UTF-8"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(capfd, words, message):
@@ -74,11 +77,11 @@ def test_what_is_not_installed_or_no_allocation_is_told(capfd, monkeypatch, name
     (tmp_path / "true").symlink_to("/bin/true")
     assert main(["-n", "1", "--launcher", name, "true"]) == 2
     program = {"slurm": "srun", "mpi": "mpirun"}[name]
-    assert f"--launcher {name} needs {program}, which is in no" in capfd.readouterr().err
+    assert f"--launcher {name} needs {program}, which is not in" in capfd.readouterr().err
     (tmp_path / "srun").symlink_to("/bin/true")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert main(["-n", "1", "--launcher", "slurm", "true"]) == 2
-    assert "--launcher slurm starts a job inside an allocation" in capfd.readouterr().err
+    assert "--launcher slurm needs an allocation of Slurm" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("form", FORMATS)

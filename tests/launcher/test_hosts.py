@@ -113,7 +113,7 @@ def test_no_name_of_a_host_can_be_an_option_or_reach_a_shell(text):
         ("d1 colour=red", "known are slots, port, user, python, gpus, iface, role"),
         ("d1 slots=four", r"slots= is 'four'; write a number from 1 to"),
         ("h[01-100]", "write as many zeros before both"),
-        ("10.0.0.256", "is no IPv4 address"),
+        ("10.0.0.256", "is not an IPv4 address"),
         ("d1 role=boss", "write role=server, role=worker or role=any"),
         ("d1 python='x", "a quote is not closed"),
         ("d1 role=server slots=2", "takes none"),
@@ -135,7 +135,7 @@ def test_a_long_wrong_line_is_cut_off():
     ["d1\nd1", "d1\nD1 slots=2", "me@d1\nyou@d1", "h[1-3]\nh2", "localhost\n127.0.0.1", "LocalHost\nlocalhost"],
 )
 def test_a_host_that_stands_twice_is_refused_and_told_of_slots(text):
-    with pytest.raises(ConfigError, match="stands twice; write it once, with slots="):
+    with pytest.raises(ConfigError, match="is named twice; write it once, with slots="):
         parse_hostfile(text, "hosts")
 
 
@@ -151,7 +151,7 @@ def test_more_hosts_than_anybody_has_are_refused_over_several_lines_too():
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# all\n  # comments"])
 def test_a_file_without_hosts_is_refused(text):
-    with pytest.raises(ConfigError, match="my/hosts names no host; kvdist-launch --example-hostfile"):
+    with pytest.raises(ConfigError, match="my/hosts contains no host; kvdist-launch --example-hostfile"):
         parse_hostfile(text, "my/hosts")
 
 
@@ -176,10 +176,10 @@ def test_a_list_knows_users_ranges_addresses_and_blanks():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,,b", "no name of a host"),
-        ("", "no name of a host"),
-        ("a:2,a:2", "stands twice"),
-        ("a slots=2", "attributes stand in a hostfile"),
+        ("a,,b", "not a valid host name"),
+        ("", "not a valid host name"),
+        ("a:2,a:2", "is named twice"),
+        ("a slots=2", "attributes belong in a hostfile"),
     ],
 )
 def test_a_list_that_is_none_is_refused(text, message):

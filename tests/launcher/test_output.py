@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, server, worker
-from kvdist_launch.output import LINE_BYTES_MAX, LineSplitter, Sink
+from kvdist_launch.output import (
+    LAST_LINES,
+    LINE_BYTES_MAX,
+    TEXT_MAX,
+    JobOutput,
+    LineSplitter,
+    LogFiles,
+    Sink,
+    all_printable,
+    printable,
+)
 
 
 def split(*chunks: bytes) -> list[bytes]:
@@ -112,3 +125,185 @@ def test_an_output_that_nobody_reads_is_no_error():
     sink.write_lines(b"", [b"a\n"])
     sink.write_lines(b"", [b"b\n"])
     os.close(writer)
+
+
+# Shown, filtered, logged and remembered.
+
+OUT, ERR = 0, 1
+SEATS = [SCHEDULER, server(0), server(1), worker(0), worker(1), worker(10)]
+
+
+class Screen:
+    """A pipe in the place of the launcher's own output."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self.sink = Sink(self._writer, is_terminal=False)
+
+    def text(self) -> str:
+        try:
+            return os.read(self._reader, 1 << 16).decode()
+        except BlockingIOError:
+            return ""
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+@pytest.fixture
+def screen() -> Iterator[Screen]:
+    made = Screen()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "shown"),
+    [
+        ("", "sched s0 s1 w0 w1 w10"),
+        ("w0", "w0"),
+        ("w0,s*", "s0 s1 sched w0"),
+        ("w?", "w0 w1"),
+        ("worker-[0-1]", "w0 w1"),
+        ("server-1,scheduler", "s1 sched"),
+        ("*@d2", "w0 w1 w10"),
+        ("w1@d2", "w1"),
+        ("W0", ""),
+    ],
+)
+def test_patterns_choose_by_short_and_long_names_and_hosts(screen, patterns, shown):
+    output = JobOutput(screen.sink, screen.sink, [one for one in patterns.split(",") if one])
+    hosts = {node: "d2" if str(node).startswith("worker") else "d1" for node in SEATS}
+    output.open(hosts.items())
+    for node in SEATS:
+        output.feed(node, OUT, b"x\n")
+    assert sorted(re.findall(r"^(\w+)@", screen.text(), re.MULTILINE)) == sorted(shown.split())
+
+
+def test_a_pattern_that_matches_nobody_is_told(screen):
+    output = JobOutput(screen.sink, screen.sink, ["w0", "w7", "srv*"])
+    assert output.open((node, "") for node in SEATS) == ["--filter w7,srv* matches no process of this job"]
+
+
+def test_what_is_filtered_is_not_shown_but_logged_and_remembered(screen, tmp_path):
+    output = JobOutput(screen.sink, screen.sink, ["w0"], LogFiles(tmp_path / "logs", print))
+    assert output.open([(worker(0), "d1"), (worker(1), "d1")]) == []
+    output.feed(worker(0), OUT, b"seen\n")
+    output.feed(worker(1), OUT, b"not seen\n")
+    output.close()
+    assert screen.text() == "w0@d1 │ seen\n"
+    assert (tmp_path / "logs" / "worker-1.log").read_bytes() == b"not seen\n"
+    assert output.last_lines(worker(1)) == [b"not seen"]
+
+
+def test_a_log_has_both_outputs_in_the_order_in_which_they_came_and_no_prefix(screen, tmp_path):
+    output = JobOutput(screen.sink, screen.sink, logs=LogFiles(tmp_path, print))
+    output.open([(SCHEDULER, "")])
+    output.feed(SCHEDULER, OUT, b"one\nhalf a ")
+    output.feed(SCHEDULER, ERR, b"two \xff\n10%\r20%\r")
+    output.feed(SCHEDULER, OUT, b"line\nno end")
+    output.close()
+    assert (tmp_path / "scheduler.log").read_bytes() == b"one\ntwo \xff\n10%\nhalf a line\nno end\n20%\n"
+
+
+def test_logs_of_the_job_before_are_kept_and_those_before_them_are_not(screen, tmp_path):
+    for text in (b"first\n", b"second\n", b"third\n"):
+        output = JobOutput(screen.sink, screen.sink, logs=LogFiles(tmp_path, print))
+        output.open([(worker(0), "")])
+        output.feed(worker(0), OUT, text)
+        output.close()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "worker-0.log": b"third\n",
+        "worker-0.log.1": b"second\n",
+    }
+
+
+def test_each_output_of_a_rank_has_a_file_in_its_folder_named_as_long_as_the_largest(screen, tmp_path):
+    for size, names in ((11, ["rank.00", "rank.10"]), (10, ["rank.0", "rank.9"]), (1, ["rank.0"])):
+        folder = tmp_path / str(size)
+        output = JobOutput(screen.sink, screen.sink, logs=LogFiles(folder, print, size))
+        output.open([(SCHEDULER, ""), (worker(0), ""), (worker(size - 1), "")])
+        output.feed(worker(0), OUT, b"out\n")
+        output.feed(worker(0), ERR, b"err")
+        output.feed(SCHEDULER, OUT, b"kept nowhere\n")
+        output.close()
+        assert sorted(path.name for path in folder.iterdir()) == names
+        assert (folder / names[0] / "stdout").read_bytes() == b"out\n"
+        assert (folder / names[0] / "stderr").read_bytes() == b"err\n"
+
+
+def test_a_full_disk_is_told_once_and_stops_nothing(screen, tmp_path):
+    said: list[str] = []
+    logs = LogFiles(tmp_path, said.append)
+    output = JobOutput(screen.sink, screen.sink, logs=logs)
+    output.open([(worker(0), ""), (worker(1), "")])
+    # A file that is full: every write to it fails with the reason of a full disk.
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, logs._descriptors[tmp_path / "worker-0.log"])
+    os.close(full)
+    for node in (worker(0), worker(1), worker(0)):
+        output.feed(node, OUT, b"a\n")
+    output.close()
+    path = tmp_path / "worker-0.log"
+    assert said == [f"{path}: No space left on device; the log files end here, the job goes on"]
+    assert screen.text() == "w0 │ a\nw1 │ a\nw0 │ a\n"
+
+
+def test_a_folder_of_logs_that_cannot_be_made_is_refused_before_anything_starts(screen, tmp_path):
+    (tmp_path / "file").write_text("")
+    output = JobOutput(screen.sink, screen.sink, logs=LogFiles(tmp_path / "file" / "logs", print))
+    with pytest.raises(ConfigError, match=r"log files cannot be written to .*file/logs: .* give --log-dir a folder"):
+        output.open([(worker(0), "")])
+
+
+def test_the_last_lines_of_both_outputs_are_remembered_without_blank_ones(screen):
+    output = JobOutput(screen.sink, screen.sink)
+    output.open([(worker(0), "")])
+    output.feed(worker(0), OUT, b"".join(b"%d\n" % number for number in range(20)))
+    output.feed(worker(0), ERR, b"wrong\n\n  \n")
+    output.feed(worker(0), OUT, b"end")
+    output.close()
+    last = output.last_lines(worker(0))
+    assert last == [*(b"%d" % number for number in range(12, 20)), b"wrong", b"end"]
+    assert len(last) == LAST_LINES
+    assert output.last_error_line(worker(0)) == b"wrong\n"
+
+
+def test_a_prompt_is_shown_at_once_without_a_prefix_and_lines_of_others_begin_after_it(screen, tmp_path):
+    output = JobOutput(screen.sink, screen.sink, ["w1"], LogFiles(tmp_path, print))
+    output.open([(worker(0), ""), (worker(1), "")], with_stdin=worker(0))
+    output.feed(worker(0), OUT, b"-> breakpoint()\n(Pdb) ")
+    assert screen.text() == "-> breakpoint()\n(Pdb) "
+    output.feed(worker(1), OUT, b"a line\nanother\n")
+    output.feed(worker(0), OUT, b"42\n")
+    assert screen.text() == "\nw1 │ a line\nw1 │ another\n42\n"
+    output.close()
+    assert screen.text() == ""
+    assert (tmp_path / "worker-0.log").read_text() == "-> breakpoint()\n(Pdb) 42\n"
+
+
+# Text of other machines.
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("d1: Größe 3 │ ok", "d1: Größe 3 │ ok"),
+        ("\x1b]0;title\x07\x1b[2Jred", "\\x1b]0;title\\x07\\x1b[2Jred"),
+        ("a\r\nb\tc\x00", "a\\r\\nb\\tc\\x00"),
+        ("\x9b1m \u202e \udcff", "\\x9b1m \\u202e \\udcff"),
+        ("x" * 3 * TEXT_MAX, "x" * TEXT_MAX),
+        ("", ""),
+    ],
+)
+def test_what_cannot_be_seen_is_escaped_and_what_goes_on_for_ever_is_cut(text, shown):
+    assert printable(text) == shown
+
+
+def test_every_text_of_an_answer_is_made_printable_and_the_rest_stays():
+    answer = {"folder": {"problem": "\x1b[31m", "free_bytes": 7}, "listen": ["\x07", 1.5, None, True]}
+    assert all_printable(answer) == {
+        "folder": {"problem": "\\x1b[31m", "free_bytes": 7}, "listen": ["\\x07", 1.5, None, True],
+    }  # fmt: skip

@@ -50,7 +50,7 @@ def test_each_problem_is_told_with_what_to_do(problem, words):
 def test_devices_that_a_host_does_not_have_are_a_problem():
     station = HostConnection(Host("d1", gpus=("0", "1", "2", "MIG-7")), None, FACTS, PLENTY)  # type: ignore[arg-type]
     judge([station], None)
-    assert station.problem == "gpus= names 2, and it has 2, counted from 0"
+    assert station.problem == "gpus= names 2, and the host has 2 (counted from 0)"
 
 
 def test_several_problems_of_one_host_are_told_together():

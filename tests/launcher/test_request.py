@@ -39,7 +39,7 @@ def test_one_quoted_string_is_split_and_words_are_taken_as_they_are(path, words,
 
 @pytest.mark.parametrize("words", [[], [""], ["  "]])
 def test_a_missing_command_is_refused_with_an_example(path, words):
-    with pytest.raises(ConfigError, match="there is no command to run"):
+    with pytest.raises(ConfigError, match="the command is missing"):
         parse_command(words, path)
 
 
@@ -58,7 +58,7 @@ def test_a_command_for_a_shell_is_refused_and_told_how_to_get_one(path, text):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "the command 'trian' does not exist: it is in no directory of PATH"),
+        (["trian"], "the command 'trian' does not exist: it is not in any directory of PATH"),
         (["./absent.py"], "the command './absent.py' does not exist: there is no such file"),
         (["FOO=1 train"], "the command 'FOO=1' does not exist"),
     ],

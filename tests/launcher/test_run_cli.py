@@ -30,7 +30,7 @@ def test_words_become_those_of_kvdist_launch():
     assert options.ssh_option == ["Port=2222", "IdentityFile=/k/id"]
     assert options.x == ["A=b", "C"]
     assert (options.start_timeout, options.interface, options.security) == (60.0, "eth1", "none")
-    assert (request.is_filled, request.is_verbose, request.output_folder) == (True, True, "out")
+    assert (request.is_filled, request.options.verbose, request.output_folder) == (True, True, "out")
     assert (list(request.words), request.program) == (["python", "train.py"], "kvdist-run")
 
 
@@ -44,7 +44,7 @@ def test_without_hosts_all_processes_are_here():
 def test_this_machine_may_stand_among_the_hosts_under_its_name():
     assert requested("-np", "2", "-H", "node1:1,d2:1").hosts == (Host("localhost", slots=1), Host("d2", slots=1))
     assert requested("-np", "1", "-H", "NODE1.example.org:1").options.security is None
-    with pytest.raises(ConfigError, match="this machine stands twice among the hosts"):
+    with pytest.raises(ConfigError, match="this machine is named twice in the hosts"):
         requested("-np", "2", "-H", "localhost:1,node1:1")
 
 
@@ -58,8 +58,8 @@ def test_a_hostfile_has_lines_with_slots(tmp_path):
     ("words", "message"),
     [
         (["-H", "a:2,b:1"], r"-np asks for 4 processes, but the hosts have 3 slots \(a: 2, b: 1\); .* -np 3"),
-        (["-H", "a:2,b"], "b has no number of slots: write HOST:SLOTS behind -H"),
-        (["-H", "a:2:3"], "this is no name of a host"),
+        (["-H", "a:2,b"], "b has no number of slots: write HOST:SLOTS after -H"),
+        (["-H", "a:2:3"], "not a valid host name"),
         (["-hostfile", "/no/such"], "the hostfile /no/such cannot be read"),
         (["-H", "a:4", "--hostfile", "b"], "-H and -hostfile both say which hosts there are"),
     ],
@@ -112,9 +112,9 @@ def test_what_is_not_possible_is_refused(capsys, name):
     ("words", "message"),
     [
         (["true"], "the number of processes is missing: write -np PROCESSES"),
-        (["-np", "0", "true"], "'0' is no number from 1 on"),
+        (["-np", "0", "true"], "'0' is not a whole number of at least 1"),
         (["-np", "1", "--network-interfaces", "eth0,eth1", "true"], "name one interface"),
-        (["-np", "1", "-p", "70000", "true"], "'70000' is no port"),
+        (["-np", "1", "-p", "70000", "true"], "'70000' is not a port"),
         (["-np", "1", "--fusion", "3", "true"], "unrecognized arguments: --fusion"),
     ],
 )
@@ -151,7 +151,7 @@ def test_the_first_failure_gives_the_exit_code(capfd):
     said = capfd.readouterr().err
     assert "kvdist-run: worker-1 (pid " in said
     assert "kvdist-run: error: -np asks for 2 processes, but the hosts have 1 slots (localhost: 1)" in said
-    assert "kvdist-run: error: there is no command to run" in said
+    assert "kvdist-run: error: the command is missing" in said
 
 
 def test_what_leaves_the_machine_is_not_encrypted_and_that_is_said_aloud(capfd, monkeypatch):

@@ -1,7 +1,7 @@
-"""Jobs that something else starts: what is printed for it, or which script is run in its place.
+"""Jobs that another system starts: prints its script, or replaces this process by the script.
 
-A script is handed to a shell that takes this process's place, on standard input: its output, its signals and its exit
-code are then those of Slurm or Open MPI themselves.
+A shell takes this process's place and reads the script on standard input, so output, signals and exit code are those of
+Slurm or Open MPI themselves.
 """
 
 from __future__ import annotations
@@ -17,25 +17,30 @@ from dataclasses import replace
 
 from kvdist.config.addresses import local_address_towards
 from kvdist.errors import ConfigError
+from kvdist_launch.emit.kubernetes import kubernetes
+from kvdist_launch.emit.roles import roles_of
+from kvdist_launch.emit.shell import manual, mpi
+from kvdist_launch.emit.slurm import sbatch
 from kvdist_launch.hosts import Host
+from kvdist_launch.options import target_of
 from kvdist_launch.plan import HostFacts, JobSpec, Process
 
 UNDERSTOOD = frozenset(
     [
         "--num-workers", "--num-servers", "--server-module", "--optimizer-module", "--server-device", "--hostfile",
         "-x", "--env", "--env-server", "--env-worker", "--env-file", "--security", "--emit", "--launcher", "--image",
-        "--dry-run",
+        "--dry-run", "--verbose",
     ]
 )  # fmt: skip
-"""The options that mean something for processes that others start."""
+"""The options that have an effect on processes that another system starts."""
 
 SSH_PORT = 22
 CONTAINER_PORT = 9191
-"""Nobody else listens in a container."""
+"""Free, as nothing else listens in the container."""
 
 
 def address_towards(host: Host) -> str:
-    """Where `host` reaches this machine, as the route says; a scheduler binds an address, no name.
+    """The address under which `host` reaches this machine, by the route; a scheduler cannot bind a name.
 
     Raises:
         ConfigError: there is no route, or the name is only an alias of ssh.
@@ -44,7 +49,7 @@ def address_towards(host: Host) -> str:
         return local_address_towards(host.name, host.port or SSH_PORT)
     except ConfigError as error:
         raise ConfigError(
-            f"-H: {host} is no name or address that this machine finds a way to; an alias of ssh is none, so write the"
+            f"-H: {host} is not a name or address that this machine can reach (an alias of ssh is neither); write the"
             " address of the host"
         ) from error
 
@@ -56,7 +61,7 @@ def script_of(
     processes: Sequence[Process],
     launcher: HostFacts,
 ) -> str:
-    """What is printed for, or run by, whatever starts the job.
+    """The script that starts the job.
 
     Raises:
         ConfigError: the options do not fit each other, or something is missing.
@@ -64,12 +69,8 @@ def script_of(
     word = f"KVDIST_{job.name}"
     is_secret = job.security.encrypts
     if options.emit is None and options.launcher == "none":
-        from kvdist_launch.emit.shell import manual
-
         return manual(processes, hosts, os.getcwd(), f".kvdist-{job.name}.secret" if is_secret else None)
     if options.emit is None and options.launcher == "mpi":
-        from kvdist_launch.emit.shell import mpi
-
         reached = [str(host) for host in hosts if host.user is not None or host.port is not None]
         if reached:
             raise ConfigError(
@@ -78,31 +79,24 @@ def script_of(
             )
         return mpi(processes, hosts, socket.gethostname(), word, is_secret)
     if options.emit in (None, "sbatch"):
-        from kvdist_launch.emit.roles import parts_of
-        from kvdist_launch.emit.slurm import sbatch
-
-        return sbatch(parts_of(job, launcher, launcher.python), word, is_secret)
-    from kvdist_launch.emit.kubernetes import kubernetes
-    from kvdist_launch.emit.roles import parts_of
-
-    # What is true of this machine is not true in a container; only what the user asks for goes there.
-    parts = parts_of(job, replace(launcher, environ={}), "python")
+        return sbatch(roles_of(job, launcher, launcher.python), word, is_secret)
+    # This machine's variables are wrong in a container; only what the user asks for goes there.
+    roles = roles_of(job, replace(launcher, environ={}), "python")
     secret = base64.b64encode(os.urandom(32)).decode() if is_secret else None
-    return kubernetes(parts, f"kvdist-{job.name[:8]}", options.image, CONTAINER_PORT, secret)
+    return kubernetes(roles, f"kvdist-{job.name[:8]}", options.image, CONTAINER_PORT, secret)
 
 
 def require_understood(options: argparse.Namespace, given: Sequence[str]) -> None:
-    """See that no option was given that would be ignored, and that none is missing.
+    """Refuse options that would be ignored, and see that none is missing.
 
     Raises:
-        ConfigError: one was, or is.
+        ConfigError: an option does not fit.
     """
     ignored = [name for name in given if " " not in name and name not in UNDERSTOOD]
     if ignored:
-        way = f"--emit {options.emit}" if options.emit else f"--launcher {options.launcher}"
         raise ConfigError(
             f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} for processes that kvdist-launch itself"
-            f" starts and watches, and with {way} it does not; leave {' and '.join(ignored)} out"
+            f" starts and watches, and with {target_of(options)} it does not; leave {' and '.join(ignored)} out"
         )
     if options.emit is not None or options.launcher == "slurm":
         _require_no_hosts(options)
@@ -114,17 +108,17 @@ _IMAGE_IS_FOR = "--image is for --emit kubernetes; leave it out"
 
 
 def run_script(launcher: str, text: str, environ: Mapping[str, str]) -> None:
-    """Let a shell that runs the script take this process's place.
+    """Replace this process by a shell that runs the script.
 
     Raises:
         ConfigError: what the script needs is not here.
     """
     program = {"slurm": "srun", "mpi": "mpirun"}[launcher]
     if shutil.which(program, path=environ.get("PATH")) is None:
-        raise ConfigError(f"--launcher {launcher} needs {program}, which is in no directory of PATH; install it")
+        raise ConfigError(f"--launcher {launcher} needs {program}, which is not in any directory of PATH; install it")
     if launcher == "slurm" and "SLURM_JOB_ID" not in environ:
         raise ConfigError(
-            "--launcher slurm starts a job inside an allocation, and this is none; get one with salloc, or write a"
+            "--launcher slurm needs an allocation of Slurm, and this process has none; get one with salloc, or write a"
             " batch script with --emit sbatch"
         )
     with tempfile.TemporaryFile() as file:
@@ -135,10 +129,10 @@ def run_script(launcher: str, text: str, environ: Mapping[str, str]) -> None:
 
 
 def _require_no_hosts(options: argparse.Namespace) -> None:
-    asked = f"--emit {options.emit}" if options.emit else f"--launcher {options.launcher}"
+    target = target_of(options)
     if options.hostfile is not None:
-        raise ConfigError(f"{asked} leaves the choice of hosts to others; leave out -H {options.hostfile}")
+        raise ConfigError(f"{target} leaves the choice of hosts to others; leave out -H {options.hostfile}")
     if options.emit == "kubernetes" and options.image is None:
-        raise ConfigError(f"{asked} needs --image IMAGE, a container image with kvdist and your program")
+        raise ConfigError(f"{target} needs --image IMAGE, a container image with kvdist and your program")
     if options.image is not None and options.emit != "kubernetes":
         raise ConfigError(_IMAGE_IS_FOR)

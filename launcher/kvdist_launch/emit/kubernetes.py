@@ -17,7 +17,7 @@ from kvdist_launch.emit.roles import RoleSpec
 Value = str | int | bool | Mapping[str, "Value"] | Sequence["Value"]
 
 WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
-"""What a reader of YAML 1.1 takes for something else than a text where it is not quoted."""
+"""Words that YAML 1.1 reads as something else than text if they are not quoted."""
 
 ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
 
@@ -26,7 +26,7 @@ def document(value: Mapping[str, Value]) -> str:
     """The lines of one document.
 
     Raises:
-        ConfigError: a text has bytes that are no UTF-8, which YAML cannot hold.
+        ConfigError: a text has bytes that are not UTF-8, which YAML cannot hold.
     """
     return "\n".join(_mapping(value, "")) + "\n"
 
@@ -71,7 +71,7 @@ def _escaped_letter(letter: str) -> str:
     if letter.isprintable():
         return letter
     if 0xD800 <= ord(letter) <= 0xDFFF:
-        raise ConfigError("a word or a variable of the job has bytes that are no UTF-8; YAML cannot hold them")
+        raise ConfigError("a word or a variable of the job has bytes that are not UTF-8; YAML cannot hold them")
     return f"\\U{ord(letter):08x}"
 
 
@@ -87,10 +87,10 @@ for _ in range(300):
     except OSError:
         time.sleep(1)
 """
-"""A pod's name resolves a moment after the pod runs, and whoever asks too early would end."""
+"""A pod's name resolves a moment after the pod runs; a process that asks too early would fail."""
 
 
-def kubernetes(parts: Sequence[RoleSpec], name: str, image: str, port: int, secret: str | None) -> str:
+def kubernetes(roles: Sequence[RoleSpec], name: str, image: str, port: int, secret: str | None) -> str:
     """The manifests, for ``kubectl apply -f``.
 
     Args:
@@ -110,7 +110,7 @@ def kubernetes(parts: Sequence[RoleSpec], name: str, image: str, port: int, secr
             }
         )
     documents.append(_service(name))
-    jobs = [_replicated_job(part, name, image, port, secret is not None) for part in parts]
+    jobs = [_replicated_job(spec, name, image, port, secret is not None) for spec in roles]
     documents.append(
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -142,32 +142,32 @@ def _service(name: str) -> dict[str, Value]:
     }
 
 
-def _replicated_job(part: RoleSpec, name: str, image: str, port: int, is_secret: bool) -> Value:
+def _replicated_job(spec: RoleSpec, name: str, image: str, port: int, is_secret: bool) -> Value:
     scheduler = f"{name}-{Role.SCHEDULER}-0-0.{name}"
     pod: dict[str, Value] = {
         "restartPolicy": "Never",
-        "containers": [_container(part, image, scheduler, port, is_secret)],
+        "containers": [_container(spec, image, scheduler, port, is_secret)],
         "volumes": _volumes(name, is_secret),
     }
-    if part.role is not Role.SCHEDULER:
+    if spec.role is not Role.SCHEDULER:
         wait: dict[str, Value] = {"name": "wait-for-scheduler", "image": image}
         pod["initContainers"] = [{**wait, "command": ["python", "-c", WAIT_FOR_NAME, scheduler]}]
     job: dict[str, Value] = {
-        "parallelism": part.count,
-        "completions": part.count,
+        "parallelism": spec.count,
+        "completions": spec.count,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "template": {"spec": pod},
     }
-    return {"name": str(part.role), "replicas": 1, "template": {"spec": job}}
+    return {"name": str(spec.role), "replicas": 1, "template": {"spec": job}}
 
 
-def _container(part: RoleSpec, image: str, scheduler: str, port: int, is_secret: bool) -> dict[str, Value]:
+def _container(spec: RoleSpec, image: str, scheduler: str, port: int, is_secret: bool) -> dict[str, Value]:
     env: list[Value] = [
         {"name": variable, "value": _escaped(text)}
-        for variable, text in sorted({**part.environment.defaults, **part.environment.settings}.items())
+        for variable, text in sorted({**spec.environment.defaults, **spec.environment.settings}.items())
     ]
-    if part.role is Role.SCHEDULER:
+    if spec.role is Role.SCHEDULER:
         # It binds an address; the name of a pod stands for it only elsewhere.
         env.append({"name": "DMLC_PS_ROOT_URI", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
     else:
@@ -175,19 +175,19 @@ def _container(part: RoleSpec, image: str, scheduler: str, port: int, is_secret:
     env.append({"name": "DMLC_PS_ROOT_PORT", "value": str(port)})
     env.append({"name": "KVDIST_RANK", "valueFrom": {"fieldRef": {"fieldPath": RANK_FIELD}}})
     mounts: list[Value] = [{"name": "memory", "mountPath": "/dev/shm"}]
-    if part.role is Role.WORKER:
+    if spec.role is Role.WORKER:
         # A pod is a host of its own.
         env.append({"name": "KVDIST_LOCAL_RANK", "value": "0"})
         env.append({"name": "KVDIST_LOCAL_SIZE", "value": "1"})
         env.append({"name": "KVDIST_CROSS_RANK", "valueFrom": {"fieldRef": {"fieldPath": RANK_FIELD}}})
-        env.append({"name": "KVDIST_CROSS_SIZE", "value": str(part.count)})
+        env.append({"name": "KVDIST_CROSS_SIZE", "value": str(spec.count)})
     if is_secret:
         env.append({"name": "KVDIST_SECRET_FILE", "value": f"{SECRET_FOLDER}/secret"})
         mounts.append({"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True})
     return {
-        "name": str(part.role),
+        "name": str(spec.role),
         "image": image,
-        "command": [_escaped(word) for word in part.argv],
+        "command": [_escaped(word) for word in spec.argv],
         "env": env,
         "volumeMounts": mounts,
     }

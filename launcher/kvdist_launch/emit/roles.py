@@ -1,4 +1,4 @@
-"""The roles of a job, where another system chooses the hosts and gives every process its number."""
+"""The roles of a job, if another system chooses the hosts and gives every process its number."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvdist_launch.hosts import Host
 from kvdist_launch.plan import DEVICES, HostFacts, JobSpec, plan
 
 PLACES = ("KVDIST_LOCAL_RANK", "KVDIST_LOCAL_SIZE", "KVDIST_CROSS_RANK", "KVDIST_CROSS_SIZE")
-"""How a worker stands among the others, which depends on the hosts that the other system chooses."""
+"""A worker's position among the others, which depends on the hosts that the other system chooses."""
 
 OF_ONE_PROCESS = frozenset({"KVDIST_RANK", *PLACES, "KVDIST_SUPERVISED", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"})
-"""What differs within a role or is known only where a process runs; and nobody tells a scheduler of endings."""
+"""Variables that differ within a role or are known only on the host; and the scheduler has no supervisor there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RoleSpec:
     Attributes:
         count: how many there are.
         argv: what each runs.
-        environment: what is changed about the environment of each, but for `OF_ONE_PROCESS`.
+        environment: the changes to the environment of each, without `OF_ONE_PROCESS`.
     """
 
     role: Role
@@ -32,7 +32,7 @@ class RoleSpec:
     environment: Environment
 
 
-def parts_of(job: JobSpec, launcher: HostFacts, python: str) -> list[RoleSpec]:
+def roles_of(job: JobSpec, launcher: HostFacts, python: str) -> list[RoleSpec]:
     """The scheduler, the servers and the workers of `job`.
 
     Args:
@@ -44,14 +44,14 @@ def parts_of(job: JobSpec, launcher: HostFacts, python: str) -> list[RoleSpec]:
     """
     environ = {name: value for name, value in launcher.environ.items() if name != DEVICES}
     elsewhere = HostFacts(cores=0, python=python, address="elsewhere")
-    # Which devices a worker has, the other system decides, unless the user asks for the same in every one.
+    # The other system gives a worker its devices, unless the user asks for the same for all.
     job = replace(job, scheduler_host=0)
     processes = plan(job, [Host("elsewhere")], [elsewhere], replace(launcher, environ=environ))
-    parts = []
+    roles = []
     for role, count in ((Role.SCHEDULER, 1), (Role.SERVER, job.num_servers), (Role.WORKER, job.num_workers)):
         first = next(process for process in processes if process.node.role is role)
         settings = {name: text for name, text in first.environment.settings.items() if name not in OF_ONE_PROCESS}
-        wished = {**job.env, **(job.env_worker if role is Role.WORKER else {})}
-        settings.update({DEVICES: wished[DEVICES]} if DEVICES in wished else {})
-        parts.append(RoleSpec(role, count, first.argv, replace(first.environment, settings=settings)))
-    return parts
+        asked = {**job.env, **(job.env_worker if role is Role.WORKER else {})}
+        settings.update({DEVICES: asked[DEVICES]} if DEVICES in asked else {})
+        roles.append(RoleSpec(role, count, first.argv, replace(first.environment, settings=settings)))
+    return roles

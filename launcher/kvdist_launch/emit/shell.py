@@ -35,11 +35,6 @@ def exports(environment: Environment, besides: Iterable[str] = ()) -> list[str]:
     return lines + [f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.settings.items())]
 
 
-def command(argv: Sequence[str]) -> str:
-    """The line that runs a program."""
-    return shlex.join(argv)
-
-
 def indented(lines: Iterable[str]) -> list[str]:
     """The lines one step further in; a value that has several lines keeps them as they are."""
     return [INDENT + line for line in lines]
@@ -52,8 +47,8 @@ def heredoc(lines: Sequence[str], word: str) -> list[str]:
     return [*lines, word]
 
 
-UNSUPERVISED = frozenset({"KVDIST_SUPERVISED"})
-"""Nobody tells a scheduler that was started by hand of processes that end."""
+UNSUPERVISED = "KVDIST_SUPERVISED"
+"""Left out, as no launcher reports exits of processes to the scheduler."""
 
 
 def manual(processes: Sequence[Process], hosts: Sequence[Host], folder: str, secret: str | None) -> str:
@@ -67,19 +62,21 @@ def manual(processes: Sequence[Process], hosts: Sequence[Host], folder: str, sec
     if secret is not None:
         blocks.append(_secret_lines(hosts, secret))
     for process in processes:
-        lines = [f"cd {shlex.quote(process.cwd or folder)} || exit", *_exports(process)]
+        lines = [f"cd {shlex.quote(process.cwd or folder)} || exit", *exports(_unsupervised(process))]
         if secret is not None:
             lines.append(f'export KVDIST_SECRET_FILE="$HOME"/{shlex.quote(secret)}')
-        lines.append(f"exec {command(process.argv)}")
+        lines.append(f"exec {shlex.join(process.argv)}")
         where = "the launching machine" if process.host == LAUNCHER else str(hosts[process.host])
         blocks.append([f"# {process.node}, on {where}", "(", *indented(lines), ")"])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-def _exports(process: Process) -> list[str]:
+def _unsupervised(process: Process, *left_out: str) -> Environment:
+    """The process's environment without `UNSUPERVISED`, and without some of its defaults."""
     layers = process.environment
-    settings = {name: value for name, value in layers.settings.items() if name not in UNSUPERVISED}
-    return exports(Environment(layers.defaults, layers.front, settings))
+    settings = {name: value for name, value in layers.settings.items() if name != UNSUPERVISED}
+    defaults = {name: value for name, value in layers.defaults.items() if name not in left_out}
+    return Environment(defaults, layers.front, settings)
 
 
 def _secret_lines(hosts: Sequence[Host], secret: str) -> list[str]:
@@ -105,7 +102,6 @@ trap 'rm -rf "$folder"' EXIT
 trap : INT TERM
 """
 
-UNSUPERVISED = frozenset({"KVDIST_SUPERVISED"})
 UNBUFFERED = "PYTHONUNBUFFERED"
 """Left out: mpirun gives ranks a terminal, to which Python writes whole lines, and unbuffered it writes pieces of them,
 each of which mpirun would tag."""
@@ -116,7 +112,7 @@ def mpi(processes: Sequence[Process], hosts: Sequence[Host], here: str, word: st
 
     Args:
         here: the name of the launching machine; mpirun does not take localhost for it.
-        word: a line that stands in no value.
+        word: a line that does not occur in any value.
         is_secret: whether the processes get a common secret to encrypt with.
     """
     text = MPI_HEAD + ('head -c 32 /dev/urandom > "$folder/secret"\n' if is_secret else "")
@@ -139,11 +135,7 @@ def _name(process: Process, hosts: Sequence[Host], here: str) -> str:
 
 
 def _rank_script(process: Process, is_secret: bool) -> list[str]:
-    layers = process.environment
-    settings = {name: value for name, value in layers.settings.items() if name not in UNSUPERVISED}
-    own = ["KVDIST_SECRET_FILE"] if is_secret else []
-    defaults = {name: value for name, value in layers.defaults.items() if name != UNBUFFERED}
-    lines = exports(Environment(defaults, layers.front, settings), own)
+    lines = exports(_unsupervised(process, UNBUFFERED), ["KVDIST_SECRET_FILE"] if is_secret else [])
     lines += ['export KVDIST_SECRET_FILE="$folder/secret"'] if is_secret else []
     lines += [] if process.cwd is None else [f"cd {shlex.quote(process.cwd)} || exit"]
-    return [*lines, f"exec {command(process.argv)} </dev/null"]
+    return [*lines, f"exec {shlex.join(process.argv)} </dev/null"]

@@ -7,11 +7,12 @@ and no folder needs to be shared but those of the user's own program.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from kvdist.nodes import Role
 from kvdist_launch.emit.roles import PLACES, RoleSpec
-from kvdist_launch.emit.shell import command, exports, heredoc
+from kvdist_launch.emit.shell import exports, heredoc
 
 SLURM_HEAD = """\
 #!/bin/bash
@@ -80,32 +81,32 @@ OPTIONS = {
 VARIABLES = {Role.SCHEDULER: "scheduler", Role.SERVER: "servers", Role.WORKER: "workers"}
 
 
-def sbatch(parts: Sequence[RoleSpec], word: str, is_secret: bool) -> str:
+def sbatch(roles: Sequence[RoleSpec], word: str, is_secret: bool) -> str:
     """The batch script.
 
     Args:
-        word: a line that stands in no value.
+        word: a line that does not occur in any value.
         is_secret: whether the processes get a common secret to encrypt with.
     """
-    text = SLURM_HEAD.format(tasks=sum(part.count for part in parts), secret=MAKE_SECRET if is_secret else "")
-    for part in parts:
-        options = OPTIONS[part.role].format(count=part.count)
+    text = SLURM_HEAD.format(tasks=sum(spec.count for spec in roles), secret=MAKE_SECRET if is_secret else "")
+    for spec in roles:
+        options = OPTIONS[spec.role].format(count=spec.count)
         lines = [
             f"step {options} <<'{word}' &",
-            *heredoc(_task_script(part, is_secret), word),
-            f"{VARIABLES[part.role]}=$!",
+            *heredoc(_task_script(spec, is_secret), word),
+            f"{VARIABLES[spec.role]}=$!",
         ]
         text += "\n" + "\n".join(lines) + "\n"
     return text + TAIL.format(grace=GRACE_S)
 
 
-def _task_script(part: RoleSpec, is_secret: bool) -> list[str]:
+def _task_script(spec: RoleSpec, is_secret: bool) -> list[str]:
     """What each task runs. The braces make the shell read all of it before anything else reads standard input."""
-    lines = ["{", *exports(part.environment, OF_A_TASK if is_secret else OF_A_TASK[:-1])]
+    lines = ["{", *exports(spec.environment, OF_A_TASK if is_secret else OF_A_TASK[:-1])]
     lines += ['export DMLC_PS_ROOT_URI="$address" DMLC_PS_ROOT_PORT="$port" KVDIST_JOB="slurm-$SLURM_JOB_ID"']
     lines += ['export KVDIST_RANK="$SLURM_PROCID"']
-    if part.role is Role.WORKER:
+    if spec.role is Role.WORKER:
         lines += SET_PLACES.split("\n")
     if is_secret:
         lines += USE_SECRET.split("\n")
-    return [*lines, f"exec {command(part.argv)} </dev/null", "}"]
+    return [*lines, f"exec {shlex.join(spec.argv)} </dev/null", "}"]
