@@ -42,13 +42,12 @@ from kvdist.core.server.server import Server
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.kernels.choice import choose
 from kvdist.nodes import UNRANKED, NodeId, Role
-from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import registered
 from kvdist.runtime.cluster import HANDLERS, introduction, prepare
 from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
 from kvdist.runtime.process_name import name_process
-from kvdist.runtime.server_device import open_server_device
+from kvdist.runtime.server_device import arithmetic_of, open_server_device
 from kvdist.transport.inherited import endpoint_of_listener
 from kvdist.transport.opening import bind_port, open_sockets, open_transport
 from kvdist.version import __version__
@@ -252,10 +251,10 @@ def _server(config: ClusterConfig) -> Node:
     transport, memory = open_transport(config)
     endpoint = bind_port(transport, config, host)
     introduced = introduction(config, endpoint, scheduler_endpoint(config))
-    kernels, arithmetic = choose(read_setting("KVDIST_KERNELS")), None
+    kernels = choose(read_setting("KVDIST_KERNELS"))
+    arithmetic = arithmetic_of(device, kernels)
     if device is not None:
         memory.pin(device.pin)
-        arithmetic = arithmetic_on(device, kernels)
     machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS, arithmetic)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
     prepare(node)

@@ -38,11 +38,10 @@ from kvdist.core.worker.worker import Worker
 from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
 from kvdist.nodes import Role
-from kvdist.optimizer.offload import arithmetic_on
 from kvdist.runtime.mailbox import Finish
 from kvdist.runtime.node import Node, run_together
 from kvdist.runtime.process_name import name_process
-from kvdist.runtime.server_device import open_server_device
+from kvdist.runtime.server_device import arithmetic_of, open_server_device
 from kvdist.runtime.waits import UnderWay, UserThreads
 from kvdist.transport.base import Transport
 from kvdist.transport.inproc import InprocNetwork
@@ -346,7 +345,7 @@ def _embedded() -> Cluster:
                 kernels,
                 now,
                 handlers=HANDLERS,
-                arithmetic=None if device is None else arithmetic_on(device, kernels),
+                arithmetic=arithmetic_of(device, kernels),
             ),
             EMBEDDED_SERVER_ENDPOINT,
         ),

@@ -7,11 +7,13 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvdist.checkpoint.folders import perform
-from kvdist.checkpoint.locks import Locks
 from kvdist.checkpoint.snapshot import DiskResult, DiskTask
 from kvdist.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from kvdist.checkpoint.locks import Locks
 
 Done = Callable[[DiskResult, str], None]
 """Takes what came of a work, or why nothing did. Called on another thread."""
@@ -38,7 +40,7 @@ class ThreadedDisk(Disk):
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
-        self._locks = Locks()
+        self._locks: Locks | None = None
         self._waiting: queue.SimpleQueue[tuple[DiskTask, Done] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -55,9 +57,14 @@ class ThreadedDisk(Disk):
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(linger_s)
-        self._locks.close()
+        if self._locks is not None:
+            self._locks.close()
 
     def _run(self) -> None:
+        # Only here: a job without checkpoints does without the modules that know files.
+        from kvdist.checkpoint.locks import Locks
+
+        self._locks = Locks()
         while (item := self._waiting.get()) is not None:
             work, done = item
             done(*outcome(work, self._locks, self._root))
@@ -66,6 +73,8 @@ class ThreadedDisk(Disk):
 
 def outcome(work: DiskTask, locks: Locks, root: Path | None) -> tuple[DiskResult, str]:
     """What came of a work, and '' or why it could not be done."""
+    from kvdist.checkpoint.folders import perform
+
     try:
         return perform(work, locks, root), ""
     except CheckpointError as error:

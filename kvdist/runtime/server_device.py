@@ -6,8 +6,8 @@ import logging
 
 from kvdist.config.environment import read_setting
 from kvdist.errors import ConfigError, DeviceError
-from kvdist.kernels import gpu
-from kvdist.kernels.interface import Device
+from kvdist.kernels.interface import Device, Kernels
+from kvdist.optimizer.updater import Arithmetic
 
 LOG = logging.getLogger("kvdist")
 
@@ -26,6 +26,8 @@ def open_server_device(name: str) -> Device | None:
     """
     if name == "cpu":
         return None
+    from kvdist.kernels import gpu  # a feature at a seam: loaded where it is used
+
     setting = read_setting("KVDIST_GPU")
     if setting == gpu.HOST:
         raise ConfigError(
@@ -40,3 +42,12 @@ def open_server_device(name: str) -> Device | None:
         raise DeviceError(f"{wish}: {error}") from error
     LOG.info("values rest, and are summed and updated, on %s", device.name)
     return device
+
+
+def arithmetic_of(device: Device | None, kernels: Kernels) -> Arithmetic | None:
+    """The sums and updates of a server on this device; None for those of its host."""
+    if device is None:
+        return None
+    from kvdist.optimizer.offload import arithmetic_on  # a feature at a seam: loaded where it is used
+
+    return arithmetic_on(device, kernels)

@@ -17,7 +17,6 @@ from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member
-from kvdist.optimizer.compression import decode
 from kvdist.protocol.arrays import Arrays, PayloadView, as_octets, decoded_dtypes, offsets, stretches
 from kvdist.protocol.messages import CompressedPush, Flag, JoinedPush, Push
 
@@ -27,6 +26,8 @@ _ADDS_NOTHING = int(Flag.EMPTY | Flag.CARRIED)
 
 def decoded(message: CompressedPush, kernels: Kernels) -> Push:
     """The same contributions with their elements, in one frame of ordinary memory."""
+    from kvdist.optimizer.compression import decode  # a feature at a seam: loaded where it is used
+
     coded = message.arrays
     dtypes = decoded_dtypes(coded)
     starts, nbytes = offsets(dtypes, coded.counts)
