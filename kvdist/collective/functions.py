@@ -39,14 +39,14 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: Pr
     """Replace parameters by those of one rank.
 
     Args:
-        params: ``model.state_dict()``, which is sent in the order of its names; ``model.named_parameters()``, or a list
-            of tensors, in its own order. Entries that are None are skipped.
-        root_rank: the rank whose parameters they are, by its number among all.
+        params: ``model.state_dict()``, sent in the order of its names; ``model.named_parameters()`` or a list of
+            tensors, sent in its own order. Entries that are None are skipped.
+        root_rank: the global rank whose parameters they are.
         process_set: the ranks that take part.
 
     Raises:
         CollectiveError: it failed; `CollectiveMismatch` where ranks have other parameters.
-        TypeError: something is no tensor.
+        TypeError: a value is not a tensor.
     """
     named = [(name, tensor) for name, tensor in _named(params) if tensor is not None]
     for name, tensor in named:
@@ -54,7 +54,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: Pr
             refuse(
                 process_set,
                 TypeError(
-                    f"{name or 'a parameter'} is a {type(tensor).__name__}, and broadcast_parameters sends tensors;"
+                    f"{name or 'a parameter'} is a {type(tensor).__name__}, but broadcast_parameters sends tensors:"
                     " send it with broadcast_object, and leave it out here"
                 ),
             )
@@ -73,19 +73,19 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Make the state and the options of an optimizer those of one rank.
+    """Replace the state and the options of an optimizer by those of one rank.
 
-    What is sent is the root's ``state_dict()``. No step is made for it, so no parameter moves and no counter advances
-    on ranks that had no state yet; and an optimizer without state has its learning rate sent too.
+    The root's ``state_dict()`` is sent and loaded. Unlike Horovod's function it takes no step to create state, so no
+    parameter moves and no counter advances; an optimizer without state gets the options too.
 
     Args:
         optimizer: of the same class and parameters on all ranks.
-        root_rank: the rank whose state it is, by its number among all.
+        root_rank: the global rank whose state it is.
         process_set: the ranks that take part.
 
     Raises:
         CollectiveError: it failed.
-        TypeError: on the root, something in the state cannot be sent; the message says what, and where.
+        TypeError: on the root, the state contains a value that cannot be sent; the message names it.
         ValueError: the root's optimizer has other parameter groups.
     """
     group = group_of(process_set)
@@ -98,10 +98,10 @@ def broadcast_optimizer_state(
 def metric_average(
     value: float | torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> float:
-    """The average of a number over the ranks: a loss, an accuracy.
+    """Average a number, such as a loss or an accuracy, over the ranks.
 
     Args:
-        value: this rank's, or a tensor of one element.
+        value: this rank's number, or a tensor of one element.
         name: for messages.
         process_set: the ranks that take part.
 
@@ -113,7 +113,7 @@ def metric_average(
 
 
 _OBJECT, _SENTENCE = 0, 1
-"""The first byte: what follows is an object, or says why there is none."""
+"""The first byte: an object follows, or the reason why it cannot be sent."""
 _DTYPES = {
     f"torch.{name}": getattr(torch, name)
     for name in (
@@ -127,14 +127,14 @@ _DTYPES = {
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of one rank.
+    """Get the object of one rank.
 
-    None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and torch tensors can be sent, in one another as
-    deep as 64 levels. Tensors arrive on the CPU and without history.
+    None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and torch tensors can be sent, nested up to 64
+    levels. Tensors arrive detached, on the CPU.
 
     Args:
-        obj: the object; what it is on other ranks than the root is not looked at.
-        root_rank: the rank whose object it is, by its number among all.
+        obj: the object; ignored on ranks other than the root.
+        root_rank: the global rank whose object it is.
         name: for messages.
         process_set: the ranks that take part.
 
@@ -142,8 +142,8 @@ def broadcast_object(
         On the root `obj` itself, on the others a copy.
 
     Raises:
-        CollectiveError: it failed, on a rank that is not the root also because the object cannot be sent.
-        TypeError: on the root, something in the object is of another type; the message says what, and where.
+        CollectiveError: it failed; on ranks other than the root also if the object cannot be sent.
+        TypeError: on the root, the object contains a value of another type; the message names it.
     """
     group = group_of(process_set)
     is_root = group.ranks[group.rank] == root_rank
@@ -157,7 +157,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, in rank order; what can be sent is said at `broadcast_object`.
+    """Gather the objects of all ranks, in rank order; `broadcast_object` lists the types that can be sent.
 
     Args:
         obj: this rank's object.
@@ -165,11 +165,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         process_set: the ranks that take part.
 
     Returns:
-        Copies, also of this rank's own.
+        Copies, also of this rank's own object.
 
     Raises:
-        CollectiveError: it failed, also because another rank's object cannot be sent.
-        TypeError: something in this rank's object is of another type; the message says what, and where.
+        CollectiveError: it failed, or another rank's object cannot be sent.
+        TypeError: this rank's object contains a value of another type; the message names it.
     """
     group = group_of(process_set)
     given, failure = _encoded(obj)
@@ -183,7 +183,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 class _BroadcastBytes(Operation):
-    """All ranks get one rank's bytes, of which the others do not know the number."""
+    """All ranks get the root's bytes, whose number the others do not know."""
 
     def __init__(self, name: str, given: torch.Tensor | None, root: int, root_in_group: int) -> None:
         self._raw_bytes = given
@@ -202,7 +202,7 @@ class _BroadcastBytes(Operation):
 
 
 def _encoded(obj: Any) -> tuple[torch.Tensor, Exception | None]:
-    """What to send for an object, and what is wrong with it."""
+    """The bytes to send for an object, and the error if it cannot be sent."""
     try:
         raw_bytes, failure = encode(obj, _translated), None
     except (TypeError, ValueError) as error:
@@ -218,7 +218,7 @@ def _decoded(received: torch.Tensor, rank: int) -> Any:
     try:
         return decode(raw_bytes[1:], _tensor_of)
     except ProtocolError as error:
-        raise CollectiveError(f"what rank {rank} sent is no object: {error}") from error
+        raise CollectiveError(f"rank {rank} sent an invalid object: {error}") from error
 
 
 def _translated(value: object) -> object | None:
@@ -229,7 +229,7 @@ def _translated(value: object) -> object | None:
     if value.layout != torch.strided or str(value.dtype) not in _DTYPES or value.is_meta:
         what = f"layout {value.layout} and dtype {value.dtype} on {value.device}"
         raise TypeError(f"a tensor of {what} cannot be sent as an object")
-    # Bytes, one more dimension of them: NumPy does not know all dtypes.
+    # As bytes with one more dimension: NumPy does not have all dtypes.
     raw_bytes = contiguous_values(value.detach().cpu()).unsqueeze(-1).view(torch.uint8)
     return Leaf(str(value.dtype), raw_bytes.numpy())
 
@@ -238,5 +238,5 @@ def _tensor_of(kind: str, raw_bytes: NDArray[Any]) -> torch.Tensor:
     dtype = _DTYPES.get(kind)
     if dtype is None or raw_bytes.dtype != np.uint8 or raw_bytes.shape[-1:] != (dtype.itemsize,):
         raise ProtocolError(f"an array of the unknown kind {kind[:40]!r}")
-    # Flat: torch gives an empty array of more dimensions strides that a view of another dtype refuses.
+    # Flat: torch gives empty arrays of several dimensions strides that a view of another dtype refuses.
     return torch.from_numpy(raw_bytes.reshape(-1)).view(dtype).reshape(raw_bytes.shape[:-1])

@@ -1,8 +1,8 @@
 """torch's optimizers over all ranks: Horovod's `DistributedOptimizer`.
 
-The optimizer stays the object that it is, with its state, its schedulers and its hooks; it becomes one of a class of
-the same name that reduces gradients before it steps. That happens in a hook of its own step, so it does not matter who
-has wrapped `step` meanwhile: learning-rate schedulers do.
+The optimizer stays the same object, with its state, schedulers and hooks; its class becomes a subclass of the same name
+that reduces gradients before it steps. A hook of `step` does that, so wrappers of `step`, such as those of learning
+rate schedulers, do not matter.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 import torch
 
 from kvdist.collective.api import ProcessSet, allreduce, global_process_set, grouped_allreduce
-from kvdist.collective.gradients import GradientReducer, Groups, Way
+from kvdist.collective.gradients import GradientReducer, Groups, ReduceOptions
 from kvdist.collective.reduction import Adasum, Average, Compression, NoneCompressor, ReduceOp
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What a distributed optimizer has beside its own class."""
+    """The base that a distributed optimizer has before its own class."""
 
-    _way: Way
+    _options: ReduceOptions
     _named: Named
     _reducers: list[GradientReducer]
     _known: set[int]
     _should_synchronize: bool
     _is_synchronized_early: bool
 
-    def _begin(self, named: Named, way: Way) -> None:
+    def _begin(self, named: Named, options: ReduceOptions) -> None:
         self._named = named
-        self._way = way
+        self._options = options
         self._reducers = []
         self._known = set()
         self._should_synchronize = True
@@ -43,14 +43,14 @@ class _Distributed(torch.optim.Optimizer):
         self.register_step_pre_hook(_before_step)
 
     def _watch(self) -> None:
-        """Reduce the gradients of parameters that require some and are not known yet: new or unfrozen ones."""
+        """Start to reduce the gradients of parameters that are new or were unfrozen."""
         known = self._known
         if all(id(one) in known for group in self.param_groups for one in group["params"] if one.requires_grad):
             return
         named = [pair for pair in _all_named(self, self._named) if pair[1].requires_grad and id(pair[1]) not in known]
         names, parameters = zip(*named, strict=True)
-        # Only one reducer starts during the backward pass, or two ranks might begin them in different orders.
-        self._reducers.append(GradientReducer(names, parameters, self._way, is_eager=not self._reducers))
+        # Only one reducer starts during the backward pass: ranks might begin two in different orders.
+        self._reducers.append(GradientReducer(names, parameters, self._options, is_eager=not self._reducers))
         known.update(map(id, parameters))
 
     @property
@@ -58,11 +58,11 @@ class _Distributed(torch.optim.Optimizer):
         return any(reducer.is_open for reducer in self._reducers)
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced, for those who want to look at them, or clip them, before `step`.
+        """Wait until all gradients are reduced, such as for clipping them before `step`.
 
         Raises:
             CollectiveError: an operation failed.
-            RuntimeError: a gradient was changed while it was under way.
+            RuntimeError: a gradient was changed while it was being reduced.
         """
         self._watch()
         for reducer in self._reducers:
@@ -70,7 +70,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it `step` takes the gradients as they are: `synchronize` was called already."""
+        """Return a context in which `step` uses the gradients as they are, after `synchronize`."""
         self._should_synchronize = False
         try:
             yield
@@ -78,9 +78,9 @@ class _Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Let so many backward passes add up before gradients are reduced, from the next step on."""
+        """Change the number of backward passes that add up before gradients are reduced, from the next step on."""
         self._refuse_if_pending("set_backward_passes_per_step()")
-        self._way = _checked_way(replace(self._way, passes=passes))
+        self._options = replace(self._options, passes=passes)
         for reducer in self._reducers:
             reducer.remove_hooks()
         self._reducers = []
@@ -88,7 +88,7 @@ class _Distributed(torch.optim.Optimizer):
         self._watch()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As ever; not between a backward pass and the step that uses its gradients."""
+        """Reset the gradients; not between a backward pass and the step that uses its gradients."""
         self._refuse_if_pending("zero_grad()")
         super().zero_grad(*args, **kwargs)
 
@@ -96,12 +96,12 @@ class _Distributed(torch.optim.Optimizer):
         if self._is_pending:
             raise AssertionError(
                 f"optimizer.{what} was called after loss.backward() and before optimizer.step() or"
-                " optimizer.synchronize(), while gradients are under way"
+                " optimizer.synchronize(), while gradients are being reduced"
             )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `GradScaler.step` asks before it looks for infinite gradients."""
+        """Read by `GradScaler.step` before it looks for infinite gradients."""
         self._before_scaler()
         return bool(vars(self).get("_step_supports_amp_scaling", False))
 
@@ -110,13 +110,13 @@ class _Distributed(torch.optim.Optimizer):
         vars(self)["_step_supports_amp_scaling"] = supports
 
     def _before_scaler(self) -> None:
-        """Have gradients reduced before a scaler looks at them, so that all ranks skip the same steps."""
+        """Reduce the gradients before a scaler looks at them, so that all ranks skip the same steps."""
         if self._should_synchronize and self._is_pending:
             self.synchronize()
             self._is_synchronized_early = True
 
     def _before_update(self) -> None:
-        """Have the reduced gradients in place."""
+        """Reduce the gradients before the update."""
         is_early, self._is_synchronized_early = self._is_synchronized_early, False
         if not self._should_synchronize:
             if self._is_pending:
@@ -133,7 +133,7 @@ class _Distributed(torch.optim.Optimizer):
             reducer.is_finished = False
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose gradients are reduced, and whose loss is the average: what it decides is decided by all."""
+        """Wrap a closure to reduce its gradients and average its loss, so that all ranks decide alike."""
 
         def reduced() -> Any:
             loss = closure()
@@ -141,7 +141,7 @@ class _Distributed(torch.optim.Optimizer):
             if loss is None:
                 return None
             value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
-            average = allreduce(value, op=Average, process_set=self._way.process_set)
+            average = allreduce(value, op=Average, process_set=self._options.process_set)
             return average if isinstance(loss, torch.Tensor) else average.item()
 
         return reduced
@@ -151,27 +151,27 @@ class _Distributed(torch.optim.Optimizer):
 
 
 class _DistributedAdasum(_Distributed):
-    """Steps alone, and combines what the steps of all ranks have changed."""
+    """Steps on each rank alone, and combines the changes of all ranks by Adasum."""
 
     _before: list[torch.Tensor]
 
-    def _begin(self, named: Named, way: Way) -> None:
+    def _begin(self, named: Named, options: ReduceOptions) -> None:
         self._named = named
-        self._way = way
+        self._options = options
         self._reducers = []
         self._should_synchronize = True
         self.register_step_pre_hook(_before_local_step)
         self.register_step_post_hook(_after_local_step)
 
     def synchronize(self) -> None:
-        """Nothing: what is combined is what `step` changes."""
+        """Do nothing: `step` combines its changes."""
 
     def skip_synchronize(self) -> Any:
-        """Not with Adasum."""
+        """Raise `AssertionError`: not possible with Adasum."""
         raise AssertionError("skip_synchronize() is not possible with Adasum, which combines what step() has changed")
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Nothing: gradients add up until `step`."""
+        """Do nothing: gradients add up until `step`."""
 
     def _before_scaler(self) -> None:
         raise RuntimeError("GradScaler cannot be used with Adasum: ranks would skip different steps")
@@ -185,7 +185,7 @@ class _DistributedAdasum(_Distributed):
     def _combine(self) -> None:
         parameters, before, self._before = self._trained(), self._before, []
         deltas = [parameter.detach() - start for parameter, start in zip(parameters, before, strict=True)]
-        combined = grouped_allreduce(deltas, compression=self._way.compression, op=Adasum)
+        combined = grouped_allreduce(deltas, compression=self._options.compression, op=Adasum)
         with torch.no_grad():
             for parameter, start, delta in zip(parameters, before, combined, strict=True):
                 parameter.copy_(start.add_(delta))
@@ -206,29 +206,19 @@ def _checked_named(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, 
         return []
     named = list(given)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-        raise ValueError("named_parameters is a sequence of pairs of a name and a parameter: model.named_parameters()")
+        raise ValueError("named_parameters must be (name, parameter) pairs, such as model.named_parameters()")
     names = [name for name, _ in named]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
-        raise ValueError(f"named_parameters has names twice: {', '.join(twice)}; each parameter needs its own")
+        raise ValueError(f"named_parameters has duplicate names: {', '.join(twice)}; each parameter needs its own")
     known = {id(parameter) for _, parameter in named}
     missing = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
     if missing:
         raise ValueError(
-            f"{missing} parameters of the optimizer are not among named_parameters: give those of the whole model, or"
+            f"{missing} parameters of the optimizer are not in named_parameters: pass those of the whole model, or"
             " leave named_parameters out"
         )
     return named
-
-
-def _checked_way(way: Way, predivide: float = 1.0) -> Way:
-    if predivide != 1.0 and way.op is not Average:
-        raise ValueError(f"gradient_predivide_factor divides averages; it cannot be used with op={way.op.name}")
-    if way.passes < 1:
-        raise ValueError(f"backward_passes_per_step is {way.passes}; there is at least 1")
-    if way.op is Adasum and way.process_set is not global_process_set:
-        raise ValueError("Adasum works on all ranks, not on a process set")
-    return way if predivide == 1.0 else replace(way, prescale=1.0 / predivide, postscale=predivide)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -278,40 +268,40 @@ def DistributedOptimizer(
     Args:
         optimizer: an optimizer of torch. It is changed in place: its class becomes one of the same name.
         named_parameters: ``model.named_parameters()``, for messages.
-        compression: how gradients travel, `Compression.fp16` say.
-        backward_passes_per_step: gradients of so many passes add up, undivided, before they are reduced.
-        op: Average, Sum, Min, Max or Product; or Adasum, which combines what the optimizer's own steps change.
-        gradient_predivide_factor: gradients are divided by it before they are added up, and the rest of the division
-            is done afterwards; for Average alone.
+        compression: of gradients on their way, such as `Compression.fp16`.
+        backward_passes_per_step: passes whose gradients add up, undivided, before they are reduced.
+        op: Average, Sum, Min, Max or Product; or Adasum, which combines the changes of the optimizer's own steps.
+        gradient_predivide_factor: gradients are divided by it before they are summed, and the rest of the division
+            follows afterwards; for Average only.
         num_groups: an older spelling of `groups`.
-        groups: into how many groups gradients are cut, each of which is reduced as one; or lists of parameters.
+        groups: the number of groups of gradients, each reduced as one; or lists of parameters.
         sparse_as_dense: sparse gradients are made dense, rather than gathered.
         process_set: the ranks that take part.
 
     Returns:
-        The optimizer, which has besides: ``synchronize()``, ``skip_synchronize()``,
+        The optimizer, with the further methods ``synchronize()``, ``skip_synchronize()`` and
         ``set_backward_passes_per_step(passes)``.
 
     Raises:
-        ValueError: what was given contradicts itself; the message says what.
+        ValueError: arguments are invalid or contradict each other.
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is distributed already; DistributedOptimizer is called once for each")
     op = ReduceOp(op)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
-    way = Way(
-        op,
-        compression,
-        passes=backward_passes_per_step,
-        sparse_as_dense=sparse_as_dense,
-        groups=num_groups or None if groups is None else groups,
+    options = ReduceOptions(
+        op=op,
+        compression=compression,
+        predivide_factor=gradient_predivide_factor,
         process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
+        passes=backward_passes_per_step,
+        groups=num_groups or None if groups is None else groups,
     )
-    way = _checked_way(way, gradient_predivide_factor)
     named = _checked_named(optimizer, named_parameters)
     base = _DistributedAdasum if op is Adasum else _Distributed
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    optimizer._begin(named, way)  # type: ignore[attr-defined]
+    optimizer._begin(named, options)  # type: ignore[attr-defined]
     return optimizer

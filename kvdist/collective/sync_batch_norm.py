@@ -13,11 +13,10 @@ from kvdist.collective.reduction import Sum
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose mean and variance are those of all ranks' batches together.
+    """Batch normalisation with the mean and variance of all ranks' batches together.
 
-    Takes the place of ``BatchNorm1d`` to ``BatchNorm3d``, on CPU and GPU; ranks may have batches of different sizes,
-    and empty ones. In evaluation it is what those are. All ranks must call it, and go back through it, in the same
-    order.
+    Replaces ``BatchNorm1d`` to ``BatchNorm3d``, on CPU and GPU; ranks may have batches of different sizes, including
+    empty ones. Evaluation is the same as theirs. All ranks must run it forward and backward in the same order.
 
     Args:
         num_features: channels, dimension 1 of the input.
@@ -39,7 +38,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_set: ProcessSet = global_process_set) -> nn.Module:
-        """A model in which each layer of batch normalisation is one of these, with its parameters and statistics."""
+        """Replace each batch normalisation layer of a model by this class, keeping parameters and statistics."""
         result = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             result = cls(
@@ -66,11 +65,11 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The input, normalised by channel.
+        """Normalise the input by channel.
 
         Raises:
-            CollectiveError: the ranks could not be asked.
-            ValueError: the input has other channels, or all ranks together have one value for each.
+            CollectiveError: a reduction failed.
+            ValueError: the number of channels is wrong, or all ranks together have one value for each channel.
         """
         uses_batch = self.training or self.running_mean is None
         if not uses_batch or group_of(self.process_set).size == 1:
@@ -97,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Forward and backward, each with one allreduce of a few numbers for each channel."""
+    """The function, with one allreduce of a few numbers for each channel, forward and backward."""
 
     @staticmethod
     def forward(
@@ -143,12 +142,12 @@ class _Normalise(torch.autograd.Function):
 
 
 def _dims(tensor: torch.Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
+    """All dimensions except the channels."""
     return [0, *range(2, tensor.dim())]
 
 
 def _shape(tensor: torch.Tensor) -> list[int]:
-    """In which numbers for each channel meet a tensor."""
+    """The shape in which numbers for each channel broadcast to a tensor."""
     return [1, -1] + [1] * (tensor.dim() - 2)
 
 

@@ -28,18 +28,18 @@ Work = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any] | None = None) -> list[Any]:
-    """Have torch tensors made of TensorFlow's, as copies, do `work` with them, and give back what comes of it.
+    """Apply a function of torch tensors to copies of TensorFlow's tensors.
 
     Args:
-        work: gets as many tensors; they are its own to change.
+        work: gets one torch tensor for each tensor; it may change them.
         tensors: of TensorFlow, eager or of the graph that is being built.
         dtypes: of the results; None for those of the tensors.
 
     Raises:
-        CollectiveError: the operation fails, where TensorFlow executes eagerly. From within a graph it comes as an
-            error of TensorFlow with the same text.
+        CollectiveError: the operation fails, in eager execution. A graph raises an error of TensorFlow with the same
+            text.
     """
-    # A graph outlives the engine, whose connections are to go with it.
+    # A graph outlives the engine, and must not keep its connections.
     engine_of_graph = weakref.ref(current())
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else list(dtypes)
@@ -47,19 +47,19 @@ def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any] | None = None
     def run(*arrays: Any) -> list[Any]:
         engine = engine_of_graph()
         if engine is None:
-            raise CollectiveError("the ranks for which this graph was built have been shut down; build it anew")
+            raise CollectiveError("this graph was built before shutdown(); build it again")
         with using(engine):
             return [to_numpy(result) for result in work([to_torch(array) for array in arrays])]
 
     if tf.executing_eagerly():
         results = run(*[tensor.numpy() for tensor in tensors])
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
-    # Being stateful, these ops wait for each other within a function, and for branches and loops that have some.
+    # Stateful ops wait for each other within a function, also across branches and loops.
     return list(tf.numpy_function(run, tensors, dtypes, stateful=True))
 
 
 def to_torch(array: Any) -> torch.Tensor:
-    """A tensor of its own; bfloat16, which NumPy does not have, too."""
+    """Copy an array to a torch tensor; also bfloat16, which NumPy does not have."""
     array = np.array(array)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -67,14 +67,14 @@ def to_torch(array: Any) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor) -> Any:
-    """An array that shows the tensor's memory."""
+    """An array that shares the tensor's memory."""
     if tensor.dtype is torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(tf.bfloat16.as_numpy_dtype)
     return tensor.numpy()
 
 
 def same_shapes(results: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-    """Tell a graph that results are shaped like other tensors."""
+    """Give the results of a graph the static shapes of other tensors."""
     for result, tensor in zip(results, tensors, strict=True):
         if not tf.executing_eagerly():
             result.set_shape(tensor.shape)
@@ -84,22 +84,19 @@ def same_shapes(results: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 # Gradients.
 
 
-def averaged_gradients(
-    gradients: Sequence[Any], variables: Sequence[Any], averaging: ReduceOptions, sparse_as_dense: bool = False
-) -> list[Any]:
-    """The ranks' gradients as one list, in one op; of a variable without one, zeros travel.
+def averaged_gradients(gradients: Sequence[Any], variables: Sequence[Any], options: ReduceOptions) -> list[Any]:
+    """Reduce gradients over the ranks, in one op; zeros are sent for a variable without a gradient.
 
     Args:
-        gradients: tensors, `IndexedSlices` or None.
-        variables: whose they are, of TensorFlow or Keras.
-        averaging: what is done.
-        sparse_as_dense: `IndexedSlices` become dense tensors; else the ranks' rows are gathered, and one row can be
-            there several times.
+        gradients: tensors, `IndexedSlices` or None. The ranks' rows of `IndexedSlices` are gathered, and rows can
+            repeat, unless the options say ``sparse_as_dense``.
+        variables: the variables of the gradients, of TensorFlow or Keras.
+        options: how they are reduced.
     """
-    if averaging.ranks == 1 or not gradients:
+    if options.ranks == 1 or not gradients:
         return list(gradients)
     given = [
-        _dense(gradient, variables[i] if gradient is None else None, sparse_as_dense)
+        _dense(gradient, variables[i] if gradient is None else None, options.sparse_as_dense)
         for i, gradient in enumerate(gradients)
     ]
     is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in given]
@@ -108,7 +105,7 @@ def averaged_gradients(
     flat = [*dense, *(part for gradient in rows for part in (gradient.values, gradient.indices))]
 
     def work(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [*averaging.of(tensors[: len(dense)]), *_gathered(tensors[len(dense) :], averaging)]
+        return [*options.reduce(tensors[: len(dense)]), *_gathered(tensors[len(dense) :], options)]
 
     results = call(work, flat)
     same_shapes(results[: len(dense)], dense)
@@ -133,14 +130,14 @@ def _dense(gradient: Any, variable: Any, sparse_as_dense: bool) -> Any:
     return tf.convert_to_tensor(gradient)
 
 
-def _gathered(parts: list[torch.Tensor], averaging: ReduceOptions) -> list[torch.Tensor]:
-    """Values and indices in turns: the rows of all ranks, the values divided for an average."""
+def _gathered(parts: list[torch.Tensor], options: ReduceOptions) -> list[torch.Tensor]:
+    """Gather alternating values and indices from all ranks; values are divided for an average."""
     if not parts:
         return []
-    gathered = collective.grouped_allgather(parts, f"rows of {averaging.name}", averaging.process_set)
-    if averaging.op is Average:
+    gathered = collective.grouped_allgather(parts, f"rows of {options.name}", options.process_set)
+    if options.op is Average:
         for values in gathered[::2]:
-            values /= averaging.ranks
+            values /= options.ranks
     return gathered
 
 
@@ -148,9 +145,9 @@ def _gathered(parts: list[torch.Tensor], averaging: ReduceOptions) -> list[torch
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
-    """Give all ranks one rank's values of variables, in place; in a graph of `tf.compat.v1` the op that does it."""
+    """Replace variables by those of one rank; in a graph of `tf.compat.v1`, return the op that does it."""
     variables = [variable_of(variable) for variable in variables]
-    # The names in a session's graph are the same on all ranks. Others are numbered as a rank has made them.
+    # Names in a session's graph are the same on all ranks; elsewhere each rank numbers them by itself.
     names = [variable.name if is_deferred() else f"variable {i}" for i, variable in enumerate(variables)]
 
     def work(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -169,10 +166,10 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 
 
 def is_deferred() -> bool:
-    """Whether ops wait for a session to run them; within a function they run with it."""
+    """Whether ops wait for a session to run them; ops within a function run with it."""
     return not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
 
 
 def variable_of(variable: Any) -> Any:
-    """TensorFlow's variable, of which Keras' one is a wrapping."""
+    """The TensorFlow variable behind one of Keras, or the variable itself."""
     return variable if isinstance(variable, tf.Variable) else variable.value

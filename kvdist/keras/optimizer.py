@@ -35,47 +35,52 @@ def DistributedOptimizer(
     average_aggregated_gradients: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Have an optimizer of Keras average its gradients over the ranks; returns the same object.
+    """Make an optimizer of Keras average its gradients over the ranks; return the same object.
 
     A variable without a gradient takes part with zeros, so that the ranks always send the same list.
 
     Args:
         optimizer: built or not. Its learning rate is the user's to scale by the number of ranks.
         name: of the operation in messages, the same on all ranks; None takes that of the optimizer's class.
-        device_dense, device_sparse: taken for the sake of scripts, and without effect.
+        device_dense, device_sparse: accepted for compatibility, without effect.
         compression: `Compression.none` or `Compression.fp16`.
         sparse_as_dense: TensorFlow's `IndexedSlices` travel as dense tensors, not as rows that are gathered.
         gradient_predivide_factor: see `ReduceOptions.predivide_factor`.
         op: Average or Sum.
-        backward_passes_per_step: gradients of so many calls of `apply` are added up here before the ranks' are reduced
-            and used once; `iterations` counts all calls.
-        average_aggregated_gradients: what was added up is divided by their number.
+        backward_passes_per_step: calls of `apply` whose gradients add up before they are reduced over the ranks and
+            used once; `iterations` counts all calls.
+        average_aggregated_gradients: the accumulated gradients are divided by the number of calls.
         process_set: the ranks that take part.
 
     Raises:
-        TypeError: this is no optimizer of Keras 3.
+        TypeError: the optimizer is not one of Keras 3.
         ValueError: it is wrapped already, or the arguments contradict each other.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"DistributedOptimizer takes an optimizer of Keras 3, not a {type(optimizer).__name__}")
     if is_distributed(optimizer):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; it is at least 1")
     if backward_passes_per_step > 1 and optimizer.gradient_accumulation_steps:
         raise ValueError(
             "the optimizer has gradient_accumulation_steps, and backward_passes_per_step would add up a second time:"
             " use one of them"
         )
-    # Not the optimizer's own name, which Keras numbers: a rank may have made others before.
+    # Not the optimizer's own name, which each rank numbers by itself.
     called = name or f"gradients of {type(optimizer).__name__}"
-    averaging = ReduceOptions(called, ReduceOp(op), compression, gradient_predivide_factor, process_set)
-    distribution = Distribution(averaging, sparse_as_dense, backward_passes_per_step, average_aggregated_gradients)
-    return distribute(optimizer, distribution)
+    options = ReduceOptions(
+        called,
+        ReduceOp(op),
+        compression,
+        gradient_predivide_factor,
+        process_set,
+        sparse_as_dense,
+        backward_passes_per_step,
+    )
+    return distribute(optimizer, Distribution(options.require_linear(), average_aggregated_gradients))
 
 
 class Distributing:
-    """What a distributed optimizer has before its own class in the order of resolution."""
+    """A base before the optimizer's own class in the method resolution order."""
 
     kvdist_distribution: Distribution
 
@@ -86,7 +91,7 @@ class Distributing:
 
 
 def distribute(optimizer: Any, distribution: Distribution) -> Any:
-    """Let `apply` of this object go through a distribution."""
+    """Route `apply` of this object through a distribution."""
     own = type(optimizer)
     public = getattr(keras.optimizers, own.__name__, None)
     is_public = isinstance(public, type) and issubclass(own, public)
@@ -94,7 +99,7 @@ def distribute(optimizer: Any, distribution: Distribution) -> Any:
         own.__name__,
         (Distributing, own),
         {
-            # What is saved names this place, and there the optimizer itself is found.
+            # Saved files name this module, which has the optimizer's own class.
             "__module__": "keras.optimizers" if is_public else own.__module__,
             "__qualname__": own.__qualname__,
             "__doc__": own.__doc__,
@@ -133,14 +138,12 @@ class Distribution:
     """What happens to the gradients of one optimizer.
 
     Args:
-        averaging: over the ranks.
-        sparse_as_dense, passes, divides: see `DistributedOptimizer`.
+        options: how they are reduced over the ranks.
+        divides: whether accumulated gradients are divided by the number of passes.
     """
 
-    def __init__(self, averaging: ReduceOptions, sparse_as_dense: bool, passes: int, divides: bool) -> None:
-        self._averaging = averaging
-        self._sparse_as_dense = sparse_as_dense
-        self._passes = passes
+    def __init__(self, options: ReduceOptions, divides: bool) -> None:
+        self._options = options
         self._divides = divides
         # Not the optimizer's variables: they are never saved, and restored weights begin a new sum.
         self._count: Any = None
@@ -149,31 +152,29 @@ class Distribution:
     def apply(
         self, optimizer: Any, grads: list[Any], variables: Sequence[Any] | None, own: Callable[..., None]
     ) -> None:
-        """Do what `apply` of the optimizer does, `own`, with the gradients of all ranks."""
-        if self._passes == 1:
+        """Call the optimizer's own `apply` with the gradients of all ranks."""
+        if self._options.passes == 1:
             own(self._averaged(grads, variables), variables)
             return
         if variables is None:
-            raise ValueError("with backward_passes_per_step over 1 apply() must be given the variables, too")
+            raise ValueError("with backward_passes_per_step over 1, pass the variables to apply() too")
         if not optimizer.built:
             optimizer.build(list(variables))  # outside the branches below, where a graph can have no new variables
         self._add(grads, list(variables))
 
         def step() -> None:
-            factor = 1.0 / self._passes if self._divides else 1.0
+            factor = 1.0 / self._options.passes if self._divides else 1.0
             own(self._averaged([total.value * factor for total in self._sums], variables), variables)
             for total in self._sums:
                 total.assign(keras.ops.zeros_like(total))
             self._count.assign(0)
 
         keras.ops.cond(
-            keras.ops.equal(self._count, self._passes), step, lambda: _do(optimizer.iterations.assign_add(1))
+            keras.ops.equal(self._count, self._options.passes), step, lambda: _do(optimizer.iterations.assign_add(1))
         )
 
     def _averaged(self, grads: list[Any], variables: Sequence[Any] | None) -> list[Any]:
-        if self._averaging.ranks == 1:
-            return grads
-        return averaged(grads, variables, self._averaging, self._sparse_as_dense)
+        return grads if self._options.ranks == 1 else averaged(grads, variables, self._options)
 
     def _add(self, grads: list[Any], variables: list[Any]) -> None:
         if self._count is None:
@@ -191,4 +192,4 @@ class Distribution:
 
 
 def _do(_: Any) -> None:
-    """Nothing more: both branches of a graph return None."""
+    """Return None, as both branches of a graph must."""

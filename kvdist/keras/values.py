@@ -1,4 +1,4 @@
-"""Values of Keras through collective operations, whatever its backend.
+"""Values of Keras through collective operations, on every backend.
 
 On the torch backend variables and gradients are torch's tensors and go as they are. On TensorFlow's they go through
 `kvdist.collective.tensorflow_bridge`, which is imported only there.
@@ -19,39 +19,38 @@ from kvdist.collective.gradients import ReduceOptions
 from kvdist.collective.reduction import NoneCompressor
 
 
-def averaged(
-    gradients: Sequence[Any], variables: Sequence[Any] | None, averaging: ReduceOptions, sparse_as_dense: bool
-) -> list[Any]:
-    """The ranks' gradients as one list; of a variable without one, zeros travel.
+def averaged(gradients: Sequence[Any], variables: Sequence[Any] | None, options: ReduceOptions) -> list[Any]:
+    """Reduce gradients over the ranks; zeros are sent for a variable without a gradient.
 
     Args:
         gradients: tensors of the backend, or None.
-        variables: whose they are; None if no gradient is.
+        variables: the variables of the gradients; may be None if no gradient is None.
+        options: how they are reduced.
 
     Raises:
-        ValueError: a gradient is None and nobody says of which variable.
+        ValueError: a gradient is None and `variables` is None.
     """
     if variables is None and any(gradient is None for gradient in gradients):
-        raise ValueError("a gradient is None, and all ranks must send one: give apply() the variables, too")
+        raise ValueError("a gradient is None, but all ranks must send one: pass the variables to apply() too")
     if keras.backend.backend() == "tensorflow":
         from kvdist.collective.tensorflow_bridge import averaged_gradients
 
-        return averaged_gradients(gradients, variables or [], averaging, sparse_as_dense)
+        return averaged_gradients(gradients, variables or [], options)
     given = [
         torch.zeros_like(variables[i].value) if gradient is None and variables is not None else gradient
         for i, gradient in enumerate(gradients)
     ]
-    return list(averaging.of(given))
+    return options.reduce(given)
 
 
 def broadcast_values(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Give all ranks one rank's values of Keras variables, in place."""
+    """Replace Keras variables by those of one rank."""
     if keras.backend.backend() == "tensorflow":
         from kvdist.collective.tensorflow_bridge import broadcast_variables
 
         broadcast_variables([variable.value for variable in variables], root_rank, process_set=process_set)
         return
-    # Keras numbers layers and optimizers, so that a rank that has made others before has other names for the same.
+    # Not Keras' names: each rank numbers layers and optimizers by itself.
     handles = [
         collective.broadcast_async_(variable.value.detach(), root_rank, f"variable {i}", process_set)
         for i, variable in enumerate(variables)
@@ -61,10 +60,10 @@ def broadcast_values(variables: Sequence[Any], root_rank: int, process_set: Proc
 
 
 def broadcast_global_variables(root_rank: int, model: Any) -> None:
-    """Give all ranks one rank's weights and optimizer state of a model that is built.
+    """Replace the weights and the optimizer state of a built model by those of one rank.
 
-    Keras 3 keeps no list of all variables, so that the model is named, unlike Horovod's function. Seeds of random
-    layers stay each rank's own.
+    Unlike Horovod's function it takes the model, because Keras 3 keeps no list of all variables. Seeds of random layers
+    stay each rank's own.
     """
     optimizer = model.optimizer
     broadcast_values([*model.weights, *([] if optimizer is None else optimizer.variables)], root_rank)

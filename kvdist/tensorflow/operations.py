@@ -32,11 +32,11 @@ def allreduce(
 
     Args:
         tensor: what is reduced.
-        average: Horovod's old way to say Average or Sum.
-        device_dense, device_sparse: taken for the sake of scripts, and without effect.
+        average: Horovod's older spelling of `op`: True for Average, False for Sum.
+        device_dense, device_sparse: accepted for compatibility, without effect.
         compression: how it travels.
-        op: what becomes of the ranks' tensors.
-        prescale_factor, postscale_factor: before and after.
+        op: how the ranks' tensors are combined.
+        prescale_factor, postscale_factor: the tensor is multiplied before and after.
         name: in messages.
         process_set: the ranks that take part.
     """
@@ -44,8 +44,8 @@ def allreduce(
     if isinstance(tensor, tf.IndexedSlices):
         if prescale_factor != 1.0 or postscale_factor != 1.0:
             raise ValueError("IndexedSlices are not scaled; convert them to a tensor, or leave the factors at 1.0")
-        averaging = ReduceOptions(name or "indexed slices", chosen, compression, process_set=process_set)
-        return averaged_gradients([tensor], [None], averaging)[0]
+        options = ReduceOptions(name or "indexed slices", chosen, compression, process_set=process_set)
+        return averaged_gradients([tensor], [None], options.require_linear())[0]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def reduce(value: Any) -> Any:
@@ -77,7 +77,7 @@ def allreduce(
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """The rows of all ranks' tensors, in rank order; they may have different numbers of them."""
+    """Gather the rows of all ranks, in rank order; ranks may have different numbers of rows."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def gather(value: Any) -> Any:
@@ -99,7 +99,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
 
 
 def _own_rows(upstream: torch.Tensor, rows: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
-    """Of the averaged gradient of gathered rows those that this rank had given."""
+    """This rank's rows of the averaged gradient of gathered rows."""
     averaged = collective.allreduce(upstream, name=_of_gradient(name), op=Average, process_set=process_set)
     counts = collective.allgather(torch.tensor([rows]), process_set=process_set).tolist()
     before = sum(counts[: process_set.rank()])
@@ -133,9 +133,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Tensors averaged or summed over the ranks, as one unit. Gradients do not pass through it."""
-    return averaged_gradients(
-        tensors, tensors, ReduceOptions(name or "tensors", ReduceOp(op), compression, process_set=process_set)
-    )
+    options = ReduceOptions(name or "tensors", ReduceOp(op), compression, process_set=process_set)
+    return averaged_gradients(tensors, tensors, options.require_linear())
 
 
 def _of_gradient(name: str | None) -> str | None:

@@ -30,11 +30,11 @@ def DistributedOptimizer(
     average_aggregated_gradients: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Have an optimizer average its gradients over the ranks; returns the same object.
+    """Make an optimizer average its gradients over the ranks; return the same object.
 
     Args:
         optimizer: of Keras 3, or of `tf.compat.v1.train`, whose `compute_gradients` then gives averages.
-        name, use_locking: taken for the sake of scripts; the name stands in messages.
+        name, use_locking: accepted for compatibility; the name is used in messages.
         device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step, op,
         gradient_predivide_factor, average_aggregated_gradients, process_set: see `kvdist.keras.DistributedOptimizer`.
             Optimizers of `tf.compat.v1` have one backward pass per step.
@@ -49,10 +49,13 @@ def DistributedOptimizer(
                 "an optimizer of tf.compat.v1 has one backward pass per step; use one of Keras for more, or add the"
                 " gradients up in the graph"
             )
-        averaging = ReduceOptions(
-            name or optimizer.get_name(), ReduceOp(op), compression, gradient_predivide_factor, process_set
+        called = name or optimizer.get_name()
+        options = ReduceOptions(
+            called, ReduceOp(op), compression, gradient_predivide_factor, process_set, sparse_as_dense
         )
-        return _of_session(optimizer, averaging, sparse_as_dense)
+        if isinstance(optimizer, Averaged):
+            raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+        return _become(optimizer, AveragedOptimizer, options)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"DistributedOptimizer takes an optimizer of Keras 3 or of tf.compat.v1.train, not a"
@@ -74,10 +77,9 @@ def DistributedOptimizer(
 
 
 class Averaged:
-    """What an optimizer or tape has before its own class in the order of resolution."""
+    """A base before an optimizer's or tape's own class in the method resolution order."""
 
-    kvdist_averaging: ReduceOptions
-    kvdist_sparse_as_dense: bool
+    kvdist_options: ReduceOptions
 
 
 class AveragedOptimizer(Averaged):
@@ -88,7 +90,7 @@ class AveragedOptimizer(Averaged):
         own: Callable[..., Any] = super().compute_gradients  # type: ignore[misc]
         pairs = own(*args, **kwargs)
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-        averaged = averaged_gradients(gradients, variables, self.kvdist_averaging, self.kvdist_sparse_as_dense)
+        averaged = averaged_gradients(gradients, variables, self.kvdist_options)
         return list(zip(averaged, variables, strict=True))
 
 
@@ -100,23 +102,16 @@ class AveragedTape(Averaged):
         own: Callable[..., Any] = super().gradient  # type: ignore[misc]
         gradients = own(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(gradients)
-        averaged = averaged_gradients(
-            flat, tf.nest.flatten(sources), self.kvdist_averaging, self.kvdist_sparse_as_dense
-        )
+        averaged = averaged_gradients(flat, tf.nest.flatten(sources), self.kvdist_options)
         return tf.nest.pack_sequence_as(gradients, averaged)
 
 
-def _of_session(optimizer: Any, averaging: ReduceOptions, sparse_as_dense: bool) -> Any:
-    if isinstance(optimizer, Averaged):
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
-    return _become(optimizer, AveragedOptimizer, averaging, sparse_as_dense)
-
-
-def _become(instance: Any, front: type, averaging: ReduceOptions, sparse_as_dense: bool) -> Any:
+def _become(instance: Any, front: type, options: ReduceOptions) -> Any:
+    """Put a base before the class of an object."""
+    options.require_linear()
     own = type(instance)
     instance.__class__ = type(own.__name__, (front, own), {"__module__": own.__module__, "__doc__": own.__doc__})
-    instance.kvdist_averaging = averaging
-    instance.kvdist_sparse_as_dense = sparse_as_dense
+    instance.kvdist_options = options
     return instance
 
 
@@ -130,13 +125,13 @@ def DistributedGradientTape(
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Have a tape's `gradient` give averages over the ranks; returns the same object, for an optimizer as it is.
+    """Make a tape's `gradient` return averages over the ranks; return the same object.
 
     A source without a gradient takes part with zeros.
 
     Args:
         gradtape: a `tf.GradientTape`.
-        device_dense, device_sparse: taken for the sake of scripts, and without effect.
+        device_dense, device_sparse: accepted for compatibility, without effect.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set: see `DistributedOptimizer`.
 
     Raises:
@@ -144,5 +139,5 @@ def DistributedGradientTape(
     """
     if isinstance(gradtape, Averaged):
         raise ValueError("this tape is a DistributedGradientTape already; wrap it once")
-    averaging = ReduceOptions("tape", ReduceOp(op), compression, gradient_predivide_factor, process_set)
-    return _become(gradtape, AveragedTape, averaging, sparse_as_dense)
+    options = ReduceOptions("tape", ReduceOp(op), compression, gradient_predivide_factor, process_set, sparse_as_dense)
+    return _become(gradtape, AveragedTape, options)

@@ -13,13 +13,13 @@ from kvdist.collective import ProcessSet, global_process_set, tensorflow_bridge
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> Any:
-    """Give all ranks one rank's values of variables.
+    """Replace variables by those of one rank.
 
     Args:
         variables: of TensorFlow or Keras, the same ones on all ranks in the same order.
-        root_rank: whose values they are.
+        root_rank: the rank whose values they are.
         process_set: the ranks that take part.
-        inplace: taken for the sake of scripts; it is always in place.
+        inplace: accepted for compatibility; it is always in place.
 
     Returns:
         None, or in a graph the op that does it.

@@ -30,7 +30,7 @@ Place: TypeAlias = tuple[int, int]
 
 
 class Stale(enum.Enum):
-    """What to do with a gradient that no backward pass has renewed since the last step."""
+    """How to treat a gradient that no backward pass has renewed since the last step."""
 
     REFUSE = enum.auto()
     LEAVE_OUT = enum.auto()
@@ -38,28 +38,28 @@ class Stale(enum.Enum):
 
 
 class Watch:
-    """The state in which the last step has left weights and gradients.
+    """The version counters of weights and gradients after the last step.
 
     Args:
-        parameters: those that are trained.
+        parameters: the trained ones.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
-        # Flat, as each of these is gone through in every step.
+        # Flat, because every step iterates over them.
         self._replicas = [replica for parameter in parameters for replica in parameter.replicas]
         self._places = [(i, device) for i, one in enumerate(parameters) for device in range(len(one.replicas))]
         self._weights: list[int] = []
-        """The count of each replica; empty while nobody watches."""
+        """The version of each replica; empty where the store does not update."""
         self._taken: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
-        """Per replica the gradient that the last step took, and its count then."""
+        """Per replica the gradient that the last step used, and its version then."""
 
     def note_weights(self) -> None:
-        """From now on nobody else may write to the weights."""
+        """Remember the weights; from now on only the trainer may write to them."""
         self._weights = [replica._version for replica in self._replicas]
 
     def changed(self) -> list[str]:
-        """The names of the parameters to which somebody has written since `note_weights`."""
+        """The names of the parameters that were written to since `note_weights`."""
         if not self._weights or self._weights == [replica._version for replica in self._replicas]:
             return []
         pairs = zip(self._places, self._replicas, self._weights, strict=True)
@@ -67,15 +67,15 @@ class Watch:
         return list(dict.fromkeys(changed))
 
     def note_grads(self) -> None:
-        """The present gradients have been used."""
+        """Remember the current gradients as used."""
         grads = [replica.grad for replica in self._replicas]
         self._taken = [None if grad is None else (weakref.ref(grad), grad._version) for grad in grads]
 
     def grads(self, on_stale: Stale) -> list[list[torch.Tensor] | None]:
-        """For each parameter the gradients that there are for it; None where there is none.
+        """For each parameter its gradients; None without one.
 
         Raises:
-            RuntimeError: one is stale, and that is refused.
+            RuntimeError: one is stale, and `on_stale` is `REFUSE`.
         """
         left_out = self.left_out(on_stale)
         grads: list[list[torch.Tensor] | None] = [parameter.grads() for parameter in self._parameters]
@@ -92,10 +92,10 @@ class Watch:
         ]
 
     def left_out(self, on_stale: Stale) -> set[Place]:
-        """Where the gradients are that are not to be used.
+        """The places of gradients to ignore.
 
         Raises:
-            RuntimeError: one is stale, and that is refused.
+            RuntimeError: one is stale, and `on_stale` is `REFUSE`.
         """
         stale = set() if on_stale is Stale.USE else self._stale()
         if on_stale is Stale.REFUSE:
@@ -106,8 +106,8 @@ class Watch:
         """Raise if there are stale gradients.
 
         Args:
-            stale: where they are.
-            consequence: what has become of this step, for the message.
+            stale: their places.
+            consequence: what happened to this step, for the message.
 
         Raises:
             RuntimeError: there are some.
@@ -116,7 +116,7 @@ class Watch:
             names = [self._parameters[position].name for position in sorted({position for position, _ in stale})]
             raise RuntimeError(
                 f"the gradient of {_some(names)} used by the last step, and no backward pass has renewed it"
-                f" ({consequence}). Call zero_grad() before each backward pass, or give ignore_stale_grad=True to leave"
+                f" ({consequence}). Call zero_grad() before each backward pass, or pass ignore_stale_grad=True to leave"
                 " such parameters out. Torch must see that a gradient is new: write it by grad.copy_(), not by"
                 " grad.data or NumPy"
             )
@@ -126,21 +126,21 @@ class Watch:
         for place, replica, taken in zip(self._places, self._replicas, self._taken, strict=False):
             grad = replica.grad
             if grad is None or not replica.requires_grad or taken is None:
-                continue  # none, or frozen meanwhile
+                continue  # no gradient, or frozen meanwhile
             if taken[0]() is grad and taken[1] == grad._version:
                 found.add(place)
         return found
 
 
 def refuse_changed(changed: list[str], consequence: str) -> None:
-    """Raise if somebody has written to weights that are the store's.
+    """Raise if weights of the store were changed.
 
     Args:
-        changed: the names of those weights.
-        consequence: what has become of this step, for the message.
+        changed: their names.
+        consequence: what happened to this step, for the message.
 
     Raises:
-        RuntimeError: there are such names.
+        RuntimeError: there are some.
     """
     if changed:
         raise RuntimeError(
@@ -152,13 +152,13 @@ def refuse_changed(changed: list[str], consequence: str) -> None:
 
 
 def refuse_untrained(parameters: Sequence[Parameter]) -> None:
-    """Raise if a parameter that was frozen when the trainer was made has a gradient: it would silently stay as it is.
+    """Raise if a parameter that was frozen when the trainer was made has a gradient, which would have no effect.
 
     Args:
-        parameters: those that were frozen.
+        parameters: the ones that were frozen.
 
     Raises:
-        RuntimeError: there are such parameters.
+        RuntimeError: one has a gradient.
     """
     names = [
         one.name
@@ -188,7 +188,7 @@ def refuse_nonfinite(
     rank: int,
     devices: Devices,
 ) -> None:
-    """Check that all gradients are finite: one pass over their bytes, and one wait for each GPU.
+    """Refuse gradients that are not finite, in one pass over their bytes and one wait for each GPU.
 
     Args:
         trained: keys and parameters.
@@ -197,7 +197,7 @@ def refuse_nonfinite(
         devices: the GPUs that are used.
 
     Raises:
-        FloatingPointError: one is not; it names rank, key and parameter.
+        FloatingPointError: one is not finite; the message names rank, key and parameter.
     """
     if _all_on_gpus_finite([grad for given in grads for grad in given or ()], devices):
         return
@@ -214,7 +214,7 @@ def refuse_nonfinite(
 
 
 def _all_on_gpus_finite(grads: Sequence[torch.Tensor], devices: Devices) -> bool:
-    """Whether all gradients lie on GPUs, and are finite. Where they do not, they are looked at one by one."""
+    """Whether all gradients are on GPUs and finite; others are checked one by one."""
     together: dict[tuple[int, DType], list[OnDevice]] = {}
     for grad in grads:
         dtype = values.describe(grad)[1]

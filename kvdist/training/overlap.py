@@ -1,24 +1,15 @@
-"""What a trainer sends while the backward pass still runs, and what it waits for in `step`.
+"""What a trainer sends while the backward pass still runs, and waits for in `step`.
 
-Two ways, by who updates:
+If the store updates, each bucket's gradients are pushed during the backward pass, and the weights are pulled in `step`,
+straight into place: autograd needs the old ones until the pass has ended. A push is at most one copy of the gradient, a
+pull one write of the weight; a `pushpull` during the pass would cost a second buffer and a copy. If the workers update,
+each bucket's gradients are replaced by their sums in place. Invariants:
 
-* The store: each bucket's gradients are pushed during the backward pass, and servers sum and update meanwhile. The
-  weights are pulled in `step` only, straight into place, bucket by bucket: autograd still needs the old ones until
-  the pass has ended, and a weight that changed before would make it raise. A push is one copy of the gradient, or none
-  where its memory is shared; a pull is one write of the weight. A `pushpull` during the pass would need a second
-  buffer for the weights and one copy of them more.
-* The workers: each bucket's gradients are replaced by their sums in place. From the moment its hook has fired nobody
-  but the store touches a gradient, until `finish` has returned.
-
-Rules that hold here:
-
-* A step's numbers (learning rate, weight decay, multipliers) are those at its first gradient. Buckets leave at
-  different times on different workers, and one round must not see two learning rates. So the store has an optimizer of
-  its own, which takes over the numbers of the user's when a step begins.
-* The number of pushes of each key must be the same on all workers. So `finish` sends everything, waits for everything,
-  and only then says what was wrong with it.
-* A gradient that was sent stays as it is until `finish`. Clipping it, say, would do nothing on the store, silently; the
-  version counters of torch tell, and it is an error.
+* Hyper-parameters of a step are those at its first gradient: buckets leave at different times on different workers, and
+  a round must not see two learning rates. So the store has a copy of the optimizer, refreshed when a step begins.
+* All workers push each key equally often. So `finish` sends everything and waits for it before it raises.
+* A sent gradient must not change until `finish`: clipping it would silently have no effect on the store. torch's
+  version counters reveal it, and it is an error.
 """
 
 from __future__ import annotations
@@ -43,15 +34,15 @@ if TYPE_CHECKING:
 
 
 class Overlap(GradientBuckets):
-    """The pushes of a trainer's steps, made as the gradients come.
+    """Sends the gradients of a trainer's steps as they come.
 
     Args:
-        store: where they go.
+        store: receives them.
         trained: keys and parameters.
-        live: the optimizer whose numbers the user may change.
-        sent: the store's own copy of it; None when the workers update.
-        refresh: brings `live` up to date when a step begins.
-        ballot_key: where workers that update say which gradients they have; see `kvdist.training.step`.
+        live: the optimizer whose hyper-parameters the user may change.
+        sent: the store's copy of it; None when the workers update.
+        refresh: updates `live` when a step begins.
+        ballot_key: the key of the ballot (see `kvdist.training.step`) when the workers update.
         bucket_bytes: the size of a bucket.
     """
 
@@ -72,27 +63,27 @@ class Overlap(GradientBuckets):
         self._refresh = refresh
         self._ballot_key = ballot_key
         self._had: set[int] = set()
-        """Keys for which this worker has sent gradients in this step."""
+        """Keys whose gradients this worker has sent in this step."""
         self._left_out: frozenset[int] = frozenset()
-        """Positions of parameters whose gradients are not to be used in the step that is being finished."""
+        """Positions of parameters whose gradients the current step ignores."""
         self._under_way: list[Future[Any]] = []
         self._watched: list[tuple[Parameter, int, torch.Tensor, int]] = []
         """Sent gradients: parameter, device, the gradient, and its version."""
         names = [parameter.name for _, parameter in trained]
-        # Servers know a push by its keys. Elsewhere sums may be matched by their order, and a worker whose pass leaves
-        # a layer out must not send the layers after it first.
+        # Servers match pushes by keys. Other stores may match sums by their order, and a worker whose pass leaves out a
+        # layer must not send the layers after it first.
         in_order = store.type not in DIST_NAMES
         super().__init__(names, [parameter.replicas for _, parameter in trained], bucket_bytes, in_order=in_order)
 
     def begin(self) -> None:
-        """A step begins: its numbers are those of now."""
+        """Begin a step with the current hyper-parameters."""
         self._refresh()
         if self._sent is not None:
             for name in LIVE:
                 setattr(self._sent, name, getattr(self._live, name))
 
     def start(self, bucket: Bucket) -> None:
-        """Send a bucket's gradients; returns at once."""
+        """Send a bucket's gradients without waiting."""
         members = [self._trained[member] for member in bucket.members]
         left_out = {self._trained[member][0] for member in bucket.members if member in self._left_out}
         self._had.update(key for key, one in members if key not in left_out and one.grads() is not None)
@@ -108,16 +99,16 @@ class Overlap(GradientBuckets):
         self._watch([parameter for _, parameter in members])
 
     def finish(self, left_out: frozenset[int] = frozenset()) -> list[bool]:
-        """Send what is left, wait for everything, and have the new weights, or the sums, in place.
+        """Send the remaining buckets and wait until the new weights, or the sums, are in place.
 
         Args:
-            left_out: positions of parameters that no backward pass has reached, and whose gradients are old.
+            left_out: positions of parameters with stale gradients.
 
         Returns:
-            For each trained parameter whether anybody is known to have had a gradient.
+            For each trained parameter whether a worker is known to have had a gradient.
 
         Raises:
-            KvdistError: the store could not do it.
+            KvdistError: the store failed.
             RuntimeError: a gradient was changed after it had been sent.
         """
         self._left_out = left_out
@@ -128,10 +119,10 @@ class Overlap(GradientBuckets):
             if self._sent is not None:
                 self._under_way += [self._pull(bucket) for bucket in reversed(self.buckets)]
         except ForkError:
-            self._under_way = []  # they are the parent's: nothing resolves them here
+            self._under_way = []  # the parent's futures, which nothing resolves here
             raise
         finally:
-            # Whatever was wrong, nothing is under way afterwards: neither out of gradients nor into weights.
+            # After an error too, no transfer out of gradients or into weights is in progress.
             under_way, self._under_way, self._watched = self._under_way, [], []
             self._left_out, self._had = frozenset(), set()
             wait(under_way)
@@ -151,7 +142,7 @@ class Overlap(GradientBuckets):
         return given
 
     def _vote(self) -> NDArray[np.float32]:
-        """Say which gradients there are here; once it is not under way any more, whether anybody had them."""
+        """Send the ballot; the array holds this worker's gradients, and after the transfer those of all workers."""
         had = [key in self._had for key, _ in self._trained]
         ballot = np.array([*had, any(had), False], np.float32)  # the last two as in `Exchange`: this one averages
         if self._ballot_key is not None:
@@ -161,7 +152,7 @@ class Overlap(GradientBuckets):
     def _with_somewhere_to_go(
         self, members: list[tuple[int, Parameter]], left_out: set[int]
     ) -> list[tuple[int, Parameter]]:
-        """Those whose sum is wanted: on a cluster all, as others may have the gradient that is missing here."""
+        """The members to sum: on a cluster all, because others may have a gradient that is missing here."""
         if self._store.num_workers == 1:
             members = [(key, one) for key, one in members if one.grads() is not None and key not in left_out]
         for key, parameter in members:
@@ -172,7 +163,7 @@ class Overlap(GradientBuckets):
         return members
 
     def _pull(self, bucket: Bucket) -> Future[Any]:
-        # The same list of keys as in the push, so that both share a plan, here and on the servers.
+        # The same list of keys as the push, so both share a plan, here and on the servers.
         members = [self._trained[member] for member in bucket.members]
         weights = [parameter.replicas for _, parameter in members]
         return self._store.pull_async([key for key, _ in members], weights, bucket.priority)
@@ -181,13 +172,13 @@ class Overlap(GradientBuckets):
         for parameter in parameters:
             for device, replica in enumerate(parameter.replicas):
                 grad = replica.grad
-                # Into other than plain host memory the store writes by an operation of torch, which counts as a change.
+                # Results outside plain host memory are written by torch operations, which count as changes.
                 plain = grad is not None and grad.device.type == "cpu" and grad.is_contiguous()
                 if grad is not None and (plain or self._sent is not None):
                     self._watched.append((parameter, device, grad, grad._version))
 
     def _changed(self) -> str:
-        """The names of the parameters whose gradients are not what was sent."""
+        """The names of the parameters whose gradients were changed after they were sent."""
         changed = [
             parameter.name
             for parameter, device, grad, version in self._watched
@@ -197,7 +188,7 @@ class Overlap(GradientBuckets):
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A method for hooks, which must not keep its object alive."""
+    """Wrap a method so that it does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 CONVENTIONS = 2
-"""Elements of a ballot behind those of the parameters: one for averages, one for sums."""
+"""Elements of a ballot after those of the parameters: one for averages, one for sums."""
 
 Grads: TypeAlias = "Sequence[list[Tensor] | None]"
-"""For each trained parameter its gradients, one per device; None where there is none."""
+"""For each trained parameter its gradients, one per device; None without a gradient."""
 
 
 class Exchange:
-    """The traffic of a trainer.
+    """The exchange of a trainer with its store.
 
     Args:
-        store: where it goes.
-        parameters: all of them.
-        trained: those with gradients, and their keys.
-        shared: which of them show the servers' memory; None where that was not asked for.
+        store: the store.
+        parameters: all of the trainer's.
+        trained: keys and parameters that have gradients.
+        shared: the parameters that show the servers' memory; None without ``share_weights``.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class Exchange:
         """Whether sums are averages in steps with a batch size too."""
 
     def broadcast(self) -> None:
-        """Make rank 0's weights everybody's."""
+        """Copy rank 0's weights to all workers."""
         if self._shared is not None:
             self._shared.own()
         replicas = [parameter.replicas for parameter in self._parameters]
         self._store.broadcast(list(range(len(replicas))), [one[0] for one in replicas], out=replicas)
 
     def fetch(self) -> None:
-        """Write the store's present values into all parameters."""
+        """Write the store's current values into all parameters."""
         if self._shared is not None:
             self._shared.own()
         assert isinstance(self._store, KVStore)
         self._store.pull(list(range(len(self._parameters))), out=[one.replicas for one in self._parameters])
 
     def open_ballot(self) -> int | None:
-        """Make the key in which workers say which gradients they have, needed for `sum`; None for one worker alone."""
+        """Make the ballot's key, which `sum` needs; None for a single worker."""
         if self._store.num_workers == 1:
             return None
         self._store.leave_uncompressed([self._ballot_key])
@@ -103,10 +103,10 @@ class Exchange:
         """Replace the gradients, on every device, by their sums over devices and workers.
 
         Returns:
-            For each trained parameter whether anybody had a gradient. Where nobody had one, there is none afterwards.
+            For each trained parameter whether any worker had a gradient. Without one, it has none afterwards.
 
         Raises:
-            ValueError: some workers average and others do not, where that cannot be.
+            ValueError: some workers average and others sum, on a store that cannot mix the two.
         """
         average = average or self.always_averages
         if self._store.num_workers == 1:
@@ -120,7 +120,7 @@ class Exchange:
         return given
 
     def _sum(self, positions: Sequence[int], grads: Grads, average: bool, is_voted: bool = False) -> list[bool]:
-        """Sum these; with a vote, say which gradients there are, and return for which of them somebody had one."""
+        """Sum the gradients at these positions; with a vote, return for which of them any worker had one."""
         members = [self._trained[position] for position in positions]
         for _, parameter in members:
             parameter.fill_grads()
@@ -128,12 +128,12 @@ class Exchange:
         given = [grads[position] for position in positions]
         places = [parameter.grads() or [] for _, parameter in members]
         here = [grad is not None for grad in given]
-        # Who has nothing to give, as in a step that is skipped, goes along with the others.
+        # A worker without gradients, as in a skipped step, accepts either convention.
         convention = [any(here) and average, any(here) and not average]
         ballot = torch.tensor([*here, *convention], dtype=torch.float32, device="cpu")
         if is_voted:
             keys, given, places = [*keys, self._ballot_key], [*given, [ballot]], [*places, [ballot]]
-        # In place is the shorter way, and the usual case: all that is written was given.
+        # In place is cheaper, and the usual case: every result has a given gradient.
         complete = all(one is not None and len(one) == len(place) for one, place in zip(given, places, strict=True))
         if keys:
             self._store.pushpull(keys, given, out=None if complete else places, average=average)
@@ -161,23 +161,23 @@ def scale(parameters: Sequence[Parameter], factor: float) -> None:
 
 
 class SharedWeights:
-    """Which parameters show the memory of servers, and whether somebody else has changed them.
+    """The parameters that show servers' memory, and whether the user's code has changed them.
 
     Args:
-        parameters: those that are trained, each with one replica.
+        parameters: the trained ones, each with one replica.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
         self._versions: list[int | None] = [None] * len(parameters)
-        """torch's count of changes at the last step; None for a parameter with memory of its own."""
+        """torch's version counter at the last step; None for a parameter with memory of its own."""
         self._changed: list[str] = []
 
     def require_unchanged(self) -> None:
-        """Check that nobody has written to them since the last step.
+        """Refuse weights that were written to since the last step.
 
         Raises:
-            RuntimeError: somebody has, and `own` was not called since.
+            RuntimeError: some were, and `own` was not called since.
         """
         self._changed = self._changed or [
             parameter.name
@@ -187,24 +187,24 @@ class SharedWeights:
         if self._changed:
             raise RuntimeError(
                 f"{', '.join(self._changed)} was changed outside of step(). With share_weights=True parameters show the"
-                " servers' memory, and a change here is seen by nobody else. Call trainer.broadcast_parameters() on"
-                " every worker after changing weights, such as by load_state_dict(); nothing was sent in this step"
+                " servers' memory, and no other worker sees a change here. Call trainer.broadcast_parameters() on every"
+                " worker after changing weights, such as by load_state_dict(); nothing was sent in this step"
             )
 
     def take(self, shown: Sequence[Any]) -> None:
-        """A step has brought these: per parameter a tensor that shows its new value, or None if it was written."""
+        """Show a step's results: per parameter a tensor with its new value, or None if it was written in place."""
         for i, (parameter, tensor) in enumerate(zip(self._parameters, shown, strict=True)):
             if tensor is None:
                 self._versions[i] = None
                 continue
             weight = _weight(parameter)
-            # An operation on no elements at all: it writes nothing but advances the count that a graph has noted.
+            # An operation on no elements writes nothing, but advances the version counter that autograd checks.
             weight.detach().view(-1)[:0].zero_()
             weight.data = tensor
             self._versions[i] = weight._version
 
     def own(self) -> None:
-        """Give every parameter memory of its own, with its present value; what was changed is not lost."""
+        """Give every parameter memory of its own with its current value, including the user's changes."""
         self._changed = []
         for i, parameter in enumerate(self._parameters):
             if self._versions[i] is not None:
@@ -218,12 +218,14 @@ def _weight(parameter: Parameter) -> torch.Tensor:
 
 
 class LocalUpdate:
-    """An optimizer that runs here, with states of its own for each device.
+    """An optimizer that runs in this process, without a store or on the sums of one, with states for each device.
+
+    A replica on a GPU is updated there, with its states beside it.
 
     Args:
-        optimizer: the rule and its numbers.
-        parameters: all, in the order of their keys; they have the same number of replicas.
-        devices: the GPUs that are used; None for what the environment says.
+        optimizer: the rule and its hyper-parameters.
+        parameters: all, in the order of their keys, with the same number of replicas.
+        devices: the GPUs that are used; None reads the environment.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Parameter], devices: Devices | None = None) -> None:
@@ -234,11 +236,11 @@ class LocalUpdate:
 
     @property
     def updater(self) -> Updaters:
-        """Of the first device; the others' have the same states."""
+        """The first device's; those of the others have the same states."""
         return self._updaters[0]
 
     def spread(self) -> None:
-        """The first device's states are new: give the others copies of them."""
+        """Copy the first device's new states to the others."""
         for key in range(len(self._parameters)) if len(self._updaters) > 1 else ():
             state = self.updater.state_of(key)
             for other in self._updaters[1:]:
@@ -274,7 +276,7 @@ class LocalUpdate:
         present, gradient = self.devices.read(weight, dtype), self.devices.read(grad, dtype)
         if isinstance(present, OnDevice):
             assert isinstance(gradient, OnDevice), "torch gives a gradient where its weight is"
-            # A weight out of order was copied into order, and takes the new one from that copy.
+            # A non-contiguous weight was copied, and takes its new value from the copy.
             target = self.devices.place(weight, dtype) or present
             updater.update(key, present.array, [gradient.array], scales, dtype, target.array, extent=extent)
             if target is present:

@@ -1,15 +1,15 @@
-"""`Trainer`: updates the parameters of a torch network through a store. It takes the place of ``torch.optim``.
+"""`Trainer`: updates the parameters of a torch network through a store, in place of a ``torch.optim`` optimizer.
 
-What happens in a step is told in `exchange`, where weights are updated in `decision`, and what torch
-notices in `watch`. Rules that hold here:
+`step` has the exchange of a step, `trainer_config` decides where weights are updated, `grad_checks` reads torch's
+version counters. Invariants:
 
-* Nothing is sent before the first `step` (or `allreduce_grads`, `update`, `broadcast_parameters`). Then rank 0's
-  weights become everybody's.
-* With ``overlap=True`` gradients travel in buckets during the backward pass instead, from the second step on. Which and
-  when is for `kvdist.buckets` to say, what happens to them for `kvdist.training.overlap`.
-* Weights are written in place, or shown where they lie with ``share_weights=True``; autograd is told either way, so a
-  backward pass through the old ones raises.
-* What is wrong with this worker's part of a step is said before anything of it is sent, where that is possible.
+* Nothing is sent before the first `step` (or `allreduce_grads`, `update`, `broadcast_parameters`), which makes rank 0's
+  weights those of all workers.
+* With ``overlap=True`` gradients travel in buckets during the backward pass, from the second step on: see
+  `kvdist.buckets` and `kvdist.training.overlap`.
+* Weights are written in place, or with ``share_weights=True`` shown in the servers' memory; torch counts either as a
+  change, so a backward pass through the old weights raises.
+* Where possible, errors in this worker's part of a step are raised before anything of it is sent.
 """
 
 from __future__ import annotations
@@ -56,44 +56,42 @@ except ImportError as error:
 from kvdist.training.torch_optimizer import TorchOptimizer
 
 BATCH_SIZE_LIMIT = 1 << 32
-"""Sizes are below it."""
+"""Batch sizes are smaller: they travel as 32 bits."""
 
 
 class Trainer:
     """Applies an optimizer to parameters, on the store or here, after summing gradients over devices and workers.
 
     Args:
-        params: ``net.parameters()``, ``net.named_parameters()``, a dict of name to parameter (taken in the order of its
-            sorted names), or torch's parameter groups ``{'params': …, 'lr_mult': …, 'wd_mult': …}``. With several
-            devices each parameter is a list of its replicas, one per device, as in
-            ``zip(net0.parameters(), net1.parameters())``. A parameter that appears twice counts once. Those with
-            ``requires_grad=False`` when the trainer is made are not trained, only made equal to rank 0's.
+        params: ``net.parameters()``, ``net.named_parameters()``, a dict of name to parameter (in the order of sorted
+            names), or torch's parameter groups ``{'params': …, 'lr_mult': …, 'wd_mult': …}``. With several devices each
+            parameter is a list of its replicas, one per device, as in ``zip(net0.parameters(), net1.parameters())``.
+            Duplicates count once. Parameters with ``requires_grad=False`` at this time are not trained, only made equal
+            to rank 0's.
         optimizer: a name such as ``'adam'``, or an `Optimizer` of kvdist.
         optimizer_params: hyper-parameters for a name, such as ``{'learning_rate': .001}``.
-        kvstore: the name of a store, which the first step creates; a `KVStore`, or a store of your own that keeps the
-            contract `kvdist.kv.KVStoreBase`; or None to update without one.
+        kvstore: the name of a store, which the first step creates; a `KVStore`, or a custom `kvdist.kv.KVStoreBase`; or
+            None to update without a store.
         compression_params: how gradients are compressed, such as ``{'type': '2bit', 'threshold': 0.5}``; see
-            `KVStore.set_gradient_compression`. Parameters with gradients must be of float32 then. None for no
-            compression, but for what the store was told already.
-        update_on_kvstore: True: the store holds the optimizer and gives back weights. False: it sums gradients, and
-            each worker updates. None: on the store where it can, unless ``MXNET_UPDATE_ON_KVSTORE=0``; see
-            `decision`.
+            `KVStore.set_gradient_compression`. Parameters with gradients must be float32 then. None leaves the store's
+            setting.
+        update_on_kvstore: True: the store holds the optimizer and returns weights. False: it sums gradients, and each
+            worker updates. None: on the store where it can, unless ``MXNET_UPDATE_ON_KVSTORE=0``; see
+            `kvdist.training.trainer_config`.
         overlap: send gradients during the backward pass, each bucket as soon as it is complete, rather than all in
-            `step`. The weights come out the same, to the bit; without servers, from three workers on, to rounding. It
-            needs torch's convention: losses are means, and `step` takes no size, because that would be known too late.
-            Each step takes the gradients of one backward pass; others go into `no_sync`. Gradients must stay as they
-            are between ``backward()`` and ``step()``, and a learning rate set between the two is that of the next step
-            where the store updates.
-        share_weights: after a step, large parameters show the memory of the servers of this host instead of having a
-            copy of it; see `shared_weights`. Where the store cannot do that, they are copied as ever. Needs a
-            store that updates, one device, and no ``overlap``.
-        reject_nonfinite: look at this worker's gradients before they are sent, one pass over their bytes, and refuse
-            those with NaN or infinity: `step` raises `FloatingPointError`, naming rank and key. Not with ``overlap``.
-        clip_norm: clip each step's gradient to this length, as ``torch.nn.utils.clip_grad_norm_(parameters,
-            clip_norm)`` does under DistributedDataParallel: by the L2 norm over all parameters of what `step` has made
-            of the gradients of all workers, which is their mean, or with ``step(batch_size)`` their sum. More than 0;
-            with infinity the norm is only measured. The workers update then, so ``update_on_kvstore=None`` means
-            False. Not with ``overlap``, ``share_weights``, or a ``dist_async`` store. None for no clipping.
+            `step`. The weights are the same to the bit; without servers, from three workers on, up to rounding. It
+            needs torch's convention: losses are means, and `step` takes no size. Each step takes the gradients of one
+            backward pass; further passes go into `no_sync`. Gradients must not change between ``backward()`` and
+            ``step()``, and where the store updates, a learning rate set between the two applies to the next step.
+        share_weights: after a step, large parameters show the memory of the servers of this host instead of a copy.
+            Where the store cannot do that, they are copied. Needs a store that updates, one device, and no ``overlap``.
+        reject_nonfinite: check this worker's gradients before they are sent, in one pass over their bytes: with NaN or
+            infinity `step` raises `FloatingPointError`, naming rank and key. Not with ``overlap``.
+        clip_norm: clip each step's gradient to this norm, as ``torch.nn.utils.clip_grad_norm_(parameters, clip_norm)``
+            does under DistributedDataParallel: by the L2 norm over all parameters of the mean of all workers'
+            gradients, or with ``step(batch_size)`` of their sum. Must be positive; infinity only measures the norm. The
+            workers update then, so ``update_on_kvstore=None`` means False. Not with ``overlap``, ``share_weights``, or
+            a ``dist_async`` store. None for no clipping.
 
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
@@ -155,36 +153,35 @@ class Trainer:
         """Raises a `TypeError`: a trainer cannot be pickled or copied."""
         raise TypeError(
             "a Trainer cannot be pickled, copied or sent to another process: its store belongs to the process that"
-            " created it. Keep trainers out of data sets, models and what else is copied; save_states and"
-            " save_checkpoint keep the state of a trainer"
+            " created it. Keep trainers out of data sets and models; save_states and save_checkpoint keep the state of"
+            " a trainer"
         )
 
     def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
-        """Make one step of training: sum the gradients over devices and workers, update, and get the new weights.
+        """Make one training step: sum the gradients over devices and workers, update, and get the new weights.
 
         ``step()`` is torch's convention: each device's loss is a mean over its examples, and gradients are averaged
         over workers and devices, as in DistributedDataParallel. ``step(batch_size)`` is Gluon's: losses are sums; each
-        worker's gradient is divided by the size it gives, its examples on all devices, and these are summed over the
-        workers. The size may change from step to step. Where workers update, ``grad`` holds afterwards what the weight
-        was updated with.
+        worker's gradient is divided by its `batch_size`, its number of examples on all devices, and these are summed
+        over the workers. The size may change from step to step. Where workers update, ``grad`` afterwards holds the
+        gradient that was applied.
 
         A parameter without a gradient (``grad`` is None) on every device of every worker stays as it is. Where only
-        some have none, those contribute nothing and get the others' update; nobody waits for them.
+        some have none, they contribute nothing and get the others' update; no worker waits for them.
 
         With ``overlap=True`` every worker must call it after each backward pass outside of `no_sync`, also after one
-        that failed: what was sent in it counts, and the others wait for the rest. What went wrong with gradients on
-        their way is raised here at the latest, when nothing is under way any more.
+        that failed: its sent gradients count, and the other workers wait for the rest. Errors of gradients on their way
+        are raised here at the latest, after all transfers have ended.
 
         Args:
-            batch_size: None, or how many examples this worker's gradients sum.
-            ignore_stale_grad: what to do with a gradient that is still what the last step used, because no backward
-                pass has reached the parameter and nobody called ``zero_grad()``. False refuses it; True leaves the
-                parameter out, as if it had none.
+            batch_size: None, or the number of examples in this worker's gradients.
+            ignore_stale_grad: what to do with a gradient that the last step has used already, because no backward pass
+                and no ``zero_grad()`` has renewed it. False refuses it; True ignores it.
 
         Raises:
-            ValueError: the size is not one, or is given with ``overlap=True``.
+            ValueError: the size is out of range, or given with ``overlap=True``.
             RuntimeError: a gradient is stale; weights of the store were changed other than by `step`; or gradients
-                were changed after they had been sent by ``overlap=True``.
+                were changed after ``overlap=True`` had sent them.
             FloatingPointError: a gradient is not finite, with ``reject_nonfinite=True``.
         """
         if self._overlaps and batch_size is not None:
@@ -194,16 +191,16 @@ class Trainer:
         count_as_used(self._handed_out)
 
     def batches(self, loader: Iterable[Any]) -> Batches:
-        """The batches of a loader, unchanged; its `SplitSampler` counts those that have reached a step.
+        """Iterate a loader and let its `SplitSampler` count the batches that have reached a step.
 
-        ``for inputs, targets in trainer.batches(loader):`` takes the place of ``for inputs, targets in loader:`` where
-        the sampler's position is saved. Then ``sampler.state_dict()`` is the position after the last `step`: the
-        batches up to that one are in it, neither those that the loader's worker processes have prepared nor those whose
-        gradients wait for the next step (`no_sync`, or several backward passes). A run that goes on from there, in
-        the same process after a ``break`` or in another one, makes the steps that are left, with each example once.
+        ``for inputs, targets in trainer.batches(loader):`` replaces ``for inputs, targets in loader:`` where the
+        sampler's position is saved. ``sampler.state_dict()`` is then the position after the last `step`: it includes
+        neither batches that the loader's worker processes have prepared nor batches whose gradients wait for the next
+        step (`no_sync`, or several backward passes). A run that resumes there, in the same process after a ``break`` or
+        in another one, makes the remaining steps, with each example once.
 
-        What is returned has the loader's length, and may be iterated once per epoch or made anew each time. For
-        validation iterate the loader itself: no step follows. A loader without a `SplitSampler` is only iterated.
+        The result has the loader's length, and may be iterated once per epoch or made again each time. For validation
+        iterate the loader itself: no step follows. A loader without a `SplitSampler` is only iterated.
 
         Args:
             loader: a ``torch.utils.data.DataLoader`` with ``sampler=SplitSampler(...)``, or with torch's
@@ -212,16 +209,15 @@ class Trainer:
         return Batches(loader, self._handed_out)
 
     def skip_step(self) -> None:
-        """Take part in a step without gradients, so that the other workers do not wait for this one's.
+        """Take part in a step without gradients, such as when this worker's gradients cannot be used.
 
-        The weights afterwards are those of a step with the others' gradients; where all workers skip it, they stay as
-        they are. So a worker goes on whose gradients cannot be used.
+        The step uses the other workers' gradients; if all workers skip it, the weights stay as they are.
 
         Raises:
-            RuntimeError: with ``overlap=True``, where gradients have left already.
+            RuntimeError: with ``overlap=True``, where gradients have been sent already.
         """
         if self._overlaps:
-            raise RuntimeError("skip_step() comes too late with overlap=True: gradients leave during backward()")
+            raise RuntimeError("skip_step() is too late with overlap=True: gradients leave during backward()")
         self._start()
         self._require_weights_unchanged()
         self._skip_step()
@@ -230,10 +226,10 @@ class Trainer:
     def as_torch_optimizer(self) -> TorchOptimizer:
         """This trainer as a ``torch.optim.Optimizer``: for torch's schedulers, `torch.amp.GradScaler`, Lightning.
 
-        Its groups are the trainer's, with ``lr`` and ``weight_decay``; what is written there counts from the next step
-        on, on servers too. Where this process updates, so does ``momentum`` or ``betas``, as OneCycleLR writes it; on
-        servers those cannot change. Its ``step()`` is `step` without a size. Its ``state_dict()`` has what the
-        optimizer remembers, also where servers keep that. Each call returns the same object.
+        Its groups are the trainer's, with ``lr`` and ``weight_decay``; changes apply from the next step on, on servers
+        too. Where this process updates, the same holds for ``momentum`` or ``betas``, as OneCycleLR writes them; on
+        servers they cannot change. Its ``step()`` is `step` without a size. Its ``state_dict()`` has the optimizer's
+        state, also where servers keep it. Each call returns the same object.
 
         Raises:
             ValueError: the optimizer has a schedule of its own.
@@ -250,16 +246,16 @@ class Trainer:
         return self._torch_optimizer
 
     def allreduce_grads(self, *, average: bool = False, ignore_stale_grad: bool = False) -> None:
-        """Replace each gradient by its sum over devices and workers, for use (clipping, say) before `update`.
+        """Replace each gradient by its sum over devices and workers, such as for clipping before `update`.
 
         Args:
-            average: divide the sum by the number of workers, as ``step()`` does; then call ``update()``. Needed with
-                ``overlap=True``, where they are divided on their way.
-            ignore_stale_grad: as in `step`; say the same to `update`.
+            average: divide the sum by the number of workers, as ``step()`` does; then call ``update()``. Required with
+                ``overlap=True``, which divides gradients on their way.
+            ignore_stale_grad: as in `step`; pass the same to `update`.
 
         Raises:
-            RuntimeError: the weights are updated on the store, a gradient is stale, or gradients were changed after
-                they had been sent.
+            RuntimeError: the store updates the weights, a gradient is stale, or gradients were changed after they had
+                been sent.
             ValueError: ``overlap=True`` without ``average=True``.
         """
         if self._overlaps and not average:
@@ -281,8 +277,8 @@ class Trainer:
         """Update the weights here with the present gradients, after `allreduce_grads`.
 
         Args:
-            batch_size: the sums of gradients are divided by it, so every worker must give the same; None divides by
-                the number of devices.
+            batch_size: the divisor of the summed gradients, the same on every worker; None divides by the number of
+                devices.
             ignore_stale_grad: as in `step`.
 
         Raises:
@@ -299,12 +295,12 @@ class Trainer:
         count_as_used(self._handed_out)
 
     def broadcast_parameters(self) -> None:
-        """Make rank 0's present weights everybody's, on all devices and on the store; the optimizer's state stays.
+        """Copy rank 0's current weights to all workers, devices and the store; the optimizer's state stays.
 
         Call it on every worker after weights were changed other than by `step`, such as by ``load_state_dict``.
 
         Raises:
-            RuntimeError: gradients of a step have been sent (``overlap=True``) that has not been made.
+            RuntimeError: gradients of a step that is not finished have been sent (``overlap=True``).
         """
         self._require_nothing_sent("broadcast_parameters", "step()")
         if not self._started:
@@ -314,27 +310,27 @@ class Trainer:
             self._note_weights()
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Save what the optimizer remembers, not the weights; see `KVStore.save_optimizer_states`."""
+        """Save the optimizer's state, without the weights; see `KVStore.save_optimizer_states`."""
         self._state("save_states").save_states(fname)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Give it back what `save_states` saved; see `KVStore.load_optimizer_states`."""
+        """Load the optimizer's state from `save_states`; see `KVStore.load_optimizer_states`."""
         self._state("load_states").load_states(fname)
         self._updates = updates_in(Path(fname))
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, *, state: Any = None, keep: int | None = None
     ) -> Future[Path]:
-        """Save weights and optimizer states as they are now; see `KVStore.save_checkpoint`.
+        """Save the current weights and optimizer states; see `KVStore.save_checkpoint`.
 
-        Where workers update, this waits until all is written. Buffers, such as BatchNorm's, are not in it.
+        Where workers update, this blocks until all is written. Buffers, such as BatchNorm's, are not included.
         """
         return self._state("save_checkpoint").save_checkpoint(directory, step, state, keep)
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
     ) -> Checkpoint:
-        """Go on from a checkpoint: weights and optimizer states, on every device; see `KVStore.load_checkpoint`."""
+        """Load weights and optimizer states from a checkpoint, on every device; see `KVStore.load_checkpoint`."""
         checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
         self._updates = updates_in(checkpoint.folder) if states else self._updates
         if self._update_on_kvstore and self._exchange is not None:
@@ -343,23 +339,22 @@ class Trainer:
         return checkpoint
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context backward passes only add to the gradients; nothing is sent.
+        """Return a context in which backward passes only accumulate gradients and send nothing.
 
-        For all passes but the last before a step, as in DistributedDataParallel, and for those whose gradients are
-        not for training. The last pass is outside of it and sends what has come together. Without ``overlap=True``
-        nothing is ever sent before `step`, and this changes nothing.
+        For all passes but the last before a step, as in DistributedDataParallel, and for passes whose gradients are not
+        used. The last pass, outside of it, sends the accumulated gradients. Without ``overlap=True`` it has no effect.
         """
         return contextlib.nullcontext() if self._overlap is None else self._overlap.paused()
 
     def close(self) -> None:
-        """Let go of the parameters, and close the store if it was given by its name; a second call does nothing.
+        """Release the parameters, and close the store if it was given by name; a second call does nothing.
 
-        Call it after a step. Backward passes send nothing any more, `step` raises. It is needed only with
-        ``overlap=True``, where another trainer is to have the same parameters, and where another job is to save into
-        the same folder before this process ends.
+        Call it after a step. Backward passes then send nothing, and `step` raises. It is needed only with
+        ``overlap=True`` before another trainer gets the same parameters, and before another job saves into the same
+        folder while this process lives.
 
         Raises:
-            CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
+            CheckpointError: the last checkpoint has failed and its future was not read.
         """
         if self._closed:
             return
@@ -385,34 +380,33 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The present learning rate, before the multipliers of groups; with a schedule that of the last step here."""
-        self._take_numbers()
+        """The current learning rate, before group multipliers; with a schedule, that of the last step here."""
+        self._sync_hyperparameters()
         schedule = self._optimizer.lr_scheduler
         return self._optimizer.learning_rate if schedule is None else schedule(self._updates)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate from the next step on, on servers too; every worker must set the same.
+        """Change the learning rate from the next step on, on servers too; every worker must set the same one.
 
         With ``overlap=True`` and a store that updates, a step begins with the first gradient that it sends.
         """
-        self._take_numbers()
+        self._sync_hyperparameters()
         self._optimizer.learning_rate = lr
-        self._take_numbers()
+        self._sync_hyperparameters()
 
     @property
     def grad_norm(self) -> float | None:
-        """With `clip_norm`, the norm by which the last step's gradient was clipped, before that: the same everywhere.
+        """The norm of the last step's gradient before clipping by `clip_norm`, the same on all workers.
 
-        It is what ``clip_grad_norm_`` returns, also where it is infinite or NaN. None before the first step, and
-        without `clip_norm`.
+        As returned by ``clip_grad_norm_``; may be infinite or NaN. None before the first step and without `clip_norm`.
         """
         return None if self._grad_norm is None else float(self._grad_norm)
 
     @property
     def nonfinite_steps(self) -> int:
-        """In how many steps this worker's gradients were not finite and were not used.
+        """The number of steps in which this worker's gradients were not finite and not used.
 
-        They are looked at with ``reject_nonfinite=True``, and by a `GradScaler`.
+        Counted with ``reject_nonfinite=True`` and by a `GradScaler`.
         """
         return self._nonfinite_steps
 
@@ -441,7 +435,7 @@ class Trainer:
         used.agree(
             statement(self._parameters, self._optimizer if here else None, self._clip_norm, digest(self._loaded_states))
         )
-        # With overlap the numbers of a step are fixed before it is made, so the store has its own copy of them.
+        # With overlap the hyper-parameters of a step are fixed when it begins, so the store has a copy of its own.
         sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
         if self._update_on_kvstore:
             used.set_optimizer(sent)
@@ -455,7 +449,7 @@ class Trainer:
             assert isinstance(used, KVStore)
             self._optimizer.rescale_grad = self._scale / self._num_devices
             sent_or_none = sent if self._update_on_kvstore else None
-            refresh = weakly(self._take_numbers)
+            refresh = weakly(self._sync_hyperparameters)
             self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, refresh, ballot_key)
 
     def _state(self, method: str) -> TrainingState:
@@ -467,13 +461,13 @@ class Trainer:
         return self._training_state
 
     def _optimizer_states(self) -> Sequence[SliceState | None]:
-        """What the optimizer remembers of each trained parameter. No other worker need call it."""
+        """The optimizer's state of each trained parameter; not a collective call."""
         if not self._started:
             return self._loaded_states
         return self._state("state_dict").states([key for key, _ in self._trained])
 
     def _load_optimizer_states(self, states: Sequence[SliceState | None]) -> None:
-        """Go on from these: from the first step on, or, where that was made, as soon as every worker has called it."""
+        """Load states: at the first step, or after it as soon as every worker has called this."""
         if not self._started:
             self._loaded_states = states
             return
@@ -489,7 +483,7 @@ class Trainer:
         divisor = self._num_devices if batch_size is None else batch_size
         if not 0 < divisor < BATCH_SIZE_LIMIT:
             raise ValueError(
-                f"batch_size is {batch_size}; it counts the examples behind the gradients, more than 0 and below 2^32"
+                f"batch_size is {batch_size}; it is the number of examples in the gradients, above 0 and below 2^32"
             )
         return divisor
 
@@ -497,7 +491,7 @@ class Trainer:
 
     def _step(self, batch_size: float | None, on_stale: Stale) -> None:
         divisor = self._divisor(batch_size)
-        self._take_numbers()
+        self._sync_hyperparameters()
         refuse_untrained(self._untrained)
         if self._overlap is not None:
             self._finish_overlap(self._overlap, divisor, on_stale)
@@ -512,7 +506,7 @@ class Trainer:
             self._optimizer.rescale_grad = self._scale / divisor
             self._update_there(grads, average, samples=0 if average else max(1, round(divisor)))
         else:
-            # Each divides its own, before they are summed, as another may give another size, or skip this step.
+            # Each worker divides before the sum: others may give other sizes, or skip this step.
             divide(grads, divisor)
             self._update_here(1, self._exchange.sum(grads, average))
 
@@ -540,28 +534,28 @@ class Trainer:
         try:
             given = overlap.finish(frozenset(position for position, _ in stale))
         finally:
-            self._note_weights()  # it wrote to them, also where it could not finish
+            self._note_weights()  # they were written, also if it failed
         if self._update_on_kvstore:
             self._updates += 1
             self._watch.note_grads()
         else:
             self._update_here(divisor, given)
         if on_stale is Stale.REFUSE:
-            self._watch.refuse(stale, "the others' gradients had left already, so this step was made without it")
-        # What was sent had to be finished first; by now the store's weights are in the place of the changed ones.
-        refuse_changed(changed, "gradients had left already, so this step was made and the change is lost")
+            self._watch.refuse(stale, "other gradients were sent already, so this step was made without it")
+        # Only after the transfers have ended; by then the store's weights have replaced the changed ones.
+        refuse_changed(changed, "gradients were sent already, so this step was made and the change is lost")
 
     def _update_there(self, grads: Grads, average: bool, samples: int) -> None:
         assert self._exchange is not None
         try:
             self._exchange.update(grads, average, samples)
         finally:
-            self._note_weights()  # it wrote to them, also where it could not finish
+            self._note_weights()  # they were written, also if it failed
         self._updates += 1
         self._watch.note_grads()
 
     def _update_here(self, divisor: float, given: list[bool]) -> None:
-        self._take_numbers()
+        self._sync_hyperparameters()
         members = [one for one, is_given in zip(self._trained, given, strict=True) if is_given]
         self._optimizer.rescale_grad = self._scale / divisor
         if self._clip_norm is not None:
@@ -573,15 +567,15 @@ class Trainer:
         self._watch.note_grads()
 
     def _clip(self, parameters: Sequence[Parameter], clip_norm: float) -> None:
-        """Make ``grad`` what the rule is to get, clipped; every replica of a parameter has the same one."""
+        """Scale ``grad`` to what the rule applies, and clip it; all replicas of a parameter have the same gradient."""
         scale(parameters, self._optimizer.rescale_grad)
         self._optimizer.rescale_grad = 1.0
         for device in reversed(range(self._num_devices)):  # the first one's norm is kept
             replicas = [parameter.replicas[device] for parameter in parameters]
             self._grad_norm = torch.nn.utils.clip_grad_norm_(replicas, clip_norm)
 
-    def _take_numbers(self) -> None:
-        """Learning rate and weight decay are what torch's schedulers have made of them."""
+    def _sync_hyperparameters(self) -> None:
+        """Exchange learning rate and weight decay with the groups of the torch optimizer."""
         if self._torch_optimizer is not None:
             self._torch_optimizer.tell(updates_here=not (self._started and self._update_on_kvstore))
 

@@ -33,11 +33,11 @@ BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
 """With a larger parameter the store ``local`` leaves the update to the devices."""
 
 ASYNCHRONOUS = frozenset({"dist_async", "dist_device_async", "dist_async_device"})
-"""Stores that cannot hand out the sum of a round, because they have no rounds."""
+"""Stores without rounds, which cannot return the sum of a round."""
 
 
 def would_only_copy(devices: int, workers: int, servers: int) -> bool:
-    """Whether a store that was asked for by name is of no use: one device, one worker, and no server."""
+    """Whether a store given by name has nothing to do: one device, one worker, and no server."""
     return devices == 1 and workers == 1 and servers == 0
 
 
@@ -56,14 +56,14 @@ def store_updates(
     Args:
         store_type: the name of the store.
         capable: whether it can update.
-        wanted: what the user said; None for nothing.
-        by_default: what the environment says for those who said nothing.
-        sizes: elements of each parameter; they count for a store that was asked for as ``local``.
-        has_servers: whether its values rest on servers.
+        wanted: the user's ``update_on_kvstore``.
+        by_default: the environment's default for None.
+        sizes: elements of each parameter, for a store requested as ``local``.
+        has_servers: whether its values are on servers.
         has_sparse_grads: whether some gradient is sparse.
 
     Raises:
-        ValueError: what is wanted cannot be.
+        ValueError: `wanted` is impossible.
     """
     if wanted and not capable:
         raise ValueError(
@@ -93,21 +93,21 @@ def store_updates(
 LOG = logging.getLogger("kvdist")
 
 Wanted = str | KVStoreBase | None
-"""What a user may name as the store."""
+"""The type of the Trainer's argument ``kvstore``."""
 
 
 def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
-    """The optimizer that is meant.
+    """Resolve the optimizer by name or instance.
 
     Raises:
-        TypeError, ValueError: none is.
+        TypeError, ValueError: it is unknown, or its hyper-parameters are invalid.
     """
     by_torch = isinstance(optimizer, torch.optim.Optimizer) or (
         isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     )
     if by_torch:
         raise TypeError(
-            "an optimizer of torch cannot travel to the servers; give a name and its numbers, such as"
+            "an optimizer of torch cannot travel to the servers; pass a name and hyper-parameters, such as"
             " Trainer(net.parameters(), 'adam', {'learning_rate': .001})"
         )
     return create_optimizer(optimizer, **(optimizer_params or {}))
@@ -122,50 +122,50 @@ def refuse_what_contradicts(
     share_weights: bool,
     reject_nonfinite: bool,
 ) -> None:
-    """Check settings of a `Trainer` that need no store to be known as wrong.
+    """Check the arguments of a `Trainer` that need no store to be checked.
 
     Raises:
-        TypeError, ValueError: they cannot be, or not together.
+        TypeError, ValueError: an argument is invalid, or two contradict each other.
     """
     if compression_params is not None:
         from_params(compression_params)
     if compression_params is not None and kvstore is None:
-        raise ValueError("compression_params need a store: with kvstore=None nothing is sent that could be compressed")
+        raise ValueError("compression_params need a store: with kvstore=None nothing is sent")
     if kvstore is None and devices > 1:
         raise ValueError(
-            f"the parameters have replicas on {devices} devices, and without a store nobody sums their gradients; use"
+            f"the parameters have replicas on {devices} devices, whose gradients only a store sums; use"
             " kvstore='device'"
         )
     if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
         raise TypeError(
-            "kvstore is the name of a store, a KVStore (or one of your own, derived from kvdist.kv.KVStoreBase), or"
-            f" None, not {type(kvstore).__name__}"
+            "kvstore must be the name of a store, a KVStore (or your own subclass of kvdist.kv.KVStoreBase), or None,"
+            f" not {type(kvstore).__name__}"
         )
     if share_weights and (overlap or devices > 1 or update_on_kvstore is False):
         raise ValueError(
             "share_weights=True needs one device, a store that updates the weights, and overlap=False: parameters"
-            " are to show what the servers have made"
+            " show the servers' memory"
         )
     if reject_nonfinite and overlap:
         raise ValueError(
-            "reject_nonfinite=True needs overlap=False: gradients are to be looked at before the first of them leaves"
+            "reject_nonfinite=True needs overlap=False: gradients are checked before the first of them is sent"
         )
 
 
 def checked_clip_norm(
     clip_norm: object, kvstore: object, update_on_kvstore: bool | None, overlap: bool, share_weights: bool
 ) -> float | None:
-    """The norm at which a `Trainer` clips, which needs sums of gradients on the workers.
+    """Check the norm at which a `Trainer` clips, which needs sums of gradients on the workers.
 
     Raises:
-        TypeError, ValueError: it is not a number above 0, or it contradicts another setting.
+        TypeError, ValueError: it is not a number above 0, or it contradicts another argument.
     """
     if clip_norm is None:
         return None
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
-        raise TypeError(f"clip_norm is a number or None, not {type(clip_norm).__name__}")
+        raise TypeError(f"clip_norm must be a number or None, not {type(clip_norm).__name__}")
     if not clip_norm > 0:
-        raise ValueError(f"clip_norm is {clip_norm}; it is the largest norm that a gradient may have, more than 0")
+        raise ValueError(f"clip_norm is {clip_norm}; the largest norm of a gradient must be more than 0")
     if update_on_kvstore:
         raise ValueError(
             f"clip_norm={clip_norm} needs the sum of all gradients before the update, and with update_on_kvstore=True"
@@ -189,13 +189,13 @@ def checked_clip_norm(
 def choose_store(
     wanted: Wanted, devices: int, create: Callable[[str], object], compresses: bool = False
 ) -> KVStoreBase | None:
-    """The store that a trainer uses; None where the process updates alone.
+    """Return the store that a trainer uses; None where the process updates alone.
 
     Args:
-        wanted: as the user said.
-        devices: how many replicas each parameter has.
-        create: makes a store of a name.
-        compresses: whether gradients are to be compressed, so that a store does more than copy.
+        wanted: the Trainer's argument.
+        devices: the number of replicas of each parameter.
+        create: makes a store by name.
+        compresses: whether gradients are compressed, so a store does more than copy.
 
     Raises:
         TypeError: a registered class is not a store that a trainer can use.
@@ -218,10 +218,10 @@ def choose_store(
 def decide_update_on_kvstore(
     store: KVStoreBase, wanted: Wanted, update_on_kvstore: bool | None, parameters: Sequence[Parameter]
 ) -> bool:
-    """Whether this store updates the weights; see `kvdist.training.trainer_config`.
+    """Whether this store updates the weights; see the table of the module.
 
     Raises:
-        ValueError: what the user wants cannot be.
+        ValueError: the user's request is impossible.
     """
     is_local = isinstance(wanted, str) and wanted.lower() == "local"
     return store_updates(
@@ -238,14 +238,13 @@ def decide_update_on_kvstore(
 def statement(
     parameters: Sequence[Parameter], updates_here: Optimizer | None, clip_norm: float | None = None, loaded: str = ""
 ) -> str:
-    """What all workers must have in common, in words. Shapes and dtypes are compared key by key.
+    """Return a sentence in which all workers must agree. Shapes and dtypes are compared key by key.
 
     Args:
-        parameters: all of them.
-        updates_here: the optimizer, where each worker updates. A store that updates compares them itself, and their
-            numbers in each round.
-        clip_norm: where they clip; None for no clipping.
-        loaded: tells states of the optimizer that were loaded from others; empty for none.
+        parameters: all of the trainer's.
+        updates_here: the optimizer, where each worker updates. A store that updates compares optimizers itself.
+        clip_norm: None for no clipping.
+        loaded: a digest of loaded optimizer states; empty for none.
     """
     trained = ranges([key for key, parameter in enumerate(parameters) if parameter.trained])
     said = f"{len(parameters)} parameters, trained are {trained}"
@@ -261,30 +260,30 @@ def fit(
     compression_params: Mapping[str, Any] | None,
     updates_here: bool = False,
 ) -> KVStore | Adapted:
-    """The store as a trainer calls it, told how to compress and what to expect.
+    """Prepare a store for a trainer: compression, sparse keys, and keys of which only sums are needed.
 
     Args:
-        store: what is used.
-        parameters: all of them.
-        needs_more: whether ``overlap=True`` or ``share_weights=True`` is wanted.
-        compression_params: as the user said.
-        updates_here: whether each worker updates, so that nothing but sums is wanted of the store.
+        store: the store.
+        parameters: all of the trainer's.
+        needs_more: whether ``overlap`` or ``share_weights`` is requested.
+        compression_params: the Trainer's argument.
+        updates_here: whether each worker updates, so the store only sums.
 
     Raises:
-        ValueError: it cannot do what is wanted, or another trainer uses it.
+        ValueError: the store cannot do what is requested, or another trainer uses it.
     """
     if not isinstance(store, KVStore):
         if needs_more or compression_params is not None:
             raise ValueError(
-                f"the store {store.type!r} knows neither overlap=True nor share_weights=True nor compression_params;"
+                f"the store {store.type!r} does not support overlap=True, share_weights=True or compression_params;"
                 " leave them out"
             )
         return Adapted(store)
     require_unused(store)
     store.expect_rows([key for key, parameter in enumerate(parameters) if parameter.has_sparse_grad])
     if updates_here:
-        store.leave_unkept(range(len(parameters) + 1))  # the last one is the ballot's
-    # Nothing is pushed for those without gradients, and what everybody gets of them is whole.
+        store.leave_unkept(range(len(parameters) + 1))  # the last key is the ballot's
+    # Parameters without gradients are only broadcast, which must be exact.
     store.leave_uncompressed([key for key, parameter in enumerate(parameters) if not parameter.trained])
     if compression_params is not None:
         store.set_gradient_compression(compression_params)
@@ -295,14 +294,14 @@ def require_unused(store: KVStore) -> None:
     """Check that no other trainer has its weights in this store.
 
     Raises:
-        ValueError: one has.
+        ValueError: another one does.
     """
     try:
         store.pull(0)
     except KeyNotInitialised:
         return
     except ValueError:
-        pass  # it is there, and nothing of it is kept
+        pass  # the key exists, but its value is not kept
     raise ValueError(
         "the store holds key 0 already, so another Trainer uses it, and both would share their weights;"
         f" give each its own store: kv.create({store.type!r})"
@@ -324,25 +323,25 @@ def _warn_if_alone(name: str) -> None:
 
 
 def refuse_size(batch_size: float) -> None:
-    """A size is given where gradients have left already."""
+    """Raise for a batch size that comes after gradients were sent."""
     raise ValueError(
-        f"step({batch_size}) with overlap=True: gradients have left during backward(), when nobody had said by"
-        " what to divide them. Make the loss a mean over its examples and call step() without a size, or make"
-        " the trainer with overlap=False"
+        f"step({batch_size}) with overlap=True: gradients were sent during backward(), before their divisor was known."
+        " Make the loss a mean over its examples and call step() without a size, or make the trainer with"
+        " overlap=False"
     )
 
 
 def refuse_sent(method: str, first: str) -> None:
-    """Gradients of a backward pass are on their way."""
+    """Raise for a call while gradients of a backward pass are on their way."""
     raise RuntimeError(
         f"{method}() while gradients of a backward pass are under way (overlap=True): call {first} before it,"
-        " or put the pass into `with trainer.no_sync():` if its gradients are not to be used"
+        " or put the pass into `with trainer.no_sync():` if its gradients are not used"
     )
 
 
 def refuse_updated_there(method: str) -> None:
-    """The store updates the weights, so there is nothing to do here."""
+    """Raise for a call that makes no sense where the store updates the weights."""
     raise RuntimeError(
-        f"{method}() cannot be used while the store updates the weights: gradients never come back. Call"
-        " step(), or make the trainer with update_on_kvstore=False"
+        f"{method}() cannot be used while the store updates the weights: it does not return gradients. Call step(),"
+        " or make the trainer with update_on_kvstore=False"
     )

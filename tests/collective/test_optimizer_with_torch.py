@@ -145,14 +145,14 @@ def test_what_contradicts_itself_is_refused():
 
     def program(_):
         cases = [
-            ({"named_parameters": list(model.parameters())}, "pairs of a name and a parameter"),
-            ({"named_parameters": [*named, named[0]]}, "names twice: 0.weight"),
-            ({"named_parameters": named[1:]}, "1 parameters of the optimizer are not among"),
-            ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "cannot be used with op=Sum"),
+            ({"named_parameters": list(model.parameters())}, "must be .name, parameter. pairs"),
+            ({"named_parameters": [*named, named[0]]}, "duplicate names: 0.weight"),
+            ({"named_parameters": named[1:]}, "1 parameters of the optimizer are not in"),
+            ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "is for op=Average"),
             ({"backward_passes_per_step": 0}, "at least 1"),
             ({"groups": -1}, "groups is -1"),
             ({"groups": [model[0].weight]}, "list of lists"),
-            ({"groups": [[model[0].weight], [model[0].weight]]}, "in groups twice"),
+            ({"groups": [[model[0].weight], [model[0].weight]]}, "a parameter twice"),
             ({"op": hvd.Adasum, "process_set": hvd.ProcessSet([0])}, "not on a process set"),
         ]
         for options, sentence in cases:

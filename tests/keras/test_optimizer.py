@@ -128,7 +128,7 @@ def test_what_cannot_be_wrapped_is_refused_with_a_reason(keras, hvd):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=0)
     with pytest.raises(ValueError, match="use one of them"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), backward_passes_per_step=2)
-    with pytest.raises(ValueError, match="belongs to op=Average"):
+    with pytest.raises(ValueError, match="is for op=Average"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum, gradient_predivide_factor=2.0)
     with pytest.raises(ValueError, match="Average or Sum"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=4)
@@ -138,7 +138,7 @@ def test_a_missing_gradient_without_variables_is_refused(keras, hvd):
     def step(rank):
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
         optimizer.build(variables(keras, (2,)))
-        with pytest.raises(ValueError, match="give apply\\(\\) the variables"):
+        with pytest.raises(ValueError, match="pass the variables"):
             optimizer.apply([None])
 
     returned(run_ranks(2, step))

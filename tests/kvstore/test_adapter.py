@@ -140,7 +140,7 @@ def test_what_a_store_of_ones_own_cannot_do_is_said():
         weights = parameters(1)
         trainer = Trainer(weights, "sgd", kvstore=Mine(capable=True), **options)
         backward(weights)
-        with pytest.raises(ValueError, match="'mine' knows neither overlap=True nor share_weights=True"):
+        with pytest.raises(ValueError, match="'mine' does not support overlap=True, share_weights=True"):
             trainer.step()
     with pytest.raises(ValueError, match="'mine' cannot update weights"):
         Trainer(parameters(1), "sgd", kvstore=Mine(), update_on_kvstore=True).broadcast_parameters()

@@ -184,10 +184,10 @@ def test_without_it_there_is_no_norm():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"clip_norm": 0}, ValueError, "clip_norm is 0; it is the largest norm"),
+        ({"clip_norm": 0}, ValueError, "clip_norm is 0; the largest norm"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm is -1.0"),
         ({"clip_norm": math.nan}, ValueError, "clip_norm is nan"),
-        ({"clip_norm": "1"}, TypeError, "clip_norm is a number or None, not str"),
+        ({"clip_norm": "1"}, TypeError, "clip_norm must be a number or None, not str"),
         ({"clip_norm": True}, TypeError, "not bool"),
         ({"update_on_kvstore": True}, ValueError, "leave update_on_kvstore out, and the workers update"),
         ({"overlap": True}, ValueError, "cannot be combined with overlap=True"),

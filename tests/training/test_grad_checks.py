@@ -369,7 +369,7 @@ def test_without_being_asked_nobody_looks_at_gradients():
 def test_gradients_that_leave_early_cannot_be_looked_at_or_skipped():
     with pytest.raises(ValueError, match="reject_nonfinite=True needs overlap=False"):
         make([parameter()], overlap=True, reject_nonfinite=True)
-    with pytest.raises(RuntimeError, match=r"skip_step\(\) comes too late with overlap=True"):
+    with pytest.raises(RuntimeError, match=r"skip_step\(\) is too late with overlap=True"):
         make([parameter()], overlap=True).skip_step()
 
 

@@ -409,7 +409,7 @@ def test_parameters_that_cannot_be_trained_are_refused(params, error, message):
 def test_an_optimizer_of_torch_or_an_unknown_one_is_refused():
     weights = [parameter()]
     for theirs in (torch.optim.Adam, torch.optim.Adam(weights)):
-        with pytest.raises(TypeError, match="an optimizer of torch cannot travel to the servers; give a name"):
+        with pytest.raises(TypeError, match="an optimizer of torch cannot travel to the servers; pass a name"):
             Trainer(weights, theirs)
     with pytest.raises(ValueError, match="unknown optimizer 'addam'"):
         Trainer(weights, "addam")
@@ -420,7 +420,7 @@ def test_an_optimizer_of_torch_or_an_unknown_one_is_refused():
 
 
 def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="replicas on 2 devices, and without a store nobody sums"):
+    with pytest.raises(ValueError, match="replicas on 2 devices, whose gradients only a store sums"):
         Trainer([[parameter(), parameter()]], "sgd", kvstore=None)
     with pytest.raises(ValueError, match="compression_params need a store"):
         Trainer([parameter()], "sgd", kvstore=None, compression_params={"type": "2bit"})
@@ -464,7 +464,7 @@ def test_a_trainer_that_updates_alone_in_a_cluster_says_so(monkeypatch, caplog):
 
 
 def test_a_store_of_another_kind_is_a_type_error():
-    with pytest.raises(TypeError, match="kvstore is the name of a store"):
+    with pytest.raises(TypeError, match="kvstore must be the name of a store"):
         Trainer(torch.nn.Linear(2, 1).parameters(), "sgd", kvstore=3)
 
 
