@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +17,17 @@ U32 = npt.NDArray[np.uint32]
 Payload = bytes | bytearray | memoryview
 Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""
+Size = TypeVar("Size", int, npt.NDArray[np.int64])
 
 ALIGNMENT_BYTES = 8
 """Each array in a payload starts at a multiple of this."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrays:
-    """Arrays back to back in one payload frame or several, each starting at a multiple of 8 bytes.
+class _InFrames:
+    """Arrays back to back in one payload frame or several, each of which holds whole arrays."""
 
-    dtypes: (n,) codes of `kvdist.dtypes.DType`; counts: (n,) elements; encoding: 0 = the elements themselves. Each
-    of several frames holds whole arrays.
-    """
-
-    dtypes: U8
-    counts: U32
+    __slots__ = ()
     payload: Payload | tuple[Payload, ...]
-    encoding: int = 0
 
     @property
     def frames(self) -> tuple[Payload, ...]:
@@ -42,8 +36,58 @@ class Arrays:
 
     @property
     def nbytes(self) -> int:
-        """Of all payload frames."""
+        """The bytes of all payload frames."""
         return sum(len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in self.frames)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrays(_InFrames):
+    """Plain arrays, each starting at a multiple of 8 bytes of the payload.
+
+    Attributes:
+        dtypes: (n,) codes of `kvdist.dtypes.DType`.
+        counts: (n,) elements of each.
+        payload: all bytes.
+        encoding: 0 = the elements themselves.
+    """
+
+    dtypes: U8
+    counts: U32
+    payload: Payload | tuple[Payload, ...]
+    encoding: int = 0
+
+
+class Encoding(enum.IntEnum):
+    """How elements of float32 are encoded; WIRE.md says what the bytes mean. A code never gets a second meaning."""
+
+    TWO_BIT = 1
+    ONE_BIT = 2
+    FLOAT16 = 3
+    BFLOAT16 = 4
+    TOP_K = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coded(_InFrames):
+    """Arrays of float32 in one encoding. The bytes of an array follow from its number of entries.
+
+    Attributes:
+        counts: (n,) elements of each array, 0 for an empty contribution.
+        entries: (n,) how many of them travel: all, but for top-k.
+        encoding: the code of the encoding.
+        parameter: the threshold of 2-bit and 1-bit, else 0.
+        payload: all bytes.
+    """
+
+    counts: U32
+    entries: U32
+    encoding: int
+    parameter: float
+    payload: Payload | tuple[Payload, ...]
+
+
+# Where arrays lie in a payload: each starts at the next multiple of eight bytes after the one before it. Both sides
+# compute this from dtypes and counts, so offsets do not travel and cannot be wrong.
 
 
 def padded(nbytes: int) -> int:
@@ -60,13 +104,12 @@ ITEMSIZES.flags.writeable = False
 _STORAGE = {int(dtype): dtype.storage for dtype in DType}
 
 
-def padded_sizes(dtypes: U8, counts: U32) -> npt.NDArray[np.int64]:
-    """The (n,) bytes that each array occupies, padding included.
+def pad_sizes(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Round (n,) bytes of arrays up to whole multiples of 8, in place.
 
-    No product or sum of them overflows: a count is below 2**32, an element has at most 8 bytes, and a message has
-    at most 2**20 slices.
+    No sum of them overflows: a count is below 2**32, an element has at most 8 bytes, and a message has at most 2**20
+    slices.
     """
-    sizes: npt.NDArray[np.int64] = ITEMSIZES[dtypes] * counts
     sizes += ALIGNMENT_BYTES - 1
     sizes &= -ALIGNMENT_BYTES
     return sizes
@@ -74,7 +117,7 @@ def padded_sizes(dtypes: U8, counts: U32) -> npt.NDArray[np.int64]:
 
 def offsets(dtypes: U8, counts: U32) -> tuple[npt.NDArray[np.int64], int]:
     """The (n,) byte offset at which each array starts, and the bytes of the whole payload."""
-    sizes = padded_sizes(dtypes, counts)
+    sizes = pad_sizes(ITEMSIZES.take(dtypes) * counts)
     ends = np.cumsum(sizes)
     return ends - sizes, int(ends[-1]) if len(ends) else 0
 
@@ -155,76 +198,41 @@ def views(arrays: Arrays) -> list[npt.NDArray[Any]]:
 
 
 def stretches(numbers: U32) -> list[tuple[int, int]]:
-    """Where equal numbers stand together: (begin, end) of each stretch, in order."""
+    """(begin, end) of each run of equal numbers, in order."""
     if not len(numbers):
         return []
     ends = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-class Encoding(enum.IntEnum):
-    """How elements of float32 are encoded. The codes never get a second meaning."""
-
-    TWO_BIT = 1
-    ONE_BIT = 2
-    FLOAT16 = 3
-    BFLOAT16 = 4
-    TOP_K = 5
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Coded:
-    """Encoded arrays back to back in one payload frame or several, as those of `Arrays`.
-
-    counts: (n,) elements of each array, 0 for an empty contribution; entries: (n,) how many of them travel, which is
-    all, but for top-k; encoding: the code of one encoding for all; parameter: the threshold of 2-bit and 1-bit, else 0.
-    """
-
-    counts: U32
-    entries: U32
-    encoding: int
-    parameter: float
-    payload: Payload | tuple[Payload, ...]
-
-    @property
-    def frames(self) -> tuple[Payload, ...]:
-        """The payload frames."""
-        return self.payload if isinstance(self.payload, tuple) else (self.payload,)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all payload frames."""
-        return sum(memoryview(frame).nbytes for frame in self.frames)
-
+# Encoded arrays.
 
 INDEX = np.dtype("<u4")
-"""Of a top-k entry; all indices of an array stand before all values."""
+"""The index of a top-k entry; all indices of an array stand before all values."""
 VALUE = np.dtype("<f4")
 _ENCODINGS = frozenset(int(encoding) for encoding in Encoding)
-_WORD_BITS = {Encoding.TWO_BIT: 2, Encoding.ONE_BIT: 1}
+_WORD_BITS: dict[int, int] = {Encoding.TWO_BIT: 2, Encoding.ONE_BIT: 1}
 """Bits of an entry, where entries are packed into words of 32."""
-_ENTRY_BYTES = {
+_ENTRY_BYTES: dict[int, int] = {
     Encoding.FLOAT16: 2,
     Encoding.BFLOAT16: 2,
     Encoding.TOP_K: INDEX.itemsize + VALUE.itemsize,
 }
 
 
+def coded_size(encoding: int, entries: Size) -> Size:
+    """The bytes of an array of so many entries, or of (n,) arrays, without padding."""
+    bits = _WORD_BITS.get(encoding)
+    return entries * _ENTRY_BYTES[encoding] if bits is None else (entries * bits + 31) // 32 * 4
+
+
 def coded_sizes(encoding: int, entries: U32) -> npt.NDArray[np.int64]:
     """The (n,) bytes of arrays of so many entries, without padding."""
-    which, wide = Encoding(encoding), entries.astype(np.int64)
-    bits = _WORD_BITS.get(which)
-    return wide * _ENTRY_BYTES[which] if bits is None else (wide * bits + 31) // 32 * 4
-
-
-def coded_size(encoding: Encoding, entries: int) -> int:
-    """The bytes of one array, without padding."""
-    bits = _WORD_BITS.get(encoding)
-    return entries * _ENTRY_BYTES[encoding] if bits is None else -(-entries * bits // 32) * 4
+    return coded_size(encoding, entries.astype(np.int64))
 
 
 def as_octets(coded: Coded) -> Arrays:
-    """The same payload as plain arrays of bytes."""
+    """The same payload as plain arrays of uint8."""
     sizes = coded_sizes(coded.encoding, coded.entries)
     if (sizes >> 32).any():
         raise ProtocolError("an encoded array of 4 GiB or more")
@@ -237,29 +245,29 @@ def decoded_dtypes(coded: Coded) -> npt.NDArray[np.uint8]:
 
 
 def check_coded(coded: Coded, decoded_bytes_max: int) -> None:
-    """What must hold of encoded arrays before anybody looks at their payload.
+    """Refuse encoded arrays that do not fit together, before their payload is read.
 
     Args:
         coded: the arrays; its lists have one length.
         decoded_bytes_max: what all of them may have together when they are decoded.
 
     Raises:
-        ProtocolError: it does not hold.
+        ProtocolError: says what does not fit.
     """
     if type(coded.encoding) not in (int, Encoding) or coded.encoding not in _ENCODINGS:
         raise ProtocolError(f"unknown encoding {ascii(coded.encoding)[:40]}")
     if not _is_float32(coded.parameter):
-        raise ProtocolError("the parameter of an encoding is not a finite number of float32")
+        raise ProtocolError("the parameter of an encoding is not a finite float32 number")
     if coded.encoding == Encoding.TWO_BIT and not coded.parameter > 0:
-        raise ProtocolError("the threshold of 2-bit is not more than 0")
+        raise ProtocolError("the threshold of 2-bit is not above 0")
     if coded.encoding not in _WORD_BITS and coded.parameter != 0:
-        raise ProtocolError("a parameter for an encoding that has none")
+        raise ProtocolError(f"encoding {int(coded.encoding)} has no parameter, found {coded.parameter}")
     if coded.encoding == Encoding.TOP_K:
         if (coded.entries > coded.counts).any():
             raise ProtocolError("more entries than elements")
     elif (coded.entries != coded.counts).any():
-        raise ProtocolError("another number of entries than elements, in an encoding of all elements")
-    decoded = int(padded_sizes(decoded_dtypes(coded), coded.counts).sum())
+        raise ProtocolError("another number of entries than elements; only top-k may leave elements out")
+    decoded = int(pad_sizes(coded.counts.astype(np.int64) * VALUE.itemsize).sum())
     if decoded > decoded_bytes_max:
         raise ProtocolError(f"{decoded} bytes when decoded, where {decoded_bytes_max} are allowed")
 
@@ -270,10 +278,10 @@ def _is_float32(number: float) -> bool:
 
 
 def check_indices(coded: Coded) -> None:
-    """Look at the indices of top-k entries in a payload of the right size: one pass over them.
+    """Check the indices of top-k entries in a payload of the right size, in one pass.
 
     Raises:
-        ProtocolError: they do not ascend, or one is no element's.
+        ProtocolError: they do not ascend, or one is out of range.
     """
     if coded.encoding != Encoding.TOP_K:
         return
@@ -281,4 +289,4 @@ def check_indices(coded: Coded) -> None:
     for data, count in zip(payload, coded.counts.tolist(), strict=True):
         indices = data[: len(data) // 2].view(INDEX)
         if len(indices) and (int(indices[-1]) >= count or bool((indices[1:] <= indices[:-1]).any())):
-            raise ProtocolError("the indices of top-k entries do not ascend, or one is no element's")
+            raise ProtocolError("the indices of top-k entries do not ascend, or one is out of range")

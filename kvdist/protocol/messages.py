@@ -1,6 +1,7 @@
-"""Everything that processes say to each other: one frozen dataclass per kind, and the stamp on each message.
+"""The messages between scheduler, servers and workers: one frozen dataclass per kind, and the stamp on each message.
 
-`WIRE.md` is the specification of the bytes; `wire` turns these objects into frames and back. Rules that hold here:
+WIRE.md specifies the bytes. A field's annotation names its wire type: `wire` compiles the codec from it, and a test
+compares it with the tables of WIRE.md. Annotations are therefore not postponed in this module. Invariants:
 
 * A kind means one thing. No flag changes what a message is.
 * Whatever is about slices is a set of parallel arrays, one element per slice (`ids[i]`, `steps[i]`, …), so that a
@@ -9,14 +10,57 @@
 * `SEQUENCED` messages are numbered, acknowledged and repeated until they arrive; the others may be lost.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import U8, U32, Arrays, Coded
+from kvdist.protocol.arrays import U8
+from kvdist.protocol.limits import SLICE_BYTES_MIN
+from kvdist.protocol.wire_types import (
+    MEMBER,
+    Body,
+    Boolean,
+    CodedArrays,
+    Description,
+    DTypes,
+    Forms,
+    FromMinusOne,
+    Givers,
+    Keys,
+    Name,
+    Names,
+    Numbers,
+    Ranks,
+    Requests,
+    RowArrays,
+    RowIds,
+    Seconds,
+    Sentence,
+    Settings,
+    Shapes,
+    SliceArrays,
+    U8s,
+    U32s,
+    UInt32,
+    UInt64,
+    bits,
+    code,
+    codes_up_to,
+    integer,
+    list_of,
+    record,
+)  # fmt: skip
+
+
+class WireMessage:
+    """What every kind of message has."""
+
+    __slots__ = ()
+    KIND: ClassVar[int]
+    """The code of the kind."""
+    SEQUENCED: ClassVar[bool] = True
+    """Whether messages of this kind are numbered, acknowledged and repeated until they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,83 +123,95 @@ class Flag(enum.IntFlag):
     """Only in a joined push: it is in the sum that another row of its slice carries, and has no bytes of its own."""
 
 
-# Registration.
+ROWS = "rows"
+"""The form of a table whose first values are sent."""
+
+MORE = 128
+"""A flag: further rows of the same contribution, or of the same first values, follow."""
+
+Error = Annotated[int, code("error", ErrorCode, "an error")]
+Outcomes = Annotated[U8, codes_up_to(max(Outcome), "outcome")]
+_PUSH_FLAGS = Flag.EMPTY | Flag.DELTA | Flag.AVERAGE | Flag.HOLD
+PushFlags = Annotated[U8, bits(_PUSH_FLAGS)]
+JoinedPushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.CARRIED)]
+InitRowsFlags = Annotated[U8, bits(MORE)]
+PushRowsFlags = Annotated[U8, bits(Flag.EMPTY | Flag.AVERAGE | MORE)]
+
+# Registration: spoken before there are sequence numbers, hence idempotent.
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(WireMessage):
     """Process → scheduler: here I am. Repeated until answered; the stamp's incarnation is the process's token."""
 
-    KIND: ClassVar[int] = 1
-    SEQUENCED: ClassVar[bool] = False
-    wanted_rank: int
+    KIND = 1
+    SEQUENCED = False
+    wanted_rank: FromMinusOne
     """The rank asked for, or -1."""
-    host: str
-    pid: int
-    endpoint: str
+    host: Name
+    pid: UInt32
+    endpoint: Name
     """Where a server accepts workers, or a worker the others of its host; empty for a worker that sums alone."""
-    num_workers: int
-    num_servers: int
-    version: str
+    num_workers: UInt32
+    num_servers: UInt32
+    version: Name
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(WireMessage):
     """Scheduler → process: your rank and incarnation."""
 
-    KIND: ClassVar[int] = 2
-    SEQUENCED: ClassVar[bool] = False
-    rank: int
-    incarnation: int
+    KIND = 2
+    SEQUENCED = False
+    rank: UInt32
+    incarnation: UInt64
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(WireMessage):
     """Anybody → a process that may not take part: why not. Final."""
 
-    KIND: ClassVar[int] = 3
-    SEQUENCED: ClassVar[bool] = False
-    reason: str
+    KIND = 3
+    SEQUENCED = False
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     """One line of the roster."""
 
-    member: Member
-    host: str
-    pid: int
-    endpoint: str
+    member: Annotated[Member, MEMBER]
+    host: Name
+    pid: UInt32
+    endpoint: Name
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class Roster(WireMessage):
     """Scheduler → all: who is in the cluster now. The first one says that it is complete."""
 
-    KIND: ClassVar[int] = 4
-    SEQUENCED: ClassVar[bool] = True
-    peers: tuple[Peer, ...]
+    KIND = 4
+    peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
 
 
 @dataclass(frozen=True, slots=True)
-class Declare:
+class Declare(WireMessage):
     """Worker → scheduler: I am about to initialise these keys."""
 
-    KIND: ClassVar[int] = 10
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    mode: str
+    KIND = 10
+    request: UInt64
+    store: UInt32
+    mode: Name
     """The name of the store's policy: ``sync`` or ``async``."""
-    keys: tuple[int | str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[int, ...]
-    pulled_as: tuple[int, ...]
+    keys: Keys
+    shapes: Shapes
+    dtypes: DTypes
+    pulled_as: DTypes
     """Per key the dtype in which its values travel to workers: its own, or a half for a key of float32."""
-    forms: tuple[str, ...]
+    forms: Forms
     """Per key: empty for an array, else what the rows of a table begin as."""
 
 
@@ -168,442 +224,416 @@ class Placement:
 
     CUT: ClassVar[int] = 0xFFFFFFFF
     CUT_AT_ROWS: ClassVar[int] = 0xFFFFFFFE
-    first_slices: tuple[int, ...]
-    homes: tuple[int, ...]
-    slice_bytes: int
+    first_slices: Givers
+    homes: Givers
+    slice_bytes: Annotated[int, integer("slice_bytes", SLICE_BYTES_MIN, (1 << 32) - 1)]
+
+
+_PLACEMENT = record("placement", Placement, "keys", ("first_slices", "homes"))
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(WireMessage):
     """Scheduler → worker: every worker declared these keys alike; this is where they live."""
 
-    KIND: ClassVar[int] = 11
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    placement: Placement
-    givers: tuple[int, ...]
+    KIND = 11
+    request: UInt64
+    placement: Annotated[Placement, _PLACEMENT]
+    givers: Givers
     """Per key the rank of the worker whose value is the first one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Assign:
+class Assign(WireMessage):
     """Scheduler → server: these keys exist; keep the slices that are yours."""
 
-    KIND: ClassVar[int] = 12
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    mode: str
-    keys: tuple[int | str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[int, ...]
-    pulled_as: tuple[int, ...]
-    forms: tuple[str, ...]
-    placement: Placement
+    KIND = 12
+    request: UInt64
+    store: UInt32
+    mode: Name
+    keys: Keys
+    shapes: Shapes
+    dtypes: DTypes
+    pulled_as: DTypes
+    forms: Forms
+    placement: Annotated[Placement, _PLACEMENT]
 
 
 @dataclass(frozen=True, slots=True)
-class Configure:
+class Configure(WireMessage):
     """Worker → scheduler: the optimizer of this store, as names and numbers."""
 
-    KIND: ClassVar[int] = 13
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    description: dict[str, str | int | float | bool | None]
+    KIND = 13
+    request: UInt64
+    store: UInt32
+    description: Description
 
 
 @dataclass(frozen=True, slots=True)
-class SetOptimizer:
+class SetOptimizer(WireMessage):
     """Scheduler → server: from now on update the weights of this store so."""
 
-    KIND: ClassVar[int] = 14
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    description: dict[str, str | int | float | bool | None]
+    KIND = 14
+    request: UInt64
+    store: UInt32
+    description: Description
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Done(WireMessage):
     """The request is fulfilled."""
 
-    KIND: ClassVar[int] = 15
-    SEQUENCED: ClassVar[bool] = True
-    request: int
+    KIND = 15
+    request: UInt64
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(WireMessage):
     """The request cannot be fulfilled."""
 
-    KIND: ClassVar[int] = 16
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    code: int
-    reason: str
+    KIND = 16
+    request: UInt64
+    code: Error
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
-class Barrier:
+class Barrier(WireMessage):
     """Worker → scheduler: I am at the `counter`-th barrier of this store. Answered by `Done` when all are.
 
     All of them must say the same in `statement`, or all are answered by `Failed`.
     """
 
-    KIND: ClassVar[int] = 17
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
-    counter: int
-    statement: str
+    KIND = 17
+    request: UInt64
+    store: UInt32
+    counter: UInt64
+    statement: Sentence
 
 
 # Data: between workers and servers, and workers of one host. No scheduler involved.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InitValues:
+class InitValues(WireMessage):
     """Worker 0 → server: the first values of slices. Repeated, it changes nothing."""
 
-    KIND: ClassVar[int] = 20
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    arrays: Arrays
+    KIND = 20
+    runs: U32s
+    ids: U32s
+    arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Push:
+class Push(WireMessage):
     """Worker → server, or the worker that sums for its host: contributions; with `pull`, the new values are wanted."""
 
-    KIND: ClassVar[int] = 21
-    SEQUENCED: ClassVar[bool] = True
-    pull: bool
-    runs: U32
-    ids: U32
-    steps: U32
+    KIND = 21
+    pull: Boolean
+    runs: U32s
+    ids: U32s
+    steps: U32s
     """The worker's push counter of the slice: 0 for its first push."""
-    versions: U32
+    versions: U32s
     """The version of the weights that the contribution was computed on."""
-    samples: U32
+    samples: U32s
     """How many examples the contribution sums; 0 = not said."""
-    flags: U8
-    settings: tuple[tuple[float, float, float], ...]
+    flags: PushFlags
+    settings: Settings
     """Distinct (learning rate, weight decay, rescale); NaN for what the server's optimizer should decide."""
-    setting_of: U8
+    setting_of: U8s
     """(n,) index into `settings`."""
-    arrays: Arrays
+    arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pull:
+class Pull(WireMessage):
     """Worker → server: send the values as soon as my first `steps` pushes are counted and `versions` is reached."""
 
-    KIND: ClassVar[int] = 22
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    steps: U32
-    versions: U32
+    KIND = 22
+    runs: U32s
+    ids: U32s
+    steps: U32s
+    versions: U32s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Values:
+class Values(WireMessage):
     """Server → worker: values of slices at a version; answers `Pull`, and `Push` with `pull`."""
 
-    KIND: ClassVar[int] = 23
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    versions: U32
-    outcomes: U8
-    arrays: Arrays
+    KIND = 23
+    runs: U32s
+    ids: U32s
+    versions: U32s
+    outcomes: Outcomes
+    arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Counted:
+class Counted(WireMessage):
     """Server → worker: what became of contributions or first values."""
 
-    KIND: ClassVar[int] = 24
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    versions: U32
-    outcomes: U8
+    KIND = 24
+    runs: U32s
+    ids: U32s
+    versions: U32s
+    outcomes: Outcomes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Refused:
+class Refused(WireMessage):
     """Server → worker: these slices of a request failed, for one reason. Their neighbours are not touched."""
 
-    KIND: ClassVar[int] = 25
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    code: int
-    reason: str
+    KIND = 25
+    runs: U32s
+    ids: U32s
+    code: Error
+    reason: Sentence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReplaceValues:
+class ReplaceValues(WireMessage):
     """Worker 0 → server: new values of slices in place of the present ones, while nobody's push is under way."""
 
-    KIND: ClassVar[int] = 26
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    arrays: Arrays
+    KIND = 26
+    runs: U32s
+    ids: U32s
+    arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PullState:
+class PullState(WireMessage):
     """Worker → server: send what the optimizer remembers of slices, of which my first `steps` pushes are counted.
 
     Each is answered by `Values` with its part, of the dtype in which states are kept.
     """
 
-    KIND: ClassVar[int] = 70
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    steps: U32
-    parts: U8
+    KIND = 70
+    runs: U32s
+    ids: U32s
+    steps: U32s
+    parts: U8s
     """(n,) which part of the state: see WIRE.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReplaceState:
+class ReplaceState(WireMessage):
     """Worker → server: parts of the optimizer's state in place of the present ones, while no push is under way."""
 
-    KIND: ClassVar[int] = 71
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    parts: U8
-    arrays: Arrays
+    KIND = 71
+    runs: U32s
+    ids: U32s
+    parts: U8s
+    arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JoinedPush:
+class JoinedPush(WireMessage):
     """Worker → server: contributions of several workers of the sender's host, summed there. One answer per slice.
 
     The columns are those of `Push`, one row per slice and worker. The rows of a slice stand together, by rank, the
     sender's among them; `runs` repeats the sender's own run, under which it is answered.
     """
 
-    KIND: ClassVar[int] = 27
-    SEQUENCED: ClassVar[bool] = True
-    pull: bool
-    runs: U32
-    ids: U32
-    ranks: U32
+    KIND = 27
+    pull: Boolean
+    runs: U32s
+    ids: U32s
+    ranks: U32s
     """Whose contribution a row is."""
-    steps: U32
-    versions: U32
-    samples: U32
-    flags: U8
-    settings: tuple[tuple[float, float, float], ...]
-    setting_of: U8
-    arrays: Arrays
+    steps: U32s
+    versions: U32s
+    samples: U32s
+    flags: JoinedPushFlags
+    settings: Settings
+    setting_of: U8s
+    arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HandedBack:
+class HandedBack(WireMessage):
     """Worker that sums for its host → worker of that host: send these contributions to the server yourself."""
 
-    KIND: ClassVar[int] = 28
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
+    KIND = 28
+    runs: U32s
+    ids: U32s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CompressedPush:
+class CompressedPush(WireMessage):
     """Worker → server: contributions of float32, encoded. The columns are those of `Push`, and so are the answers."""
 
-    KIND: ClassVar[int] = 29
-    SEQUENCED: ClassVar[bool] = True
-    pull: bool
-    runs: U32
-    ids: U32
-    steps: U32
-    versions: U32
-    samples: U32
-    flags: U8
-    settings: tuple[tuple[float, float, float], ...]
-    setting_of: U8
-    arrays: Coded
+    KIND = 29
+    pull: Boolean
+    runs: U32s
+    ids: U32s
+    steps: U32s
+    versions: U32s
+    samples: U32s
+    flags: PushFlags
+    settings: Settings
+    setting_of: U8s
+    arrays: CodedArrays
 
 
 # Tables of rows.
 
-ROWS = "rows"
-"""The form of a table whose first values are sent."""
-
-MORE = 128
-"""A flag: further rows of the same contribution, or of the same first values, follow."""
+# A message carries some rows of a table, each with its id. A table has one slice on each server that keeps rows of it.
+# Row ids are those of the whole table, int64, strictly ascending within a message's slice. A contribution too large for
+# one message comes in several, all but the last with `MORE`.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InitRows:
+class InitRows(WireMessage):
     """Worker 0 → server: the first values of rows; rows that are not named are zero. Repeated, it changes nothing."""
 
-    KIND: ClassVar[int] = 60
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    flags: U8
-    arrays: Arrays
+    KIND = 60
+    runs: U32s
+    ids: U32s
+    flags: InitRowsFlags
+    arrays: RowArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PushRows:
+class PushRows(WireMessage):
     """Worker → server: contributions of rows; one without rows counts, too. The other columns are those of `Push`."""
 
-    KIND: ClassVar[int] = 61
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    steps: U32
-    versions: U32
-    samples: U32
-    flags: U8
-    settings: tuple[tuple[float, float, float], ...]
-    setting_of: U8
-    arrays: Arrays
+    KIND = 61
+    runs: U32s
+    ids: U32s
+    steps: U32s
+    versions: U32s
+    samples: U32s
+    flags: PushRowsFlags
+    settings: Settings
+    setting_of: U8s
+    arrays: RowArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PullRows:
+class PullRows(WireMessage):
     """Worker → server: send these rows as soon as my first `steps` pushes are counted and `versions` is reached.
 
     `arrays` has one entry for each slice: the ids.
     """
 
-    KIND: ClassVar[int] = 62
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    steps: U32
-    versions: U32
-    arrays: Arrays
+    KIND = 62
+    runs: U32s
+    ids: U32s
+    steps: U32s
+    versions: U32s
+    arrays: RowIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowValues:
+class RowValues(WireMessage):
     """Server → worker: the values of the rows that `PullRows` named, in its order. One entry for each slice."""
 
-    KIND: ClassVar[int] = 63
-    SEQUENCED: ClassVar[bool] = True
-    runs: U32
-    ids: U32
-    versions: U32
-    arrays: Arrays
+    KIND = 63
+    runs: U32s
+    ids: U32s
+    versions: U32s
+    arrays: SliceArrays
 
 
 # Life and death.
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Alive(WireMessage):
     """Process → scheduler, every heartbeat: I live; the stamp says in which step."""
 
-    KIND: ClassVar[int] = 30
-    SEQUENCED: ClassVar[bool] = False
+    KIND = 30
+    SEQUENCED = False
 
 
 @dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(WireMessage):
     """Nothing but the acknowledgement in the stamp. `wanted` asks for one back: the connection is new."""
 
-    KIND: ClassVar[int] = 31
-    SEQUENCED: ClassVar[bool] = False
-    wanted: bool
+    KIND = 31
+    SEQUENCED = False
+    wanted: Boolean
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(WireMessage):
     """Scheduler or server → worker: what your request waits for, so that your side can say it."""
 
-    KIND: ClassVar[int] = 32
-    SEQUENCED: ClassVar[bool] = False
-    subject: str
+    KIND = 32
+    SEQUENCED = False
+    subject: Sentence
     """Such as ``round 7 of key 'fc1'``."""
-    ranks: tuple[int, ...]
+    ranks: Ranks
     """The workers awaited."""
-    since_s: float
+    since_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Goodbye:
+class Goodbye(WireMessage):
     """Worker → scheduler: I leave. With a `failure` the job cannot go on; a server says only that. Answered by `Done`.
 
     Before that, to the worker that sums for its host: nothing of mine may be with you alone. Answered likewise.
     """
 
-    KIND: ClassVar[int] = 33
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    failure: str
+    KIND = 33
+    request: UInt64
+    failure: Sentence
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(WireMessage):
     """Scheduler → all: the job ends because of this."""
 
-    KIND: ClassVar[int] = 34
-    SEQUENCED: ClassVar[bool] = False
-    code: int
+    KIND = 34
+    SEQUENCED = False
+    code: Error
     """`ErrorCode.PEER_LOST` or `ErrorCode.DEADLOCK`. What is said of a process below, only the former has."""
-    node: str
-    host: str
-    cause: str
-    step: int
+    node: Name
+    host: Name
+    cause: Sentence
+    step: FromMinusOne
     """-1 when unknown."""
-    sentence: str
+    sentence: Sentence
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(WireMessage):
     """Scheduler → server: every worker has left; end."""
 
-    KIND: ClassVar[int] = 35
-    SEQUENCED: ClassVar[bool] = True
+    KIND = 35
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blocked:
+class Blocked(WireMessage):
     """Worker → scheduler: all threads of my user wait, and can go on only if other workers do something.
 
     It holds until the next one. An empty `place` takes it back. Slices that are alike stand together in stretches; the
     last stretch is all slices that this worker does not know.
     """
 
-    KIND: ClassVar[int] = 36
-    SEQUENCED: ClassVar[bool] = True
-    number: int
+    KIND = 36
+    number: UInt64
     """Counts the different reports of this worker."""
-    place: str
+    place: Sentence
     """The call that waits, for people, such as ``pull of key 'w'``; '' if this worker may go on."""
-    requests: tuple[int, ...]
+    requests: Requests
     """The open requests to the scheduler."""
-    slice: int
+    slice: FromMinusOne
     """For which slice the call waits, or -1."""
-    firsts: U32
+    firsts: Numbers
     """(n,) the first slice of each stretch, ascending."""
-    pushed: U32
+    pushed: Numbers
     """(n,) how often this worker has pushed each slice of the stretch; only of slices that have rounds."""
-    awaited: U32
+    awaited: Numbers
     """(n,) how often all workers must have pushed it before the next answer can come; 0 where none is awaited."""
 
 
 @dataclass(frozen=True, slots=True)
-class CheckBlocked:
+class CheckBlocked(WireMessage):
     """Scheduler → worker: do you still wait as you said? Answered by `Blocked`, with the same number if so."""
 
-    KIND: ClassVar[int] = 37
-    SEQUENCED: ClassVar[bool] = True
+    KIND = 37
 
 
 # Checkpoints.
@@ -616,35 +646,37 @@ CHECKPOINT = "checkpoint"
 class SavedFile:
     """A file in the folder; `name` is empty for none."""
 
-    name: str
-    nbytes: int
-    sha256: str
+    name: Name
+    nbytes: UInt64
+    sha256: Name
+
+
+_FILE = record("file", SavedFile)
 
 
 @dataclass(frozen=True, slots=True)
-class _OfStore:
+class _OfStore(WireMessage):
     """What is asked about a store, and answered."""
 
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    store: int
+    request: UInt64
+    store: UInt32
 
 
 @dataclass(frozen=True, slots=True)
 class _FromWorker(_OfStore):
     """What a worker asks about its `counter`-th checkpoint, or its `counter`-th load, which is in this folder."""
 
-    counter: int
-    folder: str
-    contents: tuple[str, ...]
+    counter: UInt64
+    folder: Name
+    contents: Names
 
 
 @dataclass(frozen=True, slots=True)
 class _ToServer(_OfStore):
     """What a server is to do in this folder."""
 
-    folder: str
-    contents: tuple[str, ...]
+    folder: Name
+    contents: Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -652,17 +684,16 @@ class Claim(_FromWorker):
     """Worker → scheduler: the `counter`-th checkpoint of this store will be the first one that I save into the
     directory of this folder. Answered when the job has the lock of the directory and every server can write there."""
 
-    KIND: ClassVar[int] = 43
+    KIND = 43
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(WireMessage):
     """Scheduler → worker: save there; files say that they are of this run."""
 
-    KIND: ClassVar[int] = 48
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    run: str
+    KIND = 48
+    request: UInt64
+    run: Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -670,70 +701,68 @@ class Prepare(_ToServer):
     """Scheduler → server: checkpoints of this run are going to lie in the directory of this folder; can you write
     there?"""
 
-    KIND: ClassVar[int] = 49
-    run: str
+    KIND = 49
+    run: Name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MarkPushes:
+class MarkPushes(WireMessage):
     """Worker → server: the `counter`-th checkpoint of this store has my first `steps` pushes of each slice.
 
     It comes before any later push of this worker, to every server, with no slices to one that keeps nothing of the
     store. The slices are those of arrays and of tables alike. Not answered: the server reports to the scheduler.
     """
 
-    KIND: ClassVar[int] = 40
-    SEQUENCED: ClassVar[bool] = True
-    store: int
-    counter: int
-    folder: str
-    contents: tuple[str, ...]
+    KIND = 40
+    store: UInt32
+    counter: UInt64
+    folder: Name
+    contents: Names
     """Empty if this worker cannot take part: then nothing is written."""
-    run: str
-    step: int
-    last: bool
+    run: Name
+    step: UInt64
+    last: Boolean
     """Whether these are the last of the slices."""
-    ids: U32
-    steps: U32
+    ids: Numbers
+    steps: Numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Save(_FromWorker):
     """Worker → scheduler: I have marked my pushes. Answered when the checkpoint is complete, or has failed."""
 
-    KIND: ClassVar[int] = 41
-    run: str
+    KIND = 41
+    run: Name
     """Empty if the worker has not claimed the folder, and does not take part."""
-    step: int
-    keep: int
+    step: UInt64
+    keep: UInt32
     """How many checkpoints to keep beside each other; 0 = all."""
-    num_keys: int
+    num_keys: UInt32
     """How many keys the store has, as this worker knows."""
-    file: SavedFile
+    file: Annotated[SavedFile, _FILE]
     """What the worker itself wants to have back."""
-    failure: str
+    failure: Sentence
     """Why the worker cannot take part; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(WireMessage):
     """Server → scheduler: all workers have marked, and my slices are in this file (none if I keep nothing),
     or they are not, because of `failure`. Every server says it once for every checkpoint."""
 
-    KIND: ClassVar[int] = 42
-    SEQUENCED: ClassVar[bool] = True
-    store: int
-    counter: int
-    file: SavedFile
-    failure: str
+    KIND = 42
+    store: UInt32
+    counter: UInt64
+    file: Annotated[SavedFile, _FILE]
+    failure: Sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Load(_FromWorker):
     """Worker → scheduler: none of my pushes is under way; restore the store. Answered when every server has."""
 
-    KIND: ClassVar[int] = 44
-    failure: str
+    KIND = 44
+    failure: Sentence
     """Why the worker cannot take part; empty if it does."""
 
 
@@ -741,21 +770,21 @@ class Load(_FromWorker):
 class Restore(_ToServer):
     """Scheduler → server: read your slices, and wait."""
 
-    KIND: ClassVar[int] = 45
+    KIND = 45
 
 
 @dataclass(frozen=True, slots=True)
 class TakeRestored(_OfStore):
     """Scheduler → server: every server has read what it needs; go on from there."""
 
-    KIND: ClassVar[int] = 46
+    KIND = 46
 
 
 @dataclass(frozen=True, slots=True)
 class DropRestored(_OfStore):
     """Scheduler → server: some server could not read; forget what you have read."""
 
-    KIND: ClassVar[int] = 47
+    KIND = 47
 
 
 # Commands.
@@ -765,25 +794,23 @@ HEAD_OF_USERS_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class Command(WireMessage):
     """Worker → scheduler: let every server run the handler `head` with `body`, and say when all have."""
 
-    KIND: ClassVar[int] = 50
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    head: int
-    body: str
+    KIND = 50
+    request: UInt64
+    head: UInt32
+    body: Body
 
 
 @dataclass(frozen=True, slots=True)
-class Perform:
+class Perform(WireMessage):
     """Scheduler → server: run the handler `head` with `body`."""
 
-    KIND: ClassVar[int] = 51
-    SEQUENCED: ClassVar[bool] = True
-    request: int
-    head: int
-    body: str
+    KIND = 51
+    request: UInt64
+    head: UInt32
+    body: Body
 
 
 Message = (

@@ -1,30 +1,33 @@
-"""The types of fields in a header: how each is packed, and how it is read with nothing taken on trust.
+"""The types of message fields, WIRE.md section 3: how each is packed, read and checked.
 
-A `Field` is a pair of functions, chosen once per kind in the table of `wire`. `read` takes the next item from a
-`Source`; it raises `ProtocolError` when the item is anything but what the field says. Exact types hold: a bool is no
-number, an integer no float. Lists whose length the peer chooses are read item by item, because a general decoder
-would allocate the length that each of many nested lists claims to have. What is about keys, of which one message may
-have very many, travels as runs of bytes instead, which are checked and taken apart in a few calls.
+An alias such as `UInt32` is what a message's annotation says: the Python type, and a `WireType` that `wire` compiles
+its encoder and decoder from. Invariants:
+
+* `read` takes one item from a `Source` and raises `ProtocolError` unless it is exactly what the type allows: a bool
+  is not a number, an integer is not a float.
+* Lists whose length the peer chooses are read item by item, because a general decoder would allocate the length that
+  each of many nested lists claims. Columns about keys or slices travel as runs of bytes, read in a few calls.
+* `check` looks at what `read` does not; it runs on both sides, after the lengths of all columns have been compared.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Annotated, Any, Protocol, cast
 
 import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.errors import ProtocolError
 from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.arrays import Arrays, Coded
-from kvdist.protocol.limits import WireLimits
-from kvdist.protocol.messages import ErrorCode
+from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Coded, Payload, as_octets, check_coded, pad_sizes
+from kvdist.protocol.limits import DEFAULT, WireLimits
 
 ROLES = (Role.SCHEDULER, Role.SERVER, Role.WORKER)
-"""A role's code is its place here."""
+"""A role's code is its index here."""
 ROLE_CODES = {role: code for code, role in enumerate(ROLES)}
 
 _U8 = np.dtype("<u1")
@@ -32,8 +35,8 @@ _U32 = np.dtype("<u4")
 _U64 = np.dtype("<u8")
 
 
-class Reader(Protocol):
-    """What the fields need of a decoder of items."""
+class ItemReader(Protocol):
+    """The part of a msgpack decoder that fields are read with."""
 
     def unpack(self) -> Any:
         """The next item, whole."""
@@ -46,29 +49,56 @@ class Reader(Protocol):
 class Source:
     """What one message is read from."""
 
-    reader: Reader
+    reader: ItemReader
     limits: WireLimits
     payload: list[memoryview]
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """How values of one field are packed (to what msgpack knows) and read."""
-
-    pack: Callable[[Any], Any]
-    read: Callable[[Source], Any]
 
 
 def _same(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class WireType:
+    """How values of one type travel.
+
+    Attributes:
+        name: what WIRE.md calls the type.
+        read: the next value of a source.
+        pack: a value as what msgpack packs.
+        group: fields of a message with the same group have equal lengths: ``slices``, ``numbers`` or ``keys``.
+        columns: the attributes of a value whose lengths count for the group; '' is the value itself.
+        check: what else must hold of a value.
+    """
+
+    name: str
+    read: Callable[[Source], Any]
+    pack: Callable[[Any], Any] = _same
+    group: str = ""
+    columns: tuple[str, ...] = ("",)
+    check: Callable[[Any, WireLimits], None] | None = None
+
+
+def wire_fields(message: type[Any]) -> tuple[tuple[str, WireType], ...]:
+    """The names and wire types of a dataclass's fields, in order, as its annotations say."""
+    annotations: list[tuple[str, Any]] = [(field.name, field.type) for field in dataclasses.fields(message)]
+    return tuple((name, annotation.__metadata__[0]) for name, annotation in annotations)
+
+
 def _found(value: object) -> str:
-    """What was found instead, in a few harmless characters."""
+    """What was found instead, in a few printable characters."""
     return ascii(value)[:40] if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
-def integer(low: int, high: int) -> Field:
+def _check_count(count: int, limit: int) -> None:
+    if count > limit:
+        raise ProtocolError(f"a list of {count} items, where {limit} are allowed")
+
+
+# Single values.
+
+
+def integer(name: str, low: int, high: int) -> WireType:
     """A whole number from `low` to `high`, both included."""
 
     def read(source: Source) -> int:
@@ -77,7 +107,20 @@ def integer(low: int, high: int) -> Field:
             raise ProtocolError(f"expected an integer from {low} to {high}, found {_found(value)}")
         return value
 
-    return Field(_same, read)
+    return WireType(name, read)
+
+
+def code(name: str, codes: type[Any], meaning: str) -> WireType:
+    """The code of a member of an enumeration."""
+    known = frozenset(int(one) for one in codes)
+
+    def read(source: Source) -> int:
+        value = source.reader.unpack()
+        if type(value) is not int or value not in known:
+            raise ProtocolError(f"expected the code of {meaning}, found {_found(value)}")
+        return value
+
+    return WireType(name, read, int)
 
 
 def _read_flag(source: Source) -> bool:
@@ -103,25 +146,145 @@ def _text(value: object, bytes_max: int) -> str:
     return value
 
 
-def text(limit: str) -> Field:
+def text(name: str, limit: str, pack: Callable[[str], str] = _same) -> WireType:
     """Text of at most as many bytes as the limit of that name says."""
-    return Field(_same, lambda source: _text(source.reader.unpack(), getattr(source.limits, limit)))
+    return WireType(name, lambda source: _text(source.reader.unpack(), getattr(source.limits, limit)), pack)
 
 
-def sentence(bytes_max: int) -> Field:
-    """Text for people: what is too long is cut by the sender, so that no report of a failure can fail itself."""
-
-    def pack(value: str) -> str:
-        data = value.encode("utf-8", "replace")
-        if len(data) > bytes_max:
-            data = data[: bytes_max - 3] + "…".encode()
-        return data.decode("utf-8", "ignore")
-
-    return Field(pack, text("sentence_bytes_max").read)
+def _pack_sentence(value: str) -> str:
+    """Cut what is too long, so that reporting a failure cannot fail itself."""
+    data = value.encode("utf-8", "replace")
+    if len(data) > DEFAULT.sentence_bytes_max:
+        data = data[: DEFAULT.sentence_bytes_max - 3] + "…".encode()
+    return data.decode("utf-8", "ignore")
 
 
-NUMBER = 0xFFFFFFFF
-"""In place of the length of a key that is a number."""
+_UINT32 = integer("u32", 0, (1 << 32) - 1)
+_UINT64 = integer("u64", 0, (1 << 64) - 1)
+_NAME = text("name", "name_bytes_max")
+
+UInt32 = Annotated[int, _UINT32]
+UInt64 = Annotated[int, _UINT64]
+FromMinusOne = Annotated[int, integer("from-1", -1, (1 << 32) - 1)]
+Boolean = Annotated[bool, WireType("flag", _read_flag)]
+Seconds = Annotated[float, WireType("seconds", _read_seconds, float)]
+Name = Annotated[str, _NAME]
+Sentence = Annotated[str, text("sentence", "sentence_bytes_max", _pack_sentence)]
+Body = Annotated[str, text("body", "body_bytes_max")]
+
+
+# Lists and records.
+
+
+def read_count(source: Source) -> int:
+    """How many items the list has that begins here."""
+    first = source.reader.read_bytes(1)
+    if first and first[0] & 0xF0 == 0x90:
+        return first[0] & 0x0F
+    width = {b"\xdc": 2, b"\xdd": 4}.get(first)
+    if width is None:
+        raise ProtocolError("expected a list")
+    digits = source.reader.read_bytes(width)
+    if len(digits) != width:
+        raise ProtocolError("the header ends inside a list")
+    return int.from_bytes(digits, "big")
+
+
+def expect_count(source: Source, wanted: int) -> None:
+    """Begin to read a list of that many items."""
+    found = read_count(source)
+    if found != wanted:
+        raise ProtocolError(f"expected a list of {wanted} items, found {found}")
+
+
+def list_of(name: str, item: WireType, limit: str) -> WireType:
+    """A tuple of items, at most as many as the limit of that name says."""
+    pack_item, read_item = item.pack, item.read
+
+    def read(source: Source) -> tuple[Any, ...]:
+        count = read_count(source)
+        _check_count(count, getattr(source.limits, limit))
+        return tuple([read_item(source) for _ in range(count)])
+
+    return WireType(name, read, lambda values: [pack_item(value) for value in values])
+
+
+def record(name: str, make: type[Any], group: str = "", columns: tuple[str, ...] = ("",)) -> WireType:
+    """A dataclass inside a field: a list of its own fields in their order."""
+    table = wire_fields(make)
+
+    def pack(value: Any) -> list[Any]:
+        return [field.pack(getattr(value, name)) for name, field in table]
+
+    def read(source: Source) -> Any:
+        expect_count(source, len(table))
+        return make(*[field.read(source) for _, field in table])
+
+    return WireType(name, read, pack, group, columns)
+
+
+def member_of(role: int, rank: int, incarnation: int) -> Member:
+    """The process with that code of a role; the numbers already have their widths."""
+    if role >= len(ROLES):
+        raise ProtocolError(f"unknown role {role}")
+    if role == 0 and rank != 0:
+        raise ProtocolError(f"a scheduler of rank {rank}; the scheduler has rank 0")
+    return Member(NodeId(ROLES[role], rank), incarnation)
+
+
+def _read_member(source: Source) -> Member:
+    value = source.reader.unpack()
+    if type(value) is not tuple or len(value) != 3 or any(type(part) is not int for part in value):
+        raise ProtocolError("expected the role, rank and incarnation of a process")
+    role, rank, incarnation = value
+    if not (0 <= role < len(ROLES) and 0 <= rank < 1 << 32 and 0 <= incarnation < 1 << 64):
+        raise ProtocolError("the role, rank or incarnation of a process is out of range")
+    return member_of(role, rank, incarnation)
+
+
+def _read_description(source: Source) -> dict[str, str | int | float | bool | None]:
+    value = source.reader.unpack()
+    if type(value) is not dict or len(value) > source.limits.entries_max:
+        raise ProtocolError(f"expected a map of at most {source.limits.entries_max} entries")
+    for name, entry in value.items():
+        _text(name, source.limits.entry_name_bytes_max)
+        _check_scalar(entry, source.limits)
+    return value
+
+
+def _check_scalar(value: object, limits: WireLimits) -> None:
+    if isinstance(value, str):
+        _text(value, limits.name_bytes_max)
+        return
+    whole = isinstance(value, int) and -(1 << 63) <= value < 1 << 63
+    if not (value is None or whole or (isinstance(value, float) and math.isfinite(value))):
+        raise ProtocolError(f"expected text, a bool, a 64-bit integer, a finite float or nil, found {_found(value)}")
+
+
+MEMBER = WireType(
+    "member", _read_member, lambda member: [ROLE_CODES[member.node.role], member.node.rank, member.incarnation]
+)
+
+Names = Annotated[tuple[str, ...], list_of("names", _NAME, "entries_max")]
+Requests = Annotated[tuple[int, ...], list_of("requests", _UINT64, "entries_max")]
+Ranks = Annotated[tuple[int, ...], list_of("ranks", _UINT32, "members_max")]
+Description = Annotated[dict[str, str | int | float | bool | None], WireType("description", _read_description)]
+
+
+# Columns about keys: tuples with one item per key.
+
+
+def _read_bytes(source: Source, width: int) -> bytes:
+    """A run of bytes that holds numbers of this width."""
+    data = source.reader.unpack()
+    if type(data) is not bytes or len(data) % width:
+        raise ProtocolError(f"expected a run of bytes that holds items of {width} bytes, found {_found(data)}")
+    _check_count(len(data) // width, source.limits.keys_max)
+    return data
+
+
+KEY_IS_NUMBER = 0xFFFFFFFF
+"""Stands in place of the length of a key that is a number."""
 
 
 def _pack_keys(values: Sequence[int | str]) -> list[bytes]:
@@ -129,7 +292,7 @@ def _pack_keys(values: Sequence[int | str]) -> list[bytes]:
     if set(map(type, values)) == {str}:
         return _pack_texts(cast("Sequence[str]", values))
     parts = list(map(_key_bytes, values))
-    lengths = [len(part) if type(value) is str else NUMBER for part, value in zip(parts, values, strict=True)]
+    lengths = [len(part) if type(value) is str else KEY_IS_NUMBER for part, value in zip(parts, values, strict=True)]
     return [np.array(lengths, _U32).tobytes(), b"".join(parts)]
 
 
@@ -143,8 +306,8 @@ def _key_bytes(value: object) -> bytes:
 
 def _read_keys(source: Source) -> tuple[int | str, ...]:
     lengths, content = _read_lengths(source)
-    is_number = lengths == NUMBER
-    parts = _parts(np.where(is_number, 8, lengths), content, source.limits.key_bytes_max)
+    is_number = lengths == KEY_IS_NUMBER
+    parts = _cut(np.where(is_number, 8, lengths), content, source.limits.key_bytes_max)
     if not is_number.any():
         return tuple(map(bytes.decode, parts))
     return tuple(
@@ -163,20 +326,21 @@ def _pack_texts(values: Sequence[str]) -> list[bytes]:
 
 def _read_texts(source: Source) -> tuple[str, ...]:
     lengths, content = _read_lengths(source)
-    return tuple(map(bytes.decode, _parts(lengths, content, source.limits.name_bytes_max)))
+    return tuple(map(bytes.decode, _cut(lengths, content, source.limits.name_bytes_max)))
 
 
 def _read_lengths(source: Source) -> tuple[Any, bytes]:
     """How long each key or text is, and all of them together."""
-    expect(read_count(source), 2)
+    expect_count(source, 2)
     lengths = np.frombuffer(_read_bytes(source, 4), _U32).astype(np.int64)
-    if len(lengths) > source.limits.keys_max:
-        raise ProtocolError(f"a list of {len(lengths)} items, where {source.limits.keys_max} are allowed")
-    return lengths, _read_bytes(source, 1)
+    content = source.reader.unpack()
+    if type(content) is not bytes:
+        raise ProtocolError(f"expected the bytes of texts, found {_found(content)}")
+    return lengths, content
 
 
-def _parts(lengths: Any, content: bytes, bytes_max: int) -> list[bytes]:
-    """The content, cut."""
+def _cut(lengths: Any, content: bytes, bytes_max: int) -> list[bytes]:
+    """The content, cut into parts of these lengths."""
     if len(lengths) and int(lengths.max()) > bytes_max:
         raise ProtocolError(f"a text is longer than {bytes_max} bytes")
     ends = lengths.cumsum()
@@ -188,14 +352,6 @@ def _parts(lengths: Any, content: bytes, bytes_max: int) -> list[bytes]:
     return [content[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def _read_bytes(source: Source, width: int) -> bytes:
-    """A run of bytes that holds numbers of this width."""
-    data = source.reader.unpack()
-    if type(data) is not bytes or len(data) % width:
-        raise ProtocolError(f"expected a run of bytes that holds items of {width} bytes, found {_found(data)}")
-    return data
-
-
 def _pack_shapes(values: Sequence[Sequence[int]]) -> list[bytes]:
     """How many dimensions each has, and all dimensions one after the other."""
     lengths = [length for shape in values for length in shape]
@@ -205,17 +361,15 @@ def _pack_shapes(values: Sequence[Sequence[int]]) -> list[bytes]:
 
 
 def _read_shapes(source: Source) -> tuple[tuple[int, ...], ...]:
-    expect(read_count(source), 2)
+    expect_count(source, 2)
     dims = np.frombuffer(_read_bytes(source, 1), _U8)
-    if len(dims) > source.limits.keys_max:
-        raise ProtocolError(f"a list of {len(dims)} items, where {source.limits.keys_max} are allowed")
-    lengths = np.frombuffer(_read_bytes(source, 8), _U64)
     if len(dims) and int(dims.max()) > source.limits.dims_max:
         raise ProtocolError(f"expected a shape of at most {source.limits.dims_max} dimensions")
+    data = source.reader.unpack()
     stops = dims.astype(np.int64).cumsum().tolist()
-    if len(lengths) != (stops[-1] if stops else 0):
-        raise ProtocolError(f"{len(lengths)} dimensions, where shapes say {stops[-1] if stops else 0}")
-    flat = lengths.tolist()
+    if type(data) is not bytes or len(data) != 8 * (stops[-1] if stops else 0):
+        raise ProtocolError(f"expected {stops[-1] if stops else 0} dimensions of 8 bytes, found {_found(data)}")
+    flat = np.frombuffer(data, _U64).tolist()
     shapes = tuple([tuple(flat[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)])
     for shape in set(shapes):
         # Zeros do not count, so that no other dimension hides behind one.
@@ -224,139 +378,32 @@ def _read_shapes(source: Source) -> tuple[tuple[int, ...], ...]:
     return shapes
 
 
+_DTYPE_CODES = frozenset(int(dtype) for dtype in DType)
+
+
 def _read_dtypes(source: Source) -> tuple[int, ...]:
     data = _read_bytes(source, 1)
-    if len(data) > source.limits.keys_max:
-        raise ProtocolError(f"a list of {len(data)} items, where {source.limits.keys_max} are allowed")
     if wrong := set(data) - _DTYPE_CODES:
         raise ProtocolError(f"expected the code of a dtype, found {min(wrong)}")
     return tuple(data)
 
 
-_DTYPE_CODES = frozenset(int(dtype) for dtype in DType)
+Keys = Annotated[tuple[int | str, ...], WireType("keys", _read_keys, _pack_keys, "keys")]
+Shapes = Annotated[tuple[tuple[int, ...], ...], WireType("shapes", _read_shapes, _pack_shapes, "keys")]
+DTypes = Annotated[tuple[int, ...], WireType("dtypes", _read_dtypes, bytes, "keys")]
+Forms = Annotated[tuple[str, ...], WireType("forms", _read_texts, _pack_texts, "keys")]
+Givers = Annotated[
+    tuple[int, ...],
+    WireType(
+        "givers",
+        lambda source: tuple(np.frombuffer(_read_bytes(source, 4), _U32).tolist()),
+        lambda values: np.array(values, _U32).tobytes(),
+        "keys",
+    ),
+]
 
 
-def _pack_counts(values: Sequence[int]) -> bytes:
-    return np.array(values, _U32).tobytes()
-
-
-def _read_counts(source: Source) -> tuple[int, ...]:
-    data = _read_bytes(source, 4)
-    if len(data) > 4 * source.limits.keys_max:
-        raise ProtocolError(f"a list of {len(data) // 4} items, where {source.limits.keys_max} are allowed")
-    return tuple(np.frombuffer(data, _U32).tolist())
-
-
-def _read_error(source: Source) -> int:
-    value = source.reader.unpack()
-    if type(value) is not int or value not in _ERROR_CODES:
-        raise ProtocolError(f"expected the code of an error, found {_found(value)}")
-    return value
-
-
-_ERROR_CODES = frozenset(int(code) for code in ErrorCode)
-
-
-def read_count(source: Source) -> int:
-    """How many items the list has that begins here."""
-    first = source.reader.read_bytes(1)
-    if first and first[0] & 0xF0 == 0x90:
-        return first[0] & 0x0F
-    width = {b"\xdc": 2, b"\xdd": 4}.get(first)
-    if width is None:
-        raise ProtocolError("expected a list")
-    digits = source.reader.read_bytes(width)
-    if len(digits) != width:
-        raise ProtocolError("the header ends inside a list")
-    return int.from_bytes(digits, "big")
-
-
-def many(item: Field, limit: str) -> Field:
-    """A tuple of items, at most as many as the limit of that name says."""
-    pack_item, read_item = item.pack, item.read
-
-    def read(source: Source) -> tuple[Any, ...]:
-        count = read_count(source)
-        if count > getattr(source.limits, limit):
-            raise ProtocolError(f"a list of {count} items, where {getattr(source.limits, limit)} are allowed")
-        return tuple([read_item(source) for _ in range(count)])
-
-    return Field(lambda values: [pack_item(value) for value in values], read)
-
-
-def record(make: Callable[..., Any], **fields: Field) -> Field:
-    """A dataclass inside a field: a list of its own fields in their order."""
-    table = tuple(fields.items())
-
-    def pack(value: Any) -> list[Any]:
-        return [field.pack(getattr(value, name)) for name, field in table]
-
-    def read(source: Source) -> Any:
-        expect(read_count(source), len(table))
-        return make(*[field.read(source) for _, field in table])
-
-    return Field(pack, read)
-
-
-def expect(found: int, wanted: int) -> None:
-    """Refuse a list of another length."""
-    if found != wanted:
-        raise ProtocolError(f"expected a list of {wanted} items, found {found}")
-
-
-def _read_member(source: Source) -> Member:
-    value = source.reader.unpack()
-    if type(value) is not tuple or len(value) != 3 or any(type(part) is not int for part in value):
-        raise ProtocolError("expected the role, rank and incarnation of a process")
-    role, rank, incarnation = value
-    if not (0 <= role < len(ROLES) and 0 <= rank < 1 << 32 and 0 <= incarnation < 1 << 64):
-        raise ProtocolError("the role, rank or incarnation of a process is out of range")
-    return member_of(role, rank, incarnation)
-
-
-def member_of(role: int, rank: int, incarnation: int) -> Member:
-    """The process with that code of a role; the numbers already have their widths."""
-    if role >= len(ROLES):
-        raise ProtocolError(f"unknown role {role}")
-    if role == 0 and rank != 0:
-        raise ProtocolError(f"a scheduler of rank {rank}; the scheduler has rank 0")
-    return Member(NodeId(ROLES[role], rank), incarnation)
-
-
-def _read_description(source: Source) -> dict[str, str | int | float | bool | None]:
-    value = source.reader.unpack()
-    if type(value) is not dict or len(value) > source.limits.entries_max:
-        raise ProtocolError(f"expected a map of at most {source.limits.entries_max} entries")
-    for name, entry in value.items():
-        _text(name, source.limits.entry_name_bytes_max)
-        _scalar(entry, source.limits)
-    return value
-
-
-def _scalar(value: object, limits: WireLimits) -> None:
-    if isinstance(value, str):
-        _text(value, limits.name_bytes_max)
-        return
-    whole = isinstance(value, int) and -(1 << 63) <= value < 1 << 63
-    if not (value is None or whole or (isinstance(value, float) and math.isfinite(value))):
-        raise ProtocolError(f"expected text, a bool, a 64-bit integer, a finite float or nil, found {_found(value)}")
-
-
-def _read_settings(source: Source) -> tuple[tuple[float, float, float], ...]:
-    value = source.reader.unpack()
-    if type(value) is not tuple or len(value) > source.limits.settings_max:
-        raise ProtocolError(f"expected a list of at most {source.limits.settings_max} settings")
-    for setting in value:
-        if type(setting) is not tuple or len(setting) != 3:
-            raise ProtocolError("expected a setting of three floats")
-        for number in setting:
-            if type(number) is not float or math.isinf(number):
-                raise ProtocolError(f"expected a finite float or NaN, found {_found(number)}")
-    return value
-
-
-def _pack_settings(values: tuple[tuple[float, float, float], ...]) -> list[tuple[float, float, float]]:
-    return [(float(lr), float(wd), float(rescale)) for lr, wd, rescale in values]
+# Columns about slices: arrays with one item per slice.
 
 
 def _pack_u32(values: Any) -> bytes:
@@ -374,13 +421,6 @@ def _pack_u8(values: Any) -> bytes:
 
 
 def _read_u32(source: Source) -> Any:
-    numbers = _read_u32_or_none(source)
-    if not len(numbers):
-        raise ProtocolError("expected a run of bytes that holds one or more numbers of four bytes")
-    return numbers
-
-
-def _read_u32_or_none(source: Source) -> Any:
     data = source.reader.unpack()
     if type(data) is not bytes or len(data) % 4:
         raise ProtocolError("expected a run of bytes that holds numbers of four bytes")
@@ -389,9 +429,72 @@ def _read_u32_or_none(source: Source) -> Any:
 
 def _read_u8(source: Source) -> Any:
     data = source.reader.unpack()
-    if type(data) is not bytes or not data:
-        raise ProtocolError("expected a run of one or more bytes")
+    if type(data) is not bytes:
+        raise ProtocolError("expected a run of bytes")
     return np.frombuffer(data, _U8)
+
+
+def bits(known: int) -> WireType:
+    """A byte of flags per slice, with no other bits than these."""
+    unknown = ~int(known)  # a plain int: arithmetic with members of an enumeration is slow
+
+    def check(values: U8, limits: WireLimits) -> None:  # noqa: ARG001
+        if found := int(np.bitwise_or.reduce(values)) & unknown:
+            raise ProtocolError(f"unknown flags {found}")
+
+    return WireType("u8s", _read_u8, _pack_u8, "slices", check=check)
+
+
+def codes_up_to(highest: int, meaning: str) -> WireType:
+    """A code per slice, none above the highest."""
+    highest = int(highest)
+
+    def check(values: U8, limits: WireLimits) -> None:  # noqa: ARG001
+        if (found := int(np.maximum.reduce(values))) > highest:
+            raise ProtocolError(f"unknown {meaning} {found}")
+
+    return WireType("u8s", _read_u8, _pack_u8, "slices", check=check)
+
+
+def _read_settings(source: Source) -> tuple[tuple[float, float, float], ...]:
+    value = source.reader.unpack()
+    if type(value) is not tuple:
+        raise ProtocolError("expected a list of settings")
+    for setting in value:
+        if type(setting) is not tuple or len(setting) != 3:
+            raise ProtocolError("expected a setting of three floats")
+        for number in setting:
+            if type(number) is not float:
+                raise ProtocolError(f"expected a finite float or NaN, found {_found(number)}")
+    return value
+
+
+def _pack_settings(values: tuple[tuple[float, float, float], ...]) -> list[tuple[float, float, float]]:
+    return [(float(lr), float(wd), float(rescale)) for lr, wd, rescale in values]
+
+
+def _check_settings(values: tuple[tuple[float, float, float], ...], limits: WireLimits) -> None:
+    if len(values) > limits.settings_max:
+        raise ProtocolError(f"{len(values)} settings, where {limits.settings_max} are allowed")
+    for setting in values:
+        for number in setting:
+            if math.isinf(number):
+                raise ProtocolError(f"expected a finite float or NaN, found {number}")
+
+
+U32s = Annotated[U32, WireType("u32s", _read_u32, _pack_u32, "slices")]
+U8s = Annotated[U8, WireType("u8s", _read_u8, _pack_u8, "slices")]
+Numbers = Annotated[U32, WireType("numbers", _read_u32, _pack_u32, "numbers")]
+Settings = Annotated[
+    tuple[tuple[float, float, float], ...], WireType("settings", _read_settings, _pack_settings, check=_check_settings)
+]
+
+
+# Arrays in the payload.
+
+
+def _payload(source: Source) -> Payload | tuple[Payload, ...]:
+    return source.payload[0] if len(source.payload) == 1 else tuple(source.payload)
 
 
 def _pack_arrays(value: Arrays) -> list[Any]:
@@ -399,13 +502,12 @@ def _pack_arrays(value: Arrays) -> list[Any]:
 
 
 def _read_arrays(source: Source) -> Arrays:
-    expect(read_count(source), 3)
+    expect_count(source, 3)
     dtypes, counts = _read_u8(source), _read_u32(source)
     encoding = source.reader.unpack()
     if type(encoding) is not int or encoding != 0:
         raise ProtocolError(f"unknown encoding {_found(encoding)}")
-    payload = source.payload[0] if len(source.payload) == 1 else tuple(source.payload)
-    return Arrays(dtypes, counts, payload, encoding)
+    return Arrays(dtypes, counts, _payload(source), encoding)
 
 
 def _pack_coded(value: Coded) -> list[Any]:
@@ -413,31 +515,78 @@ def _pack_coded(value: Coded) -> list[Any]:
 
 
 def _read_coded(source: Source) -> Coded:
-    expect(read_count(source), 4)
+    expect_count(source, 4)
     counts, entries = _read_u32(source), _read_u32(source)
     encoding, parameter = source.reader.unpack(), source.reader.unpack()
     if type(encoding) is not int:
         raise ProtocolError(f"expected the code of an encoding, found {_found(encoding)}")
     if type(parameter) is not float:
         raise ProtocolError(f"expected the parameter of an encoding, a float, found {_found(parameter)}")
-    payload = source.payload[0] if len(source.payload) == 1 else tuple(source.payload)
-    return Coded(counts, entries, encoding, parameter, payload)
+    return Coded(counts, entries, encoding, parameter, _payload(source))
 
 
-FLAG = Field(_same, _read_flag)
-SECONDS = Field(float, _read_seconds)
-KEYS = Field(_pack_keys, _read_keys)
-SHAPES = Field(_pack_shapes, _read_shapes)
-DTYPES = Field(bytes, _read_dtypes)
-TEXTS = Field(_pack_texts, _read_texts)
-COUNTS = Field(_pack_counts, _read_counts)
-"""Numbers of 32 bits, one per key."""
-ERROR = Field(int, _read_error)
-MEMBER = Field(lambda member: [ROLE_CODES[member.node.role], member.node.rank, member.incarnation], _read_member)
-DESCRIPTION = Field(_same, _read_description)
-SETTINGS = Field(_pack_settings, _read_settings)
-NUMBERS = Field(_pack_u32, _read_u32)
-NUMBERS_OR_NONE = Field(_pack_u32, _read_u32_or_none)
-OCTETS = Field(_pack_u8, _read_u8)
-ARRAYS = Field(_pack_arrays, _read_arrays)
-CODED = Field(_pack_coded, _read_coded)
+def _check_arrays(arrays: Arrays, limits: WireLimits) -> None:
+    if arrays.encoding != 0:
+        raise ProtocolError(f"unknown encoding {arrays.encoding}")
+    itemsizes = ITEMSIZES.take(arrays.dtypes)
+    if not np.minimum.reduce(itemsizes):
+        raise ProtocolError("an array has an unknown dtype")
+    sizes = pad_sizes(itemsizes * arrays.counts)
+    wanted = int(np.add.reduce(sizes))
+    found = arrays.nbytes
+    if found > limits.payload_bytes_max:
+        raise ProtocolError(f"a payload of {found} bytes, where {limits.payload_bytes_max} are allowed")
+    if wanted != found:
+        raise ProtocolError(f"the payload has {found} bytes where its dtypes and counts make {wanted}")
+    if isinstance(arrays.payload, tuple):
+        _check_frames(arrays.payload, sizes, limits)
+
+
+def _check_frames(frames: Sequence[Payload], sizes: np.ndarray[Any, Any], limits: WireLimits) -> None:
+    if not 0 < len(frames) <= limits.payload_frames_max:
+        raise ProtocolError(f"{len(frames)} payload frames, where 1 to {limits.payload_frames_max} are allowed")
+    if len(frames) == 1:
+        return
+    lengths = [memoryview(frame).nbytes for frame in frames]
+    frame_ends, array_ends = np.cumsum(lengths), sizes.cumsum()
+    # The sums agree, so each frame ends at or before the end of the last array.
+    if not all(lengths) or (array_ends[array_ends.searchsorted(frame_ends)] != frame_ends).any():
+        raise ProtocolError("a payload frame is empty, or ends within an array")
+
+
+def _check_coded(coded: Coded, limits: WireLimits) -> None:
+    check_coded(coded, limits.payload_bytes_max)
+    _check_arrays(as_octets(coded), limits)
+
+
+def _check_row_ids(arrays: Arrays, limits: WireLimits) -> None:
+    if (arrays.dtypes != DType.INT64).any():
+        raise ProtocolError("row ids are not int64")
+    _check_arrays(arrays, limits)
+
+
+def _check_rows(arrays: Arrays, limits: WireLimits) -> None:
+    """Whether each slice has ids and values of as many rows, or neither."""
+    if len(arrays.counts) % 2 or len(arrays.dtypes) != len(arrays.counts):
+        raise ProtocolError(f"{len(arrays.counts)} arrays, where ids and values of each slice are expected")
+    ids, values = arrays.counts[::2], arrays.counts[1::2]
+    if (arrays.dtypes[::2] != DType.INT64).any():
+        raise ProtocolError("row ids are not int64")
+    if ((ids == 0) != (values == 0)).any() or (values % np.maximum(ids, 1)).any():
+        raise ProtocolError("the values of a slice are not a whole number for each of its rows")
+    _check_arrays(arrays, limits)
+
+
+_IN_ARRAYS = ("dtypes", "counts")
+
+SliceArrays = Annotated[
+    Arrays, WireType("arrays", _read_arrays, _pack_arrays, "slices", _IN_ARRAYS, check=_check_arrays)
+]
+"""One array per slice."""
+RowIds = Annotated[Arrays, WireType("arrays", _read_arrays, _pack_arrays, "slices", _IN_ARRAYS, check=_check_row_ids)]
+"""One array of row ids per slice."""
+RowArrays = Annotated[Arrays, WireType("arrays", _read_arrays, _pack_arrays, check=_check_rows)]
+"""Two arrays per slice: ids of rows, and their values."""
+CodedArrays = Annotated[
+    Coded, WireType("coded", _read_coded, _pack_coded, "slices", ("counts", "entries"), check=_check_coded)
+]

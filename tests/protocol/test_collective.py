@@ -1,6 +1,7 @@
 """The messages between the ranks of a job without servers."""
 
 import contextlib
+import dataclasses
 import re
 from pathlib import Path
 
@@ -96,4 +97,7 @@ def test_the_page_has_every_message_with_its_fields():
     rows = re.findall(r"^\| ([0-9]+) \| `(\w+)` \| [a-z0 ]+ \| (.*) \|$", page, re.MULTILINE)
     told = [(int(kind), name, re.findall(r"`(\w+): (\w+)`", fields)) for kind, name, fields in rows]
     kinds = sorted({type(message) for message in EXAMPLES}, key=lambda kind: kind.KIND)
-    assert told == [(k.KIND, k.__name__, [tuple(field.split(":")) for field in k.LAYOUT.split()]) for k in kinds]
+    fields = {
+        kind: [(field.name, field.type.__metadata__[0].name) for field in dataclasses.fields(kind)] for kind in kinds
+    }
+    assert told == [(kind.KIND, kind.__name__, fields[kind]) for kind in kinds]

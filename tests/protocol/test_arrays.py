@@ -1,4 +1,4 @@
-"""Offsets of arrays in a payload, and arrays that show a payload."""
+"""Where arrays lie in a payload, and arrays that show a payload."""
 
 from __future__ import annotations
 
