@@ -48,8 +48,8 @@ from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
 from kvdist.runtime.process_name import name_process
 from kvdist.runtime.server_device import arithmetic_of, open_server_device
-from kvdist.transport.inherited import endpoint_of_listener
-from kvdist.transport.opening import bind_port, open_sockets, open_transport
+from kvdist.transport.endpoints import endpoint_of_listener
+from kvdist.transport.factory import bind_port, open_sockets, open_transport
 from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")

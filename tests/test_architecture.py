@@ -73,9 +73,9 @@ ONLY_IMPORTER = {
     "numba": {"kvdist/kernels/numba_cpu.py", "kvdist/kernels/numba_cuda.py"},
     "zmq": {
         "kvdist/transport/curve.py",
-        "kvdist/transport/links.py",
-        "kvdist/transport/shared_memory/releaser.py",
+        "kvdist/transport/sockets.py",
         "kvdist/transport/zeromq.py",
+        "kvdist/transport/zeromq_process.py",
     },
 }
 """Libraries that only these files of `kvdist` and the launcher may import."""

@@ -65,7 +65,7 @@ from kvdist.protocol.arrays import Bits, padded
 from kvdist.protocol.messages import Flag
 from kvdist.runtime.cluster import Cluster
 from kvdist.runtime.mailbox import Finish
-from kvdist.transport.shared_memory.memory import Allocator
+from kvdist.transport.shared_memory.allocator import Allocator
 
 
 class ArrayTransfers:

@@ -25,7 +25,7 @@ from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import Bits, padded
 from kvdist.protocol.messages import Flag
 from kvdist.runtime.cluster import Cluster
-from kvdist.transport.shared_memory.memory import Allocator
+from kvdist.transport.shared_memory.allocator import Allocator
 
 MESSAGE_BYTES_MAX = 16 << 20
 """More rows are pulled by several messages, so that a server gathers some while others are under way."""

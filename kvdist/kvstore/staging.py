@@ -23,7 +23,7 @@ from kvdist.kvstore.device import Download, OnDevice, Part, as_host_bits
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import U8, Bits
 from kvdist.protocol.messages import Flag
-from kvdist.transport.shared_memory.memory import Allocator
+from kvdist.transport.shared_memory.allocator import Allocator
 
 STAGED_BYTES_MIN = 64 << 20
 STAGED_MODELS_MAX = 4

@@ -44,9 +44,9 @@ from kvdist.runtime.process_name import name_process
 from kvdist.runtime.server_device import arithmetic_of, open_server_device
 from kvdist.runtime.waits import UnderWay, UserThreads
 from kvdist.transport.base import Transport
+from kvdist.transport.factory import bind_port, open_transport
 from kvdist.transport.inproc import InprocNetwork
-from kvdist.transport.opening import bind_port, open_transport
-from kvdist.transport.shared_memory.memory import Allocator, HeapAllocator
+from kvdist.transport.shared_memory.allocator import Allocator, HeapAllocator
 from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")

@@ -1,4 +1,4 @@
-"""The seam between what is said and how it travels: a handful of verbs, no meaning.
+"""The interface of transports, which carry frames and know nothing of their meaning.
 
 A transport carries lists of byte frames between *routes*. A route is an opaque, hashable token that the transport
 made: for a connection that this side dialled it is what `connect` returned, for one that a peer dialled it is the
@@ -7,13 +7,13 @@ under a new route.
 
 The contract, kept by every transport:
 
-* Order holds per route, and a message arrives whole or not at all. It may be lost when a connection breaks;
-  nobody is told which one was (the core retransmits).
+* Order holds per route, and a message arrives whole or not at all. It may be lost when a connection breaks,
+  and is not reported then: the core retransmits.
 * `send` never blocks and never drops silently: what cannot leave now waits in a queue of the transport until it can,
   or until the route is gone, which is reported as `Disconnected`.
 * A frame handed to `send` is not copied when it is large. Its bytes must stay unchanged until the receiver's answer
   proves that they arrived.
-* Frames handed out by `recv` are read-only buffers that live as long as somebody holds them; large ones are not copies.
+* Frames that `recv` returns are read-only buffers that live as long as they are referenced; large ones are not copies.
 * Only `wake` and `shares` may be called from another thread.
 """
 
@@ -39,7 +39,7 @@ class Arrived:
     route: Route
     frames: list[memoryview]
     sender: NodeId | None = None
-    """Whose key the connection has; None where nobody shows one: unencrypted, and within a process."""
+    """The process whose key the connection has; None without encryption, and within a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class DialRefused:
-    """Whoever listens where this route was dialled will never have us, by `reason`: the keys do not match."""
+    """The listener of a dialled route will never accept this process, because of `reason`: the keys do not match."""
 
     route: Route
     reason: str
@@ -92,7 +92,7 @@ class Transport(abc.ABC):
 
         Args:
             endpoint: as a `bind` returned it.
-            to: who listens there. An encrypted transport needs it, and speaks with nobody else.
+            to: who listens there. An encrypted transport needs it, and speaks with no other process.
         """
 
     @abc.abstractmethod
@@ -109,7 +109,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def hang_up(self, route: Route) -> None:
-        """End the connection of a stranger who has dialled in, once what was sent to it had time to leave.
+        """End the connection of a stranger that has dialled in, once what was sent to it had time to leave.
 
         Nothing happens to a route that this side has dialled.
         """
@@ -126,6 +126,6 @@ class Transport(abc.ABC):
     def close(self, linger_s: float = 0.0) -> None:
         """Wait at most `linger_s` seconds for peers that dialled in to go, then free every socket, file and thread.
 
-        So last words to them arrive. Whoever must be sure that a peer it dialled has heard waits for an answer first.
+        So last messages to them arrive. To be sure that a dialled peer has one, wait for its answer first.
         Idempotent.
         """

@@ -1,11 +1,11 @@
-"""Who is who on an encrypted connection: a key pair for every name of the cluster, out of one secret of the job.
+"""CURVE keys and authentication: a key pair for every name of the cluster, derived from one secret of the job.
 
-Nothing but the secret is handed out: each process derives its own keys and those of everybody else, so whoever has the
-secret can be any process of the job. CURVE alone encrypts but lets everybody in; it is the `Doorkeeper` who asks for a
-key of the cluster, and he tells whose it is, so that a message can be held against the name of its connection.
+Only the secret is distributed: each process derives its own keys and those of all others, so a process that has the
+secret can be any process of the job. CURVE alone encrypts and accepts every key; `ZapAuthenticator` accepts only the
+keys of the cluster and says whose each is, so that a message can be compared with the name of its connection.
 
-The doorkeeper is polled with the other sockets. A thread for him, or pyzmq's authenticator, which wants to be awaited,
-could die unnoticed; libzmq would let everybody in then, but for ``ZAP_ENFORCE_DOMAIN``, with which it lets nobody in.
+The authenticator is polled with the other sockets. A thread of its own, or pyzmq's authenticator, which is awaited,
+could die unnoticed. libzmq would then accept everyone, but with ``ZAP_ENFORCE_DOMAIN`` it accepts no one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SALT = b"kvdist 1"
 
 
 def hkdf_sha256(secret: bytes, salt: bytes, info: bytes, nbytes: int) -> bytes:
-    """As many key bytes as wanted out of a secret: RFC 5869 with SHA-256."""
+    """Derive `nbytes` key bytes from a secret: RFC 5869 with SHA-256."""
     root = hmac.digest(salt or bytes(hashlib.sha256().digest_size), secret, "sha256")
     made = block = b""
     for number in range(1, -(-nbytes // hashlib.sha256().digest_size) + 1):
@@ -41,27 +41,27 @@ class Credentials:
 
     me: NodeId
     secret: bytes = field(repr=False)
-    """The job's, the same in all its processes."""
+    """The secret of the job, the same in all its processes."""
     peers: frozenset[NodeId] = field(repr=False)
-    """Everybody who may dial this process."""
+    """The processes that may dial this one."""
 
     def secret_key(self, node: NodeId) -> bytes:
-        """The Curve25519 secret of a name, as libzmq wants it: Z85 text."""
+        """The Curve25519 secret key of a name, in Z85 text as libzmq wants it."""
         return bytes(z85.encode(hkdf_sha256(self.secret, SALT, f"curve/{node}".encode(), KEY_BYTES)))
 
     def public_key(self, node: NodeId) -> bytes:
-        """What everybody may know of it, likewise."""
+        """The public key of a name, in Z85 text."""
         return zmq.curve_public(self.secret_key(node))
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Let a socket, before it binds, accept nobody whom the doorkeeper has not let in."""
+        """Require CURVE and ZAP authentication of a socket that has not been bound yet."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.secret_key(self.me))
         socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def introduce(self, socket: zmq.Socket[bytes], to: NodeId) -> None:
-        """Let a socket, before it dials, show our key, and speak with nobody but `to`."""
+        """Let a socket that has not dialled yet show the key of this process, and speak only with `to`."""
         key = self.secret_key(self.me)
         socket.set(zmq.CURVE_SECRETKEY, key)
         socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(key))
@@ -69,11 +69,11 @@ class Credentials:
 
 
 class ZapAuthenticator:
-    """Answers libzmq, which asks about every key that is shown at a guarded socket of the context (ZAP, RFC 27).
+    """Answers libzmq, which asks about every key shown at a guarded socket of the context (ZAP, RFC 27).
 
     Attributes:
-        socket: where it asks; to be polled.
-        names: the text by which a message names its sender → who that is.
+        socket: where libzmq asks; poll it.
+        names: the identity that messages of a connection carry → the process.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], credentials: Credentials) -> None:
@@ -86,7 +86,7 @@ class ZapAuthenticator:
         self.socket.bind(ZAP_ENDPOINT)
 
     def answer(self) -> None:
-        """Answer what has been asked. Never raises: whoever cannot be made out stays outside."""
+        """Answer all requests. Never raises: a key that cannot be identified is refused."""
         while self.socket.poll(0):
             request = self.socket.recv_multipart()
             name = self._name_of(request)
@@ -95,7 +95,7 @@ class ZapAuthenticator:
             self.socket.send_multipart([b"1.0", number, code, text, name or b"", b""])
 
     def _name_of(self, request: list[bytes]) -> bytes | None:
-        """Version, number, domain, address, routing id, mechanism, and the key, in 32 bytes."""
+        """The identity for a request: version, number, domain, address, routing id, mechanism and the 32-byte key."""
         if len(request) != 7 or request[0] != b"1.0" or request[2] != ZAP_DOMAIN or request[5] != b"CURVE":
             return None
         return self._names_of_keys.get(request[6])

@@ -1,16 +1,86 @@
-"""Endpoints: what libzmq would take silently or refuse with a number is refused here with a sentence."""
+"""Endpoints: their form, inherited listening sockets, and sentences for what libzmq refuses with a number."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import socket
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
+from kvdist.config.endpoints import tcp_endpoint
+from kvdist.config.sockets import SCHEME
 from kvdist.errors import ConfigError
 from kvdist.nodes import HOST_MARK
-from kvdist.transport.owners import owner_of_file, owner_of_port
+
+LISTENING = "0A"
+"""The state, in ``/proc/net/tcp``."""
+
+
+def owner_of_port(port: int) -> str:
+    """``process 4242 (python)`` that listens at a port; '' if that cannot be seen, as with other users' processes."""
+    return _owner_of(_listening_inodes(port))
+
+
+def owner_of_file(path: str) -> str:
+    """The same of the socket that is bound to a path."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/net/unix").read_text("utf-8", "surrogateescape").splitlines()[1:]
+        return _owner_of(line.split()[6] for line in lines if line.endswith(f" {path}"))
+    return ""
+
+
+def _owner_of(inodes: Iterable[str]) -> str:
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    if not wanted:
+        return ""
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(folder / name) in wanted for name in os.listdir(folder)):
+                return f"process {folder.parent.name} ({(folder.parent / 'comm').read_text('utf-8').strip()})"
+    return ""
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text("ascii").splitlines()[1:]:
+                words = line.split()
+                if words[3] == LISTENING and int(words[1].rpartition(":")[2], 16) == port:
+                    yield words[9]
+
+
+def endpoint_of_listener(descriptor: int) -> str:
+    """The endpoint of an inherited descriptor at which connections can be accepted.
+
+    Raises:
+        ConfigError: the descriptor is not a listening socket.
+    """
+    name = f"KVDIST_LISTEN_FD is {descriptor}"
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            raise ConfigError(f"{name}, which is not a socket; it must be an inherited listening socket")
+        duplicate = os.dup(descriptor)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{name}, but no such descriptor is open here ({error}); the program that starts this process must"
+            " let it inherit the descriptor"
+        ) from error
+    with socket.socket(fileno=duplicate) as one:
+        is_known = one.family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX) and one.type == socket.SOCK_STREAM
+        if not is_known or not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise ConfigError(
+                f"{name}, a socket that does not listen for connections; bind it (TCP or a file) and call listen on it"
+            )
+        if one.family == socket.AF_UNIX:
+            return f"{SCHEME}{one.getsockname()}"
+        return tcp_endpoint(*one.getsockname()[:2])
 
 
 def with_host(endpoint: str, host: str) -> str:
-    """The endpoint, saying on which host its shared memory can be opened."""
+    """The endpoint with a mark that says on which host its shared memory can be opened."""
     return f"{endpoint}{HOST_MARK}{host}"
 
 
@@ -21,11 +91,11 @@ def split_host(endpoint: str) -> tuple[str, str]:
 
 
 def check_form(endpoint: str) -> str:
-    """The endpoint without its host mark. Raises `ConfigError` when it is no ``tcp://host:port`` or ``ipc:///path``."""
+    """The endpoint without its host mark. Raises `ConfigError` unless it is ``tcp://host:port`` or ``ipc:///path``."""
     endpoint, _ = split_host(endpoint)
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in ("tcp", "ipc") or not address:
-        raise ConfigError(f"{endpoint!r} is no endpoint; write tcp://host:port or ipc:///path")
+        raise ConfigError(f"{endpoint!r} is not an endpoint; write tcp://host:port or ipc:///path")
     host, _, port = address.rpartition(":")
     if scheme == "tcp" and ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ConfigError(f"{endpoint!r}: an IPv6 address stands in brackets; write tcp://[{host}]:{port}")
@@ -35,10 +105,10 @@ def check_form(endpoint: str) -> str:
 
 
 class AddressInUse(ConfigError):
-    """Somebody else listens there, so another port may do."""
+    """Another process listens there, so another port may do."""
 
     def __str__(self) -> str:
-        # Whose it is takes a look at every descriptor of the machine, so only a sentence that is shown has it.
+        # Finding the owner looks at every descriptor of the machine, so it is done only for an error that is shown.
         endpoint = str(self.args[0])
         scheme, _, address = endpoint.partition("://")
         port = address.rpartition(":")[2]

@@ -1,13 +1,13 @@
 """Frames between the nodes of one process, by reference.
 
-For the embedded one-worker cluster and for tests of whole clusters. The rules:
+For the embedded one-worker cluster and for tests of whole clusters. Invariants:
 
 * One lock, the network's, guards everything: transports may live in one thread that runs several nodes in turn
   (`InprocNetwork.wait` tells it when there is something to do) or in one thread each.
 * A large frame is handed over as a read-only view of the sender's memory; a small one that the sender could still
   change is copied, as a socket would copy it.
 * A dialled route outlives its peer, as it does over sockets: what is sent meanwhile waits, and the route is up again
-  when somebody binds the endpoint again. The bound side then sees a new route.
+  when the endpoint is bound again. The bound side then sees a new route.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class InprocNetwork:
             return self._changed.wait_for(lambda: any(one._is_ready() for one in self._transports), timeout_s)
 
 
-class _End:
+class _InprocRoute:
     """One side of a connection: the route of the transport that owns it."""
 
     __slots__ = ("dialled", "endpoint", "other", "owner", "used", "waiting")
@@ -57,8 +57,8 @@ class _End:
         self.owner = owner
         self.endpoint = endpoint
         self.dialled = dialled
-        self.other: _End | None = None
-        self.used = False  # a route that nobody has seen is not reported as lost
+        self.other: _InprocRoute | None = None
+        self.used = False  # a route that was never reported is not reported as lost
         self.waiting: deque[list[memoryview]] = deque()
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class InprocTransport(Transport):
         self._network = network
         self._changed = network._changed
         self._inbox: deque[Event] = deque()
-        self._ends: dict[_End, None] = {}
+        self._ends: dict[_InprocRoute, None] = {}
         self._woken = False
         self._closed = False
 
@@ -98,7 +98,7 @@ class InprocTransport(Transport):
         _check(endpoint)
         with self._changed:
             self._check_open()
-            end = _End(self, endpoint, dialled=True)
+            end = _InprocRoute(self, endpoint, dialled=True)
             self._ends[end] = None
             if endpoint in self._network._bound:
                 _join(end, self._network._bound[endpoint])
@@ -111,7 +111,7 @@ class InprocTransport(Transport):
         views = [_view(frame) for frame in frames]
         with self._changed:
             self._check_open()
-            if not isinstance(to, _End) or to.owner is not self:
+            if not isinstance(to, _InprocRoute) or to.owner is not self:
                 raise TypeError(f"{to!r} is not a route of this transport; use what connect or an arrival gave")
             if to.other is not None:
                 _deliver(to.other, views)
@@ -127,7 +127,7 @@ class InprocTransport(Transport):
         return False
 
     def hang_up(self, route: Route) -> None:
-        """Nobody is a stranger here."""
+        """Do nothing: a process has no strangers in itself."""
 
     def recv(self, timeout_s: float) -> list[Event]:
         with self._changed:
@@ -169,7 +169,7 @@ class InprocTransport(Transport):
 
 def _check(endpoint: str) -> None:
     if not endpoint.startswith(SCHEME) or endpoint == SCHEME:
-        raise ConfigError(f"{endpoint!r} is no endpoint of the in-process transport; write inproc://name")
+        raise ConfigError(f"{endpoint!r} is not an endpoint of the in-process transport; write inproc://name")
 
 
 def _view(frame: Buffer) -> memoryview:
@@ -184,9 +184,9 @@ def _view(frame: Buffer) -> memoryview:
     return view.cast("B").toreadonly()
 
 
-def _join(dialled: _End, bound: InprocTransport) -> None:
+def _join(dialled: _InprocRoute, bound: InprocTransport) -> None:
     """Connect a dialled end to the transport that bound its endpoint, and deliver what waited."""
-    answering = _End(bound, dialled.endpoint, dialled=False)
+    answering = _InprocRoute(bound, dialled.endpoint, dialled=False)
     bound._ends[answering] = None
     dialled.other, answering.other = answering, dialled
     dialled.owner._inbox.append(Connected(dialled))
@@ -194,12 +194,12 @@ def _join(dialled: _End, bound: InprocTransport) -> None:
         _deliver(answering, dialled.waiting.popleft())
 
 
-def _deliver(to: _End, frames: list[memoryview]) -> None:
+def _deliver(to: _InprocRoute, frames: list[memoryview]) -> None:
     to.used = True
     to.owner._inbox.append(Arrived(to, frames))
 
 
-def _part(end: _End) -> None:
+def _part(end: _InprocRoute) -> None:
     """Tell the other side that this end is gone; a dialled other side goes on waiting for its endpoint."""
     other, end.other = end.other, None
     if other is None:

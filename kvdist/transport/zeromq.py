@@ -1,18 +1,18 @@
-"""Frames over ZeroMQ, by tcp:// and ipc://. Only this module and those it is made of import zmq.
+"""The transport between processes: frames over ZeroMQ, by tcp:// and ipc://.
 
-The rules, each the result of a measurement:
+Invariants, each the result of a measurement:
 
-* `bind` makes a ROUTER, `connect` a DEALER of its own. Nobody chooses routing ids: with chosen ones a second client of
-  the same name connects, sends without error and never hears anything.
+* `bind` makes a ROUTER, `connect` a DEALER of its own. libzmq chooses routing ids: with ids of ours a second client of
+  the same name connects, sends without error and never receives anything.
 * Every send is DONTWAIT with ROUTER_MANDATORY, and SNDHWM is unlimited. Any finite value would need a queue of our own
   behind it that a ROUTER cannot wake (it calls itself writable as soon as *one* peer is), so the waiting messages stay
-  in libzmq's queue of that peer: a full peer holds back nobody else, and the I/O thread goes on sending while the
+  in libzmq's queue of that peer: a full peer does not hold back others, and the I/O thread goes on sending while the
   node computes. What bounds the memory is the credit in bytes that the core keeps. RCVHWM is unlimited for the same
   reason and for two of libzmq's defects: over ipc:// it forgets what the kernel still holds of a peer that closes
   while the receive queue is full, and a connection whose reading stands still aborts the process if its heartbeat
   falls due after the peer has gone (an assertion, `!_io_error`, in libzmq 4.3.5).
 * A break is seen by a monitor on each socket, a millisecond after a kill -9.
-* Silence is judged by the bytes that arrive (`silence`): both sides probe each other, so a connection whose peer lives
+* Silence is judged by the bytes that arrive (`tcp_info`): both sides probe each other, so a connection whose peer lives
   brings something at each heartbeat, and one that carries much brings something all the time, however slow it is. Over
   ipc://, where the kernel counts nothing and nothing is slow, libzmq judges by the answers to its probes.
 * A break is reported after the last message that came before it.
@@ -36,13 +36,11 @@ from kvdist.config.settings import REDIAL_S_MIN, Limits
 from kvdist.config.sockets import OPEN_FILES_BASE, RAISED_MAX, SCHEME, listen_at, remove
 from kvdist.errors import ConfigError, StoreClosed
 from kvdist.nodes import NodeId
-from kvdist.transport.alarm import Wakeup
 from kvdist.transport.base import Buffer, Event, Route, Transport
-from kvdist.transport.callers import Bounds
+from kvdist.transport.connections import Bounds
 from kvdist.transport.curve import Credentials, ZapAuthenticator
-from kvdist.transport.endpoints import bind_error, check_form
-from kvdist.transport.inherited import endpoint_of_listener
-from kvdist.transport.links import (
+from kvdist.transport.endpoints import bind_error, check_form, endpoint_of_listener
+from kvdist.transport.sockets import (
     ZERO_COPY_FROM_BYTES,
     BoundSocket,
     DialledSocket,
@@ -50,36 +48,35 @@ from kvdist.transport.links import (
     PeerRoute,
     transmit,
 )
-from kvdist.transport.shared_memory.heap import keep_freed_memory
-from kvdist.transport.shared_memory.releaser import releaser_use
-from kvdist.transport.silence import CAN_JUDGE
+from kvdist.transport.tcp_info import CAN_JUDGE
+from kvdist.transport.zeromq_process import Wakeup, keep_freed_memory, releaser_use
 
 BACKLOG = 4096
 HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 6_000
-"""How long a listener waits for a handshake to end, which it may be too busy for itself; and whoever dials: longer, so
-that it is the listener who hangs up, and knows that it was for the time alone."""
+"""How long a listener waits for a handshake to end, for which it may be too busy itself; and a dialler: longer, so that
+the listener hangs up, and knows that only time ran out."""
 LOOKS_PER_SILENCE, SILENCE_LOOK_S_MAX = 8, 1.0
-"""How often silent connections are looked for."""
+"""Silent connections are looked for so many times per allowed silence, and at least so often."""
 
 LOOK_MS = 100
-"""How often connections are looked at that have said nothing yet, and how long a refused one stays to hear why."""
+"""How often connections are looked at that have sent nothing yet, and how long a refused one stays to hear why."""
 SILENT_SHARE = 4
-"""Of the descriptors that this process may have open, the part that these may take."""
+"""The connections that have sent nothing may take one of so many of this process's descriptors."""
 
 LAST_WORDS_S = 0.02
 """Time for the I/O thread to write what `send` has just been given."""
 
 
 class ZeroMQTransport(Transport):
-    """Carries frames between processes. See the module for the rules.
+    """Carries frames between processes. See the module for its invariants.
 
     Args:
         limits: gives the largest frame, and how long a peer may be silent.
-        credentials: who we are and whom we let in; None for connections without encryption.
+        credentials: the name of this process and those that may dial it; None for connections without encryption.
         io_threads: how many threads of libzmq move bytes, each for some of the connections, and encrypt them.
         peers_max: how many processes may dial this one.
-        judges_silence: whether a peer that says nothing is lost. If not, only one whose machine does not acknowledge
-            what it is sent is: a process that stands still is not.
+        judges_silence: whether a peer that sends nothing is lost. If not, a peer is lost only when its machine does not
+            acknowledge what it is sent; a process that stands still is not.
     """
 
     def __init__(
@@ -109,14 +106,14 @@ class ZeroMQTransport(Transport):
         self._links: list[MonitoredSocket] = []
         self._bound: list[BoundSocket] = []
         self._link_of: dict[object, MonitoredSocket | ZapAuthenticator] = {}
-        self._doorkeeper: ZapAuthenticator | None = None
+        self._authenticator: ZapAuthenticator | None = None
         self._suspects: set[MonitoredSocket] = set()
         self._files: list[tuple[str, int]] = []
         self._hanging_up: dict[PeerRoute, float] = {}
         """Routes whose connections are to end, and when."""
         self._look_at = 0.0
-        self._alarm = Wakeup()
-        self._poller.register(self._alarm.fileno, zmq.POLLIN)
+        self._wakeup = Wakeup()
+        self._poller.register(self._wakeup.fileno, zmq.POLLIN)
         self._closed = False
         releaser_use.enter()
 
@@ -128,22 +125,22 @@ class ZeroMQTransport(Transport):
         self._check_open()
         endpoint = check_form(endpoint)
         if endpoint.startswith(SCHEME):
-            # libzmq would remove whatever lies at the path: a stranger's file, or a living server's socket.
+            # libzmq would remove what lies at the path: a stranger's file, or a living server's socket.
             try:
                 return self.bind_listening(listen_at(endpoint.removeprefix(SCHEME)).detach())
             except OSError as error:
                 raise bind_error(endpoint, error.errno or 0, error.strerror or str(error)) from error
         link = self._listen(endpoint)
-        # libzmq tells 127.0.0.1 as [::ffff:127.0.0.1]; only its port is news.
+        # libzmq writes 127.0.0.1 as [::ffff:127.0.0.1]; only its port is new.
         port = link.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         link.endpoint = f"{endpoint.rpartition(':')[0]}:{port}"
         return link.endpoint
 
     def bind_listening(self, descriptor: int) -> str:
-        """Accept connections at an inherited socket that listens; it, and its file, are ours from now on.
+        """Accept connections at an inherited listening socket, which this transport owns from now on, with its file.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the descriptor is not a listening socket.
         """
         self._check_open()
         endpoint = endpoint_of_listener(descriptor)
@@ -158,7 +155,7 @@ class ZeroMQTransport(Transport):
         made = self._socket(zmq.ROUTER, endpoint)
         names = None
         if self._credentials is not None:
-            names = self._open_door(self._credentials).names
+            names = self._authenticate(self._credentials).names
             self._credentials.guard(made)
         if descriptor >= 0:
             made.set(zmq.USE_FD, descriptor)
@@ -171,13 +168,13 @@ class ZeroMQTransport(Transport):
         self._watch(link)
         return link
 
-    def _open_door(self, credentials: Credentials) -> ZapAuthenticator:
-        """The one who lets in, at his place before the first socket is bound."""
-        if self._doorkeeper is None:
-            door = self._doorkeeper = ZapAuthenticator(self._context, credentials)
-            self._link_of[door.socket] = door
-            self._poller.register(door.socket, zmq.POLLIN)
-        return self._doorkeeper
+    def _authenticate(self, credentials: Credentials) -> ZapAuthenticator:
+        """The authenticator, which must be in place before the first socket is bound."""
+        if self._authenticator is None:
+            made = self._authenticator = ZapAuthenticator(self._context, credentials)
+            self._link_of[made.socket] = made
+            self._poller.register(made.socket, zmq.POLLIN)
+        return self._authenticator
 
     def connect(self, endpoint: str, to: NodeId | None = None) -> Route:
         self._check_open()
@@ -186,7 +183,7 @@ class ZeroMQTransport(Transport):
         if self._credentials is not None:
             if to is None:
                 made.close()
-                raise ValueError(f"say who listens at {endpoint}: an encrypted connection is one to somebody")
+                raise ValueError(f"connect({endpoint!r}) needs `to`: an encrypted connection names its peer")
             me = self._credentials.me
             self._credentials.introduce(made, to)
         link = DialledSocket(made, endpoint, me, to if me is not None else None)
@@ -217,7 +214,7 @@ class ZeroMQTransport(Transport):
             return
         to.link.lose(to)
         self._suspects.add(to.link)
-        self._alarm.ring()
+        self._wakeup.wake()
 
     def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
         for frames in messages:
@@ -240,9 +237,9 @@ class ZeroMQTransport(Transport):
             if self._hanging_up or any(link.is_watched for link in self._bound):
                 wait_ms = min(wait_ms, LOOK_MS)
             ready = {self._link_of.get(item) for item, _ in self._poller.poll(max(0, wait_ms))}
-            woken = None in ready and self._alarm.rest()  # the alarm is no link
-            if self._doorkeeper in ready:
-                self._answer_door()
+            woken = None in ready and self._wakeup.clear()  # the wakeup pipe is not a link
+            if self._authenticator in ready:
+                self._answer_authentication()
             for link in self._links:
                 if link in ready or link in self._suspects:
                     link.collect(events)
@@ -253,7 +250,7 @@ class ZeroMQTransport(Transport):
             self._look_at_strangers()
             if events or woken:
                 return events
-            # What happened was of no interest above, such as a stranger: go on waiting.
+            # Nothing of it concerned the caller, such as a stranger: go on waiting.
             now = time.monotonic()
             if now >= deadline:
                 return events
@@ -265,30 +262,30 @@ class ZeroMQTransport(Transport):
                 link.hang_up_silent(self.limits.silence_s, self.limits.quiet_s)
 
     def wake(self) -> None:
-        self._alarm.ring()
+        self._wakeup.wake()
 
     def close(self, linger_s: float = 0.0) -> None:
         if self._closed:
             return
         is_ours = os.getpid() == self._pid  # pyzmq leaves sockets of a forked child alone, the files are the parent's
         if is_ours:
-            self._see_off(linger_s)
+            self._drain(linger_s)
         self._closed = True
-        self._alarm.close()
+        self._wakeup.close()
         if not is_ours:
             return
         for link in self._links:
             link.close()
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
         for path, inode in self._files:
             remove(path, inode)
         releaser_use.leave()
 
-    def _answer_door(self) -> None:
-        if self._doorkeeper is not None:
-            self._doorkeeper.answer()
+    def _answer_authentication(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.answer()
 
     def _look_at_strangers(self) -> None:
         """End connections that were refused, or take too much."""
@@ -302,7 +299,7 @@ class ZeroMQTransport(Transport):
             for link in self._bound:
                 link.look()
 
-    def _see_off(self, linger_s: float) -> None:
+    def _drain(self, linger_s: float) -> None:
         """Stay until every peer that dialled in has gone, so that last words arrive.
 
         libzmq's own LINGER is not used: the reading of a socket that lingers stands still, see above.
@@ -311,7 +308,7 @@ class ZeroMQTransport(Transport):
         at_least, at_most = now + min(linger_s, LAST_WORDS_S), now + linger_s
         while now < at_least or (now < at_most and any(link.has_peers for link in self._links)):
             self._poller.poll(10)
-            self._answer_door()
+            self._answer_authentication()
             for link in self._links:
                 link.collect([])
             now = time.monotonic()

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from kvdist.config.addresses import own_addresses
-from kvdist.transport.greeting import mechanism_at
+from kvdist.transport.handshake import mechanism_at
 from tests.integration.processes import EXIT_CONFIG, HOST, program
 from tests.integration.test_bad_input import listening_port
 
@@ -73,7 +73,7 @@ def running(job, secret, tmp_path, monkeypatch):
     job.cluster(2, 2, "mistakes.py", "rounds", str(fifo), KVDIST_SECRET_FILE=secret)
     job.line("worker-0", "round")
     job.line("worker-1", "round")
-    monkeypatch.setattr("kvdist.transport.greeting.PATIENCE_S", SOON_S)
+    monkeypatch.setattr("kvdist.transport.handshake.PATIENCE_S", SOON_S)
     ports = [job.port, *(listening_port(job.pid_of(f"server-{rank}")) for rank in range(2))]
     assert [mechanism_at(f"tcp://{HOST}:{port}") for port in ports] == ["CURVE"] * 3
 

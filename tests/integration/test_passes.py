@@ -28,7 +28,7 @@ from kvdist.kvstore.dist import DistStore
 from kvdist.nodes import Role
 from kvdist.runtime.cluster import Cluster, introduction
 from kvdist.runtime.node import Node
-from kvdist.transport.opening import open_transport
+from kvdist.transport.factory import open_transport
 from kvdist.transport.shared_memory.transport import SharedMemoryTransport
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.integration.processes import HOST

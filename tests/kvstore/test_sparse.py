@@ -24,7 +24,7 @@ from kvdist.kvstore.staging import PushOptions
 from kvdist.protocol.messages import ROWS, Flag, Placement
 from kvdist.rowsparse import RowSparse
 from kvdist.runtime.waits import UnderWay
-from kvdist.transport.shared_memory.memory import HeapAllocator
+from kvdist.transport.shared_memory.allocator import HeapAllocator
 
 
 def info_of(shape: tuple[int, ...] = (10, 3), dtype: DType = DType.FLOAT32, servers: int = 2) -> KeyInfo:

@@ -12,7 +12,7 @@ from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.staging import SETS_KEPT_MAX, Lending, Staging, lend, reaches_another
-from kvdist.transport.shared_memory.memory import HeapAllocator
+from kvdist.transport.shared_memory.allocator import HeapAllocator
 
 LARGE = ALONE_BYTES_MIN // 4
 

@@ -18,7 +18,7 @@ from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.transport.base import Arrived, Connected, DialRefused, Disconnected, Event, Transport
 from kvdist.transport.curve import ZAP_DOMAIN, ZAP_ENDPOINT, ZapAuthenticator, hkdf_sha256
-from kvdist.transport.greeting import SUSPICIOUS_FAILURES, Suspicion, mechanism_at
+from kvdist.transport.handshake import SUSPICIOUS_FAILURES, Suspicion, mechanism_at
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.ports import free_port
 from tests.transport.encrypted import EVERYBODY, SECRET, credentials
@@ -242,7 +242,7 @@ def test_a_process_that_lets_in_others_than_its_peer_does_is_let_in_itself():
 
 def test_what_an_encrypted_transport_dials_has_a_name():
     caller = transport(worker(0))
-    with opened(caller), pytest.raises(ValueError, match="say who listens"):
+    with opened(caller), pytest.raises(ValueError, match="needs `to`"):
         caller.connect("tcp://127.0.0.1:9")
 
 
@@ -346,7 +346,7 @@ def test_a_listener_that_is_busy_for_longer_than_a_handshake_makes_no_stranger_o
 
 
 def test_the_mechanism_of_a_listener_is_what_it_greets_with(monkeypatch):
-    monkeypatch.setattr("kvdist.transport.greeting.PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr("kvdist.transport.handshake.PATIENCE_S", PATIENCE_S)
     secret, plain = transport(SCHEDULER), transport(None)
     with opened(secret, plain), contextlib.closing(Shy(b"HTTP/1.1 400 no\r\n\r\n" + bytes(64))) as other:
         assert mechanism_at(secret.bind("tcp://127.0.0.1:0")) == "CURVE"
@@ -365,7 +365,7 @@ def test_of_a_name_only_the_address_that_libzmq_dials_is_asked(monkeypatch):
         four.setblocking(False)
         found = [(socket.AF_INET, *kind, ("127.0.0.1", port)), (socket.AF_INET6, *kind, ("::1", port, 0, 0))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        monkeypatch.setattr("kvdist.transport.greeting.PATIENCE_S", 0.1)
+        monkeypatch.setattr("kvdist.transport.handshake.PATIENCE_S", 0.1)
         assert mechanism_at(f"tcp://localhost:{port}") == ""  # neither of them greets
         six.accept()[0].close()
         with pytest.raises(BlockingIOError):
@@ -428,7 +428,7 @@ def test_a_descriptor_that_is_no_listening_socket_is_refused_by_its_kind():
         socket.socket(socket.AF_UNIX) as local,
     ):
         for one, says in (
-            (file, "no socket"),
+            (file, "not a socket"),
             (idle, "does not listen"),
             (datagrams, "not listen"),
             (local, "not listen"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvdist.transport.shared_memory.free_space import FreeSpace
+from kvdist.transport.shared_memory.arena import FreeSpace
 
 SIZE = 200
 REGIONS = ((7, 107), (108, 8 + SIZE))

@@ -20,12 +20,11 @@ import pytest
 from kvdist.transport.base import Arrived, Connected, Disconnected, Route, Transport
 from kvdist.transport.endpoints import split_host, with_host
 from kvdist.transport.shared_memory import descriptors
+from kvdist.transport.shared_memory.allocator import SharedAllocator, WindowCache
 from kvdist.transport.shared_memory.arena import Arena
 from kvdist.transport.shared_memory.mapping import address_of
-from kvdist.transport.shared_memory.memory import SharedAllocator
 from kvdist.transport.shared_memory.segments import HEADER_BYTES, MAGIC, NAME, Exhausted
 from kvdist.transport.shared_memory.transport import DESCRIBE_FROM_BYTES, SharedMemoryTransport
-from kvdist.transport.window import WindowCache
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.transport.mappings import Pins, segments_mapped
 from tests.transport.patience import PATIENCE_S, PATIENT
@@ -405,7 +404,7 @@ class Liar:
     def greet(self, **changed: Any) -> None:
         file = self.arena.file
         fields = {"owner": file.owner, "number": file.number, "token": file.token} | changed
-        packed = descriptors.GREETING.pack(descriptors.GREETING_MAGIC, *fields.values(), descriptors.NOBODY)
+        packed = descriptors.GREETING.pack(descriptors.GREETING_MAGIC, *fields.values(), descriptors.NO_TOKEN)
         self.transport.send(self.route, [packed])
 
     def table(self, *entries: bytes) -> None:
@@ -521,8 +520,8 @@ def no_number() -> Iterator[int]:
     [
         (unsealed, "not sealed against shrinking"),
         (stub, "less than its first page"),
-        (pipe, "no shared memory of kvdist"),
-        (another_memory, "another one than was named"),
+        (pipe, "not shared memory of kvdist"),
+        (another_memory, "does not have the token"),
         (no_number, "cannot open the shared memory of process"),
     ],
 )

@@ -1,9 +1,9 @@
 """Memory of this process that its peers on the same host can map, so that what lies in it need not be sent.
 
 `Arena.allocate` gives arrays like any others: the memory is free again when the last array or memoryview that shows it
-is gone. The rules:
+is gone. Invariants:
 
-* The arena knows nothing of readers in other processes. Whoever has sent a place holds its array until the receiver
+* The arena does not know readers in other processes: the sender of a descriptor holds its array until the receiver
   has answered.
 * A finalizer may run in any thread, in the middle of anything, `allocate` included: it only appends to a deque.
 * What was freed is kept by its size first, because training asks for the same sizes in every step. It is joined with
@@ -16,15 +16,54 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from bisect import bisect_left
 from collections import deque
 from typing import Any
 
 import numpy as np
 
 from kvdist.errors import ForkError, StoreClosed
-from kvdist.transport.shared_memory.free_space import FreeSpace
 from kvdist.transport.shared_memory.mapping import PAGE_BYTES, Bytes, address_of
 from kvdist.transport.shared_memory.segments import SegmentTable, create_file
+
+
+class FreeSpace:
+    """Free stretches of a range of addresses: first fit, neighbours joined. Pure bookkeeping."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        """(start, end) of each."""
+        return list(zip(self._starts, self._ends, strict=True))
+
+    def take(self, nbytes: int, alignment: int) -> int | None:
+        """Take `nbytes` at a multiple of `alignment`; returns their start, or None if no stretch is long enough."""
+        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            begin = -(-start // alignment) * alignment
+            if begin + nbytes <= end:
+                rest = [(start, begin), (begin + nbytes, end)]
+                self._put(index, index + 1, [(left, right) for left, right in rest if left < right])
+                return begin
+        return None
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Make a stretch free again."""
+        end = start + nbytes
+        index = bisect_left(self._starts, start)
+        first, last = index, index
+        if index > 0 and self._ends[index - 1] == start:
+            first, start = index - 1, self._starts[index - 1]
+        if index < len(self._starts) and self._starts[index] == end:
+            last, end = index + 1, self._ends[index]
+        self._put(first, last, [(start, end)])
+
+    def _put(self, first: int, last: int, stretches: list[tuple[int, int]]) -> None:
+        self._starts[first:last] = [start for start, _ in stretches]
+        self._ends[first:last] = [end for _, end in stretches]
+
 
 SEGMENT_BYTES = 4 << 20
 SEGMENT_BYTES_MAX = 64 << 20
@@ -36,12 +75,12 @@ GAP_BYTES = PAGE_BYTES
 """The beginning of each segment is left free, so that nothing is allocated across two that happen to be neighbours."""
 
 
-class _Block(np.ndarray[Any, np.dtype[np.uint8]]):
-    """What every view of an allocation keeps alive. A class of its own, or NumPy would skip it as a base."""
+class _Allocation(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Is kept alive by every view of an allocation. A class of its own, or NumPy would skip it as a base."""
 
 
-class _Place(weakref.ref[_Block]):
-    """Watches a block, and knows where it lies."""
+class _AllocationRef(weakref.ref[_Allocation]):
+    """Watches an allocation, and knows its address."""
 
     __slots__ = ("address", "nbytes")
     address: int
@@ -72,8 +111,8 @@ class Arena:
         self._free = FreeSpace()
         self._kept: dict[int, list[int]] = {}
         """Size → addresses of freed blocks of this size."""
-        self._freed: deque[weakref.ref[_Block]] = deque()
-        self._live: dict[int, _Place] = {}
+        self._freed: deque[weakref.ref[_Allocation]] = deque()
+        self._live: dict[int, _AllocationRef] = {}
         self._lock = threading.RLock()
         self._is_busy = False
         self._is_closed = False
@@ -87,14 +126,14 @@ class Arena:
             StoreClosed: after `close`.
         """
         if nbytes < 0:
-            raise ValueError(f"an array has no {nbytes} bytes")
+            raise ValueError(f"nbytes is {nbytes}; it must be 0 or more")
         if os.getpid() != self._pid:
             raise ForkError("this process was forked from one with a kvdist store; its shared memory is the parent's")
         with self._lock:
             if self._is_closed:
                 raise StoreClosed("this arena is closed; make a new one")
             if self._is_busy:
-                # A signal handler interrupted this very method. Ordinary memory is sent like any other.
+                # A signal handler interrupted this method. Ordinary memory is sent like any other.
                 return np.empty(nbytes, np.uint8)
             self._is_busy = True
             try:
@@ -103,7 +142,7 @@ class Arena:
                 self._is_busy = False
 
     def locate(self, buffer: Any) -> int | None:
-        """Where in `file` a contiguous, non-empty buffer begins; None when it does not lie in this arena."""
+        """The offset in `file` of a contiguous, non-empty buffer; None when it does not lie in this arena."""
         found = self.table.find(address_of(buffer), memoryview(buffer).nbytes)
         return None if found is None else found[0].offset + found[1]
 
@@ -114,13 +153,13 @@ class Arena:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of what is shown by somebody, rounded up as they are allocated."""
+        """Bytes of all live allocations, rounded up."""
         with self._lock:
             self._sweep()
             return sum(place.nbytes for place in self._live.values())
 
     def close(self) -> None:
-        """Let no new peer open this memory. Arrays, and peers that have it mapped, keep it. Idempotent."""
+        """Let no more peers open this memory. Arrays, and peers that have mapped it, keep it. Idempotent."""
         with self._lock:
             self._is_closed = True
             for segment in self.table.segments():
@@ -138,8 +177,8 @@ class Arena:
         assert found is not None
         segment, offset = found
         # Over what lies under the segment's array: of a chain of arrays NumPy keeps only the ends as bases.
-        block = _Block.__new__(_Block, (nbytes,), np.uint8, segment.memory.base, offset)
-        place = _Place(block, self._freed.append)
+        block = _Allocation.__new__(_Allocation, (nbytes,), np.uint8, segment.memory.base, offset)
+        place = _AllocationRef(block, self._freed.append)
         place.address, place.nbytes = address, size
         self._live[address] = place
         return block.view(np.ndarray)
@@ -160,10 +199,10 @@ class Arena:
         return address
 
     def _sweep(self) -> None:
-        """Take back what finalizers have reported."""
+        """Free what finalizers have reported."""
         while self._freed:
             place = self._freed.popleft()
-            assert isinstance(place, _Place)
+            assert isinstance(place, _AllocationRef)
             del self._live[place.address]
             self._kept.setdefault(place.nbytes, []).append(place.address)
 

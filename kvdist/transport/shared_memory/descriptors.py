@@ -1,4 +1,4 @@
-"""What stands in a message for bytes that stay where they are, and how two processes find out that they can do this.
+"""The bytes that stand in a message for frames that stay in shared memory, and those that two processes agree with.
 
 Bytes, little-endian:
 
@@ -31,7 +31,7 @@ FRAMES_MAX = 64
 MAGIC_BYTES = 16
 GREETING = struct.Struct("<16sII16s16s")
 ENTRY = struct.Struct("<QQQ")
-NOBODY = bytes(TOKEN_BYTES)
+NO_TOKEN = bytes(TOKEN_BYTES)
 REASON_BYTES_MAX = 500
 
 
@@ -54,7 +54,7 @@ class Descriptor:
     length: int
 
 
-def greeting(file: SharedFile, has_read: bytes = NOBODY) -> bytes:
+def greeting(file: SharedFile, has_read: bytes = NO_TOKEN) -> bytes:
     return GREETING.pack(GREETING_MAGIC, file.owner, file.number, file.token, has_read)
 
 

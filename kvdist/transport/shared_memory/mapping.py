@@ -1,8 +1,8 @@
-"""Pages of a file at an address of our own, as NumPy arrays: what Python's `mmap` module cannot do.
+"""Maps pages of files as NumPy arrays, in ways that Python's `mmap` module cannot.
 
-It keeps a second descriptor of every file that it maps, and maps nothing at a chosen address. Here a mapping lasts as
-long as any array or memoryview shows it, needs no descriptor, and several stretches can be laid side by side. The
-functions are for Linux; elsewhere they raise `OSError` or are not called.
+That module keeps a second descriptor of every file that it maps, and maps nothing at a chosen address. Here a mapping
+lasts as long as any array or memoryview shows it, needs no descriptor, and several stretches can be laid side by side.
+The functions are for Linux; elsewhere they raise `OSError` or are not called.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def lengthen_file(descriptor: int, offset: int, nbytes: int) -> Bytes:
 
 
 def map_side_by_side(stretches: Sequence[tuple[int, int, int]]) -> Bytes:
-    """Stretches of files as one array that may be written: whoever writes gets a copy of that page for himself.
+    """Map stretches of files as one writable array. A page that is written becomes a private copy.
 
-    What others write to a page is seen until then. No page is entered at the mapping, because that would copy it.
+    Until then it shows what others write to it. No page is entered at the mapping, because that would copy it.
 
     Args:
         stretches: (descriptor, offset in bytes, length in bytes); offsets, and lengths but the last, in whole pages.
@@ -87,7 +87,7 @@ def map_side_by_side(stretches: Sequence[tuple[int, int, int]]) -> Bytes:
 
 
 def address_of(buffer: Any) -> int:
-    """Where a contiguous buffer begins, which is not empty."""
+    """The address of a contiguous buffer that is not empty."""
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address
 
@@ -106,5 +106,5 @@ def _shown(address: int, nbytes: int, writable: bool) -> Bytes:
     # Not at exit: other threads may still read.
     weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
     view = memoryview(memory)
-    # Over a read-only buffer, an array cannot be made writable by whoever gets it: a write would kill the process.
+    # An array over a read-only buffer cannot be made writable: a write would kill the process.
     return np.frombuffer(view if writable else view.toreadonly(), np.uint8)

@@ -1,11 +1,11 @@
-"""Files of memory that other processes of this user can map: made by their owner, opened and checked by a peer.
+"""Shared memory files (memfd): made by their owner, opened, checked and mapped by peers of the same user.
 
 A file has no name (memfd), so nothing is left behind when a process is killed. A process has one for all that its
 peers may read, which only grows, so that it costs one descriptor here and one in each peer, however large it becomes.
 Each time it has grown, what is new is mapped as another segment.
 
 A peer that knows the owner's pid and descriptor number opens the file through ``/proc``. Both numbers are given out
-again by the system, and what a peer says may be wrong, so nothing is believed:
+again by the system, and what a peer says may be wrong, so everything is checked:
 
 * The file must be one of ours and sealed against shrinking: reading a mapping whose file was cut kills the process.
 * Its first page must hold the token that was named, 16 random bytes.
@@ -33,11 +33,11 @@ HEADER_BYTES = PAGE_BYTES
 
 
 class Exhausted(ProtocolError):
-    """This process can open or map no more; nothing is wrong with the peer."""
+    """This process has reached a limit of open or mapped files; the peer is not at fault."""
 
 
 class SharedFile:
-    """A file of shared memory, one's own or a peer's.
+    """A file of shared memory, of this process or of a peer.
 
     Attributes:
         owner: the pid of the process that made it.
@@ -84,7 +84,7 @@ class SharedFile:
         return self._mapped(memory)
 
     def close(self) -> None:
-        """Give up the descriptor. What is mapped stays so."""
+        """Close the descriptor. What is mapped stays mapped."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -151,7 +151,9 @@ def open_file(owner: int, number: int, token: bytes) -> SharedFile:
         # Looked at before it is opened: opening a file of another kind may have effects.
         target = os.readlink(path)
         if not target.startswith(f"/memfd:{NAME}"):
-            raise ProtocolError(f"descriptor {number} of process {owner} is {target}, no shared memory of kvdist")
+            raise ProtocolError(
+                f"descriptor {number} of process {owner} is {target}, which is not shared memory of kvdist"
+            )
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _error("open", owner, error) from error
@@ -173,11 +175,11 @@ def _check(descriptor: int, owner: int, token: bytes) -> None:
     if nbytes < HEADER_BYTES:
         raise ProtocolError(f"the shared memory of process {owner} has {nbytes} bytes, less than its first page")
     if os.pread(descriptor, len(MAGIC) + TOKEN_BYTES, 0) != MAGIC + token:
-        raise ProtocolError(f"the shared memory of process {owner} is another one than was named")
+        raise ProtocolError(f"the shared memory of process {owner} does not have the token that was named")
 
 
 def _error(verb: str, owner: int, error: OSError) -> ProtocolError:
-    """What a refused system call means."""
+    """The error for a refused system call."""
     what = f"cannot {verb} the shared memory of process {owner}"
     if error.errno == errno.EMFILE:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -194,7 +196,7 @@ Pin = Callable[[Bytes], object]
 
 
 class SegmentTable:
-    """Which segment an address lies in. Changed under its owner's lock, read by any thread without one."""
+    """Finds the segment of an address. Changed under its owner's lock, read by any thread without one."""
 
     def __init__(self) -> None:
         self._rows: tuple[list[int], list[Segment]] = ([], [])

@@ -1,4 +1,4 @@
-"""Between processes of one host, large frames stay where they are: a message names the place, the receiver maps it.
+"""The transport between processes of one host: large frames stay in shared memory, a message says where.
 
 Wraps another transport, which carries everything else and all of it to other hosts. What lies in this process's
 `Arena` and is large travels as a descriptor (see `descriptors`); the receiver opens the sender's file once through
@@ -6,16 +6,16 @@ Wraps another transport, which carries everything else and all of it to other ho
 
 Descriptors are not handed over by a unix socket (SCM_RIGHTS), because that would need a socket file in a run-time
 directory, a second connection per peer and its handshake. By ``/proc`` nothing lies in the file system, so
-nothing is left behind by a killed process, and the permission is asked of the kernel: the same user, or nobody.
+nothing is left behind by a killed process, and the kernel checks the permission: the same user.
 
-How two sides come to it, without a word to strangers:
+How two sides agree, without a message to strangers:
 
-* `bind` marks the endpoint with this host. Who dials an endpoint marked with its own host greets when the connection is
-  up. A transport without shared memory never marks and is never greeted.
-* A greeting names the sender's file. Who can read its first page answers with a greeting that says so.
-  Only who has been told so sends descriptors; until then, and whenever that fails, frames travel whole.
+* `bind` marks the endpoint with this host. A process that dials an endpoint marked with its own host sends a greeting
+  when the connection is up. A transport without shared memory never marks and is never greeted.
+* A greeting names the sender's file. A receiver that can read its first page answers with a greeting that says so.
+  Only a process that has been told so sends descriptors; until then, and whenever that fails, frames travel whole.
 * A connection that comes back is greeted anew. Descriptors that were on their way to a predecessor and arrive at
-  somebody who has not been greeted are dropped, as messages may be when a connection breaks.
+  a process that has not been greeted are dropped, as messages may be when a connection breaks.
 * A descriptor that cannot be read, because this process has no memory or no file descriptors left or because it is
   wrong, is dropped and logged, and its sender is told to fall back: it reports the route as broken and mended, so that
   what was under way is sent again, whole, as is everything after it.
@@ -102,7 +102,7 @@ class SharedMemoryTransport(Transport):
 
     @staticmethod
     def available() -> str | None:
-        """None when this system can do it, else the reason why not, for people."""
+        """None when this system has shared memory between processes, else the reason why not."""
         if not sys.platform.startswith("linux"):
             return f"shared memory between processes needs Linux, and this is {sys.platform}"
         try:
@@ -249,7 +249,7 @@ class SharedMemoryTransport(Transport):
                 self._fall_back(message.route, partner, error)
 
     def _fall_back(self, route: Route, partner: _Partner, error: ProtocolError) -> None:
-        """Drop a message that cannot be read, and have its sender say it again without descriptors."""
+        """Drop a message that cannot be read, and ask its sender to repeat it without descriptors."""
         self.messages_dropped += 1
         if partner.has_fallen_back:
             return  # this one left before its sender was told
@@ -260,7 +260,7 @@ class SharedMemoryTransport(Transport):
         self.inner.send(route, [fallback(str(error))])
 
     def _send_whole(self, route: Route, partner: _Partner, reason: str, events: list[Event]) -> None:
-        """The partner could not read what was sent: describe no more, and have what was under way sent again."""
+        """Send no more descriptors: the partner could not read one. What was under way is sent again."""
         if partner.reads_us:
             partner.reads_us = False
             why = f"the process at its other end cannot read this one's shared memory: {reason}"
@@ -275,7 +275,7 @@ class SharedMemoryTransport(Transport):
         try:
             open_file(heard.owner, heard.number, heard.token).close()
         except ProtocolError as error:
-            # It will not be told that it can be read, and sends everything whole.
+            # The peer gets no answer, and so sends everything whole.
             if isinstance(error, Exhausted):
                 LOG.warning("%s; its values come through the socket, which takes longer", error)
             return
@@ -361,9 +361,9 @@ def _nbytes(frames: Sequence[Buffer]) -> int:
 
 
 def this_host() -> str:
-    """Names what two processes must share to open each other's memory: the running system, pid numbers, the user.
+    """A digest of what two processes must share to open each other's memory: the boot, the pid namespace, the user.
 
-    And the network, because a namespace of its own is how somebody makes a host within a host.
+    And the network namespace, because one of its own is how a host within a host is made.
 
     Raises:
         OSError: ``/proc`` is not there.

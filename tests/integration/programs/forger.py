@@ -10,7 +10,7 @@ from kvdist.core.worker.requests import Register
 from kvdist.core.worker.worker import Worker
 from kvdist.runtime.cluster import introduction
 from kvdist.runtime.node import Node
-from kvdist.transport.opening import open_transport
+from kvdist.transport.factory import open_transport
 
 
 def main():

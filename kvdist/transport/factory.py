@@ -1,7 +1,7 @@
-"""Which transport a process of a cluster uses, where it listens, and where its values lie.
+"""Opens the transport of a process as its configuration says, and finds a port for it to listen at.
 
-ZeroMQ is imported when the first socket is wanted: a process that opens none, as with the store ``device`` or with a
-cluster of its own, neither waits for it nor needs it.
+ZeroMQ is imported when the first socket is opened: a process that opens none, as with the store ``device`` or an
+embedded cluster, does not wait for the import.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.transport.base import Transport
 from kvdist.transport.endpoints import AddressInUse
+from kvdist.transport.shared_memory.allocator import Allocator, HeapAllocator, SharedAllocator, WindowCache
 from kvdist.transport.shared_memory.arena import Arena
-from kvdist.transport.shared_memory.memory import Allocator, HeapAllocator, SharedAllocator
 from kvdist.transport.shared_memory.transport import SharedMemoryTransport
-from kvdist.transport.window import WindowCache
 
 if TYPE_CHECKING:
     from kvdist.transport.curve import Credentials
@@ -68,8 +67,8 @@ def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
         require_private_folder()
     if config.security == "none" and config.role is Role.SCHEDULER and not config.supervised:
         LOG.warning(
-            "KVDIST_SECURITY is none: the sockets of this job are plain TCP, and whoever reaches %s can read and change"
-            " the model",
+            "KVDIST_SECURITY is none: the sockets of this job are plain TCP, and any process that can connect to %s can"
+            " read and change the model",
             scheduler_endpoint(config),
         )
     return ZeroMQTransport(
@@ -78,7 +77,7 @@ def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
 
 
 def credentials_of(config: ClusterConfig) -> Credentials | None:
-    """The keys of this process and those of everybody whom it lets in; None for a job that does not encrypt.
+    """The keys of this process and the names of those that may dial it; None for a job that does not encrypt.
 
     Raises:
         ConfigError: the secret is missing or cannot be used, or this process does not know its rank.
@@ -90,13 +89,13 @@ def credentials_of(config: ClusterConfig) -> Credentials | None:
     if rank is None:
         raise ConfigError(
             "KVDIST_RANK is not set, and in a job that encrypts (KVDIST_SECRET_FILE) each process has a key of its own,"
-            " by role and rank: kvdist-launch sets it; whoever starts processes otherwise sets it for each, counted"
+            " by role and rank: kvdist-launch sets it; if you start processes otherwise, set it for each, counted"
             " from 0 within servers and within workers"
         )
     from kvdist.transport.curve import Credentials
 
-    everybody = {SCHEDULER, *map(server, range(config.num_servers)), *map(worker, range(config.num_workers))}
-    return Credentials(NodeId(config.role, rank), secret, frozenset(everybody))
+    processes = {SCHEDULER, *map(server, range(config.num_servers)), *map(worker, range(config.num_workers))}
+    return Credentials(NodeId(config.role, rank), secret, frozenset(processes))
 
 
 def bind_port(transport: Transport, config: ClusterConfig, host: str) -> str:
@@ -122,7 +121,7 @@ def bind_port(transport: Transport, config: ClusterConfig, host: str) -> str:
 
 
 def _ports(config: ClusterConfig, first: int, last: int) -> list[int]:
-    """Every port of the range, beginning where none of the job's other processes begins, if there are enough."""
+    """Every port of the range, each process of the job beginning at another one if there are enough."""
     ports = list(range(first, last + 1))
     if config.rank is None:
         begin = os.getpid()

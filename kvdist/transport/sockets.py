@@ -1,4 +1,4 @@
-"""The sockets of a ZeroMQ transport, each with the monitor that watches it and the routes that lead through it."""
+"""A ZeroMQ socket with its monitor and its routes: what libzmq says of a socket becomes events of the transport."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from typing import cast
 
 import zmq
 
-from kvdist.config.endpoints import split_endpoint, stays_on_host, tcp_endpoint
-from kvdist.config.sockets import is_bound, local_endpoint, port_of_local
 from kvdist.nodes import NodeId
 from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, Event
-from kvdist.transport.callers import NOWHERE, Bounds, SilentConnections, shut_down
-from kvdist.transport.connections import Connections
-from kvdist.transport.greeting import Suspicion, mechanism_at
-from kvdist.transport.silence import hang_up, silence_s
+from kvdist.transport.connections import Bounds, Connections, SilentConnections
+from kvdist.transport.handshake import (
+    Suspicion,
+    mechanism_at,
+    why_not_let_in,
+    why_other_mechanism,
+    why_other_secret,
+    why_other_sockets,
+)
+from kvdist.transport.tcp_info import NOWHERE, shut_down, shut_down_silent, silence_s
 
 ZERO_COPY_FROM_BYTES = 64 << 10
 """Below this a copy is cheaper than the bookkeeping of a shared buffer, and leaves the bytes aligned."""
@@ -41,7 +45,7 @@ MONITOR_EVENT = struct.Struct("=HI")
 
 
 class PeerRoute:
-    """A route: the socket, and on the bound side whom to name first."""
+    """A route: the socket, and on the bound side the routing id that goes first."""
 
     __slots__ = ("address", "descriptor", "fell_silent", "gone", "link", "name", "prefix", "send")
 
@@ -52,9 +56,9 @@ class PeerRoute:
         self.send = link.socket.send
         self.gone = False
         self.descriptor = -1
-        """Of the connection, on the bound side."""
+        """The connection's, on the bound side."""
         self.address = NOWHERE
-        """From where that came."""
+        """Where that connection came from."""
         self.fell_silent = False
         """Whether its connection had brought nothing for a while when it was closed, by either end."""
 
@@ -63,7 +67,7 @@ class PeerRoute:
 
 
 def transmit(to: PeerRoute, pieces: list[tuple[Buffer, bool]]) -> bool:
-    """Send one message whole or not at all; False when nobody is there.
+    """Send one message whole or not at all; False when the route has ended.
 
     Without a limit on the queue, what libzmq refuses is a route that has ended. On the bound side it says so at the
     prefix, and when the connection breaks later it takes back the first frames and drops the others. A DEALER may say
@@ -119,11 +123,11 @@ class MonitoredSocket(abc.ABC):
                 self._quiet.add(descriptor)
             elif silent_s > 0.0:  # else it may be over, which the monitor has not said yet
                 self._quiet.discard(descriptor)
-            if silent_s >= after_s and hang_up(descriptor, int(port), after_s):
+            if silent_s >= after_s and shut_down_silent(descriptor, int(port), after_s):
                 self._hung_up.add(descriptor)
 
     def fell_silent(self, descriptor: int) -> bool:
-        """Whether a connection that is reported closed had brought nothing before; it is forgotten."""
+        """Whether a connection that is reported closed had brought nothing before. Forgets the connection."""
         silent = descriptor in self._hung_up or descriptor in self._quiet
         self._hung_up.discard(descriptor)
         self._quiet.discard(descriptor)
@@ -132,7 +136,7 @@ class MonitoredSocket(abc.ABC):
     @property
     @abc.abstractmethod
     def descriptors(self) -> Iterable[int]:
-        """Those of the connections that are up."""
+        """The descriptors of the connections that are up."""
 
     def collect(self, events: list[Event]) -> None:
         """Append what happened. A break comes after the messages before it: only when no message is left."""
@@ -143,11 +147,11 @@ class MonitoredSocket(abc.ABC):
 
     @abc.abstractmethod
     def observe(self, event: int, value: int, events: list[Event]) -> None:
-        """Take one event of the monitor."""
+        """Handle one event of the monitor."""
 
     @abc.abstractmethod
     def read_message(self, events: list[Event]) -> int:
-        """Take one message; its bytes. Raises `zmq.Again` when there is none."""
+        """Read one message; returns its bytes. Raises `zmq.Again` when there is none."""
 
     @abc.abstractmethod
     def lose(self, peer: PeerRoute) -> None:
@@ -164,7 +168,7 @@ class MonitoredSocket(abc.ABC):
             return
 
     def read_messages(self, events: list[Event]) -> bool:
-        """Take a batch of messages; whether no message is left."""
+        """Read a batch of messages; returns whether no message is left."""
         total = 0
         try:
             for _ in range(BATCH_MESSAGES):
@@ -184,7 +188,7 @@ class MonitoredSocket(abc.ABC):
     @property
     @abc.abstractmethod
     def has_peers(self) -> bool:
-        """Whether somebody who dialled in is still there."""
+        """Whether a peer that dialled in is still there."""
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -198,8 +202,8 @@ class DialledSocket(MonitoredSocket):
     Args:
         socket: the DEALER.
         endpoint: where it dials.
-        me: who dials, if it is encrypted.
-        to: who must listen there, likewise.
+        me: the name of this process, if it is encrypted.
+        to: the name of the process that must listen there, likewise.
     """
 
     has_peers = False
@@ -233,24 +237,24 @@ class DialledSocket(MonitoredSocket):
             self.complained = True  # that it does not come back is the same news
             self.lose(self.route)
         elif event == DISCONNECTED and not self.complained:
-            # It was never up: the handshake failed. libzmq may dial again and again, but once is enough to say so.
+            # It was never up: the handshake failed. libzmq dials again and again; this is reported once.
             self.complained = True
             reason = (
-                f"whoever listens at {self.endpoint} broke off the handshake or did not finish it in time: it may be"
-                " busy, or no node of this cluster"
+                f"the process at {self.endpoint} broke off the handshake or did not finish it in time: it may be busy,"
+                " or not a node of this cluster"
             )
             events.append(Disconnected(self.route, reason))
         elif event == NOBODY_THERE:
             self._suspicion.clear()
-            if self._absence.grows() and (why := self._why_other_sockets()):
+            if self._absence.grows() and (why := why_other_sockets(self.endpoint, self._me)):
                 self.refuse(why, events)
         elif event == NOT_LET_IN:
-            self.refuse(self._why_not_let_in(), events)
+            self.refuse(why_not_let_in(self.endpoint, self._me), events)
         elif event == MISUNDERSTOOD and value == OTHER_MECHANISM:
-            self.refuse(self._why_other_mechanism(), events)
+            self.refuse(why_other_mechanism(self.endpoint, self._me), events)
         elif event == BROKEN_OFF and value != errno.EAGAIN:
             if self._suspicion.is_certain:
-                self.refuse(self._why_other_secret(), events)
+                self.refuse(why_other_secret(self.endpoint, self._me, self.route.name), events)
             elif self._suspicion.grows():
                 self._ask(events)
 
@@ -259,57 +263,17 @@ class DialledSocket(MonitoredSocket):
         self._suspicion.caught_up()
 
     def _ask(self, events: list[Event]) -> None:
-        """Handshakes fail, and libzmq cannot say why: see who it is that listens there."""
+        """Ask the listener for its mechanism: handshakes fail, and libzmq cannot say why."""
         mechanism = mechanism_at(self.endpoint)
         if not mechanism:
             return
         if (mechanism == "CURVE") != (self._me is not None):
-            self.refuse(self._why_other_mechanism(), events)
+            self.refuse(why_other_mechanism(self.endpoint, self._me), events)
         elif self._me is not None:
             self._suspicion.greeted()
 
-    def _why_other_secret(self) -> str:
-        return (
-            f"{self.endpoint} does not know the key of this {self._me}, or is not {self.route.name}: it is of"
-            " another job, or KVDIST_SECRET_FILE holds another secret; all processes of a job need the same"
-        )
-
-    def _why_not_let_in(self) -> str:
-        return (
-            f"{self.endpoint} has the same secret, but no {self._me} in its cluster: KVDIST_RANK, DMLC_NUM_WORKER and"
-            " DMLC_NUM_SERVER must be those of the job"
-        )
-
-    def _why_other_sockets(self) -> str:
-        """Whether the scheduler of this machine listens at another kind of socket than is dialled here; '' if not."""
-        here = "this process has no secret" if self._me is None else "this process has a secret"
-        advice = "give all processes of a job the same KVDIST_SECRET_FILE and KVDIST_SECURITY"
-        port = port_of_local(self.endpoint)
-        if port is not None:
-            other = tcp_endpoint("127.0.0.1", port)
-            mechanism = mechanism_at(other)
-            what = "encrypts" if mechanism == "CURVE" else "is plain TCP (KVDIST_SECURITY=none)"
-            return f"{other} {what}, and {here}: {advice}" if mechanism else ""
-        if self.endpoint.startswith("tcp://") and stays_on_host(self.endpoint):
-            other = local_endpoint(split_endpoint(self.endpoint)[1])
-            if is_bound(other):
-                kind = "dials TCP (KVDIST_SECURITY=none)" if self._me is None else "has a secret"
-                return f"{other} does not encrypt, and this process {kind}: {advice}"
-        return ""
-
-    def _why_other_mechanism(self) -> str:
-        if self._me is None:
-            return (
-                f"{self.endpoint} encrypts, and this process has no secret: set KVDIST_SECRET_FILE to the file with the"
-                " secret of the job, and KVDIST_SECURITY not to none"
-            )
-        return (
-            f"{self.endpoint} does not encrypt, and this process does: give KVDIST_SECRET_FILE to all processes of a"
-            " job or to none"
-        )
-
     def refuse(self, reason: str, events: list[Event]) -> None:
-        """The other side will never have us: dial no more."""
+        """Dial no more: the other side will never accept this process."""
         if self.route.gone:
             return
         self.route.gone = True
@@ -327,7 +291,7 @@ class DialledSocket(MonitoredSocket):
         frames: list[memoryview] = []
         total = _read_frames(self.socket, frames)
         if not self.up:
-            # The monitor has it already that the connection is up, and it must be said first.
+            # The monitor already knows that the connection is up, which must be reported first.
             self.read_monitor(events)
         events.append(Arrived(self.route, frames, self.route.name))
         return total
@@ -339,13 +303,13 @@ class DialledSocket(MonitoredSocket):
 
 
 class BoundSocket(MonitoredSocket):
-    """A ROUTER: a route for every connection that sent something. `Connections` knows which is which.
+    """A ROUTER: a route for every connection that has sent a message; `Connections` knows which is which.
 
     Args:
         socket: the ROUTER.
         endpoint: where it listens.
-        names: who may be at the other end, by the text that is told of each message; None if it is not encrypted.
-        bounds: what connections may take that have not said anything yet.
+        names: the processes that may dial, by the name that comes with each message; None if it is not encrypted.
+        bounds: what connections may take that have not sent a message yet.
     """
 
     def __init__(
@@ -359,7 +323,7 @@ class BoundSocket(MonitoredSocket):
         self.peers: dict[bytes, PeerRoute] = {}
         self.connections = Connections()
         self._names = names
-        self._callers = SilentConnections(bounds)
+        self._silent = SilentConnections(bounds)
         self._read_since_look = 0
 
     @property
@@ -368,21 +332,21 @@ class BoundSocket(MonitoredSocket):
 
     @property
     def is_watched(self) -> bool:
-        """Whether there are connections that have said nothing yet, so that `look` must be called soon again."""
-        return self._callers.are_watched
+        """Whether there are connections that have sent nothing yet, so that `look` must be called again soon."""
+        return self._silent.are_watched
 
     def look(self) -> None:
-        """End connections that take too much and of which no message is left, which would show that one is a member.
+        """Shut down silent connections that take too much, once every message that might show a member has been read.
 
         libzmq takes messages from connections in turn, so that none is left of what was complete at the last look when
         as many have been read as there are connections, twice for those that came and went meanwhile.
         """
         if self.is_drained:
-            self._callers.look()
-            self._callers.judge()
+            self._silent.look()
+            self._silent.judge()
         elif self._read_since_look >= 2 * self.connections.count:
-            self._callers.judge()  # by what was seen before these were read
-            self._callers.look()
+            self._silent.judge()  # by what was seen before these were read
+            self._silent.look()
         else:
             return
         self._read_since_look = 0
@@ -400,36 +364,23 @@ class BoundSocket(MonitoredSocket):
     def observe(self, event: int, value: int, events: list[Event]) -> None:
         if event == ACCEPTED:
             if self.connections.accepted(value):
-                self._callers.accepted(value)
+                self._silent.accepted(value)
         elif event == UP:
             self.connections.handshaken()
         elif event == DISCONNECTED:
-            self._callers.closed(value, self.endpoint)
+            self._silent.closed(value, self.endpoint)
             name = self.connections.closed(value)
             silent = self.fell_silent(value)
             if name in self.peers:
                 self.peers[name].fell_silent = silent
             self.lose_named(name)
         elif event == BROKEN_OFF and value == errno.EAGAIN and self._names is not None:
-            # Time ran out. The doorkeeper answers from this thread, which may have been busy: that is nobody's fault.
-            self._callers.refused("", is_certain=False)
+            # Time ran out. The authenticator answers from this thread, which may have been busy: not a stranger.
+            self._silent.refused("", is_certain=False)
             self.connections.refused(is_stranger=False)
         elif event in (BROKEN_OFF, MISUNDERSTOOD, NOT_LET_IN):
-            self._callers.refused(self._why_refused(event, value), is_certain=event != BROKEN_OFF)
+            self._silent.refused(_why_refused(event, value, self._names is not None), is_certain=event != BROKEN_OFF)
             self.connections.refused()
-
-    def _why_refused(self, event: int, value: int) -> str:
-        """What there is to tell of a failed handshake; '' for one of somebody who spoke no protocol of ours."""
-        if event == NOT_LET_IN:
-            return "it has the secret of this job, but its role and rank are not of this cluster"
-        if value == OTHER_KEY:
-            return "its secret is not that of this job, or it wanted another process than this one"
-        if value == OTHER_MECHANISM:
-            return "it encrypts, and this process does not" if self._names is None else "it does not encrypt"
-        if event == BROKEN_OFF:
-            wants = "encrypt" if self._names is None else "have another secret or none"
-            return f"it broke off the handshake; it may {wants}"
-        return ""
 
     def read_message(self, events: list[Event]) -> int:
         frames: list[memoryview] = []
@@ -453,7 +404,7 @@ class BoundSocket(MonitoredSocket):
         """The route of a connection heard for the first time."""
         self.read_monitor(events)
         peer = self.peers[name] = PeerRoute(self, name, sender)
-        peer.descriptor, peer.address = descriptor, self._callers.known(descriptor)
+        peer.descriptor, peer.address = descriptor, self._silent.known(descriptor)
         self.lose_named(self.connections.meet(name, descriptor))
         return peer
 
@@ -473,7 +424,7 @@ class BoundSocket(MonitoredSocket):
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """The connection that brought a frame; None for bytes without a handshake, which libzmq takes for ZMTP 1.0."""
+    """The descriptor of the connection that brought a frame; None for ZMTP 1.0, which has no handshake."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -481,7 +432,7 @@ def _descriptor_of(frame: zmq.Frame) -> int | None:
 
 
 def _user_of(frame: zmq.Frame) -> str:
-    """As whom the doorkeeper has let in the connection that brought a frame; '' if nobody asked him."""
+    """The authenticated identity of the connection that brought a frame; '' if there is none."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
@@ -489,7 +440,7 @@ def _user_of(frame: zmq.Frame) -> str:
 
 
 def _read_frames(socket: zmq.Socket[bytes], frames: list[memoryview], first: zmq.Frame | None = None) -> int:
-    """Append the frames of one message; their bytes.
+    """Append the frames of one message; returns their bytes.
 
     A large frame is a view of libzmq's memory, which lives as long as the view. A small one lies unaligned in libzmq's
     read buffer and would keep all of it alive: it is copied, and what Python allocates is aligned for every dtype.
@@ -504,3 +455,16 @@ def _read_frames(socket: zmq.Socket[bytes], frames: list[memoryview], first: zmq
         if not frame.more:
             return total
         frame = receive(NOW, False)
+
+
+def _why_refused(event: int, value: int, encrypts: bool) -> str:
+    """Why a handshake failed on this side; '' for a stranger that speaks another protocol."""
+    if event == NOT_LET_IN:
+        return "it has the secret of this job, but its role and rank are not of this cluster"
+    if value == OTHER_KEY:
+        return "its secret is not that of this job, or it wanted another process than this one"
+    if value == OTHER_MECHANISM:
+        return "it does not encrypt" if encrypts else "it encrypts, and this process does not"
+    if event == BROKEN_OFF:
+        return f"it broke off the handshake; it may {'have another secret or none' if encrypts else 'encrypt'}"
+    return ""

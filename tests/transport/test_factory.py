@@ -13,10 +13,9 @@ import pytest
 from kvdist.config.settings import ClusterConfig
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, Role, server, worker
-from kvdist.transport.endpoints import AddressInUse, bind_error
+from kvdist.transport.endpoints import AddressInUse, bind_error, owner_of_port
+from kvdist.transport.factory import bind_port, credentials_of, open_sockets
 from kvdist.transport.inproc import InprocNetwork
-from kvdist.transport.opening import bind_port, credentials_of, open_sockets
-from kvdist.transport.owners import owner_of_port
 
 CONFIG = ClusterConfig(Role.SERVER, "127.0.0.1", 9, 2, 3, rank=1, security="none")
 

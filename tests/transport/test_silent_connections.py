@@ -13,8 +13,9 @@ import pytest
 import zmq
 
 from kvdist.config.settings import Limits
-from kvdist.transport.callers import NOWHERE, TOLD_MAX, Bounds, SilentConnections, shut_down
-from kvdist.transport.links import BoundSocket
+from kvdist.transport.connections import TOLD_MAX, Bounds, SilentConnections
+from kvdist.transport.sockets import BoundSocket
+from kvdist.transport.tcp_info import NOWHERE, shut_down
 from kvdist.transport.zeromq import ZeroMQTransport
 
 HERE = "tcp://127.0.0.1:9"
@@ -87,7 +88,7 @@ def test_a_connection_that_ends_by_itself_is_nobodys_business(descriptor, said):
 
 
 def test_of_several_that_are_refused_together_each_is_told_and_no_peer_that_goes_between(monkeypatch, said):
-    monkeypatch.setattr("kvdist.transport.callers._address_of", lambda descriptor: (f"192.0.2.{descriptor}", 9))
+    monkeypatch.setattr("kvdist.transport.connections.remote_address", lambda descriptor: (f"192.0.2.{descriptor}", 9))
     callers = SilentConnections()
     for number in (1, 2, 3):
         callers.accepted(number)
@@ -101,7 +102,7 @@ def test_of_several_that_are_refused_together_each_is_told_and_no_peer_that_goes
 
 def test_only_so_many_addresses_are_told(monkeypatch, said):
     addresses = iter((f"192.0.2.{number}", 9) for number in range(TOLD_MAX + 5))
-    monkeypatch.setattr("kvdist.transport.callers._address_of", lambda _: next(addresses))
+    monkeypatch.setattr("kvdist.transport.connections.remote_address", lambda _: next(addresses))
     callers = SilentConnections()
     for number in range(TOLD_MAX + 5):
         come(callers, number, "another secret")
@@ -192,7 +193,7 @@ def test_who_says_something_after_the_look_is_not_judged_by_it(pairs):
 def flooded(monkeypatch):
     """A bound link at which messages always wait, and what is called of its `Callers`."""
     called = []
-    monkeypatch.setattr("kvdist.transport.links.BATCH_MESSAGES", 2)
+    monkeypatch.setattr("kvdist.transport.sockets.BATCH_MESSAGES", 2)
     monkeypatch.setattr(SilentConnections, "look", lambda _: called.append("look"))
     monkeypatch.setattr(SilentConnections, "judge", lambda _: called.append("judge"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:

@@ -11,8 +11,8 @@ import zmq
 
 from kvdist.config.settings import Limits
 from kvdist.transport.base import Disconnected
-from kvdist.transport.links import CONNECTED, DISCONNECTED, UP, DialledSocket
-from kvdist.transport.silence import hang_up, silence_s
+from kvdist.transport.sockets import CONNECTED, DISCONNECTED, UP, DialledSocket
+from kvdist.transport.tcp_info import shut_down_silent, silence_s
 
 only_linux_tells = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 
@@ -32,14 +32,14 @@ def test_a_closed_descriptor_is_not_silent_and_not_hung_up(connection):
     descriptor = near.detach()
     os.close(descriptor)
     assert silence_s(descriptor) == 0
-    assert not hang_up(descriptor, port, 0.0)
+    assert not shut_down_silent(descriptor, port, 0.0)
 
 
 def test_a_descriptor_that_is_a_file_by_now_is_left_alone(tmp_path):
     with open(tmp_path / "file", "wb") as file:
         assert silence_s(file.fileno()) == 0
         before = len(os.listdir("/proc/self/fd"))
-        assert not hang_up(file.fileno(), 1, 0.0)
+        assert not shut_down_silent(file.fileno(), 1, 0.0)
         assert len(os.listdir("/proc/self/fd")) == before
         file.write(b"it is still open")
 
@@ -47,9 +47,9 @@ def test_a_descriptor_that_is_a_file_by_now_is_left_alone(tmp_path):
 @only_linux_tells
 def test_only_a_connection_of_the_port_is_hung_up(connection):
     near, far, port = connection
-    assert not hang_up(near.fileno(), 1, 0.0)
+    assert not shut_down_silent(near.fileno(), 1, 0.0)
     before = len(os.listdir("/proc/self/fd"))
-    assert hang_up(near.fileno(), port, 0.0)
+    assert shut_down_silent(near.fileno(), port, 0.0)
     assert len(os.listdir("/proc/self/fd")) == before
     assert far.recv(1) == b""
 
@@ -69,13 +69,13 @@ def test_a_break_comes_after_silence_if_the_last_look_found_none_of_the_last_hea
     monkeypatch, looks, after_silence
 ):
     limits, hung_up = Limits(patience_s=10.0), []
-    monkeypatch.setattr("kvdist.transport.links.hang_up", lambda *words: hung_up.append(words) or True)
+    monkeypatch.setattr("kvdist.transport.sockets.shut_down_silent", lambda *words: hung_up.append(words) or True)
     with zmq.Context() as context:
         link = DialledSocket(context.socket(zmq.DEALER), "tcp://127.0.0.1:9")
         link.observe(CONNECTED, 77, [])
         link.observe(UP, 0, [])
         for silent_s in looks:
-            monkeypatch.setattr("kvdist.transport.links.silence_s", {77: silent_s}.get)
+            monkeypatch.setattr("kvdist.transport.sockets.silence_s", {77: silent_s}.get)
             link.hang_up_silent(limits.silence_s, limits.quiet_s)
         link.observe(DISCONNECTED, 77, [])
         events = []

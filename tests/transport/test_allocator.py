@@ -9,9 +9,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from kvdist.transport.shared_memory.allocator import WindowCache
 from kvdist.transport.shared_memory.arena import Arena
 from kvdist.transport.shared_memory.mapping import PAGE_BYTES
-from kvdist.transport.window import WindowCache
 from tests.transport.mappings import segments_mapped
 
 SEGMENT = 1 << 20
@@ -87,7 +87,7 @@ def test_a_window_that_the_system_refuses_is_none_and_reported_once(
     def refused(stretches: object) -> np.ndarray:
         raise OSError(errno.ENOMEM, "cannot map 65536 bytes: Cannot allocate memory")
 
-    monkeypatch.setattr("kvdist.transport.window.map_side_by_side", refused)
+    monkeypatch.setattr("kvdist.transport.shared_memory.allocator.map_side_by_side", refused)
     cache = WindowCache([arena.table])
     frames = [memoryview(array) for array in pieces(arena, PIECE, PIECE)]
     assert cache.view(frames) is None and cache.view(frames) is None and len(cache) == 0
