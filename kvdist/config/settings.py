@@ -182,7 +182,8 @@ class Setting:
 
     def help(self) -> str:
         """The sentence for an option of a command line, with the default."""
-        return self.sentence + (f" (default: {self.kind.text(self.default)})" if self.default not in (None, "") else "")
+        default = "" if self.default is None else self.kind.text(self.default).removesuffix(".0")
+        return self.sentence.replace("`", "") + (f" (default: {default})" if default else "")
 
 
 def _bytes_of_elements(text: str) -> str:

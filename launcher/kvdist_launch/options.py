@@ -250,12 +250,9 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("-n", "--num-workers"), valued(int, "WORKERS", "number of workers (default: all slots of -H)")),
         (("-s", "--num-servers"), valued(int, "SERVERS", "number of servers (default: as workers); 0 is a job"
          " without servers, which trains by collective operations")),
-        (("--server-module",), repeated(str, "MODULE", "a module with optimizers or handlers of commands of your own,"
-         " which scheduler and servers import")),
-        (("--optimizer-module",), repeated(str, "MODULE", "a module with optimizers of your own, which scheduler and"
-         " servers import")),
-        (("--server-device",), valued(_devices, "DEVICE", "where servers sum and update: cpu, cuda:0, or a list such"
-         " as cuda:0,cuda:1 that they take in turn (default: cpu)")),
+        (("--server-module",), repeated(str, "MODULE", SETTINGS["KVDIST_SERVER_MODULE"].help())),
+        (("--optimizer-module",), repeated(str, "MODULE", SETTINGS["KVDIST_OPTIMIZER_MODULE"].help())),
+        (("--server-device",), valued(_devices, "DEVICE", SETTINGS["KVDIST_SERVER_DEVICE"].help())),
     )),
     ("hosts", (
         (("-H", "--hostfile"), valued(str, "HOSTS", "a hostfile, or a list HOST:SLOTS,... (default: this machine)")),
@@ -283,10 +280,9 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--env-file",), repeated(to_line, "FILE", "set the variables of a file of lines NAME=VALUE")),
     )),
     ("network and security", (
-        (("--security",), _choice(("curve", "none"), "how what leaves a host is protected (default: curve)")),
-        (("--port-range",), valued(_port_range, "FIRST-LAST", "the ports on which scheduler and servers listen")),
-        (("--interface",), valued(to_interface, "NAME|CIDR", "the network interface of all hosts, or the network that"
-         " it is in")),
+        (("--security",), _choice(("curve", "none"), SETTINGS["KVDIST_SECURITY"].help() + " (default: curve)")),
+        (("--port-range",), valued(_port_range, "FIRST-LAST", SETTINGS["KVDIST_PORT_RANGE"].help())),
+        (("--interface",), valued(to_interface, "NAME|CIDR", SETTINGS["KVDIST_INTERFACE"].help())),
     )),
     ("output", (
         (("--log-dir",), valued(to_line, "DIR", "also write the output of each process to a file in DIR")),
@@ -303,9 +299,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "what follows when a process fails or is"
          " lost, also a server or the scheduler: the job ends, or is started anew as a whole, at most N times"
          " (default: abort)", default=0)),
-        (("--start-timeout",), valued(to_seconds, "SECONDS", "how long the cluster may take to be complete")),
-        (("--patience",), valued(to_seconds, "SECONDS", "how long a process or its host may be silent before it counts"
-         " as lost (default: 10)")),
+        (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_FORM_TIMEOUT_S"].help())),
+        (("--patience",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_PATIENCE_S"].help())),
         (("--grace",), valued(to_seconds, "SECONDS", "how long the others may take to end after a failure, an"
          " interruption or the last worker's end (default: 5; without servers 2)")),
     )),

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.cli import USAGE_ERROR, launch
 from kvdist_launch.environment import parse_exports
@@ -197,8 +198,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("-H", "--hosts"), valued(str, "HOST:SLOTS,...", "hosts, and how many processes each takes (default:"
          " localhost, as many as -np)")),
         (("-hostfile", "--hostfile"), valued(to_line, "FILE", "a file of lines HOST slots=N")),
-        (("--start-timeout",), valued(to_seconds, "SECONDS", "how long processes may wait for each other at the"
-         " start")),
+        (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_START_TIMEOUT_S"].help())),
         (("-x",), repeated(str, "NAME[=VALUE]", "pass a variable of this environment on to other machines, or set it")),
         (("--network-interfaces", "--network-interface"), valued(_network, "NAME", "the network interface of all"
          " hosts")),
@@ -214,17 +214,16 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("-prefix-timestamp", "--prefix-output-with-timestamp"), flag("begin each line with the time")),
     )),
     ("timeline and stalls", (
-        (("--timeline-filename",), valued(to_line, "FILE", "write a timeline of all operations, for chrome://tracing or"
-         " Perfetto")),
+        (("--timeline-filename",), valued(to_line, "FILE", SETTINGS["KVDIST_TIMELINE"].help())),
         (("--timeline-mark-cycles",), flag("also mark the cycles of the communication in it")),
         (("--no-timeline-mark-cycles",), {"action": "store_false", "dest": "timeline_mark_cycles",
          "help": argparse.SUPPRESS}),
         (("--no-stall-check",), flag("do not report ranks that keep others waiting")),
         (("--stall-check",), {"action": "store_false", "dest": "no_stall_check", "help": argparse.SUPPRESS}),
-        (("--stall-check-warning-time-seconds",), valued(to_seconds, "SECONDS", "after how long they are reported"
-         " (default: 10)")),
-        (("--stall-check-shutdown-time-seconds",), valued(to_seconds, "SECONDS", "after how long the job is ended;"
-         " 0 is never (default: 0)")),
+        (("--stall-check-warning-time-seconds",), valued(to_seconds, "SECONDS",
+         SETTINGS["KVDIST_STALL_CHECK_S"].help())),
+        (("--stall-check-shutdown-time-seconds",), valued(to_seconds, "SECONDS",
+         SETTINGS["KVDIST_STALL_SHUTDOWN_S"].help())),
     )),
     ("other", (
         (("-cb", "--check-build"), {"action": ShowBuild, "nargs": 0, "help": "print what can be trained with and"
