@@ -37,7 +37,7 @@ from kvdist.version import __version__
 if TYPE_CHECKING:
     from kvdist import collective, horovod, kv, lr_scheduler, optimizer, profiler
     from kvdist.kvstore.base import KVStore
-    from kvdist.kvstore.saved import Checkpoint
+    from kvdist.kvstore.checkpoints import Checkpoint
     from kvdist.rowsparse import LazyRows, RowSparse
     from kvdist.training.data import SplitSampler, split_and_load, split_data
     from kvdist.training.embedding import Embedding
@@ -96,7 +96,7 @@ _MODULES = {
     "profiler": "kvdist.profiler",
 }
 _NAMES = {
-    "Checkpoint": "kvdist.kvstore.saved",
+    "Checkpoint": "kvdist.kvstore.checkpoints",
     "Embedding": "kvdist.training.embedding",
     "KVStore": "kvdist.kvstore.base",
     "LazyRows": "kvdist.rowsparse",

@@ -74,7 +74,7 @@ from kvdist.collective.reduction import NoneCompressor
 from kvdist.errors import CollectiveError
 from kvdist.kvstore import collective_store
 from kvdist.kvstore.adapter import KVStoreBase
-from kvdist.kvstore.meeting import ENGAGEMENTS
+from kvdist.kvstore.engine_lifecycle import ENGINE
 from kvdist.optimizer.base import Optimizer
 from kvdist.training.trainer import Trainer
 from kvdist.training.trainer_config import make_optimizer
@@ -177,12 +177,12 @@ def init(comm: None = None, process_sets: str | Iterable[ProcessSet | Iterable[i
             "init(comm=...) cannot leave processes out, and knows no communicators of MPI: start the job with as many"
             " processes as train, or give some of the ranks as process_sets"
         )
-    ENGAGEMENTS.begin(process_sets)
+    ENGINE.begin(process_sets)
 
 
 def shutdown() -> None:
     """Stop being a rank; a second call does nothing. `init` may be called again then, by all ranks."""
-    ENGAGEMENTS.end()
+    ENGINE.end()
 
 
 # What was built in.

@@ -16,8 +16,8 @@ from kvdist.kvstore import registry
 from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.device import Devices
-from kvdist.kvstore.dist import DistStore
-from kvdist.kvstore.local import LocalStore
+from kvdist.kvstore.dist import DistBackend
+from kvdist.kvstore.local import LocalBackend
 from kvdist.kvstore.registry import (
     COLLECTIVE_NAMES,
     DEVICE_NAMES,
@@ -32,7 +32,7 @@ from kvdist.kvstore.registry import (
 from kvdist.runtime.cluster import PROCESS_CLUSTER
 
 if TYPE_CHECKING:
-    from kvdist.kvstore.collective import CollectiveStore
+    from kvdist.kvstore.collective import CollectiveBackend
 
 __all__ = ["KVStore", "KVStoreBase", "create", "register", "register_command"]
 
@@ -52,7 +52,7 @@ def create(name: str = "local") -> KVStore:
             worker), ``dist_async`` (servers apply each push at once), ``collective`` (workers sum among themselves,
             without servers; also ``horovod``, ``allreduce``, ``byteps``, and ``nccl`` where a launcher has started this
             process as one of several), ``hybrid`` (tables of rows on servers, everything else as ``collective``), one
-            of the mirrored system's other spellings of these, or the name of a registered class, which comes first.
+            of MXNet's other spellings of these, or the name of a registered class, which comes first.
             Upper case is the same.
 
     Raises:
@@ -74,19 +74,19 @@ def create(name: str = "local") -> KVStore:
     if lowered in LOCAL_NAMES:
         if lowered == "nccl":
             LOG.warning("kv.create('nccl') in a process that is alone: the store is what 'device' gives")
-        return LocalStore(lowered, choose(read_setting("KVDIST_KERNELS")), _devices(lowered))
+        return KVStore(LocalBackend(lowered, choose(read_setting("KVDIST_KERNELS")), _devices(lowered)))
     if lowered in DIST_NAMES:
-        return _dist(lowered)
+        return KVStore(_dist(lowered))
     advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
     known = ", ".join([*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED])
     raise ValueError(f"there is no store called {name!r}{advice}; known are: {known}")
 
 
-def _dist(name: str) -> DistStore:
+def _dist(name: str) -> DistBackend:
     policy = DIST_NAMES[name]
     if read_setting("KVDIST_PRIORITY_SLICES"):
         policy = with_priority_slices(policy)
-    return DistStore(name, policy, PROCESS_CLUSTER.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
+    return DistBackend(name, policy, PROCESS_CLUSTER.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
 
 
 def _is_one_of_several() -> bool:
@@ -94,18 +94,28 @@ def _is_one_of_several() -> bool:
     return not has_servers_from_env() and world_from_env().size > 1
 
 
-def collective_store(name: str, number: int = 0, updates: bool = False, predivide: float = 1.0) -> CollectiveStore:
-    """A store that sums among workers; see `kvdist.kvstore.collective.CollectiveStore` for the arguments."""
+def collective_store(name: str, number: int = 0, predivide: float = 1.0) -> KVStore:
+    """A store that sums among workers.
+
+    Args:
+        name: its type.
+        number: of the group of ranks that share it.
+        predivide: by what values are divided before they are summed, and multiplied after it.
+    """
+    return KVStore(_collective(name, number, predivide=predivide))
+
+
+def _collective(name: str, number: int = 0, updates: bool = False, predivide: float = 1.0) -> CollectiveBackend:
     try:  # torch, which the other stores do without, is imported here
-        from kvdist.kvstore.collective import CollectiveStore
-        from kvdist.kvstore.meeting import ENGAGEMENTS
+        from kvdist.kvstore.collective import CollectiveBackend
+        from kvdist.kvstore.engine_lifecycle import ENGINE
     except ImportError as error:
         raise ImportError(
             f"the store {name!r} needs torch, which is not installed or too old: pip install 'kvdist[torch]'"
         ) from error
-    engine, store, leave = ENGAGEMENTS.join()
+    engine, store, leave = ENGINE.join()
     kernels, devices = choose(read_setting("KVDIST_KERNELS")), _devices(name)
-    return CollectiveStore(
+    return CollectiveBackend(
         name, engine, leave, number=number, store=store, kernels=kernels, devices=devices,
         updates=updates, predivide=predivide,
     )  # fmt: skip
@@ -113,10 +123,10 @@ def collective_store(name: str, number: int = 0, updates: bool = False, predivid
 
 def _hybrid() -> KVStore:
     servers = _dist("dist")
-    workers = collective_store(HYBRID, updates=True)
-    from kvdist.kvstore.hybrid import HybridStore
+    workers = _collective(HYBRID, updates=True)
+    from kvdist.kvstore.hybrid import HybridBackend
 
-    return HybridStore(servers, workers)
+    return KVStore(HybridBackend(servers, workers))
 
 
 def _devices(name: str) -> Devices | None:

@@ -30,7 +30,7 @@ from kvdist.collective.operations import AllGather, AllReduce, BarrierOperation,
 from kvdist.collective.reduction import Sum
 from kvdist.errors import BarrierTimeout, CollectiveError, InitMismatch, KvdistError
 from kvdist.kvstore import values
-from kvdist.kvstore.metrics import as_averaged, as_given, like
+from kvdist.kvstore.backend import Reduction
 from kvdist.kvstore.values import Key, Shape
 
 KEYS_NAMED_MAX = 8
@@ -272,7 +272,7 @@ class Ranks:
         self._number = number
         self._group = group = engine.group(number)
         self.rank = group.rank
-        self.size = group.size
+        self.num_workers = group.size
         self._root = group.ranks[0]
         self._store = store
         self._barrier_lock = threading.Lock()
@@ -290,8 +290,8 @@ class Ranks:
         return self._engine.submit(operation, self._number)
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Within it this worker looks at what it was given: if that is wrong, the others hear of it and do not wait."""
+    def reporting(self) -> Iterator[None]:
+        """Within it a caller's mistake is reported to the other ranks, which then do not wait for this one."""
         try:
             yield
         except (TypeError, ValueError, KvdistError) as error:
@@ -307,28 +307,33 @@ class Ranks:
         if any(one != all_said[0] for one in all_said):
             raise InitMismatch(_who_said_what(all_said) if what is None else what(all_said))
 
-    def average(self, value: Any, counts: bool) -> Any:
-        """See `KVStore.average`."""
-        with self.told():
-            array = as_averaged(value)
-            said = described([array])
-        self.agree(f"average of {said}")
-        result = as_tensor(array) if counts else torch.zeros_like(as_tensor(array))
-        share = torch.tensor([float(counts)], device=result.device)
-        self.submit(AllReduce("", [result, share], [result, share], Sum)).result()
-        result = result / share.to(result.dtype) if share.item() else torch.full_like(result, float("nan"))
-        return as_given(value, result.to(array) if isinstance(array, Tensor) else result.numpy().reshape(array.shape))
+    def average(self, value: Any) -> Any:
+        """The mean of a number over the ranks."""
+        (mean,) = self.reduce([values.as_averaged(value)], Reduction.MEAN)
+        return values.as_given(value, mean)
 
-    def from_rank_0(self, arrays: Sequence[Any]) -> list[Any]:
-        """See `KVStore.from_rank_0`."""
-        with self.told():
-            said = described(arrays)
-        self.agree(f"values of rank 0: {said}")
-        results = [like(array) for array in arrays]
-        for result, array in zip(results, arrays, strict=True):
-            result[...] = array.detach() if isinstance(array, Tensor) else array
-        self.broadcast([as_tensor(result) for result in results])
-        return results
+    def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
+        """New arrays like these: their means over the ranks, or those of rank 0."""
+        said = described(arrays)
+        if how is Reduction.RANK_0:
+            self.agree(f"values of rank 0: {said}")
+            results = [values.zeros_like(array) for array in arrays]
+            for result, array in zip(results, arrays, strict=True):
+                result[...] = array.detach() if isinstance(array, Tensor) else array
+            self.broadcast([as_tensor(result) for result in results])
+            return results
+        self.agree(f"average of {said}")
+        counts = how is Reduction.MEAN
+        sums = [as_tensor(array) if counts else torch.zeros_like(as_tensor(array)) for array in arrays]
+        share = torch.tensor([float(counts)], device=sums[0].device)
+        self.submit(AllReduce("", [*sums, share], [*sums, share], Sum)).result()
+        means = [
+            total / share.to(total.dtype) if share.item() else torch.full_like(total, float("nan")) for total in sums
+        ]
+        return [
+            mean.to(array) if isinstance(array, Tensor) else mean.numpy().reshape(array.shape)
+            for mean, array in zip(means, arrays, strict=True)
+        ]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by those of the first rank; waits for it."""
@@ -343,7 +348,9 @@ class Ranks:
                 self._engine.board.set(self._note(self.rank), "here")
                 self._barrier = self.submit(BarrierOperation())
             if not wait([self._barrier], timeout).done:
-                missing = tuple(rank for rank in range(self.size) if not self._engine.board.check([self._note(rank)]))
+                missing = tuple(
+                    rank for rank in range(self.num_workers) if not self._engine.board.check([self._note(rank)])
+                )
                 raise BarrierTimeout(
                     f"not all ranks came to the barrier within {timeout:g} s; missing are {list(missing)}", missing
                 )

@@ -15,10 +15,9 @@ import numpy as np
 
 from kvdist.core.worker.requests import KeyInfo, Plan, RunPlan
 from kvdist.kvstore import values
-from kvdist.kvstore.base import Keys, Value
 from kvdist.kvstore.device import Devices, OnDevice, Part, PinnedBlocks, Upload, WrittenThere, require_one_kind
 from kvdist.kvstore.keys import KeyTable, Matched, as_dense
-from kvdist.kvstore.values import Key
+from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import U8, Bits
 

@@ -1,4 +1,4 @@
-"""What every store can do: the contract between a training script (or `Trainer`) and the store that serves it.
+"""`KVStore`: what every store can do, over the primitives of a `Backend`.
 
 Rules that hold for every store:
 
@@ -6,42 +6,55 @@ Rules that hold for every store:
 - A *value* is a NumPy array or a torch tensor of one of the types of `kvdist.dtypes`, or some of its rows: a
   `RowSparse` or a sparse COO tensor. For one key it may be a list of them, one per device, which are summed. For a list
   of keys it is a list of as many values.
-- ``None`` in the place of a value that is pushed means "no gradient here": an empty contribution that counts, so nobody
-  waits for it.
-- What is handed in is never written (except where a result goes in place) and never kept by reference. What was handed
-  out never changes.
+- ``None`` in the place of a value that is pushed means "no gradient here": an empty contribution that counts, so no
+  worker waits for it.
+- Arguments are never written (except where a result goes in place) and never kept by reference. Results never change
+  after they are returned.
 - A list call handles its keys in the order of the list; a higher `priority` overtakes a lower one.
 - The caller's mistakes raise at the call. What a peer did wrong fails the call that waits for it.
-
-Methods are abstract here, but for `close`, and final in the stores: what stores share are the functions of
-`kvstore.values`.
 """
 
 from __future__ import annotations
 
-import abc
 import builtins
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvdist.errors import KvdistError
+from kvdist.errors import KvdistError, OptimizerMismatch, StoreClosed
+from kvdist.kvstore import values as _values
 from kvdist.kvstore.adapter import KVStoreBase
-from kvdist.kvstore.saved import Checkpoint, Names
-from kvdist.kvstore.values import Key
+from kvdist.kvstore.backend import (
+    PLAIN,
+    Ability,
+    Backend,
+    Compress,
+    Hint,
+    KeyHint,
+    Lending,
+    LoadJob,
+    PushOptions,
+    PushPull,
+    Reduction,
+    SaveJob,
+    StatesInMemory,
+    UpdateBy,
+    UpdateByFunction,
+)
+from kvdist.kvstore.registry import require_body, require_head
+from kvdist.kvstore.sparse import MixedTransfers
+from kvdist.kvstore.values import Key, Keys, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.registry import create
 from kvdist.optimizer.states import SliceState
 
-Keys: TypeAlias = Key | Sequence[Key]
-Value: TypeAlias = Any
-"""An array, a list of arrays, or for a list of keys a list of those (see the rules above)."""
-
-UpdaterFunction: TypeAlias = Callable[[Key, Any, Any], None]
-"""Called as ``fn(key, received, stored)``; changes `stored` in place."""
+if TYPE_CHECKING:
+    from kvdist.kvstore.checkpoints import Checkpoint
 
 
 class KVStore(KVStoreBase):
@@ -51,41 +64,55 @@ class KVStore(KVStoreBase):
     `TypeError` for a key or value of a wrong type and `ValueError` for a wrong shape. Stores on a cluster raise
     `PeerLostError` as well when a process they wait for is gone, and `DeadlockError` when the workers wait for each
     other.
+
+    Args:
+        backend: what kind of store it is. `kvdist.kv.create` makes one by its name.
     """
 
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._mixed = MixedTransfers(backend)
+        self._closed = False
+        self._calls_at_close: list[Callable[[bool], None]] = []
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {self._backend.num_keys} keys"
+        return f"<{self.type} store, {state}>"
+
     @property
-    @abc.abstractmethod
     def type(self) -> str:
         """The name with which the store was created, such as ``dist``."""
+        return self._backend.type
 
     @property
-    @abc.abstractmethod
     def rank(self) -> int:
         """This worker's number, from 0 to `num_workers` - 1."""
+        return self._backend.rank
 
     @property
-    @abc.abstractmethod
     def num_workers(self) -> int:
         """How many workers share the store; 1 for stores within a process."""
+        return self._backend.num_workers
 
     @property
-    @abc.abstractmethod
     def num_servers(self) -> int:
         """How many servers hold the values; 0 for stores within a process."""
+        return self._backend.num_servers
 
     @property
-    @abc.abstractmethod
     def has_optimizer(self) -> bool:
         """Whether `set_optimizer` has been called here, so that a push is a gradient; else a sum replaces the value."""
+        return self._backend.optimizer is not None
 
-    @abc.abstractmethod
     def num_dead_nodes(self) -> int:
         """How many processes of the cluster are known to be lost; it asks nobody, and may be called after a loss.
 
         The loss of one ends the job, so it is 0 as long as calls succeed. Workers that left by `close` are not lost.
         """
+        return self._backend.num_dead_nodes()
 
-    @abc.abstractmethod
+    # Keys.
+
     def init(self, key: Keys, value: Value) -> None:
         """Give keys their first value; returns when every worker has declared them.
 
@@ -99,8 +126,56 @@ class KVStore(KVStoreBase):
         Raises:
             InitMismatch: workers, or this and an earlier call, gave different shapes or dtypes.
         """
+        self._begin()
+        with self._backend.reporting():
+            given = _values.pairs(key, value)
+        self._backend.declare(given)
 
-    @abc.abstractmethod
+    def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
+        """Give every worker rank 0's present values, in the store and in `out`; returns when they are there.
+
+        For new keys it is `init` and `pull`. Keys that have a value already get rank 0's in its place, and the state
+        of an optimizer stays: so weights that were loaded from a file on rank 0 become everybody's. Every worker calls
+        it.
+
+        Args:
+            key: one key or a list.
+            value: as in `init`; only rank 0's is read.
+            out: as in `pull`.
+            priority: higher goes first.
+        """
+        self._begin()
+        with self._backend.reporting():
+            given = _values.pairs(key, value)
+        self._backend.replace(given, key, out, priority)
+
+    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
+        """Let these keys travel as they are, whatever is compressed; every worker calls it, before their `init`.
+
+        Raises:
+            ValueError: one of them is initialised, and compressed.
+        """
+        self._begin()
+        self._backend.configure(KeyHint(Hint.UNCOMPRESSED, keys))
+
+    def leave_unkept(self, keys: Sequence[Key]) -> None:
+        """A hint, before their `init`: sums of these keys go to the callers of `pushpull`, and nobody pulls them.
+
+        A store that would keep a copy for `pull` alone can do without.
+        """
+        self._begin()
+        self._backend.configure(KeyHint(Hint.UNKEPT, keys))
+
+    def expect_rows(self, keys: Sequence[Key]) -> None:
+        """A hint, before their `init`, the same on every worker: most gradients of these keys are a few rows.
+
+        The store ``hybrid`` keeps such keys on servers.
+        """
+        self._begin()
+        self._backend.configure(KeyHint(Hint.EXPECTS_ROWS, keys))
+
+    # Values.
+
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
         """Contribute to keys: the sum over devices, then over workers, is what updates the stored value.
 
@@ -116,8 +191,18 @@ class KVStore(KVStoreBase):
             average: divide the sum by the number of workers that contributed (not by the devices).
             samples: how many examples the values sum, told to the servers; 0 if it is not known.
         """
+        self._begin()
+        options = PushOptions(average, samples) if average or samples else PLAIN
+        self._transfer(PushPull(key, value, None, priority, Lending.NOTHING, options, pulls=False))
 
-    @abc.abstractmethod
+    def push_async(
+        self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+    ) -> Future[None]:
+        """`push` with a future that resolves when the contribution has been counted."""
+        self._begin()
+        options = PushOptions(average, samples)
+        return self._transfer(PushPull(key, value, None, priority, Lending.RESIDENT, options, pulls=False))
+
     def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Read keys into `out`, or into new arrays; blocks until they are there.
 
@@ -134,8 +219,17 @@ class KVStore(KVStoreBase):
             With ``out=None`` one new array per key, of the kind given to `init` (one array for one key, else a list);
             otherwise None.
         """
+        self._begin()
+        call = PushPull(key, None, out, priority, Lending.EVERYTHING, PLAIN, False, True, ignore_sparse)
+        return self._result_of(self._transfer(call))
 
-    @abc.abstractmethod
+    def pull_async(
+        self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True
+    ) -> Future[Any]:
+        """`pull` with a future of its result; `out` belongs to the store until the future resolves."""
+        self._begin()
+        return self._transfer(PushPull(key, None, out, priority, Lending.RESIDENT, PLAIN, False, True, ignore_sparse))
+
     def pushpull(
         self,
         key: Keys,
@@ -155,8 +249,47 @@ class KVStore(KVStoreBase):
             priority: higher goes first.
             average, samples: as in `push`.
         """
+        # The caller waits, so large arrays are sent from where they are: a pass over the bytes less, and the first of
+        # them are under way at once.
+        self._begin()
+        options = PushOptions(average, samples) if average or samples else PLAIN
+        self._result_of(self._transfer(PushPull(key, value, out, priority, Lending.EVERYTHING, options)), lends=True)
 
-    @abc.abstractmethod
+    def pushpull_async(
+        self,
+        key: Keys,
+        value: Value,
+        out: Value | None = None,
+        priority: int = 0,
+        *,
+        average: bool = False,
+        samples: int = 0,
+    ) -> Future[None]:
+        """`pushpull` with a future; `out` (or `value`, in place) belongs to the store until it resolves."""
+        self._begin()
+        return self._transfer(PushPull(key, value, out, priority, Lending.RESIDENT, PushOptions(average, samples)))
+
+    def pushpull_shared(
+        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+    ) -> list[Any]:
+        """`pushpull` of which large results stay where they are, in the memory of servers of this host.
+
+        A pull is then no pass over the bytes at all. Such a result shows another version some time after the next
+        `pushpull_shared` of its key has returned: use it until then. Do not write to it: nobody else would see that,
+        and later results that lie in the same place would show it. `broadcast` of the key mends it.
+
+        Args:
+            key, value, priority, average, samples: as in `pushpull`.
+            out: where the results go that cannot stay: of a server on another host, or of a small key.
+
+        Returns:
+            Per key an array of its kind, shape and dtype that shows the result, or None: it was written into `out`.
+        """
+        self._begin()
+        call = PushPull(key, value, out, priority, Lending.EVERYTHING, PushOptions(average, samples), shared=True)
+        shown: list[Any] | None = self._result_of(self._transfer(call), lends=True)
+        return [None] * len(_values.pairs(key, out)) if shown is None else shown
+
     def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
         """Read some rows of tables: of keys whose first value was a `RowSparse`, a sparse tensor or a `LazyRows`.
 
@@ -179,70 +312,30 @@ class KVStore(KVStoreBase):
             TypeError: the key is an array, ids are not integers, or `out` is not a `RowSparse`.
             ValueError: an id is not a row of the table, or lists differ in length.
         """
+        return self._result_of(self.row_sparse_pull_async(key, out, priority, row_ids))
 
-    @abc.abstractmethod
     def row_sparse_pull_async(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Future[Any]:
         """`row_sparse_pull` with a future of its result; `out` belongs to the store until it resolves."""
+        self._begin(Ability.ROWS)
+        return self._mixed.pull_rows(key, out, priority, row_ids)
 
-    @abc.abstractmethod
-    def push_async(
-        self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
-    ) -> Future[None]:
-        """`push` with a future that resolves when the contribution has been counted."""
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """A new uninitialised NumPy array that the store can send at the least cost.
 
-    @abc.abstractmethod
-    def pull_async(
-        self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True
-    ) -> Future[Any]:
-        """`pull` with a future of its result; `out` belongs to the store until the future resolves."""
-
-    @abc.abstractmethod
-    def pushpull_async(
-        self,
-        key: Keys,
-        value: Value,
-        out: Value | None = None,
-        priority: int = 0,
-        *,
-        average: bool = False,
-        samples: int = 0,
-    ) -> Future[None]:
-        """`pushpull` with a future; `out` (or `value`, in place) belongs to the store until it resolves."""
-
-    @abc.abstractmethod
-    def pushpull_shared(
-        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
-    ) -> list[Any]:
-        """`pushpull` of which large results stay where they are, in the memory of servers of this host.
-
-        A pull is then no pass over the bytes at all. Such a result shows another version some time after the next
-        `pushpull_shared` of its key has returned: use it until then. Do not write to it: nobody else would see that,
-        and later results that lie in the same place would show it. `broadcast` of the key mends it.
+        On a cluster it lies in shared memory, and servers of this host read it where it lies: a `pushpull` copies
+        nothing, `push_async` and `pushpull_async` neither, and it must not change until their future is done. A forked
+        child shares it with its parent.
 
         Args:
-            key, value, priority, average, samples: as in `pushpull`.
-            out: where the results go that cannot stay: of a server on another host, or of a small key.
-
-        Returns:
-            Per key an array of its kind, shape and dtype that shows the result, or None: it was written into `out`.
+            shape: its shape.
+            dtype: a name, a NumPy or torch dtype. bfloat16 needs torch's own arrays and is a `TypeError` here.
         """
+        wanted = _values.as_numpy_dtype(dtype)
+        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+        return self._backend.allocate(math.prod(lengths) * wanted.itemsize).view(wanted).reshape(lengths)
 
-    @abc.abstractmethod
-    def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
-        """Give every worker rank 0's present values, in the store and in `out`; returns when they are there.
+    # All workers together.
 
-        For new keys it is `init` and `pull`. Keys that have a value already get rank 0's in its place, and the state
-        of an optimizer stays: so weights that were loaded from a file on rank 0 become everybody's. Every worker calls
-        it.
-
-        Args:
-            key: one key or a list.
-            value: as in `init`; only rank 0's is read.
-            out: as in `pull`.
-            priority: higher goes first.
-        """
-
-    @abc.abstractmethod
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every worker is here.
 
@@ -254,8 +347,13 @@ class KVStore(KVStoreBase):
         Raises:
             BarrierTimeout: somebody did not come in time; `missing` holds their ranks.
         """
+        self._begin()
+        if timeout is not None and not timeout > 0:
+            raise ValueError(
+                f"the time-out of a barrier is {timeout}; it must be a positive number of seconds, or None"
+            )
+        self._backend.meet(timeout)
 
-    @abc.abstractmethod
     def agree(self, statement: str) -> None:
         """A barrier at which every worker makes a statement, and all must make the same one.
 
@@ -267,8 +365,9 @@ class KVStore(KVStoreBase):
         Raises:
             InitMismatch: they are not all the same. Every worker gets it, and it names who said what.
         """
+        self._begin()
+        self._backend.meet(statement=statement)
 
-    @abc.abstractmethod
     def average(self, value: Any, *, counts: bool = True) -> Any:
         """The mean of a number or an array over the workers: of a loss, say, or of an accuracy.
 
@@ -286,8 +385,12 @@ class KVStore(KVStoreBase):
         Raises:
             InitMismatch: workers gave different shapes or dtypes; it names who gave what.
         """
+        self._begin()
+        with self._backend.reporting():
+            array = _values.as_averaged(value)
+        (mean,) = self._backend.reduce([array], Reduction.MEAN if counts else Reduction.MEAN_OF_OTHERS)
+        return _values.as_given(value, mean)
 
-    @abc.abstractmethod
     def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
         """New arrays like these with the values of rank 0; every worker calls it, with the same shapes and dtypes.
 
@@ -299,8 +402,22 @@ class KVStore(KVStoreBase):
         Raises:
             InitMismatch: workers gave different shapes or dtypes; it names who gave what.
         """
+        self._begin()
+        with self._backend.reporting():
+            for value in values:
+                _values.describe(value)
+        return self._backend.reduce(values, Reduction.RANK_0)
 
-    @abc.abstractmethod
+    # What is done to the values.
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can do something; ``optimizer`` (update values itself) is the one capability there is.
+
+        Raises:
+            ValueError: the capability is not known.
+        """
+        return _values.is_optimizer_capability(capability) and Ability.OPTIMIZER in self._backend.abilities
+
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
         """Let the store update its values: from now on a push is a gradient.
 
@@ -314,8 +431,30 @@ class KVStore(KVStoreBase):
         Raises:
             OptimizerMismatch: another worker, or an earlier call, chose a different one.
         """
+        self._begin(Ability.OPTIMIZER)
+        chosen = create(optimizer, **hyperparameters)
+        present = self._backend.optimizer
+        with self._backend.reporting():
+            if present is not None and chosen.rule() != present.rule():
+                raise OptimizerMismatch(
+                    f"this store updates its values with {present}; it cannot be changed to {chosen}. Create a second"
+                    " store for that"
+                )
+        self._backend.configure(UpdateBy(chosen))
 
-    @abc.abstractmethod
+    def set_updater(self, updater: UpdaterFunction) -> None:
+        """Let a function update the values: ``fn(key, received, stored)`` changes `stored` in place.
+
+        Both arrays are of the kind given to `init`. Only stores within a process can run a function.
+
+        Raises:
+            TypeError: the updater cannot be called, or the values rest on servers.
+        """
+        self._begin(Ability.UPDATER)
+        if not callable(updater):
+            raise TypeError(f"an updater is a function of (key, received, stored), not {type(updater).__name__}")
+        self._backend.configure(UpdateByFunction(updater))
+
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress what is pushed from now on: keys of float32 travel in fewer bytes.
 
@@ -332,38 +471,9 @@ class KVStore(KVStoreBase):
                 initialised, or the store does not compress (``local``, ``nccl``).
             InitMismatch: another worker gave other parameters.
         """
+        self._begin(Ability.COMPRESSION)
+        self._backend.configure(Compress(compression_params))
 
-    @abc.abstractmethod
-    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
-        """Let these keys travel as they are, whatever is compressed; every worker calls it, before their `init`.
-
-        Raises:
-            ValueError: one of them is initialised, and compressed.
-        """
-
-    def leave_unkept(self, keys: Sequence[Key]) -> None:
-        """A hint, before their `init`: sums of these keys go to the callers of `pushpull`, and nobody pulls them.
-
-        A store that would keep a copy for `pull` alone can do without.
-        """
-
-    def expect_rows(self, keys: Sequence[Key]) -> None:
-        """A hint, before their `init`, the same on every worker: most gradients of these keys are a few rows.
-
-        The store ``hybrid`` keeps such keys on servers.
-        """
-
-    @abc.abstractmethod
-    def set_updater(self, updater: UpdaterFunction) -> None:
-        """Let a function update the values: ``fn(key, received, stored)`` changes `stored` in place.
-
-        Both arrays are of the kind given to `init`. Only stores within a process can run a function.
-
-        Raises:
-            TypeError: the updater cannot be called, or the values rest on servers.
-        """
-
-    @abc.abstractmethod
     def send_command_to_servers(self, head: int, body: str = "") -> None:
         """Let every server run the handler that is registered there for `head`; returns when all have.
 
@@ -379,8 +489,13 @@ class KVStore(KVStoreBase):
             KvdistError: a server has no such handler, or it raised; the message names the server, the command and the
                 exception. The other servers have run theirs all the same.
         """
+        self._begin()
+        require_head(head)
+        require_body(body)
+        self._backend.command(head, body)
 
-    @abc.abstractmethod
+    # Files.
+
     def save_checkpoint(
         self,
         directory: str | os.PathLike[str],
@@ -388,7 +503,7 @@ class KVStore(KVStoreBase):
         *,
         state: Any = None,
         keep: int | None = None,
-        names: Names | None = None,
+        names: Mapping[Key, str] | None = None,
     ) -> Future[Path]:
         """Save values and optimizer states as they are after this worker's pushes so far; training goes on meanwhile.
 
@@ -416,8 +531,10 @@ class KVStore(KVStoreBase):
                 root, cannot be written, or is in use by another job. Or the call before has failed, and nobody has
                 looked at its future.
         """
+        self._begin()
+        saved: Future[Path] = self._backend.save(SaveJob(directory, step, state, keep, names))
+        return saved
 
-    @abc.abstractmethod
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
     ) -> Checkpoint:
@@ -437,8 +554,10 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: there is none, it is damaged, cut off or of a newer version, or it does not fit the store.
         """
+        self._begin()
+        checkpoint: Checkpoint = self._backend.load(LoadJob(directory, step, states=states))
+        return checkpoint
 
-    @abc.abstractmethod
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Save what the optimizer remembers of every key, without the values; every worker calls it, and waits.
 
@@ -449,6 +568,19 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: it could not be written.
         """
+        self._begin()
+        self._backend.wait(self._backend.save(SaveJob(fname, states_only=True)))
+
+    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Give the optimizer back what `save_optimizer_states` saved; every worker calls it, and waits.
+
+        A store without an optimizer gets the one that was saved.
+
+        Raises:
+            CheckpointError: there is nothing there, or it is damaged, or it does not fit the store.
+        """
+        self._begin()
+        self._backend.load(LoadJob(fname, values=False))
 
     def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         """What the optimizer remembers of keys, in memory of the caller's own; None for a key that was never updated.
@@ -463,7 +595,9 @@ class KVStore(KVStoreBase):
             NotImplementedError: this store cannot.
             PushRefused: pushes of this worker are under way, or there is no optimizer.
         """
-        raise NotImplementedError(f"the store {self.type!r} does not give out its optimizer's states")
+        self._begin(Ability.STATES)
+        states: list[SliceState | None] = self._backend.save(StatesInMemory(keys))
+        return states
 
     def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         """Give the optimizer these states in place of its own. The values stay.
@@ -479,38 +613,10 @@ class KVStore(KVStoreBase):
             NotImplementedError: this store cannot.
             PushRefused: they do not fit, or there is no optimizer.
         """
-        raise NotImplementedError(f"the store {self.type!r} does not take states for its optimizer")
+        self._begin(Ability.STATES)
+        self._backend.load(StatesInMemory(keys, states))
 
-    @abc.abstractmethod
-    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Give the optimizer back what `save_optimizer_states` saved; every worker calls it, and waits.
-
-        A store without an optimizer gets the one that was saved.
-
-        Raises:
-            CheckpointError: there is nothing there, or it is damaged, or it does not fit the store.
-        """
-
-    @abc.abstractmethod
-    def is_capable(self, capability: str) -> bool:
-        """Whether the store can do something; ``optimizer`` (update values itself) is the one capability there is.
-
-        Raises:
-            ValueError: the capability is not known.
-        """
-
-    @abc.abstractmethod
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """A new uninitialised NumPy array that the store can send at the least cost.
-
-        On a cluster it lies in shared memory, and servers of this host read it where it lies: a `pushpull` copies
-        nothing, `push_async` and `pushpull_async` neither, and it must not change until their future is done. A forked
-        child shares it with its parent.
-
-        Args:
-            shape: its shape.
-            dtype: a name, a NumPy or torch dtype. bfloat16 needs torch's own arrays and is a `TypeError` here.
-        """
+    # The store.
 
     def close(self, wait: bool = True) -> None:
         """Leave: the store cannot be used afterwards. A second call does nothing.
@@ -524,17 +630,35 @@ class KVStore(KVStoreBase):
         with contextlib.ExitStack() as stack:
             for call in self._calls_at_close:
                 stack.callback(call, wait)
-            self._close(wait)
-
-    @abc.abstractmethod
-    def _close(self, wait: bool) -> None:
-        """What `close` does to the store itself."""
-
-    _calls_at_close: tuple[Callable[[bool], None], ...] = ()
+            if not self._closed:
+                self._closed = True
+                self._backend.close(wait)
 
     def _at_close(self, call: Callable[[bool], None]) -> None:
         """Let `close` call this when the store has been left, with its `wait`: a trainer saves through a store, too."""
-        self._calls_at_close += (call,)
+        self._calls_at_close.append(call)
+
+    def _begin(self, ability: Ability | None = None) -> None:
+        """Every call begins here: the store is open, it can do this, and no push before has failed unheard."""
+        backend = self._backend
+        if self._closed:
+            raise StoreClosed(f"this {self.type!r} store has been closed; create another one")
+        if ability is not None:
+            backend.require_able(ability)
+        backend.check()
+        if backend.errors:
+            raise backend.errors.popleft()
+
+    def _transfer(self, call: PushPull) -> Future[Any]:
+        if self._backend.table_keys.tables:
+            return self._mixed.transfer(call)
+        return self._backend.transfer(call)
+
+    def _result_of(self, future: Future[Any], lends: bool = False) -> Any:
+        result = self._backend.wait(future, lends)
+        if self._backend.errors:  # of a push that this call was to see
+            raise self._backend.errors.popleft()
+        return result
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises a `TypeError`: a store cannot be pickled or copied."""
@@ -553,7 +677,7 @@ class KVStore(KVStoreBase):
         if error is None:
             self.close()
             return
-        # The error of the block says more than one of the closing that follows from it. That a checkpoint has failed
-        # is not forgotten: the exit code tells it, should the process end as if all was well.
+        # The error of the block says more than one of the closing that follows from it. A checkpoint that has failed
+        # is not forgotten: the exit code reports it, should the process end as if all was well.
         with contextlib.suppress(KvdistError):
             self.close(wait=False)

@@ -19,7 +19,8 @@ from typing import Any
 from kvdist.core.machine import NEVER
 from kvdist.core.worker.requests import KeyInfo, RunData, RunKind, Transfer
 from kvdist.kvstore.arguments import EncodedSlices, Hyperparameters, PushArgs, named
-from kvdist.kvstore.staging import Payloads, PushOptions
+from kvdist.kvstore.backend import PushOptions
+from kvdist.kvstore.staging import Payloads
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import Bits, padded
 from kvdist.runtime.mailbox import AnswerByKey, Finish, Growing
@@ -163,8 +164,6 @@ Failed = Callable[[BaseException], None]
 """Gets the error of pushes."""
 Submit = Callable[["_PushBatch | _PullBatch", Callable[[int], Transfer], Growing], None]
 """Leaves a request for the node's thread that may wait."""
-PLAIN = PushOptions(average=False, samples=0)
-"""The usual ones."""
 
 
 class _Batch:

@@ -1,60 +1,88 @@
-"""`CollectiveStore`: values of which every worker has a copy, and sums over the workers that no server makes.
+"""The stores ``collective`` and its other names: every worker has a copy of the values, and sums need no server.
 
-A call checks and hands the engine one operation for all its keys; whatever follows from the sums happens on the
-engine's thread, in the order of the calls. Rules that hold here:
+A call checks and hands the engine one operation for all its keys; what follows from the sums happens on the engine's
+thread, in the order of the calls. Invariants:
 
 * All workers make the same calls with the same keys, in the same order. A worker without a gradient gives None; it
   still makes the call.
-* Each worker keeps the values for itself, in a store within its process. They are the same everywhere because the sums
-  are.
+* Each worker keeps the values in a store within its process. They are the same everywhere because the sums are.
 * A key that `leave_unkept` has named has no value here: `pushpull` gives its sum to the caller, and copies nothing.
-* The error of a push that nobody waited for is raised by the next call on the store.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-from collections import deque
+import copy
+import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
 
-from kvdist.checkpoint.format import read_manifest
-from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, chosen_optimizer
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
-from kvdist.errors import StoreClosed
-from kvdist.kernels.gpu import HOST
+from kvdist.dtypes import DType
+from kvdist.errors import CollectiveMismatch, InitMismatch, KeyNotInitialised
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore import local_saving, saved, values
-from kvdist.kvstore.allreduce import Ranks
-from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
-from kvdist.kvstore.copies import OwnValues, ReplicatedValues
-from kvdist.kvstore.declared import ROWS_ADVICE, CollectiveKeys
+from kvdist.kvstore import values
+from kvdist.kvstore.allreduce import (
+    KeyAllReduce,
+    KeySum,
+    Ranks,
+    Summed,
+    as_tensor,
+    dtype_of,
+    memory_of,
+    write,
+)
+from kvdist.kvstore.backend import (
+    Ability,
+    Backend,
+    Compress,
+    Configuration,
+    Hint,
+    KeyHint,
+    Lending,
+    LoadJob,
+    PushPull,
+    Reduction,
+    SaveJob,
+    StatesInMemory,
+    UpdateBy,
+    UpdateByFunction,
+    resolved,
+)
 from kvdist.kvstore.device import Devices
-from kvdist.kvstore.keys import is_sparse
-from kvdist.kvstore.registry import command_of
-from kvdist.kvstore.saved import Checkpoint, Names
-from kvdist.kvstore.values import Key
-from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
-from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.registry import create
-from kvdist.optimizer.states import SliceState
+from kvdist.kvstore.keys import KeyArrays, as_dense, as_table, is_sparse
+from kvdist.kvstore.local import LocalBackend
+from kvdist.kvstore.values import Key, Keys, Shape, UpdaterFunction, Value
+from kvdist.optimizer.base import LIVE, Optimizer
+from kvdist.optimizer.compression import Half, from_params
+from kvdist.rowsparse import LazyRows, RowSparse
 
-LOG = logging.getLogger("kvdist")
+if TYPE_CHECKING:
+    from kvdist.kvstore.checkpoints import Held, WorkerSaving
+
+ROWS_ADVICE = (
+    "tables of rows need servers, which this store does not have: use 'hybrid', which keeps them on servers and sums"
+    " everything else without, or 'dist'"
+)
+
+Info = tuple[Shape, DType]
+Fresh = tuple[Key, Any, Info]
+"""A key that is new, its value, and what it is."""
+Agree = Callable[[str, Callable[[list[str]], str]], None]
+"""Compares what all workers say; the second argument makes the sentence where they differ."""
 
 
-class CollectiveStore(KVStore):
-    """The stores ``collective``, ``horovod``, ``allreduce`` and ``byteps``.
+class CollectiveBackend(Backend):
+    """A copy of the values on every worker.
 
     Args:
-        type_name: the name it was created by.
+        type_name: the name by which the store was created.
         engine: this process as a rank.
         leave: called when the store is closed.
         number: of the group of ranks that share the store.
@@ -78,339 +106,434 @@ class CollectiveStore(KVStore):
         updates: bool = False,
         predivide: float = 1.0,
     ) -> None:
-        self._type = type_name
+        self._ranks = ranks = Ranks(engine, number, store)
+        super().__init__(type_name, ranks.rank, ranks.num_workers, devices=devices)
+        abilities = {Ability.UPDATER, Ability.COMPRESSION, Ability.STATES}
+        self.abilities = frozenset(abilities | {Ability.OPTIMIZER} if updates else abilities)
         self._leave = leave
-        self._ranks = Ranks(engine, number, store)
-        own = devices or Devices(HOST, insists=False)
-        self._updates = updates
-        self._keys = CollectiveKeys(own)
-        self._local = OwnValues("device", kernels, own)
-        self._copies = ReplicatedValues(self._keys, self._ranks, self._local, predivide)
-        self._errors: deque[BaseException] = deque()
-        self._closed = False
-        self._saving = WorkersSaving(self)
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {len(self._keys)} keys"
-        return f"<{self._type} store, {state}>"
+        self._keys = CollectiveKeys(self.devices)
+        self._local = LocalBackend("device", kernels, self.devices)
+        self._values = ReplicatedValues(self._keys, ranks, self._local, predivide)
+        self._saving: WorkerSaving | None = None
 
     @property
-    def type(self) -> str:
-        """The name with which the store was created."""
-        return self._type
+    def optimizer(self) -> Optimizer | None:
+        return self._values.optimizer
 
     @property
-    def rank(self) -> int:
-        """This worker's number."""
-        return self._ranks.rank
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers share the store."""
-        return self._ranks.size
-
-    @property
-    def num_servers(self) -> int:
-        """0: there are none."""
-        return 0
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether pushes are gradients; see `KVStore.has_optimizer`."""
-        return self._copies.optimizer is not None
+    def num_keys(self) -> int:
+        return len(self._keys)
 
     def num_dead_nodes(self) -> int:
-        """How many workers are known to be lost; the loss of one ends the job. See `KVStore.num_dead_nodes`."""
         return int(self._ranks.has_lost)
+
+    def reporting(self) -> contextlib.AbstractContextManager[None]:
+        return self._ranks.reporting()
 
     # Keys.
 
-    def init(self, key: Keys, value: Value) -> None:
-        """Agree on keys with all workers; rank 0's values win. See `KVStore.init`."""
-        self._require_usable()
-        with self._ranks.told():
-            fresh = self._keys.fresh(values.pairs(key, value))
-        self._copies.place([(one, array, []) for one, array in self._keys.add(fresh, self._ranks.agree)])
+    def require(self, key: Key) -> object:
+        return self._keys[key]
 
-    def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
-        """Give every worker rank 0's present values, in the store and in `out`. See `KVStore.broadcast`."""
-        self._require_usable()
-        with self._ranks.told():
-            given = values.pairs(key, value)
+    def declare(self, given: KeyArrays) -> None:
+        with self.reporting():
+            fresh = self._keys.fresh(given)
+        self._values.place([(one, array, []) for one, array in self._keys.add(fresh, self._ranks.agree)])
+
+    def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
+        with self.reporting():
             fresh = self._keys.fresh(given)
         self._keys.add(fresh, self._ranks.agree)
-        with self._ranks.told():
+        with self.reporting():
             places = dict(self._keys.writable(key, out))
         self._settle()
-        self._copies.place([(one, arrays[0], places.get(one, [])) for one, arrays in given])
+        self._values.place([(one, arrays[0], places.get(one, [])) for one, arrays in given])
 
-    def leave_unkept(self, keys: Sequence[Key]) -> None:
-        """Keep no value of these keys; see `KVStore.leave_unkept`."""
-        self._require_usable()
-        self._copies.unkept.update(one for one in keys if one not in self._keys.infos)
+    # Values.
 
-    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
-        """Let these keys travel as they are; see `KVStore.leave_uncompressed`."""
-        self._require_usable()
-        self._keys.leave_uncompressed(keys)
+    def transfer(self, call: PushPull) -> Future[Any]:
+        if not call.pushes:
+            return self._values.pull(call)
+        with self.reporting():
+            given = self._matched(call)
+        future = self._values.begin(given, call.options.average, call.pulls and call.lending is Lending.EVERYTHING)
+        if call.lending is Lending.NOTHING:
+            future.add_done_callback(self._note_lost_error)
+        return future
 
-    # Sums.
-
-    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
-        """Contribute; returns as soon as the values are copied. See `KVStore.push`."""
-        self.push_async(key, value, priority, average=average).add_done_callback(self._note_lost_error)
-
-    def push_async(
-        self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
-    ) -> Future[None]:
-        """`push`, with a future that resolves when the sum is there."""
-        self._require_usable()
-        with self._ranks.told():
-            given = self._keys.matched(key, value)
-        return self._copies.begin([(one, arrays, []) for one, arrays in given], average)
-
-    def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
-        """Copy this worker's own values out, once its pushes are summed. See `KVStore.pull`."""
-        return self._waited(self.pull_async(key, out, priority, ignore_sparse))
-
-    def pull_async(
-        self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True
-    ) -> Future[Any]:
-        """`pull`, with a future of its result."""
-        self._require_usable()
-        return self._copies.pull(key, out, ignore_sparse)
-
-    def pushpull(
-        self,
-        key: Keys,
-        value: Value,
-        out: Value | None = None,
-        priority: int = 0,
-        *,
-        average: bool = False,
-        samples: int = 0,
-    ) -> None:
-        """Sum over devices and workers. See `KVStore.pushpull`."""
-        self._waited(self._copies.begin(self._with_places(key, value, out), average, keeps=True))
-
-    def pushpull_async(
-        self,
-        key: Keys,
-        value: Value,
-        out: Value | None = None,
-        priority: int = 0,
-        *,
-        average: bool = False,
-        samples: int = 0,
-    ) -> Future[None]:
-        """`pushpull`, with a future."""
-        return self._copies.begin(self._with_places(key, value, out), average)
-
-    def pushpull_shared(
-        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
-    ) -> list[Any]:
-        """`pushpull`; there is no memory of others to show. See `KVStore.pushpull_shared`."""
-        self.pushpull(key, value, out, priority, average=average)
-        return [None] * len(values.pairs(key, out))
-
-    def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> NoReturn:
-        """Always a `TypeError`: this store has no tables of rows."""
-        raise TypeError(ROWS_ADVICE)
-
-    def row_sparse_pull_async(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> NoReturn:
-        """Always a `TypeError`: this store has no tables of rows."""
-        raise TypeError(ROWS_ADVICE)
-
-    def _with_places(self, key: Keys, value: Value, out: Value | None) -> list[tuple[Key, list[Any], list[Any]]]:
-        self._require_usable()
-        with self._ranks.told():
-            if out is None and not holds_rows(value):
-                return [(one, arrays, arrays) for one, arrays in self._keys.writable(key, value)]
-            given = self._keys.matched(key, value)
-            places = dict(self._keys.writable(key, value if out is None else out))
-            return [(one, arrays, places[one]) for one, arrays in given]
-
-    # Everybody together.
-
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every worker is here. See `KVStore.barrier`."""
-        self._require_usable()
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"the time-out of a barrier is {timeout}; it must be a positive number of seconds or None")
-        self._ranks.barrier(timeout)
-
-    def agree(self, statement: str) -> None:
-        """A barrier at which all must say the same. See `KVStore.agree`."""
-        self._require_usable()
-        self._ranks.agree(statement)
-
-    def average(self, value: Any, *, counts: bool = True) -> Any:
-        """The mean over the workers. See `KVStore.average`."""
-        self._require_usable()
-        return self._ranks.average(value, counts)
-
-    def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
-        """What rank 0 has. See `KVStore.from_rank_0`."""
-        self._require_usable()
-        return self._ranks.from_rank_0(values)
-
-    # What is done to the values.
-
-    def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
-        """Refused where the workers update, as in every store but ``hybrid``. See `KVStore.set_optimizer`.
-
-        Raises:
-            NotImplementedError: the store has no servers that could update.
-        """
-        self._require_usable()
-        if not self._updates:
-            raise NotImplementedError(
-                f"the store {self._type!r} has no servers that could run an optimizer: each worker updates with the"
-                " sums of gradients. A Trainer does so by itself; in a loop of your own use torch.optim, or a store"
-                " with servers, 'dist'"
-            )
-        chosen = create(optimizer, **hyperparameters)
-        self._ranks.agree(f"the optimizer {chosen.describe()}")
-        self._copies.update_by(chosen)
-
-    def set_updater(self, updater: UpdaterFunction) -> None:
-        """Update the values with ``updater(key, received, stored)``, on every worker. See `KVStore.set_updater`."""
-        self._require_usable()
-        self._settle()
-        self._copies.call(updater)
-
-    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Let sums of float32 be made of halves; what rounding loses is not kept. See `KVStore`."""
-        self._require_usable()
-        with self._ranks.told():
-            half = self._keys.compression(compression_params, self._type)
-        self._ranks.agree(f"gradient compression by {half}")
-        self._keys.half = half
-
-    def send_command_to_servers(self, head: int, body: str = "") -> None:
-        """Nothing: there are no servers."""
-        self._require_usable()
-        command_of(head, body)  # which checks them
-
-    # Files.
-
-    def save_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        step: int,
-        *,
-        state: Any = None,
-        keep: int | None = None,
-        names: Names | None = None,
-    ) -> Future[Path]:
-        """Write values and states; complete when the call returns. See `KVStore.save_checkpoint`."""
-        self._settle()
-
-        def job() -> SavingJob:
-            folder, number = saved.place(directory, step), saved.checked_keep(keep)
-            content = saved.own_file(state, names, self.rank)
-            return SavingJob(folder, EVERYTHING, saved.checked_step(step), number, content)
-
-        return self._saving.save_checkpoint(job, self._local.held, self._local.updater)
-
-    def load_checkpoint(
-        self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
-    ) -> Checkpoint:
-        """Read values and states. See `KVStore.load_checkpoint`."""
-        self._settle()
-
-        def find() -> Checkpoint:
-            folder = saved.find(directory, step)
-            return saved.loaded(folder, read_manifest(folder), self.rank)
-
-        return self._load(find, EVERYTHING if states else (WEIGHTS,))
-
-    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
-        """Write the states. See `KVStore.save_optimizer_states`."""
-        self._settle()
-        job = SavingJob(saved.absolute(fname), (STATES,))
-        self._saving.save(lambda: job, self._local.held, self._local.updater)
-
-    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Read the states. See `KVStore.load_optimizer_states`."""
-        self._settle()
-        folder = saved.absolute(fname)
-        description = self._saving.together(lambda: read_manifest(folder).optimizer, "it could not be read")
-        if self._copies.optimizer is None and description is not None:
-            self.set_optimizer(chosen_optimizer(description))
-        self._load(lambda: Checkpoint(folder, 0), (STATES,))
-
-    def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
-        """What this worker's optimizer remembers. See `KVStore.optimizer_states`."""
-        self._settle()
-        with self._copies.lock:
-            return self._local.optimizer_states(keys)
-
-    def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        """Give it these. See `KVStore.replace_optimizer_states`."""
-        self._settle()
-        with self._copies.lock:
-            self._local.replace_optimizer_states(keys, states)
-
-    def _load(self, find: Callable[[], Checkpoint], contents: tuple[str, ...]) -> Checkpoint:
-        with self._copies.lock:
-            held, updater = self._local.held(), self._local.updater
-        # Not under the lock: the engine's thread takes it for what other threads push, and only then lets ranks agree.
-        checkpoint, found = self._saving.read(find, contents, held, updater)
-        with self._copies.lock:
-            self._local.take(local_saving.take(held, found, updater))
-        return checkpoint
-
-    # The store.
-
-    def is_capable(self, capability: str) -> bool:
-        """False for ``optimizer``: the workers update. See `KVStore.is_capable`."""
-        return values.is_optimizer_capability(capability) and self._updates
-
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """A new array in ordinary memory. See `KVStore.empty`."""
-        return np.empty(shape, values.as_numpy_dtype(dtype))
-
-    def _close(self, wait: bool) -> None:
-        """Leave the store, once what was begun is done. Raises the error of a lost push."""
-        if self._closed:
-            return
-        self._closed = True
-        if wait:
-            wait_for([self._copies.last])
-        self._local.close()
-        self._leave()
-        self._raise_lost_error()
-
-    def _told(self) -> contextlib.AbstractContextManager[None]:
-        """Within it this worker looks at what it was given; see `Ranks.told`. A `HybridStore` uses it too."""
-        self._require_usable()
-        return self._ranks.told()
-
-    def _settle(self) -> None:
-        """What was begun is done: the values are those of now."""
-        self._require_usable()
-        wait_for([self._copies.last])
-        self._raise_lost_error()
-
-    def _waited(self, future: Future[Any]) -> Any:
-        result = future.result()
-        self._raise_lost_error()
-        return result
+    def _matched(self, call: PushPull) -> list[tuple[Key, list[Any], list[Any]]]:
+        """The keys of a push, what is given for each, and where its sum goes."""
+        if not call.pulls:
+            return [(one, arrays, []) for one, arrays in self._keys.matched(call.key, call.value)]
+        if call.out is None and not holds_rows(call.value):
+            return [(one, arrays, arrays) for one, arrays in self._keys.writable(call.key, call.value)]
+        given = self._keys.matched(call.key, call.value)
+        places = dict(self._keys.writable(call.key, call.value if call.out is None else call.out))
+        return [(one, arrays, places[one]) for one, arrays in given]
 
     def _note_lost_error(self, future: Future[Any]) -> None:
         error = future.exception()
         if error is not None:
-            self._errors.append(error)
+            self.note_error(error)
 
-    def _raise_lost_error(self) -> None:
-        if self._errors:
-            raise self._errors.popleft()
+    # All workers together.
 
-    def _require_usable(self) -> None:
-        if self._closed:
-            raise StoreClosed(f"this {self._type!r} store has been closed; create another one")
-        self._raise_lost_error()
+    def meet(self, timeout: float | None = None, statement: str | None = None) -> None:
+        if statement is None:
+            self._ranks.barrier(timeout)
+        else:
+            self._ranks.agree(statement)
+
+    def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
+        return self._ranks.reduce(arrays, how)
+
+    def configure(self, what: Configuration) -> None:
+        match what:
+            case UpdateBy(optimizer):
+                self._ranks.agree(f"the optimizer {optimizer.describe()}")
+                self._values.update_by(optimizer)
+            case UpdateByFunction(function):
+                self._settle()
+                self._values.call(function)
+            case Compress(params):
+                with self.reporting():
+                    half = self._keys.compression(params, self.type)
+                self._ranks.agree(f"gradient compression by {half}")
+                self._keys.half = half
+            case KeyHint(Hint.UNCOMPRESSED, keys):
+                self._keys.leave_uncompressed(keys)
+            case KeyHint(Hint.UNKEPT, keys):
+                self._values.unkept.update(one for one in keys if one not in self._keys.infos)
+
+    # Files.
+
+    def command(self, head: int, body: str) -> None:
+        """Return: there are no servers."""
+
+    def check(self) -> None:
+        """Return: a call can be made."""
+
+    def save(self, job: SaveJob | StatesInMemory) -> Any:
+        self._settle()
+        if isinstance(job, StatesInMemory):
+            with self._values.lock:
+                return self._local.save(job)
+        return self._files().save(job)
+
+    def load(self, job: LoadJob | StatesInMemory) -> Any:
+        self._settle()
+        if isinstance(job, StatesInMemory):
+            with self._values.lock:
+                return self._local.load(job)
+        from kvdist.kvstore.checkpoints import restore_held
+
+        if not job.values:
+            saved = self._files().saved_optimizer(job)
+            if self.optimizer is None and saved is not None:
+                self.require_able(Ability.OPTIMIZER)
+                self.configure(UpdateBy(saved))
+        # Not under the lock: the engine's thread takes it for what other threads push, and only then lets ranks agree.
+        checkpoint, held, found = self._files().read(job)
+        with self._values.lock:
+            self._local.take(restore_held(held, found, self._local.arrays.updaters))
+        return checkpoint
+
+    def _files(self) -> WorkerSaving:
+        if self._saving is None:
+            from kvdist.kvstore.checkpoints import WorkerSaving
+
+            self._saving = WorkerSaving(self._ranks, self._held, lambda: self._local.arrays.updaters)
+        return self._saving
+
+    def _held(self) -> list[Held]:
+        with self._values.lock:
+            return self._local.held()
+
+    def close(self, wait: bool) -> None:
+        """Leave the store, once what was begun is done. Raises the error of a lost push."""
+        with contextlib.ExitStack() as stack:
+            if self._saving is not None:
+                stack.callback(self._saving.close, wait)
+            if wait:
+                wait_for([self._values.last])
+            self._local.close(wait)
+            self._leave()
+            if self.errors:
+                raise self.errors.popleft()
+
+    def _settle(self) -> None:
+        """What was begun is done: the values are those of now."""
+        wait_for([self._values.last])
+        if self.errors:
+            raise self.errors.popleft()
+
+
+class CollectiveKeys:
+    """The keys of one store.
+
+    Args:
+        devices: the GPUs that it uses.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self.infos: dict[Key, Info] = {}
+        self.types: dict[Key, tuple[torch.dtype, torch.dtype]] = {}
+        """Of a key's values, and that in which they travel."""
+        self.half: Half | None = None
+        """As what values of float32 travel, but for those of `uncompressed`."""
+        self._uncompressed: set[Key] = set()
+        self._devices = devices
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def __getitem__(self, key: Key) -> Info:
+        info = self.infos.get(key)
+        if info is None:
+            raise KeyNotInitialised(values.unknown_key(key, self.infos))
+        return info
+
+    def fresh(self, given: Sequence[tuple[Key, list[Any]]]) -> list[Fresh]:
+        """Those that are new, with what this worker says of them.
+
+        Raises:
+            InitMismatch: one has been declared otherwise before.
+            TypeError, ValueError: a value cannot be a key's.
+        """
+        fresh = []
+        for one, arrays in given:
+            if any(isinstance(as_table(one, array), RowSparse | LazyRows) for array in arrays):
+                raise TypeError(f"key {one!r}: {ROWS_ADVICE}")
+            info = values.first_shape(one, arrays)
+            known = self.infos.get(one, info)
+            if known != info:
+                raise InitMismatch(f"key {one!r} was initialised with {_said(known)}, and now with {_said(info)}")
+            if one not in self.infos:
+                fresh.append((one, arrays[0], info))
+        values.require_same_type((one for one, _, _ in fresh), self.infos)
+        for one, _, (_, dtype) in fresh:
+            if self._is_compressed(one) and dtype is not DType.FLOAT32:
+                raise TypeError(
+                    f"key {one!r} is {dtype.label}, and this store compresses gradients, which it can do for float32"
+                    " only: convert it, or call leave_uncompressed for this key before"
+                )
+        return fresh
+
+    def add(self, fresh: Sequence[Fresh], agree: Agree) -> list[tuple[Key, Any]]:
+        """Know these, which all workers have declared alike when this returns; they, with their values.
+
+        Raises:
+            InitMismatch: workers have declared different ones.
+        """
+        if fresh:
+            agree("\n".join(f"key {one!r}: {_said(info)}" for one, _, info in fresh), first_difference)
+        self.infos.update((one, info) for one, _, info in fresh)
+        for one, _, (_, dtype) in fresh:
+            own = dtype_of(dtype.label)
+            is_compressed = self.half is not None and self._is_compressed(one)
+            self.types[one] = own, dtype_of(self.half.dtype.label) if self.half and is_compressed else own
+        return [(one, array) for one, array, _ in fresh]
+
+    def matched(self, key: Keys, value: Value) -> list[tuple[Key, list[Any]]]:
+        """The keys of a call with what is given for them, which fits; rows as arrays."""
+        found = []
+        for one, arrays in values.pairs(key, value):
+            shape, dtype = self[one]
+            if any(map(is_sparse, arrays)):
+                arrays = [as_dense(as_table(one, array), self._devices) for array in arrays]
+            for array in arrays:
+                values.require(one, array, shape, dtype)
+            found.append((one, arrays))
+        return found
+
+    def writable(self, key: Keys, out: Value) -> list[tuple[Key, list[Any]]]:
+        """The keys of a call with where it wants its results, which fits."""
+        places = values.pairs(key, out)
+        for one, arrays in places:
+            shape, dtype = self[one]
+            for array in arrays:
+                values.require_writable(one, array, shape, dtype)
+        return places
+
+    def compression(self, params: Mapping[str, Any], store_type: str) -> Half:
+        """The compression that is meant.
+
+        Raises:
+            TypeError, ValueError: none is, or one that comes too late, or one that cannot be summed on its way.
+        """
+        chosen = from_params(params)
+        half = chosen.codec
+        if not isinstance(half, Half):
+            raise ValueError(
+                f"the store {store_type!r} sums while values travel, so it compresses by 'fp16' or 'bf16' alone, not by"
+                f" {chosen}; 'dist' does the others"
+            )
+        if self.half is not None and self.half != half:
+            raise ValueError(f"this store compresses by {self.half}; it cannot change to {half}: create a second store")
+        if self.half is None and self.infos:
+            raise ValueError("set the compression before the first key is initialised, on every worker")
+        return half
+
+    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
+        """Let these keys travel as they are."""
+        for one in keys:
+            if one in self.infos and self._is_compressed(one):
+                raise ValueError(f"key {one!r} is initialised and compressed; call leave_uncompressed before its init")
+        self._uncompressed.update(keys)
+
+    def _is_compressed(self, key: Key) -> bool:
+        return self.half is not None and key not in self._uncompressed
+
+
+def first_difference(all_said: list[str]) -> str:
+    """The sentence for workers that have declared different keys, one a line."""
+    lines = itertools.zip_longest(*(said.split("\n") for said in all_said), fillvalue="no further key")
+    differing = next(one for one in lines if len(set(one)) > 1)
+    said = "; ".join(f"worker-{rank}: {line}" for rank, line in enumerate(differing))
+    return f"workers declared different keys: {said}. All must declare the same ones in the same order"
+
+
+def _said(info: Info) -> str:
+    return f"{info[1].label} of shape {info[0]}"
+
+
+class ReplicatedValues:
+    """This worker's copy of the values.
+
+    Args:
+        keys: that there are.
+        ranks: with whom sums are made.
+        local: has the values.
+        predivide: by what values are divided before they are summed, and multiplied after it.
+    """
+
+    def __init__(self, keys: CollectiveKeys, ranks: Ranks, local: LocalBackend, predivide: float = 1.0) -> None:
+        self.lock = threading.RLock()
+        self.unkept: set[Key] = set()
+        """Keys whose sums go to the callers alone."""
+        self.optimizer: Optimizer | None = None
+        """The one whose numbers the user may change; the values are updated by a copy of it."""
+        self.last: Future[Any] = resolved(None)
+        """What was begun last: the values are those of now when it is done."""
+        self._keys = keys
+        self._ranks = ranks
+        self._local = local
+        self._predivide = predivide
+        self._own: Optimizer | None = None
+        self._has_updater = False
+
+    def place(self, given: Sequence[tuple[Key, Any, list[Any]]]) -> None:
+        """Have rank 0's values in the store and in places."""
+        memories = [[memory_of(place) for place in places] for _, _, places in given]
+        tensors = []
+        for (_, first, _), (memory, *_) in zip(given, [one or [None] for one in memories], strict=True):
+            own = as_tensor(first)
+            tensors.append(own.clone(memory_format=torch.contiguous_format) if memory is None else memory.copy_(own))
+        self._ranks.broadcast(tensors)
+        kept, arrays = [], []
+        for (one, first, places), targets, tensor in zip(given, memories, tensors, strict=True):
+            for place, memory in zip(places, targets, strict=True):
+                write(place, memory, tensor)
+            if one not in self.unkept:
+                kept.append(one)
+                arrays.append(values.like(values.kind_of(first), *self._keys[one], values.read_bits(tensor)))
+        with self.lock:
+            if kept:
+                first = values.pairs(kept, arrays)
+                self._local.declare(first)
+                self._local.arrays.replace(first)
+
+    def update_by(self, optimizer: Optimizer) -> None:
+        """From now on sums are gradients."""
+        own = copy.copy(optimizer)
+        with self.lock:
+            self._local.configure(UpdateBy(own))
+        self.optimizer, self._own, self._has_updater = optimizer, own, True
+
+    def call(self, updater: UpdaterFunction) -> None:
+        """From now on a function changes the values."""
+        with self.lock:
+            self._local.configure(UpdateByFunction(updater))
+        self.optimizer, self._own, self._has_updater = None, None, True
+
+    def pull(self, call: PushPull) -> Future[Any]:
+        """Write values into `out`, or new arrays, once what was begun before is done."""
+        for one in values.keys(call.key):
+            self._keys[one]  # which says so if there is none
+            if one in self.unkept:
+                raise ValueError(f"key {one!r} is a Trainer's: its sums go to the caller of pushpull, and none is kept")
+        if call.out is not None:
+            self._keys.writable(call.key, call.out)
+
+        def hand_out() -> Any:
+            with self.lock:
+                return self._local.transfer(call).result()
+
+        return after(self.last, hand_out)
+
+    def begin(
+        self, given: Sequence[tuple[Key, list[Any], list[Any]]], average: bool, keeps: bool = False
+    ) -> Future[None]:
+        """Have sums made, and then whatever follows from them."""
+        parts = []
+        for one, arrays, places in given:
+            own, wire = self._keys.types[one]
+            parts.append(KeySum(one, self._keys[one][0], own, arrays, places, wire))
+        numbers = None if self.optimizer is None else {name: getattr(self.optimizer, name) for name in LIVE}
+        weight = 1.0 if self.optimizer is None else float(self.optimizer.rescale_grad)
+
+        def then(summed: list[Summed]) -> list[Summed]:
+            return self._take(summed, numbers)
+
+        summing = KeyAllReduce(parts, average, then, weight, self._predivide, keeps)
+        self.last = self._ranks.submit(summing)
+        return self.last
+
+    def _take(self, summed: list[Summed], numbers: Mapping[str, Any] | None) -> list[Summed]:
+        """On the engine's thread: what the sums do to the values. Returns those that are results as they are."""
+        kept = [one for one in summed if one.part.key not in self.unkept]
+        for one in kept:
+            if 0 < one.averaging < one.count:
+                raise CollectiveMismatch(
+                    f"of the {one.count} workers that gave a value for key {one.part.key!r} {one.averaging} want an"
+                    " average and the others a sum: say the same everywhere, in a Trainer by step() on all workers or"
+                    " step(batch_size) on all"
+                )
+        with self.lock:
+            if numbers is not None:
+                self._copy_numbers(numbers)
+            pushed = [one for one in kept if one.count]
+            if pushed:
+                self._local.arrays.contribute(
+                    self._local.arrays.matched([(one.part.key, [one.tensor.to(one.part.dtype)]) for one in pushed])
+                )
+            wanted = [one for one in kept if one.part.places and (self._has_updater or not one.count)]
+            if wanted:
+                self._local.arrays.write_to(
+                    self._local.arrays.writable([(one.part.key, list(one.part.places)) for one in wanted])
+                )
+        pulled = {one.part.key for one in wanted}
+        return [one for one in summed if one.part.key not in pulled]
+
+    def _copy_numbers(self, numbers: Mapping[str, Any]) -> None:
+        assert self._own is not None
+        for name, number in numbers.items():
+            setattr(self._own, name, number)
+        self._own.rescale_grad = 1.0  # each worker has multiplied its own, as another may have another
+
+
+def after(future: Future[Any], do: Callable[[], Any]) -> Future[Any]:
+    """A future of what `do` returns, called when another one is done: at once if it is, else on the engine's thread."""
+    result: Future[Any] = Future()
+
+    def call(_: Future[Any]) -> None:
+        try:
+            result.set_result(do())
+        except Exception as error:  # noqa: BLE001 (who waits for it gets it)
+            result.set_exception(error)
+
+    future.add_done_callback(call)
+    return result
 
 
 def holds_rows(value: Value) -> bool:

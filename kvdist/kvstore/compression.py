@@ -21,8 +21,9 @@ from kvdist.core.worker.requests import Encoded, KeyInfo, Plan, RunData, RunPlan
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
 from kvdist.kvstore.arguments import EncodedSlices, PushArgs, Settings
+from kvdist.kvstore.backend import PushOptions
 from kvdist.kvstore.device import Download, OnDevice, Part, as_host_bits, moved, summed, uploaded
-from kvdist.kvstore.staging import Payloads, PushOptions, Reads, Staging, lay_out
+from kvdist.kvstore.staging import Payloads, Reads, Staging, lay_out
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.compression import EachCodec, GradientCompression, Half, TopK, TwoBit, decode, from_params, room
 from kvdist.protocol.arrays import U32, Bits, coded_size

@@ -1,26 +1,22 @@
-"""`DistStore`: values that rest on servers, shared by all workers of a cluster.
+"""The stores ``dist`` and their other spellings: values that rest on servers, shared by all workers of a cluster.
 
 The user's thread checks and copies (a plain array is copied before `push` returns), makes a request, and waits on a
-future if the call says so. Everything else happens on the node's thread. Rules that hold here:
-
-* Whatever can be known to be wrong here raises here, before anything is sent.
-* The error of a push that nobody waited for is raised by the next call on the store.
+future if the call says so. Everything else happens on the node's thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import os
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvdist.core.policy import SYNC, Policy
 from kvdist.core.worker.requests import (
@@ -29,50 +25,64 @@ from kvdist.core.worker.requests import (
     EnterBarrier,
     KeyInfo,
     RunKind,
+    SendCommand,
     SetStoreOptimizer,
     UseKernels,
 )
 from kvdist.dtypes import DType
-from kvdist.errors import DeviceError, OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
-from kvdist.kernels.gpu import HOST
+from kvdist.errors import DeviceError, PeerLostError, PushRefused, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore import values
-from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
-from kvdist.kvstore.calls import Calls
-from kvdist.kvstore.coalescing import PLAIN
+from kvdist.kvstore.backend import (
+    Ability,
+    Backend,
+    Compress,
+    Configuration,
+    Hint,
+    KeyHint,
+    Lending,
+    LoadJob,
+    PushPull,
+    Reduction,
+    SaveJob,
+    StatesInMemory,
+    UpdateBy,
+    resolved,
+)
+from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.compression import StoreCompression, require_no_keys, require_uncompressed
 from kvdist.kvstore.device import Devices
-from kvdist.kvstore.keys import Fresh, KeyTable, as_table, require_no_tables
+from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, as_table, require_no_tables
 from kvdist.kvstore.metrics import MetricsExchange
 from kvdist.kvstore.push_pull import ArrayTransfers
-from kvdist.kvstore.registry import command_of
-from kvdist.kvstore.row_moves import RowTransfers
-from kvdist.kvstore.saved import Checkpoint, Names
-from kvdist.kvstore.saving import Saving
-from kvdist.kvstore.staging import Lending, PushOptions
-from kvdist.kvstore.state_moves import pull_states, replace_states
-from kvdist.kvstore.values import Key
+from kvdist.kvstore.sparse import MixedTransfers, RowTransfers
+from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.registry import create
-from kvdist.optimizer.states import SliceState
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
 from kvdist.rowsparse import RowSparse
 from kvdist.runtime.cluster import Cluster
 
+if TYPE_CHECKING:
+    from kvdist.kvstore.checkpoints import ServerSaving
+
 LOG = logging.getLogger("kvdist")
 
+_NOT_READ = resolved(None)
+"""The future of a push that has none."""
 
-class DistStore(KVStore):
-    """The stores ``dist``, ``dist_async`` and their other spellings.
+
+class DistBackend(Backend):
+    """Values on servers.
 
     Args:
-        type_name: the name it was created by.
+        type_name: the name by which the store was created.
         policy: when servers make a version.
         cluster: this process's membership.
         kernels: what sums over devices on the host.
         devices: the GPUs that it uses; None where values of GPUs are brought to the host.
     """
+
+    abilities = frozenset({Ability.OPTIMIZER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES})
 
     def __init__(
         self,
@@ -82,70 +92,48 @@ class DistStore(KVStore):
         kernels: Kernels = REFERENCE,
         devices: Devices | None = None,
     ) -> None:
-        self._type = type_name
+        config = cluster.config
+        super().__init__(type_name, cluster.rank, config.num_workers, config.num_servers, devices)
         self._policy = policy
         self._cluster = cluster
         self._kernels = kernels
         self._number = cluster.open_store()
-        self._keys = KeyTable()
-        own = devices or Devices(HOST, insists=False)
-        own.pin_with(lambda device: cluster.memory.pin(device.pin))
-        self._moves = ArrayTransfers(cluster, self._keys, policy, kernels, own, self._remember, self._require_usable)
-        self._rows = RowTransfers(cluster, self._moves)
-        self._calls = Calls(self._keys, self._moves, self._rows, self._keys.__getitem__, own)
+        self._keys = self.table_keys = KeyTable()
+        self.devices.pin_with(lambda device: cluster.memory.pin(device.pin))
+        self._arrays = ArrayTransfers(
+            cluster, self._keys, policy, kernels, self.devices, self.note_error, self._require_usable
+        )
+        self._rows = self.rows = RowTransfers(cluster, self._arrays)
         self._uncompressed: set[Key] = set()
         self._barrier_lock = threading.Lock()
-        self._closed = False
-        self._errors: deque[BaseException] = deque()
-        """Of pushes that nobody waited for."""
-        waits = (cluster.wait, cluster.hold)
-        self._saving = Saving(self._number, cluster.rank, self._moves.submit, *waits, cluster.memory.forget_shown)
-        self._together = MetricsExchange(lambda: DistStore("dist", SYNC, cluster, kernels))
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {len(self._keys)} keys"
-        return f"<{self._type} store, {state}>"
+        self._is_closed = False
+        self._metrics = MetricsExchange(lambda: KVStore(DistBackend("dist", SYNC, cluster, kernels)))
+        self._saving: ServerSaving | None = None
 
     @property
-    def type(self) -> str:
-        """The name with which the store was created."""
-        return self._type
+    def optimizer(self) -> Optimizer | None:
+        return self._arrays.optimizer
 
     @property
-    def rank(self) -> int:
-        """This worker's number."""
-        return self._cluster.rank
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers the cluster was started with."""
-        return self._cluster.config.num_workers
-
-    @property
-    def num_servers(self) -> int:
-        """How many servers keep the values."""
-        return self._cluster.config.num_servers
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether pushes are gradients. See `KVStore.has_optimizer`."""
-        return self._moves.optimizer is not None
+    def num_keys(self) -> int:
+        return len(self._keys)
 
     def num_dead_nodes(self) -> int:
-        """How many processes are known to be lost; the loss of one ends the job. See `KVStore.num_dead_nodes`."""
         return int(isinstance(self._cluster.node.failure, PeerLostError))
 
-    def init(self, key: Keys, value: Value) -> None:
-        """Agree on keys with all workers; rank 0's values win. See `KVStore.init`."""
-        self._require_usable()
-        given = [(one, [as_table(one, array) for array in arrays]) for one, arrays in values.pairs(key, value)]
-        fresh = self._keys.undeclared(given)
+    def require(self, key: Key) -> object:
+        return self._keys[key]
+
+    # Keys.
+
+    def declare(self, given: KeyArrays) -> None:
+        fresh = self._keys.undeclared([(one, [as_table(one, array) for array in arrays]) for one, arrays in given])
         if not fresh:
             return
-        infos = self._declare(fresh)
-        compressing = self._moves.compressing
-        if compressing is not None:
-            infos = [replace(one, is_compressed=not one.form and compressing.covers(one.key)) for one in infos]
+        infos = self._agreed(fresh)
+        compression = self._arrays.compression
+        if compression is not None:
+            infos = [replace(one, is_compressed=not one.form and compression.covers(one.key)) for one in infos]
         before = self._keys.nbytes
         for info, (_, array, *_) in zip(infos, fresh, strict=True):
             self._keys.add(info, array)
@@ -154,272 +142,164 @@ class DistStore(KVStore):
         mine = [(info, array) for info, (_, array, *_) in zip(infos, fresh, strict=True) if info.giver == self.rank]
         arrays = [(info.key, array) for info, array in mine if not info.form]
         if arrays:
-            self._moves.give(RunKind.INITIALISE, arrays)
+            self._arrays.give(RunKind.INITIALISE, arrays)
         for info, array in mine:
             if isinstance(array, RowSparse):
                 self._rows.give(info, array.canonical())
 
-    def _declare(self, fresh: Sequence[Fresh]) -> list[KeyInfo]:
+    def _agreed(self, fresh: Sequence[Fresh]) -> list[KeyInfo]:
         """Agree on new keys with all workers; on many by several messages, so that all processes work at a time."""
         futures = []
         for start in range(0, len(fresh), KEYS_PER_MESSAGE):
             names, _, shapes, dtypes, forms = zip(*fresh[start : start + KEYS_PER_MESSAGE], strict=True)
             said = (self._policy.name, names, shapes, dtypes, self._pulled_as(names, dtypes, forms), forms)
-            make = partial(_declaration, self._number, said)
-            futures.append(self._moves.submit(make, None))
+            futures.append(self._arrays.submit(partial(_declaration, self._number, said), None))
         return [info for future in futures for info in self._cluster.wait(future)]
 
     def _pulled_as(self, names: Sequence[Key], dtypes: Sequence[DType], forms: Sequence[str]) -> tuple[DType, ...]:
         """In which types values come back: tables of rows, of which little travels, as they are."""
-        compressing = self._moves.compressing
-        if compressing is None:
+        compression = self._arrays.compression
+        if compression is None:
             return ()
         fresh = list(zip(names, dtypes, forms, strict=True))
-        compressing.require((key, dtype) for key, dtype, form in fresh if not form)
-        return tuple(dtype if form else compressing.pulled_as(key, dtype) for key, dtype, form in fresh)
+        compression.require((key, dtype) for key, dtype, form in fresh if not form)
+        return tuple(dtype if form else compression.pulled_as(key, dtype) for key, dtype, form in fresh)
 
-    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
-        """Contribute; returns as soon as the values are copied. See `KVStore.push`."""
-        self._require_usable()
-        self._calls.push(key, value, priority, _terms(average, samples))
-
-    def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
-        """Read; waits for this worker's own pushes to be counted. See `KVStore.pull`."""
-        self._require_usable()
-        result = self._cluster.wait(self._calls.pull(key, out, priority, ignore_sparse))
-        self._raise_lost_error()  # of an own push that this pull was to see
-        return result
-
-    def pushpull(
-        self,
-        key: Keys,
-        value: Value,
-        out: Value | None = None,
-        priority: int = 0,
-        *,
-        average: bool = False,
-        samples: int = 0,
-    ) -> None:
-        """Contribute and read the result in one round trip. See `KVStore.pushpull`."""
-        # The caller waits, so large arrays are sent from where they are: a pass over the bytes less, and the first of
-        # them are under way at once.
-        self._require_usable()
-        future = self._calls.pushpull(key, value, out, priority, _terms(average, samples), Lending.EVERYTHING)
-        try:
-            self._cluster.wait(future)
-        except KeyboardInterrupt:
-            LOG.warning("interrupted: waiting until the arrays under way are yours again; interrupt again to give up")
-            with contextlib.suppress(Exception):
-                future.result()
-            raise
-        self._raise_lost_error()
-
-    def push_async(
-        self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
-    ) -> Future[None]:
-        """`push`, with a future that resolves when the servers have counted it."""
-        self._require_usable()
-        return self._calls.push_async(key, value, priority, _terms(average, samples))
-
-    def pull_async(
-        self,
-        key: Keys,
-        out: Value | None = None,
-        priority: int = 0,
-        ignore_sparse: bool = True,
-    ) -> Future[Any]:
-        """`pull`, with a future of its result."""
-        self._require_usable()
-        pull = self._calls.pull if out is None else self._calls.pull_gathered
-        return pull(key, out, priority, ignore_sparse)
-
-    def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
-        """Read rows of tables. See `KVStore.row_sparse_pull`."""
-        result = self._cluster.wait(self.row_sparse_pull_async(key, out, priority, row_ids))
-        self._raise_lost_error()
-        return result
-
-    def row_sparse_pull_async(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Future[Any]:
-        """`row_sparse_pull`, with a future of its result."""
-        self._require_usable()
-        return self._calls.row_sparse_pull(key, out, priority, row_ids)
-
-    def pushpull_async(
-        self,
-        key: Keys,
-        value: Value,
-        out: Value | None = None,
-        priority: int = 0,
-        *,
-        average: bool = False,
-        samples: int = 0,
-    ) -> Future[None]:
-        """`pushpull`, with a future."""
-        self._require_usable()
-        return self._calls.pushpull(key, value, out, priority, _terms(average, samples), Lending.RESIDENT)
-
-    def pushpull_shared(
-        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
-    ) -> list[Any]:
-        """`pushpull` without a copy of large results. See `KVStore.pushpull_shared`."""
-        self._require_usable()
-        lending = Lending.EVERYTHING
-        future = self._calls.pushpull(key, value, out, priority, _terms(average, samples), lending, hold=True)
-        shown: list[Any] = self._cluster.wait(future)
-        self._raise_lost_error()
-        return shown
-
-    def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
-        """Give every worker rank 0's present values; every worker calls it. See `KVStore.broadcast`."""
-        self._require_usable()
-        given = values.pairs(key, value)
+    def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
         replaced = [(one, arrays[0]) for one, arrays in given if one in self._keys and arrays]
         require_no_tables(self._keys.tables, replaced)
-        self.init(key, value)
+        self.declare(given)
         if replaced:
-            # The pull waits for this worker's pushes to be counted, so between the two barriers nobody's push is
-            # under way, and no round that was meant for the old values closes on the new ones.
-            self.pull([one for one, _ in replaced])
-            self.barrier()
+            # The pull waits for this worker's pushes to be counted, so between the two barriers no push is under way,
+            # and no round that was meant for the old values closes on the new ones.
+            self._pull([one for one, _ in replaced], None, 0)
+            self.check()
+            self.meet()
             mine = [(one, array) for one, array in replaced if self._keys[one].giver == self.rank]
             if mine:
-                self._moves.give(RunKind.REPLACE, mine)
+                self._arrays.give(RunKind.REPLACE, mine)
             # Values that were shown may have been written to: this call is how such a change becomes everybody's.
             with self._barrier_lock:
                 forget = self._cluster.memory.forget_shown
-                self._cluster.wait(self._moves.submit(lambda number: EnterBarrier(number, self._number), forget))
-            if self._moves.compressing is not None:
-                self._moves.compressing.forget(one for one, _ in replaced)
-        self.pull(key, out, priority)
+                self._cluster.wait(self._arrays.submit(lambda number: EnterBarrier(number, self._number), forget))
+            if self._arrays.compression is not None:
+                self._arrays.compression.forget(one for one, _ in replaced)
+        self._pull(key, out, priority)
 
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every worker is here. See `KVStore.barrier`."""
-        self._require_usable()
-        if timeout is not None and not timeout > 0:
-            raise ValueError(
-                f"the time-out of a barrier is {timeout}; it must be a positive number of seconds, or None"
-            )
+    def _pull(self, key: Keys, out: Value | None, priority: int) -> None:
+        call = PushPull(key, None, out, priority, Lending.EVERYTHING, pushes=False)
+        self._cluster.wait((MixedTransfers(self) if self._keys.tables else self).transfer(call))
+        if self.errors:
+            raise self.errors.popleft()
+
+    # Values.
+
+    def transfer(self, call: PushPull) -> Future[Any]:
+        if not call.pushes:
+            return self._arrays.pull(call)
+        if call.pulls:
+            return self._arrays.pushpull(call)
+        if call.lending is not Lending.NOTHING:
+            return self._arrays.push_async(call)
+        self._arrays.push(call)
+        return _NOT_READ
+
+    def wait(self, future: Future[Any], lends: bool = False) -> Any:
+        try:
+            return self._cluster.wait(future)
+        except KeyboardInterrupt:
+            if lends:
+                LOG.warning(
+                    "interrupted: waiting until the arrays under way are yours again; interrupt again to give up"
+                )
+                with contextlib.suppress(Exception):
+                    future.result()
+            raise
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory that servers of this host are shown."""
+        return self._cluster.memory.allocate(nbytes)
+
+    # All workers together.
+
+    def meet(self, timeout: float | None = None, statement: str | None = None) -> None:
         # One at a time: a second thread's barrier is the next one, not the same.
         with self._barrier_lock:
-            self._moves.ask(lambda number: EnterBarrier(number, self._number, timeout))
+            self._arrays.ask(lambda number: EnterBarrier(number, self._number, timeout, statement or ""))
 
-    def agree(self, statement: str) -> None:
-        """A barrier at which all must say the same. See `KVStore.agree`."""
-        self._require_usable()
-        with self._barrier_lock:
-            self._moves.ask(lambda number: EnterBarrier(number, self._number, None, statement))
+    def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
+        return self._metrics.reduce(arrays, how)
 
-    def average(self, value: Any, *, counts: bool = True) -> Any:
-        """The mean over the workers. See `KVStore.average`."""
-        self._require_usable()
-        return self._together.average(value, counts)
+    def configure(self, what: Configuration) -> None:
+        match what:
+            case UpdateBy(optimizer):
+                if self._arrays.optimizer is None:
+                    self._arrays.ask(lambda number: SetStoreOptimizer(number, self._number, optimizer.describe()))
+                self._arrays.optimizer = optimizer
+            case Compress(params):
+                self._compress(StoreCompression(params, self._uncompressed, self._kernels))
+            case KeyHint(Hint.UNCOMPRESSED, keys):
+                require_uncompressed(self._arrays.compression, keys, self._keys.infos)
+                self._uncompressed.update(keys)
 
-    def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
-        """What rank 0 has. See `KVStore.from_rank_0`."""
-        self._require_usable()
-        return self._together.from_rank_0(values)
-
-    def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
-        """Let the servers update the values. See `KVStore.set_optimizer`."""
-        self._require_usable()
-        chosen = create(optimizer, **hyperparameters)
-        if self._moves.optimizer is not None:
-            if chosen.rule() != self._moves.optimizer.rule():
-                raise OptimizerMismatch(
-                    f"this store's servers update with {self._moves.optimizer}; it cannot be changed to"
-                    f" {chosen}. Create a second store for that"
-                )
-        else:
-            self._moves.ask(lambda number: SetStoreOptimizer(number, self._number, chosen.describe()))
-        self._moves.optimizer = chosen
-
-    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Compress pushes, and pulls if that is asked for. See `KVStore.set_gradient_compression`."""
-        self._require_usable()
-        compressing = StoreCompression(compression_params, self._uncompressed, self._kernels)
-        if self._moves.compressing is not None:
-            self._moves.compressing.require_equal(compressing)
+    def _compress(self, compression: StoreCompression) -> None:
+        if self._arrays.compression is not None:
+            self._arrays.compression.require_equal(compression)
             return
         require_no_keys(self._keys.infos)
-        self.agree(compressing.statement)
-        self._moves.compressing = compressing
+        self.meet(statement=compression.statement)
+        self._arrays.compression = compression
         self._cluster.submit(lambda number: UseKernels(number, self._kernels))
 
-    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
-        """Let these keys travel as they are. See `KVStore.leave_uncompressed`."""
-        self._require_usable()
-        require_uncompressed(self._moves.compressing, keys, self._keys.infos)
-        self._uncompressed.update(keys)
+    def command(self, head: int, body: str) -> None:
+        self._arrays.ask(lambda number: SendCommand(number, head, body))
 
-    def set_updater(self, updater: UpdaterFunction) -> None:
-        """Always a `TypeError`: the values rest on servers, which run no code that a worker sends."""
-        raise TypeError(
-            f"a {self._type!r} store keeps its values on servers, and servers run no functions from workers;"
-            " use set_optimizer, or a 'local' store"
-        )
+    # Files.
 
-    def send_command_to_servers(self, head: int, body: str = "") -> None:
-        """Let every server run a registered handler. See `KVStore.send_command_to_servers`."""
-        self._require_usable()
-        self._moves.ask(command_of(head, body))
+    def save(self, job: SaveJob | StatesInMemory) -> Any:
+        if isinstance(job, StatesInMemory):
+            from kvdist.kvstore.checkpoints import pull_states
 
-    def save_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        step: int,
-        *,
-        state: Any = None,
-        keep: int | None = None,
-        names: Names | None = None,
-    ) -> Future[Path]:
-        """Let the servers save what they keep. See `KVStore.save_checkpoint`."""
-        self._require_usable()
-        return self._saving.save(self._keys.all, directory, step, state, keep, names)
+            return pull_states(self._arrays.ask, *self._with_states(job.keys))
+        return self._files().save(self._keys.all, job)
 
-    def _claim_folder(self, directory: str | os.PathLike[str], step: int) -> None:
-        """Make sure that checkpoints can be saved into this directory, as the first `save_checkpoint` does.
+    def claim(self, job: SaveJob) -> None:
+        """Make sure that a checkpoint can be saved there, as the first `save` does.
 
         Raises:
-            CheckpointError: as of `KVStore.save_checkpoint`.
+            CheckpointError: it cannot.
         """
-        self._require_usable()
-        self._saving.claim(self._keys.all, directory, step)
+        self._files().claim(self._keys.all, job)
 
-    def load_checkpoint(
-        self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
-    ) -> Checkpoint:
-        """Let the servers go on from a checkpoint. See `KVStore.load_checkpoint`."""
-        self._require_usable()
-        checkpoint = self._saving.load(directory, step, states)
-        if self._moves.compressing is not None:
-            self._moves.compressing.forget()
+    def load(self, job: LoadJob | StatesInMemory) -> Any:
+        if isinstance(job, StatesInMemory):
+            from kvdist.kvstore.checkpoints import replace_states
+
+            infos, optimizer = self._with_states(job.keys)
+            if self.rank == 0:
+                replace_states(self._arrays.ask, infos, job.states, optimizer)
+            return None
+        if not job.values:
+            saved = self._files().saved_optimizer(job)
+            if self.optimizer is None and saved is not None:
+                self.configure(UpdateBy(saved))
+        checkpoint = self._files().load(job)
+        if job.values and self._arrays.compression is not None:
+            self._arrays.compression.forget()
         return checkpoint
 
-    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
-        """Let the servers save what their optimizer remembers. See `KVStore.save_optimizer_states`."""
-        self._require_usable()
-        self._cluster.wait(self._saving.save_states(self._keys.all, fname))
+    def _files(self) -> ServerSaving:
+        if self._saving is None:
+            from kvdist.kvstore.checkpoints import ServerSaving
 
-    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Give it back to them. See `KVStore.load_optimizer_states`."""
-        self._require_usable()
-        self._saving.load_states(fname, self._moves.optimizer, self.set_optimizer)
-
-    def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
-        """What the servers' optimizer remembers. See `KVStore.optimizer_states`."""
-        self._require_usable()
-        infos, optimizer = self._with_states(keys)
-        return pull_states(self._moves.ask, infos, optimizer)
-
-    def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        """Give it these from rank 0. See `KVStore.replace_optimizer_states`."""
-        self._require_usable()
-        infos, optimizer = self._with_states(keys)
-        if self.rank == 0:
-            replace_states(self._moves.ask, infos, states, optimizer)
+            cluster = self._cluster
+            self._saving = ServerSaving(
+                self._number, self.rank, self._arrays.submit, cluster.wait, cluster.hold, cluster.memory.forget_shown
+            )
+        return self._saving
 
     def _with_states(self, keys: Sequence[Key]) -> tuple[list[KeyInfo], Optimizer]:
-        optimizer = self._moves.optimizer
+        optimizer = self._arrays.optimizer
         if optimizer is None:
             raise PushRefused("this store has no optimizer, so there are no states: call set_optimizer before")
         infos = [self._keys[key] for key in keys]
@@ -428,62 +308,48 @@ class DistStore(KVStore):
             raise PushRefused(f"key {tables[0]!r} is a table of rows, whose states only a checkpoint has")
         return infos, optimizer
 
-    def is_capable(self, capability: str) -> bool:
-        """True for ``optimizer``. See `KVStore.is_capable`."""
-        return values.is_optimizer_capability(capability)
+    # The store.
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """A new array in memory that servers of this host are shown. See `KVStore.empty`."""
-        wanted = values.as_numpy_dtype(dtype)
-        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
-        nbytes = math.prod(lengths) * wanted.itemsize
-        return self._cluster.memory.allocate(nbytes).view(wanted).reshape(lengths)
-
-    def _close(self, wait: bool) -> None:
+    def close(self, wait: bool) -> None:
         """Leave the store; the last store of the process leaves the cluster. Raises the error of a lost push."""
-        if self._closed:
-            return
-        self._closed = True
+        self._is_closed = True
         self._cluster.under_way.wake()
-        if wait:
+        if wait and self._saving is not None:
             self._saving.wait()
-        self._together.close()
+        self._metrics.close()
         self._cluster.stores_open -= 1
         try:
             if self._cluster.stores_open == 0:
                 self._cluster.leave(wait=wait)
         finally:
             with contextlib.suppress(DeviceError):  # a GPU that has failed reads nothing any more
-                self._moves.close()
-        self._raise_lost_error()
-        self._saving.close(wait)
+                self._arrays.close()
+        if self.errors:
+            raise self.errors.popleft()
+        if self._saving is not None:
+            self._saving.close(wait)
 
-    # Checks.
+    def check(self) -> None:
+        self._cluster.node.begin_call()
 
     def _require_usable(self) -> None:
-        if self._closed:
-            raise StoreClosed(f"this {self._type!r} store has been closed; create another one")
-        self._cluster.node.begin_call()
-        self._raise_lost_error()
+        """What a push that waits for room asks from time to time."""
+        if self._is_closed:
+            raise StoreClosed(f"this {self.type!r} store has been closed; create another one")
+        self.check()
+        if self.errors:
+            raise self.errors.popleft()
 
-    def _raise_lost_error(self) -> None:
-        if self._errors:
-            raise self._errors.popleft()
-
-    def _remember(self, error: BaseException) -> None:
-        # Nobody leaves before the servers have what was pushed, so a push is not lost if leaving overtook its answer.
-        left_first = self._closed and isinstance(error, StoreClosed)
-        if left_first:
+    def note_error(self, error: BaseException) -> None:
+        # The cluster is left only when the servers have what was pushed, so a push is not lost if leaving overtook its
+        # answer.
+        if self._is_closed and isinstance(error, StoreClosed):
             return
-        if self._closed:
-            # Other stores of the process are open, so the answer still came; nobody is going to call this one again.
+        if self._is_closed:
+            # Other stores of the process are open, so the answer still came; no call on this one can raise it.
             LOG.error("a push to a store that has been closed meanwhile failed: %s", error)
-        self._errors.append(error)
+        self.errors.append(error)
 
 
 def _declaration(store: int, said: tuple[Any, ...], number: int) -> DeclareKeys:
     return DeclareKeys(number, store, *said)
-
-
-def _terms(average: bool, samples: int) -> PushOptions:
-    return PLAIN if not average and samples == 0 else PushOptions(average, samples)

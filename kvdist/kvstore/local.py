@@ -1,6 +1,6 @@
-"""`LocalStore`: values shared by the devices of one process. No other process, no thread.
+"""The stores ``local`` and ``device``: values shared by the devices of one process. No other process, no thread.
 
-Everything is done when a call returns, so the futures of the ``*_async`` methods are resolved already. Rules:
+Everything is done when a call returns, so the futures of the ``*_async`` methods are resolved already. Invariants:
 
 * All keys and values of a call are checked before the first one is touched.
 * The stored bits are the store's own: what comes in is summed into them, what goes out is copied from them.
@@ -8,379 +8,446 @@ Everything is done when a call returns, so the futures of the ``*_async`` method
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kvdist.checkpoint.format import read_manifest
-from kvdist.checkpoint.locks import Locks
-from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, chosen_optimizer
+from kvdist.core.server.table_rows import TableRows, obstacle
+from kvdist.core.sharding import slices_of
+from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
-from kvdist.errors import InitMismatch, OptimizerMismatch, PushRefused, StoreClosed
-from kvdist.kernels.gpu import HOST
-from kvdist.kernels.interface import Kernels
+from kvdist.errors import InitMismatch, KeyNotInitialised, PushRefused
+from kvdist.initializer import initializer_from
+from kvdist.kernels.interface import Device, Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore import local_saving, saved, values
-from kvdist.kvstore.base import Keys, KVStore, UpdaterFunction, Value
-from kvdist.kvstore.calls import Calls
+from kvdist.kvstore import values
+from kvdist.kvstore.backend import (
+    Ability,
+    Backend,
+    Compress,
+    Configuration,
+    Hint,
+    KeyHint,
+    Lending,
+    LoadJob,
+    PushOptions,
+    PushPull,
+    Reduction,
+    SaveJob,
+    StatesInMemory,
+    UpdateBy,
+    UpdateByFunction,
+    resolved,
+)
 from kvdist.kvstore.compression import StoreCompression, require_no_keys, require_uncompressed
-from kvdist.kvstore.device import Devices
-from kvdist.kvstore.keys import as_table, require_no_tables
-from kvdist.kvstore.local_arrays import LocalArrays
-from kvdist.kvstore.local_rows import LocalRows, resolved
-from kvdist.kvstore.local_values import LocalValue, Updaters
-from kvdist.kvstore.metrics import as_averaged, as_given, like
-from kvdist.kvstore.registry import COMPRESSING_NAMES, command_of
-from kvdist.kvstore.staging import Lending, PushOptions
-from kvdist.kvstore.values import Bits, Key
+from kvdist.kvstore.device import Devices, home_of, require_one_kind
+from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows, as_dense, as_table, described, require_no_tables
+from kvdist.kvstore.local_values import DeviceValue, HostValue, LocalValue, Updaters
+from kvdist.kvstore.registry import COMPRESSING_NAMES
+from kvdist.kvstore.sparse import MixedTransfers
+from kvdist.kvstore.values import Bits, Key, Keys, Shape, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
-from kvdist.optimizer.registry import create
-from kvdist.optimizer.states import SliceState
+from kvdist.optimizer.offload import require_runs_on
+from kvdist.protocol.messages import ROWS
 from kvdist.rowsparse import LazyRows, RowSparse
 
-LOG = logging.getLogger("kvdist")
+if TYPE_CHECKING:
+    from kvdist.kvstore.checkpoints import Held, WorkerSaving
+
+Matched = list[tuple[LocalValue, list[Any]]]
+"""The values of a call's keys, with the arrays of the call, each checked to fit."""
 
 
-class LocalStore(KVStore):
-    """The stores ``local`` and ``device`` and their other spellings; on CPU arrays they do the same.
+class LocalBackend(Backend):
+    """Values within this process; on CPU arrays ``local`` and ``device`` do the same.
 
     Args:
-        type_name: the name it was created by.
+        type_name: the name by which the store was created.
         kernels: what does the arithmetic on the host.
         devices: the GPUs that it uses; None where values of GPUs are brought to the host.
     """
 
+    abilities = frozenset({Ability.OPTIMIZER, Ability.UPDATER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES})
+
     def __init__(self, type_name: str, kernels: Kernels = REFERENCE, devices: Devices | None = None) -> None:
-        self._type = type_name
+        super().__init__(type_name, devices=devices)
+        self.arrays = LocalArrays(kernels, self.devices)
+        self.rows: LocalRows = LocalRows(kernels, lambda: self.optimizer)
+        self.table_keys = self.rows.keys
+        if type_name not in COMPRESSING_NAMES:
+            self.abilities = self.abilities - {Ability.COMPRESSION}
         self._kernels = kernels
-        own = devices or Devices(HOST, insists=False)
-        self._arrays = LocalArrays(kernels, own)
         self._uncompressed: set[Key] = set()
-        self._closed = False
-        self._locks = Locks()
-        self._last_save = saved.LastSave()
-        self._rows = LocalRows(kernels, self._optimizer)
-        self._calls = Calls(self._rows.keys, self._arrays, self._rows, self._arrays.__getitem__, own)
+        self._saving: WorkerSaving | None = None
 
     @property
-    def type(self) -> str:
-        """The name with which the store was created."""
-        return self._type
+    def optimizer(self) -> Optimizer | None:
+        updaters = self.arrays.updaters
+        return None if updaters is None else updaters.optimizer
 
     @property
-    def rank(self) -> int:
-        """0: there is one worker."""
-        return 0
+    def num_keys(self) -> int:
+        return len(self.arrays.entries) + len(self.rows.blocks)
 
-    @property
-    def num_workers(self) -> int:
-        """1: this process."""
-        return 1
+    def require(self, key: Key) -> object:
+        return self.arrays[key]
 
-    @property
-    def num_servers(self) -> int:
-        """0: the values are in this process."""
-        return 0
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether pushes are gradients; see `KVStore.has_optimizer`."""
-        return self._arrays.updaters is not None
-
-    def num_dead_nodes(self) -> int:
-        """0: there is nobody else."""
-        return 0
-
-    def init(self, key: Keys, value: Value) -> None:
-        """Store copies of the values; see `KVStore.init`."""
+    def declare(self, given: KeyArrays) -> None:
         fresh: list[LocalValue] = []
-        given = [(one, [as_table(one, array) for array in arrays]) for one, arrays in self._given(key, value)]
-        undeclared = self._rows.keys.undeclared([pair for pair in given if self._is_table(*pair)])
+        given = [(one, [as_table(one, array) for array in arrays]) for one, arrays in given]
+        undeclared = self.table_keys.undeclared([pair for pair in given if self._is_table(*pair)])
         tables = [(one, table) for one, table, *_ in undeclared]
         for one, arrays in given:
             if self._is_table(one, arrays):
                 continue
-            entry = self._arrays.fresh(one, arrays)
-            if entry is not None:
-                fresh.append(entry)
-        values.require_same_type((entry.key for entry in fresh), [*self._arrays.entries, *self._rows.blocks])
-        values.require_same_type((one for one, _ in tables), self._arrays.entries)
-        if self._arrays.compressing is not None:
-            self._arrays.compressing.require((entry.key, entry.dtype) for entry in fresh)
-        if tables and self._arrays.function is not None:
+            value = self.arrays.fresh(one, arrays)
+            if value is not None:
+                fresh.append(value)
+        values.require_same_type((value.key for value in fresh), [*self.arrays.entries, *self.rows.blocks])
+        values.require_same_type((one for one, _ in tables), self.arrays.entries)
+        if self.arrays.compression is not None:
+            self.arrays.compression.require((value.key, value.dtype) for value in fresh)
+        if tables and self.arrays.function is not None:
             raise TypeError(
                 f"key {tables[0][0]!r} is a table of rows, which only an optimizer updates; this store has an"
                 " updater: call set_optimizer, or make another store"
             )
         for one, table in tables:
-            self._rows.add(one, table)
-        self._arrays.entries.update((entry.key, entry) for entry in fresh)
+            self.rows.add(one, table)
+        self.arrays.entries.update((value.key, value) for value in fresh)
 
-    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
-        """Sum over the devices and update or replace the stored value; see `KVStore.push`."""
-        self._require_open()
-        self._calls.push(key, value, priority, PushOptions(average, samples))
-
-    def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
-        """Copy the stored values out; see `KVStore.pull`."""
-        self._require_open()
-        return self._calls.pull(key, out, priority, ignore_sparse).result()
-
-    def pushpull(
-        self,
-        key: Keys,
-        value: Value,
-        out: Value | None = None,
-        priority: int = 0,
-        *,
-        average: bool = False,
-        samples: int = 0,
-    ) -> None:
-        """`push`, then `pull`; see `KVStore.pushpull`."""
-        self._require_open()
-        self._calls.pushpull(key, value, out, priority, PushOptions(average, samples), Lending.NOTHING).result()
-
-    def push_async(
-        self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
-    ) -> Future[None]:
-        """`push`, with a future that has its result."""
-        self.push(key, value, priority, average=average, samples=samples)
+    def transfer(self, call: PushPull) -> Future[Any]:
+        """As of `Backend`: all of it is done when this returns."""
+        arrays = self.arrays
+        contributions = arrays.matched(values.pairs(call.key, call.value)) if call.pushes else []
+        if call.pulls and call.out is None and not call.pushes:
+            copies = [arrays[one].new() for one in values.keys(call.key)]
+            return resolved(copies if isinstance(call.key, (list, tuple)) else copies[0])
+        places = call.value if call.out is None else call.out
+        results = arrays.writable(values.pairs(call.key, places)) if call.pulls else []
+        arrays.contribute(contributions)
+        arrays.write_to(results)
         return resolved(None)
 
-    def pull_async(
-        self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True
-    ) -> Future[Any]:
-        """`pull`, with a future that has its result."""
-        return resolved(self.pull(key, out, priority, ignore_sparse))
-
-    def pushpull_async(
-        self,
-        key: Keys,
-        value: Value,
-        out: Value | None = None,
-        priority: int = 0,
-        *,
-        average: bool = False,
-        samples: int = 0,
-    ) -> Future[None]:
-        """`pushpull`, with a future that has its result."""
-        self.pushpull(key, value, out, priority, average=average, samples=samples)
-        return resolved(None)
-
-    def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
-        """Read rows of tables; see `KVStore.row_sparse_pull`."""
-        return self.row_sparse_pull_async(key, out, priority, row_ids).result()
-
-    def row_sparse_pull_async(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Future[Any]:
-        """`row_sparse_pull`, with a future that has its result."""
-        self._require_open()
-        return self._calls.row_sparse_pull(key, out, priority, row_ids)
-
-    def pushpull_shared(
-        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
-    ) -> list[Any]:
-        """`pushpull`; there is no memory of others to show. See `KVStore.pushpull_shared`."""
-        self.pushpull(key, value, out, priority, average=average, samples=samples)
-        return [None] * len(values.pairs(key, out))
-
-    def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
-        """Store the values, in place of those that are there, and copy them out; see `KVStore.broadcast`."""
-        given = [(one, arrays) for one, arrays in self._given(key, value) if one in self._rows.blocks]
-        require_no_tables(self._rows.blocks, given)
-        self.init(key, value)
-        arrays = [(one, own) for one, own in values.pairs(key, value) if one not in self._rows.blocks]
-        results = self._arrays.writable(key, out) if len(arrays) == len(values.pairs(key, value)) else None
-        self._arrays.replace(arrays)
+    def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
+        require_no_tables(self.rows.blocks, [(one, arrays) for one, arrays in given if one in self.rows.blocks])
+        self.declare(given)
+        arrays = [(one, own) for one, own in given if one not in self.rows.blocks]
+        results = self.arrays.writable(values.pairs(key, out)) if len(arrays) == len(given) else None
+        self.arrays.replace(arrays)
         if results is None:
-            self.pull(key, out)
+            MixedTransfers(self).transfer(PushPull(key, None, out, priority, Lending.EVERYTHING, pushes=False)).result()
         else:
-            self._arrays.hand_out(results)
+            self.arrays.write_to(results)
 
-    def barrier(self, timeout: float | None = None) -> None:
-        """Nothing to wait for."""
-        self._require_open()
-
-    def agree(self, statement: str) -> None:
-        """Nobody to agree with."""
-        self._require_open()
-
-    def average(self, value: Any, *, counts: bool = True) -> Any:
-        """A copy of the value; see `KVStore.average`."""
-        self._require_open()
-        array = as_averaged(value)
-        if not counts:
-            array[...] = float("nan")
-        return as_given(value, array)
-
-    def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
-        """ReplicatedValues of the values; see `KVStore.from_rank_0`."""
-        self._require_open()
-        copies = [like(value) for value in values]
-        for copy, value in zip(copies, values, strict=True):
-            copy[...] = value
+    def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
+        copies = [values.zeros_like(array) for array in arrays]
+        for copy, array in zip(copies, arrays, strict=True):
+            copy[...] = float("nan") if how is Reduction.MEAN_OF_OTHERS else array
         return copies
 
-    def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
-        """Update the values with this optimizer from now on; see `KVStore.set_optimizer`."""
-        self._require_open()
-        chosen = create(optimizer, **hyperparameters)
-        self._rows.require_fit(chosen)
-        present = self._optimizer()
-        if present is not None and chosen.rule() != present.rule():
-            raise OptimizerMismatch(
-                f"the store updates its values with {present} and cannot change to {chosen}; use a second store"
-            )
-        self._arrays.set_optimizer(chosen)
+    def meet(self, timeout: float | None = None, statement: str | None = None) -> None:
+        """Return: this worker is the only one."""
 
-    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Compress what each device pushes, as if it travelled; see `KVStore.set_gradient_compression`."""
-        self._require_open()
-        if self._type not in COMPRESSING_NAMES:
-            raise ValueError(f"a {self._type!r} store does not compress gradients: that needs 'dist' or 'device'")
-        compressing = StoreCompression(compression_params, self._uncompressed, self._kernels)
-        if compressing.compression.pulled_as is not DType.FLOAT32:
+    def configure(self, what: Configuration) -> None:
+        match what:
+            case UpdateBy(optimizer):
+                self.rows.require_fit(optimizer)
+                self.arrays.set_optimizer(optimizer)
+            case UpdateByFunction(function):
+                if self.rows.blocks:
+                    table = next(iter(self.rows.blocks))
+                    raise TypeError(
+                        f"key {table!r} is a table of rows, which only an optimizer updates; call set_optimizer"
+                    )
+                self.arrays.function, self.arrays.updaters = function, None
+            case Compress(params):
+                self._compress(StoreCompression(params, self._uncompressed, self._kernels))
+            case KeyHint(Hint.UNCOMPRESSED, keys):
+                require_uncompressed(self.arrays.compression, keys, self.arrays.entries)
+                self._uncompressed.update(keys)
+
+    def _compress(self, compression: StoreCompression) -> None:
+        """Compress what each device pushes, as if it travelled."""
+        if compression.compression.pulled_as is not DType.FLOAT32:
             raise ValueError(
-                f"'pull' is for stores whose values travel, and those of {self._type!r} do not: leave it out, or use"
+                f"'pull' is for stores whose values travel, and those of {self.type!r} do not: leave it out, or use"
                 " 'dist'"
             )
-        if self._arrays.compressing is not None:
-            self._arrays.compressing.require_equal(compressing)
+        if self.arrays.compression is not None:
+            self.arrays.compression.require_equal(compression)
             return
-        require_no_keys(self._arrays.entries)
-        self._arrays.compressing = compressing
+        require_no_keys(self.arrays.entries)
+        self.arrays.compression = compression
 
-    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
-        """Leave these keys as they are; see `KVStore.leave_uncompressed`."""
-        self._require_open()
-        require_uncompressed(self._arrays.compressing, keys, self._arrays.entries)
-        self._uncompressed.update(keys)
+    def command(self, head: int, body: str) -> None:
+        """Return: there are no servers."""
 
-    def set_updater(self, updater: UpdaterFunction) -> None:
-        """Update the values with ``updater(key, received, stored)`` from now on; see `KVStore.set_updater`."""
-        self._require_open()
-        if not callable(updater):
-            raise TypeError(f"an updater is a function of (key, received, stored), not {type(updater).__name__}")
-        if self._rows.blocks:
-            table = next(iter(self._rows.blocks))
-            raise TypeError(f"key {table!r} is a table of rows, which only an optimizer updates; call set_optimizer")
-        self._arrays.function = updater
-        self._arrays.updaters = None
+    def check(self) -> None:
+        """Return: a call can be made."""
 
-    def send_command_to_servers(self, head: int, body: str = "") -> None:
-        """Nothing: there are no servers."""
-        self._require_open()
-        command_of(head, body)  # which checks them
+    def save(self, job: SaveJob | StatesInMemory) -> Any:
+        if isinstance(job, StatesInMemory):
+            updaters = self._with_states()
+            states = [updaters.state_of(key) for key in job.keys]
+            return [None if state is None else state.copy() for state in states]
+        return self._files().save(job)
 
-    def save_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        step: int,
-        *,
-        state: Any = None,
-        keep: int | None = None,
-        names: saved.Names | None = None,
-    ) -> Future[Path]:
-        """Write values and states; complete when the call returns. See `KVStore.save_checkpoint`."""
-        self._require_open()
-        self._last_save.before_next()
-        folder, number = saved.place(directory, step), saved.checked_keep(keep)
-        content = saved.own_file(state, names, 0)
-        what = (EVERYTHING, self._held(), self._arrays.updaters, self._locks)
-        run = local_saving.claim(folder, self._locks)
-        return self._last_save.run(
-            folder, lambda: local_saving.save(folder, *what, run, saved.checked_step(step), number, content)
-        )
-
-    def load_checkpoint(
-        self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
-    ) -> saved.Checkpoint:
-        """Read values and states; see `KVStore.load_checkpoint`."""
-        self._require_open()
-        folder = saved.find(directory, step)
-        checkpoint = saved.loaded(folder, read_manifest(folder), 0)
-        contents = EVERYTHING if states else (WEIGHTS,)
-        self._take(local_saving.load(folder, contents, self._held(), self._arrays.updaters))
+    def load(self, job: LoadJob | StatesInMemory) -> Any:
+        if isinstance(job, StatesInMemory):
+            updaters = self._with_states()
+            for key, state in zip(job.keys, job.states, strict=True):
+                updaters.restore(key, None if state is None else state.copy())
+            return None
+        if not job.values and self.optimizer is None:
+            saved = self._files().saved_optimizer(job)
+            if saved is not None:
+                self.configure(UpdateBy(saved))
+        checkpoint, found = self._files().load(job)
+        self.take(found)
         return checkpoint
 
-    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
-        """Write the states; see `KVStore.save_optimizer_states`."""
-        self._require_open()
-        folder = saved.absolute(fname)
-        run = local_saving.claim(folder, self._locks)
-        local_saving.save(folder, (STATES,), self._held(), self._arrays.updaters, self._locks, run)
+    def held(self) -> list[Held]:
+        """What is to be saved."""
+        return [*self.arrays.held(), *self.rows.held()]
 
-    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Read the states; see `KVStore.load_optimizer_states`."""
-        self._require_open()
-        folder = saved.absolute(fname)
-        description = read_manifest(folder).optimizer
-        if self._arrays.updaters is None and description is not None:
-            self.set_optimizer(chosen_optimizer(description))
-        local_saving.load(folder, (STATES,), self._held(), self._arrays.updaters)
+    def take(self, found: Sequence[Bits | None]) -> None:
+        """Take these values, in the order of `held`; None leaves one as it is."""
+        self.arrays.load(found[: len(self.arrays.entries)])  # behind them the tables, which have theirs
+        if self.arrays.compression is not None:
+            self.arrays.compression.forget()
 
-    def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
-        """What the optimizer remembers; see `KVStore.optimizer_states`."""
-        updaters = self._with_states()
-        states = [updaters.state_of(key) for key in keys]
-        return [None if state is None else state.copy() for state in states]
+    def close(self, wait: bool) -> None:
+        self.arrays.entries.clear()
+        self.rows.blocks.clear()
+        if self._saving is not None:
+            self._saving.close(wait)
 
-    def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        """Give it these; see `KVStore.replace_optimizer_states`."""
-        updaters = self._with_states()
-        for key, state in zip(keys, states, strict=True):
-            updaters.restore(key, None if state is None else state.copy())
+    def _files(self) -> WorkerSaving:
+        if self._saving is None:
+            from kvdist.kvstore.checkpoints import WorkerSaving
+
+            self._saving = WorkerSaving(None, self.held, lambda: self.arrays.updaters)
+        return self._saving
 
     def _with_states(self) -> Updaters:
-        self._require_open()
-        if self._arrays.updaters is None:
+        if self.arrays.updaters is None:
             raise PushRefused("this store has no optimizer, so there are no states: call set_optimizer before")
-        return self._arrays.updaters
-
-    def _held(self) -> list[local_saving.Holding]:
-        return [*self._arrays.held(), *self._rows.held]
-
-    def _take(self, found: Sequence[Bits | None]) -> None:
-        """Take these values, in the order of `_held`; None leaves one as it is."""
-        self._arrays.load(found[: len(self._arrays.entries)])  # behind them the tables, which have theirs
-        if self._arrays.compressing is not None:
-            self._arrays.compressing.forget()
-
-    def _optimizer(self) -> Optimizer | None:
-        updaters = self._arrays.updaters
-        return None if updaters is None else updaters.optimizer
-
-    def is_capable(self, capability: str) -> bool:
-        """True for ``optimizer``; see `KVStore.is_capable`."""
-        return values.is_optimizer_capability(capability)
-
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """A new array in ordinary memory; see `KVStore.empty`."""
-        return np.empty(shape, values.as_numpy_dtype(dtype))
-
-    def _close(self, wait: bool) -> None:
-        self._closed = True
-        self._arrays.entries.clear()
-        self._rows.blocks.clear()
-        self._locks.close()
-        if wait:
-            self._last_save.at_close()
+        return self.arrays.updaters
 
     def _is_table(self, key: Key, arrays: Sequence[Any]) -> bool:
         is_rows = bool(arrays) and isinstance(arrays[0], RowSparse | LazyRows)
-        if (is_rows and key in self._arrays.entries) or (not is_rows and key in self._rows.blocks):
+        if (is_rows and key in self.arrays.entries) or (not is_rows and key in self.rows.blocks):
             kinds = ("an array", "a table of rows")
             raise InitMismatch(f"key {key!r} was initialised as {kinds[not is_rows]}, and now as {kinds[is_rows]}")
         return is_rows
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise StoreClosed(f"this {self._type!r} store has been closed; create another one")
 
-    def _given(self, key: Keys, value: Value) -> list[tuple[Key, list[Any]]]:
-        self._require_open()
-        return values.pairs(key, value)
+class LocalArrays:
+    """The keys of one store that are arrays.
+
+    Args:
+        kernels: what does the arithmetic on the host.
+        devices: the GPUs that are used.
+    """
+
+    def __init__(self, kernels: Kernels, devices: Devices) -> None:
+        self.entries: dict[Key, LocalValue] = {}
+        self.updaters: Updaters | None = None
+        """What a contribution changes the value by; without it, and without `function`, the sum replaces the value."""
+        self.function: UpdaterFunction | None = None
+        self.compression: StoreCompression | None = None
+        self._kernels = kernels
+        self._devices = devices
+        self._settled: dict[Key, tuple[int, int]] = {}
+        """Key that has had a contribution → the number of its GPU (-1 for the host), and its bytes."""
+
+    def __getitem__(self, key: Key) -> LocalValue:
+        entry = self.entries.get(key)
+        if entry is None:
+            raise KeyNotInitialised(values.unknown_key(key, self.entries))
+        return entry
+
+    def fresh(self, key: Key, arrays: list[Any]) -> LocalValue | None:
+        """A new entry with a copy of the first of these values; None where the key has one, which must fit.
+
+        Raises:
+            InitMismatch: it does not.
+            TypeError, ValueError: the values cannot be a key's.
+        """
+        shape, dtype = values.first_shape(key, arrays)
+        entry = self.entries.get(key)
+        if entry is None:
+            return self._made(key, shape, dtype, arrays[0])
+        if (entry.shape, entry.dtype) != (shape, dtype):
+            raise InitMismatch(
+                f"key {key!r} was initialised with shape {entry.shape} and dtype {entry.dtype.label},"
+                f" and now with shape {shape} and dtype {dtype.label}"
+            )
+        return None
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Update by this one from now on; it follows the same rule as the one before."""
+        for entry in self.entries.values():
+            if entry.device is not None:
+                require_runs_on(optimizer, entry.device)
+        if self.updaters is None:
+            self.updaters = Updaters(optimizer, self._kernels, self._home)
+        else:
+            self.updaters.optimizer = optimizer
+        self.function = None
+
+    def held(self) -> list[Held]:
+        """What is to be saved, in the order of initialisation."""
+        from kvdist.kvstore.checkpoints import HeldArray
+
+        return [HeldArray(one.key, one.shape, one.dtype, one.host_bits()) for one in self.entries.values()]
+
+    def load(self, found: Sequence[Bits | None]) -> None:
+        """Take these values, in the order of initialisation; None leaves one as it is."""
+        for entry, bits in zip(self.entries.values(), found, strict=True):
+            if bits is not None:
+                entry.load(bits)
+
+    def replace(self, given: KeyArrays) -> None:
+        """Take the first of each key's values."""
+        for entry, arrays in self.matched(given):
+            entry.replace(arrays[0])
+            if self.compression is not None:
+                self.compression.forget([entry.key])
+
+    def writable(self, places: KeyArrays) -> Matched:
+        """Where a call wants its results, checked."""
+        matched = [(self[one], arrays) for one, arrays in places]
+        for entry, arrays in matched:
+            for array in arrays:
+                values.require_writable(entry.key, array, entry.shape, entry.dtype)
+        return matched
+
+    def write_to(self, results: Matched) -> None:
+        """Copy values into these arrays."""
+        for entry, arrays in results:
+            now = self.entries[entry.key]  # a contribution may have moved it
+            for array in arrays:
+                now.write_to(array)
+
+    def matched(self, given: KeyArrays) -> Matched:
+        matched = [(self[one], [as_dense(array, self._devices) for array in arrays]) for one, arrays in given]
+        for entry, arrays in matched:
+            for array in arrays:
+                values.require(entry.key, array, entry.shape, entry.dtype)
+            require_one_kind(entry.key, arrays)
+        return matched
+
+    def contribute(self, contributions: Matched) -> None:
+        for entry, arrays in contributions:
+            if not arrays:
+                continue  # an empty contribution: it adds nothing, and there is no other worker
+            home = self._home_for(entry, arrays)
+            compression = self.compression
+            if compression is not None and not compression.covers(entry.key):
+                compression = None
+            if self.updaters is not None:
+                home.update(self.updaters, arrays, compression)
+            elif self.function is not None:
+                home.call(self.function, arrays, compression)
+            else:
+                home.sum(arrays, compression)
+
+    def _made(self, key: Key, shape: Shape, dtype: DType, first: Any) -> LocalValue:
+        device, kind = self._devices.of(first), values.kind_of(first)
+        if device is None:
+            return HostValue(key, shape, dtype, kind, self._kernels, values.read_bits(first))
+        entry = DeviceValue(key, shape, dtype, kind, self._devices, device, first)
+        entry.replace(first)
+        return entry
+
+    def _home_for(self, entry: LocalValue, arrays: Sequence[Any]) -> LocalValue:
+        """The entry, which from its first contribution on rests where that comes from."""
+        if entry.key in self._settled:
+            return entry
+        nbytes = math.prod(entry.shape) * entry.dtype.itemsize
+        found = {device.index: device for device in map(self._devices.of, arrays) if device is not None}
+        if not found:
+            self._settled[entry.key] = -1, nbytes
+            return entry
+        load = Counter[int]()
+        for index, settled_bytes in self._settled.values():
+            load[index] += settled_bytes
+        home = home_of(list(found.values()), load)
+        self._settled[entry.key] = home.index, nbytes
+        return self._moved(entry, home, next(array for array in arrays if self._devices.of(array) is home))
+
+    def _moved(self, entry: LocalValue, home: Device, like: Any) -> LocalValue:
+        if isinstance(entry, DeviceValue):
+            entry.move(home)
+            return entry
+        moved = DeviceValue(entry.key, entry.shape, entry.dtype, entry.kind, self._devices, home, like)
+        moved.load(entry.host_bits())
+        self.entries[entry.key] = moved
+        return moved
+
+    def _home(self, key: Hashable) -> Device | None:
+        assert isinstance(key, int | str), "states are named by keys"
+        return self.entries[key].device
+
+
+class LocalRows:
+    """The tables of one store: each is a block of rows such as a server has.
+
+    Args:
+        kernels: what does the arithmetic.
+        optimizer: says what updates the store now; None while a sum replaces a value.
+    """
+
+    def __init__(self, kernels: Kernels, optimizer: Callable[[], Optimizer | None]) -> None:
+        self.keys = KeyTable()
+        self.blocks: dict[Key, TableRows] = {}
+        self._kernels = kernels
+        self._optimizer = optimizer
+
+    def add(self, key: Key, value: RowSparse | LazyRows) -> None:
+        """Keep a table that is not known yet; a copy."""
+        shape, dtype, form = described(key, [value])
+        initializer = None if form == ROWS else initializer_from(form)
+        self._require_fit(key, shape, initializer is not None, self._optimizer())
+        block = TableRows(key, len(self.blocks), shape, dtype, 0, shape[0], initializer, self._kernels)
+        if isinstance(value, RowSparse):
+            ids, rows = value.canonical()
+            block.put(ids, rows.reshape(-1))
+        self.blocks[key] = block
+        slices = tuple(slices_of(shape, dtype.itemsize, form, 0, 1, 0, 1))
+        self.keys.add(KeyInfo(key, shape, dtype, slices, form=form), value)
+
+    def held(self) -> list[Held]:
+        """What is to be saved, in the order of initialisation."""
+        from kvdist.kvstore.checkpoints import HeldTable
+
+        return [HeldTable(block, self.keys[key].form) for key, block in self.blocks.items()]
+
+    def require_fit(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that cannot update one of the tables."""
+        for key, block in self.blocks.items():
+            self._require_fit(key, block.shape, block.is_lazy, optimizer)
+
+    def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
+        """Update the table by these rows."""
+        if rows is not None:
+            ids, bits = rows
+            optimizer = self._optimizer()
+            scale = 1.0 if optimizer is None else optimizer.rescale_grad
+            self.blocks[info.key].update([(ids, bits.reshape(-1))], [scale], optimizer)
+        return resolved(None)
+
+    def pull(self, info: KeyInfo, ids: Ids, out: Bits, priority: int) -> Future[None]:
+        """Read rows."""
+        self.blocks[info.key].gather(ids, out)
+        return resolved(None)
+
+    @staticmethod
+    def _require_fit(key: Key, shape: tuple[int, ...], is_lazy: bool, optimizer: Optimizer | None) -> None:
+        reason = None if optimizer is None else obstacle(optimizer, key, shape, is_lazy)
+        if reason:
+            raise ValueError(reason)

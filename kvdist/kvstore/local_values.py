@@ -19,7 +19,7 @@ from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kvstore import values
 from kvdist.kvstore.compression import StoreCompression, through_on_devices
 from kvdist.kvstore.device import Devices, OnDevice, brought, new_value, uploaded
-from kvdist.kvstore.values import Bits, Key, Shape
+from kvdist.kvstore.values import Bits, Key, Shape, UpdaterFunction
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.offload import on_device, on_host, require_runs_on
 from kvdist.optimizer.states import SliceState
@@ -97,10 +97,6 @@ def _put_down(state: SliceState | None, device: Device | None) -> SliceState | N
     return state if state is None or device is None else on_device(state, device)
 
 
-UpdaterFunction = Callable[[Any, Any, Any], None]
-"""(key, what was received, the stored value, to be changed in place)."""
-
-
 class LocalValue(ABC):
     """One key.
 
@@ -129,15 +125,15 @@ class LocalValue(ABC):
         """Take another value, from wherever the user has it."""
 
     @abstractmethod
-    def sum(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
+    def sum(self, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
         """The sum of these becomes the value."""
 
     @abstractmethod
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
         """The optimizer changes the value by the sum of these."""
 
     @abstractmethod
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
         """The user's function changes the value, told the sum of these."""
 
     @abstractmethod
@@ -176,19 +172,19 @@ class HostValue(LocalValue):
     def replace(self, value: Any) -> None:
         self.load(values.read_bits(value))
 
-    def sum(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
-        self._sum_into(self.bits, arrays, compressing)
+    def sum(self, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+        self._sum_into(self.bits, arrays, compression)
 
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
-        parts = self._parts(arrays, compressing)
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+        parts = self._parts(arrays, compression)
         updater = updaters.of(self.key)
         scales = [updater.optimizer.rescale_grad] * len(parts)
         updater.update(self.key, self.bits, parts, scales, self.dtype, self.bits, extent=Extent(self.key, self.shape))
 
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
         # A sum of its own, even of one array: the function may write into what it received.
         total = np.empty_like(self.bits)
-        self._sum_into(total, arrays, compressing)
+        self._sum_into(total, arrays, compression)
         library = "torch" if self.kind.startswith("torch") else "numpy"
         received = values.like(library, self.shape, self.dtype, total)
         function(self.key, received, values.like(library, self.shape, self.dtype, self.bits))
@@ -199,12 +195,12 @@ class HostValue(LocalValue):
     def host_bits(self) -> Bits:
         return self.bits
 
-    def _parts(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> list[Bits]:
+    def _parts(self, arrays: Sequence[Any], compression: StoreCompression | None) -> list[Bits]:
         parts = [values.read_bits(array) for array in arrays]
-        return parts if compressing is None else compressing.through(self.key, parts)
+        return parts if compression is None else compression.through(self.key, parts)
 
-    def _sum_into(self, out: Bits, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
-        parts = self._parts(arrays, compressing)
+    def _sum_into(self, out: Bits, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+        parts = self._parts(arrays, compression)
         if len(parts) == 1:  # a plain copy, at less than half the cost of a kernel's call
             out[...] = parts[0]
             return
@@ -254,19 +250,19 @@ class DeviceValue(LocalValue):
         else:
             self.load(part)
 
-    def sum(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
-        self._sum_into(self._bits, self._parts(arrays, compressing))
+    def sum(self, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+        self._sum_into(self._bits, self._parts(arrays, compression))
 
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
         updater = updaters.of(self.key)
-        parts = self._parts(arrays, compressing)
+        parts = self._parts(arrays, compression)
         scales = [updater.optimizer.rescale_grad] * len(parts)
         extent = Extent(self.key, self.shape)
         updater.update(self.key, self._bits, parts, scales, self.dtype, self._bits, extent=extent)
 
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compressing: StoreCompression | None) -> None:
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
         received = self._made()
-        self._sum_into(self._device.view(received, self.dtype), self._parts(arrays, compressing))
+        self._sum_into(self._device.view(received, self.dtype), self._parts(arrays, compression))
         with self._device.kernels.active():
             function(self.key, received, self._value)
 
@@ -294,10 +290,10 @@ class DeviceValue(LocalValue):
         kind = f"torch:{self._device.name}" if self._library == "torch" else self._library
         return new_value(kind, self._device, self.shape, self.dtype)
 
-    def _parts(self, arrays: Sequence[Any], compressing: StoreCompression | None) -> list[Array]:
+    def _parts(self, arrays: Sequence[Any], compression: StoreCompression | None) -> list[Array]:
         parts = [self._here(self._devices.read(array, self.dtype)) for array in arrays]
-        if compressing is not None:
-            return through_on_devices(compressing, self.key, parts, self._device)
+        if compression is not None:
+            return through_on_devices(compression, self.key, parts, self._device)
         return brought(parts, self._device, self.dtype)
 
     def _here(self, part: Bits | OnDevice) -> OnDevice:

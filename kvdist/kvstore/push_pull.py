@@ -41,25 +41,13 @@ from kvdist.kvstore.arguments import (
     pull_args,
     push_args,
 )
-from kvdist.kvstore.base import Keys, Value
-from kvdist.kvstore.calls import combined
+from kvdist.kvstore.backend import Lending, PushOptions, PushPull, combined
 from kvdist.kvstore.coalescing import SMALL_BYTES_MAX, Coalescer, is_small
 from kvdist.kvstore.compression import StoreCompression, encoded_payloads
 from kvdist.kvstore.device import Devices, Download, Part, PinnedBlocks, as_host_bits
 from kvdist.kvstore.keys import KeyTable
-from kvdist.kvstore.staging import (
-    Lending,
-    Payloads,
-    PushOptions,
-    Reads,
-    Shares,
-    Staging,
-    Stagings,
-    lay_out,
-    lend,
-    reaches_another,
-)
-from kvdist.kvstore.values import Key
+from kvdist.kvstore.staging import Payloads, Reads, Shares, Staging, Stagings, lay_out, lend, reaches_another
+from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import Bits, padded
 from kvdist.protocol.messages import Flag
@@ -93,7 +81,7 @@ class ArrayTransfers:
     ) -> None:
         self.optimizer: Optimizer | None = None
         """Whose numbers travel with each push."""
-        self.compressing: StoreCompression | None = None
+        self.compression: StoreCompression | None = None
         """What encodes pushes."""
         self._cluster = cluster
         self._keys = keys
@@ -109,7 +97,7 @@ class ArrayTransfers:
         self._reads_pushes: Reads = cluster.reads_pushes if is_summed else self._is_read_by_server
         self._shows_results: Shares = cluster.shows_results if is_summed else cluster.shares_memory
         node = cluster.node
-        self._gatherings = Coalescer(
+        self._coalescer = Coalescer(
             self._lay_out,
             self._plan_pull,
             lambda answer, make, growing: node.submit_for(answer, make, growing=growing),
@@ -124,54 +112,56 @@ class ArrayTransfers:
 
     def submit(self, make: Callable[[int], Request], finish: Finish | None) -> Future[Any]:
         """Leave a request for the node's thread, behind all that was asked before; see `Node.submit`."""
-        self._gatherings.close()
+        self._coalescer.close()
         return self._cluster.submit(make, finish)
 
     def ask(self, make: Callable[[int], Request]) -> Any:
         """The same, and wait for its result."""
-        self._gatherings.close()
+        self._coalescer.close()
         return self._cluster.ask(make)
 
-    def push(self, key: Keys, value: Value, priority: int, options: PushOptions) -> None:
-        """Push; the caller's arrays are free when it returns, and nobody waits for the answer."""
-        plain = plain_one(self._keys, key, value)
+    def push(self, call: PushPull) -> None:
+        """Push; the caller's arrays are free when this returns, and no one waits for the answer."""
+        plain = plain_one(self._keys, call.key, call.value)
         if plain is not None and plain[1].nbytes <= SMALL_BYTES_MAX:
-            self._push_gathered(*plain, priority, options)
+            self._push_coalesced(*plain, call.priority, call.options)
             return
-        handed = push_args(self._keys, key, value, self._devices)
-        if is_small(handed):
-            (bits,) = as_host_bits(handed.bits[0])
-            self._push_gathered(handed.infos[0], bits, priority, options)
+        given = push_args(self._keys, call.key, call.value, self._devices)
+        if is_small(given):
+            (bits,) = as_host_bits(given.bits[0])
+            self._push_coalesced(given.infos[0], bits, call.priority, call.options)
             return
-        self.watch(self._push(handed, priority, options, Lending.NOTHING))
+        self._push(given, call).add_done_callback(self._remember_error)
 
-    def _push_gathered(self, info: KeyInfo, bits: Bits, priority: int, options: PushOptions) -> None:
+    def push_async(self, call: PushPull) -> Future[None]:
+        """Push; the future resolves when it is counted."""
+        return self._push(push_args(self._keys, call.key, call.value, self._devices), call)
+
+    def _push_coalesced(self, info: KeyInfo, bits: Bits, priority: int, options: PushOptions) -> None:
         setting = hyperparameters_of(info, self.optimizer)
         nbytes, encoded = padded(bits.nbytes), None
         self._cluster.under_way.enter(nbytes, self.check)
         try:
             # Encoded now, not when it leaves: residuals follow the order of the calls.
-            if info.is_compressed and self.compressing is not None:
-                encoded = self.compressing.encode(info, [bits])
-            self._gatherings.push(info, bits, setting, priority, options, encoded)
+            if info.is_compressed and self.compression is not None:
+                encoded = self.compression.encode(info, [bits])
+            self._coalescer.push(info, bits, setting, priority, options, encoded)
         except BaseException:
             self._cluster.under_way.leave(nbytes)
             raise
 
-    def push_async(self, key: Keys, value: Value, priority: int, options: PushOptions) -> Future[None]:
-        """Push; the future resolves when it is counted."""
-        return self._push(push_args(self._keys, key, value, self._devices), priority, options, Lending.RESIDENT)
-
-    def _push(self, handed: PushArgs, priority: int, options: PushOptions, lending: Lending) -> Future[None]:
-        label = f"push of {named(handed.infos)}"
+    def _push(self, given: PushArgs, call: PushPull) -> Future[None]:
+        label, options, priority = f"push of {named(given.infos)}", call.options, call.priority
 
         def part(some: PushArgs) -> Future[None]:
-            return self._submit_push(RunKind.PUSH, some, options, lending, label, priority, lambda own: own.release)
+            return self._submit_push(
+                RunKind.PUSH, some, options, call.lending, label, priority, lambda own: own.release
+            )
 
-        places = self._parts(handed)
+        places = self._parts(given)
         if len(places) == 1:
-            return part(handed)
-        return combined([part(handed.part(place)) for place in places])
+            return part(given)
+        return combined([part(given.part(place)) for place in places])
 
     def _submit_push(
         self,
@@ -211,35 +201,33 @@ class ArrayTransfers:
 
         return self._cluster.under_way.count(staging.nbytes, self.check, submit)
 
-    def _parts(self, handed: PushArgs) -> list[slice]:
+    def _parts(self, given: PushArgs) -> list[slice]:
         """In which parts a push leaves: what has to be encoded first should not wait for the rest."""
-        return [slice(None)] if self.compressing is None else parts_of(handed.infos)
-
-    def watch(self, future: Future[None]) -> None:
-        """Remember the error of a push, as nobody waits for it."""
-        future.add_done_callback(self._remember_error)
+        return [slice(None)] if self.compression is None else parts_of(given.infos)
 
     def _remember_error(self, future: Future[None]) -> None:
         error = future.exception()
         if error is not None:
             self._remember(error)
 
-    def pull_gathered(self, key: Keys, out: Value, priority: int) -> Future[Any]:
-        """Pull into `out`, together with other pulls of small keys that are asked for one by one."""
-        plain = plain_one(self._keys, key, out, writable=True)
-        if plain is not None and _is_gathered(*plain):
-            return self._gatherings.pull(*plain, None, priority)
-        places = pull_args(self._keys, key, out, self._devices, self._blocks)
-        if len(places.infos) == 1 and _is_gathered(places.infos[0], places.results[0]):
-            finish = None if places.is_direct else places.spread
-            return self._gatherings.pull(places.infos[0], places.results[0], finish, priority)
-        return self._pull_into(places, priority)
-
-    def pull(self, key: Keys, out: Value | None, priority: int) -> Future[Any]:
+    def pull(self, call: PushPull) -> Future[Any]:
         """Pull into `out`, or into new arrays."""
-        if out is None:
-            return self._pull_to(*made(self._keys, key), priority)
-        return self._pull_into(pull_args(self._keys, key, out, self._devices, self._blocks), priority)
+        if call.out is None:
+            return self._pull_to(*made(self._keys, call.key), call.priority)
+        if call.lending is not Lending.RESIDENT:
+            return self._pull_into(self._places(call.key, call.out), call.priority)
+        # Pulls of small keys that are asked for one by one travel together.
+        plain = plain_one(self._keys, call.key, call.out, writable=True)
+        if plain is not None and _is_coalesced(*plain):
+            return self._coalescer.pull(*plain, None, call.priority)
+        places = self._places(call.key, call.out)
+        if len(places.infos) == 1 and _is_coalesced(places.infos[0], places.results[0]):
+            finish = None if places.is_direct else places.spread
+            return self._coalescer.pull(places.infos[0], places.results[0], finish, call.priority)
+        return self._pull_into(places, call.priority)
+
+    def _places(self, key: Keys, out: Value) -> PullArgs:
+        return pull_args(self._keys, key, out, self._devices, self._blocks)
 
     def _pull_into(self, places: PullArgs, priority: int) -> Future[Any]:
         return self._pull_to(places.infos, places.results, places.spread, priority)
@@ -249,20 +237,12 @@ class ArrayTransfers:
         label = f"pull of {named(infos)}"
         return self.submit(lambda number: Transfer(number, RunKind.PULL, label, runs, priority), finish)
 
-    def pushpull(
-        self,
-        key: Keys,
-        value: Value,
-        out: Value | None,
-        priority: int,
-        options: PushOptions,
-        lending: Lending,
-        hold: bool = False,
-    ) -> Future[Any]:
-        """Push and pull the result; with `hold` large results are shown where they lie, but for those of GPUs."""
-        contribution = push_args(self._keys, key, value, self._devices)
-        places = pull_args(self._keys, key, value if out is None else out, self._devices, self._blocks)
-        if out is not None and lending is not Lending.NOTHING and reaches_another(contribution.bits, places.results):
+    def pushpull(self, call: PushPull) -> Future[Any]:
+        """Push and pull the result; large results are shown where they lie if `shared`, except those of GPUs."""
+        contribution = push_args(self._keys, call.key, call.value, self._devices)
+        places = self._places(call.key, call.value if call.out is None else call.out)
+        priority, options, lending, hold = call.priority, call.options, call.lending, call.shared
+        if call.out is not None and reaches_another(contribution.bits, places.results):
             lending = Lending.NOTHING
         if not hold and len(parts := self._parts(contribution)) > 1:
             label = f"pushpull of {named(contribution.infos)}"
@@ -322,21 +302,21 @@ class ArrayTransfers:
     def _staging(self, infos: Sequence[KeyInfo]) -> Staging:
         return self._stagings.of(infos, self._keys.nbytes)
 
-    def _lay_out(self, handed: PushArgs, options: PushOptions, settings: Sequence[Hyperparameters]) -> Payloads:
-        staging = self._staging(handed.infos)
+    def _lay_out(self, given: PushArgs, options: PushOptions, settings: Sequence[Hyperparameters]) -> Payloads:
+        staging = self._staging(given.infos)
         lent: list[memoryview | None] = [None] * len(staging.plan.runs)
-        return self._laid_out(staging, handed, gathered(settings), options, lent)
+        return self._laid_out(staging, given, gathered(settings), options, lent)
 
     def _laid_out(
         self,
         staging: Staging,
-        handed: PushArgs,
+        given: PushArgs,
         settings: Settings,
         options: PushOptions,
         lent: Sequence[memoryview | None],
     ) -> Payloads:
-        own = (staging, handed, settings, options, self._kernels, lent, self._reads_pushes, self._download)
-        return lay_out(*own) if self.compressing is None else encoded_payloads(self.compressing, *own)
+        own = (staging, given, settings, options, self._kernels, lent, self._reads_pushes, self._download)
+        return lay_out(*own) if self.compression is None else encoded_payloads(self.compression, *own)
 
     def _is_read_by_server(self, run: RunPlan) -> bool:
         return self._cluster.shares_memory(run.server)
@@ -350,7 +330,7 @@ class ArrayTransfers:
         return [lend(run, bits, lending, reads, self._cluster.memory) for run in plan.runs]
 
 
-def _is_gathered(info: KeyInfo, result: Bits) -> bool:
+def _is_coalesced(info: KeyInfo, result: Bits) -> bool:
     """Whether a pull of this key alone may travel with others: it is small, and one answer brings all of it."""
     return result.nbytes <= SMALL_BYTES_MAX and len(info.slices) == 1
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from kvdist.core.commands import Handler
 from kvdist.core.policy import ASYNC, P3, SYNC, Policy
-from kvdist.core.worker.requests import SendCommand
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX
 from kvdist.runtime.cluster import HANDLERS
@@ -137,25 +136,15 @@ def register_command(head: int) -> Callable[[_Function], _Function]:
 
 
 def require_head(head: object) -> None:
-    """Refuse what is no number of a command."""
+    """Refuse what is not the number of a command."""
     if not isinstance(head, int) or isinstance(head, bool):
         raise TypeError(f"the number of a command is an int, not {type(head).__name__}")
     if not 0 <= head <= HEAD_OF_USERS_MAX:
         raise ValueError(f"the number of a command is from 0 to {HEAD_OF_USERS_MAX}, not {head}")
 
 
-def command_of(head: int, body: str) -> Callable[[int], SendCommand]:
-    """What makes the request out of its number.
-
-    Raises:
-        TypeError, ValueError: `head` is no number of a command, or `body` cannot travel as its text.
-    """
-    require_head(head)
-    _require_body(body)
-    return lambda number: SendCommand(number, head, body)
-
-
-def _require_body(body: object) -> None:
+def require_body(body: object) -> None:
+    """Refuse what cannot travel as the text of a command."""
     if not isinstance(body, str):
         raise TypeError(f"the body of a command is a str, not {type(body).__name__}; write numbers as JSON, say")
     try:

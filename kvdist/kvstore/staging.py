@@ -5,7 +5,6 @@ A plan's buffers are used again and again, because the first touch of fresh memo
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Plan, RunData,
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore.arguments import PushArgs, Settings, run_hyperparameters
+from kvdist.kvstore.backend import Lending, PushOptions
 from kvdist.kvstore.device import Download, OnDevice, Part, as_host_bits
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import U8, Bits
@@ -177,17 +177,6 @@ class Stagings:
         return staging
 
 
-class Lending(enum.Enum):
-    """Which arrays of the caller may be sent from where they are, because nobody changes them meanwhile."""
-
-    NOTHING = enum.auto()
-    """The call returns at once, and all arrays are the caller's again."""
-    RESIDENT = enum.auto()
-    """The caller has a future, and an array of `KVStore.empty` belongs to the store until it resolves."""
-    EVERYTHING = enum.auto()
-    """The caller waits."""
-
-
 def lend(
     run: RunPlan, arrays: Sequence[Sequence[Part]], lending: Lending, reads: Reads, memory: Allocator
 ) -> memoryview | None:
@@ -246,10 +235,6 @@ def _extent(array: Bits) -> tuple[int, int]:
     return start, start + array.nbytes
 
 
-SAMPLES_MAX = (1 << 32) - 1
-"""A message has four bytes for it."""
-
-
 @dataclass(slots=True)
 class Payloads:
     """One push: its runs, and the buffers that they occupy until they are counted."""
@@ -273,18 +258,6 @@ class Payloads:
         """It is counted: its buffers may be filled again. Called from the node's thread."""
         if self.buffers:
             self.staging.give_back(self.buffers)
-
-
-@dataclass(frozen=True, slots=True)
-class PushOptions:
-    """How the servers are to count a push; see `KVStore.push`."""
-
-    average: bool
-    samples: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.samples <= SAMPLES_MAX:
-            raise ValueError(f"samples is {self.samples}; it counts examples, from 0 to {SAMPLES_MAX}")
 
 
 def lay_out(

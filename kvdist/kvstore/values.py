@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import numbers
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -25,6 +26,11 @@ from kvdist.rowsparse import RowSparse
 Key: TypeAlias = int | str
 Shape: TypeAlias = tuple[int, ...]
 Bits: TypeAlias = NDArray[Any]
+Keys: TypeAlias = Key | Sequence[Key]
+Value: TypeAlias = Any
+"""An array, a list of arrays, or for a list of keys a list of those (see `kvdist.kvstore.base`)."""
+UpdaterFunction: TypeAlias = Callable[[Key, Any, Any], None]
+"""Called as ``fn(key, received, stored)``; changes `stored` in place."""
 
 _BY_NUMPY: dict[np.dtype[Any], DType] = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
 _NUMPY = (np.ndarray, np.generic)
@@ -324,6 +330,38 @@ def unknown_key(key: Key, known: Collection[Key]) -> str:
     named = ", ".join(repr(one) for one in itertools.islice(known, _KEYS_NAMED_MAX))
     more = "" if len(known) <= _KEYS_NAMED_MAX else f", … ({len(known)} in all)"
     return f"key {key!r} has not been initialised; call init first. The keys there are: {named}{more}"
+
+
+def as_averaged(value: Any) -> Any:
+    """The value as an array or tensor of a floating type, which nobody else has.
+
+    Raises:
+        TypeError: it is neither a number nor an array that a store could hold.
+    """
+    if isinstance(value, numbers.Number | np.generic) and not isinstance(value, complex | np.complexfloating):
+        return np.array(value, np.float64)
+    if isinstance(value, np.ndarray):
+        return value.astype(np.float64) if value.dtype.kind in "biu" else _described(value).copy()
+    if is_tensor(value):
+        tensor = value.detach()
+        is_whole = not tensor.is_floating_point() and not tensor.is_complex()
+        return tensor.double() if is_whole else _described(tensor).clone()
+    raise TypeError(f"average takes a number, a NumPy array or a torch tensor, not {type(value).__name__}")
+
+
+def as_given(value: Any, result: Any) -> Any:
+    """The result in the form of what was given: a float for a number."""
+    return float(result) if isinstance(value, numbers.Number | np.generic) else result
+
+
+def zeros_like(array: Any) -> Any:
+    """A new array of the kind, shape and dtype of a value, with zeros."""
+    return array.detach().new_zeros(array.shape) if is_tensor(array) else np.zeros_like(array)
+
+
+def _described(value: Any) -> Any:
+    describe(value)
+    return value
 
 
 def is_optimizer_capability(capability: str) -> bool:

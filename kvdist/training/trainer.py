@@ -26,7 +26,7 @@ from kvdist.checkpoint.shards import updates_in
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.saved import Checkpoint
+from kvdist.kvstore.checkpoints import Checkpoint
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.training.data import Batches, HandedOut, count_as_used

@@ -7,17 +7,16 @@ states: the first of them writes these, each adds its own `state`, and nobody re
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from kvdist.checkpoint.format import read_manifest
-from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS
-from kvdist.kvstore import local_saving, saved, values
+from kvdist.kvstore import values
 from kvdist.kvstore.adapter import KVStoreBase
+from kvdist.kvstore.backend import LoadJob, SaveJob
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.workers_saving import SavingJob, WorkersSaving
+from kvdist.kvstore.checkpoints import Checkpoint, HeldArray, WorkerSaving
 from kvdist.optimizer.states import SliceState
 from kvdist.training.parameters import Parameter
 from kvdist.training.step import LocalUpdate
@@ -40,21 +39,23 @@ class TrainingState:
         self._local = local
         self._is_updated_there = is_updated_there
         self._store = _able(store)
-        self._workers = WorkersSaving(self._store)
+        self._workers = WorkerSaving(self._store, self._held, lambda: local.updater)
+        if self._store is not None:
+            self._store._at_close(self._workers.close)
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.save_states`."""
         if self._is_updated_there and self._store is not None:
             self._store.save_optimizer_states(fname)
         else:
-            self._workers.save(lambda: SavingJob(saved.absolute(fname), (STATES,)), self._held, self._local.updater)
+            self._workers.save(SaveJob(fname, states_only=True))
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.load_states`."""
         if self._is_updated_there and self._store is not None:
             self._store.load_optimizer_states(fname)
         else:
-            self._load_here(lambda: saved.Checkpoint(saved.absolute(fname), 0), (STATES,))
+            self._load_here(LoadJob(fname, values=False))
 
     def states(self, keys: Sequence[int]) -> list[SliceState | None]:
         """What the optimizer remembers of each key; on servers without the help of another worker."""
@@ -81,13 +82,7 @@ class TrainingState:
         names: dict[int | str, str] = {key: parameter.name for key, parameter in enumerate(self._parameters)}
         if self._is_updated_there and self._store is not None:
             return self._store.save_checkpoint(directory, step, state=state, keep=keep, names=names)
-
-        def job() -> SavingJob:
-            folder, number = saved.place(directory, step), saved.checked_keep(keep)
-            content = saved.own_file(state, names, self._workers.rank)
-            return SavingJob(folder, EVERYTHING, saved.checked_step(step), number, content)
-
-        return self._workers.save_checkpoint(job, self._held, self._local.updater)
+        return self._workers.save(SaveJob(directory, step, state, keep, names))
 
     def close(self) -> None:
         """Other jobs may save where this one has; only its own locks are let go of, not the store.
@@ -97,28 +92,21 @@ class TrainingState:
         """
         self._workers.close()
 
-    def load_checkpoint(
-        self, directory: str | os.PathLike[str], step: int | None, with_states: bool
-    ) -> saved.Checkpoint:
+    def load_checkpoint(self, directory: str | os.PathLike[str], step: int | None, with_states: bool) -> Checkpoint:
         """See `Trainer.load_checkpoint`. Where the store updates, the weights are still to be pulled."""
         if self._is_updated_there and self._store is not None:
             return self._store.load_checkpoint(directory, step, states=with_states)
+        return self._load_here(LoadJob(directory, step, states=with_states))
 
-        def find() -> saved.Checkpoint:
-            folder = saved.find(directory, step)
-            return saved.loaded(folder, read_manifest(folder), self._workers.rank)
-
-        return self._load_here(find, EVERYTHING if with_states else (WEIGHTS,))
-
-    def _held(self) -> list[local_saving.Held]:
+    def _held(self) -> list[HeldArray]:
         held = []
         for key, parameter in enumerate(self._parameters):
             shape, dtype = values.describe(parameter.replicas[0])
-            held.append(local_saving.Held(key, shape, dtype, values.read_bits(parameter.replicas[0])))
+            held.append(HeldArray(key, shape, dtype, values.read_bits(parameter.replicas[0])))
         return held
 
-    def _load_here(self, find: Callable[[], saved.Checkpoint], contents: tuple[str, ...]) -> saved.Checkpoint:
-        checkpoint, values_read = self._workers.load(find, contents, self._held(), self._local.updater)
+    def _load_here(self, job: LoadJob) -> Checkpoint:
+        checkpoint, values_read = self._workers.load(job)
         self._local.spread()
         for parameter, bits in zip(self._parameters, values_read, strict=True):
             if bits is not None:

@@ -16,7 +16,7 @@ from kvdist.checkpoint.files import write_file
 from kvdist.checkpoint.format import read_worker
 from kvdist.checkpoint.snapshot import EVERYTHING, Manifest
 from kvdist.errors import CheckpointError
-from kvdist.kvstore import saved
+from kvdist.kvstore import checkpoints
 
 MANIFEST = Manifest(7, EVERYTHING, "local", True, None, 1, 1, (), ())
 PLAIN = st.recursive(
@@ -27,8 +27,8 @@ PLAIN = st.recursive(
 
 
 def kept(folder, state, names=None):
-    content = saved.own_file(state, names, 3)
-    record = saved.write_own_file(folder, 3, content, "0" * 16, 7)
+    content = checkpoints.worker_content(state, names, 3)
+    record = checkpoints.write_worker_file(folder, 3, content, "0" * 16, 7)
     return read_worker(folder, record, MANIFEST)
 
 
@@ -46,8 +46,8 @@ def test_numbers_that_are_none_come_back_too(tmp_path):
 
 
 def test_nothing_is_no_file():
-    assert saved.own_file(None, None, 0) == saved.own_file(None, {}, 0) == b""
-    assert json.loads(saved.own_file(None, {"w": "net.weight"}, 0)) == {
+    assert checkpoints.worker_content(None, None, 0) == checkpoints.worker_content(None, {}, 0) == b""
+    assert json.loads(checkpoints.worker_content(None, {"w": "net.weight"}, 0)) == {
         "rank": 0,
         "state": None,
         "names": [["w", "net.weight"]],
@@ -80,7 +80,7 @@ def deep(depth):
 )
 def test_a_state_that_would_not_come_back_is_refused_when_it_is_given(state, sentence):
     with pytest.raises(TypeError, match=f"the state of a checkpoint is made of dicts with text as keys.*{sentence}"):
-        saved.own_file(state, None, 0)
+        checkpoints.worker_content(state, None, 0)
 
 
 def test_a_state_as_deep_as_is_allowed_comes_back(tmp_path):
@@ -90,13 +90,13 @@ def test_a_state_as_deep_as_is_allowed_comes_back(tmp_path):
 @pytest.mark.parametrize("names", [["w"], "w", {(1, 2): "w"}, {None: "w"}, {True: "w"}, {1.5: "w"}])
 def test_names_that_are_not_by_key_are_refused_when_they_are_given(names):
     with pytest.raises(TypeError, match="names is a dict, key → name"):
-        saved.own_file(None, names, 0)
+        checkpoints.worker_content(None, names, 0)
 
 
 def test_a_state_that_is_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(saved, "STATE_BYTES_MAX", 100)
+    monkeypatch.setattr(checkpoints, "STATE_BYTES_MAX", 100)
     with pytest.raises(ValueError, match=r"has \d+ bytes as JSON; 100 are allowed"):
-        saved.own_file("x" * 100, None, 0)
+        checkpoints.worker_content("x" * 100, None, 0)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from kvdist.collective.rendezvous import forget_port, meet
 from kvdist.config.environment import Meeting, World
 from kvdist.config.settings import CollectiveSettings, Limits
 from kvdist.errors import CollectiveError, CollectiveMismatch, ConfigError, ForkError, RankLostError
-from kvdist.kvstore import meeting
+from kvdist.kvstore import engine_lifecycle
 from kvdist.protocol.collective import AllConnected, RankGone, RankHello, encode
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.collective.ranks import returned, run_ranks, world_of
@@ -228,8 +228,8 @@ def test_a_process_whose_sets_are_refused_is_no_rank_and_may_begin_again():
 
 
 def test_a_handler_of_a_signal_may_end_a_beginning(monkeypatch):
-    monkeypatch.setattr(meeting.basics, "init", lambda *_: meeting.ENGAGEMENTS.end())
-    thread = threading.Thread(target=meeting.ENGAGEMENTS.begin, daemon=True)
+    monkeypatch.setattr(engine_lifecycle.basics, "init", lambda *_: engine_lifecycle.ENGINE.end())
+    thread = threading.Thread(target=engine_lifecycle.ENGINE.begin, daemon=True)
     thread.start()
     thread.join(20)
     assert not thread.is_alive()

@@ -13,7 +13,7 @@ import kvdist.collective as hvd
 from kvdist import BarrierTimeout, InitMismatch, KeyNotInitialised, LazyRows, RowSparse, StoreClosed, kv
 from kvdist.collective.basics import current
 from kvdist.errors import CheckpointError, CollectiveError, CollectiveMismatch, RankLostError
-from kvdist.kvstore import collective, local, saved
+from kvdist.kvstore import checkpoints, collective, local
 from kvdist.kvstore.registry import COLLECTIVE_NAMES
 from tests.collective.ranks import returned, run_ranks
 
@@ -36,9 +36,10 @@ def full(number, shape=(2, 3)):
 def test_the_names_of_stores_without_servers(name):
     def program(rank):
         with kv.create(name) as store:
-            return type(store), store.type, store.rank, store.num_workers, store.num_servers, store.num_dead_nodes()
+            kind = type(store._backend)
+            return kind, store.type, store.rank, store.num_workers, store.num_servers, store.num_dead_nodes()
 
-    expected = [(collective.CollectiveStore, name.lower(), rank, 2, 0, 0) for rank in range(2)]
+    expected = [(collective.CollectiveBackend, name.lower(), rank, 2, 0, 0) for rank in range(2)]
     assert returned(run_ranks(2, program)) == expected
 
 
@@ -281,7 +282,7 @@ def test_values_come_back_from_a_checkpoint_with_each_workers_own_state(tmp_path
 
 
 def test_a_sum_that_ends_while_the_workers_agree_on_a_checkpoint_keeps_nobody_waiting(tmp_path, monkeypatch):
-    stores, really_find = {}, saved.find
+    stores, really_find = {}, checkpoints.find_checkpoint
 
     def find(directory, step):
         # As another thread may, or the handler of a signal. The engine's thread takes the sum before the ranks agree.
@@ -295,7 +296,7 @@ def test_a_sum_that_ends_while_the_workers_agree_on_a_checkpoint_keeps_nobody_wa
         store.load_checkpoint(tmp_path)
         return store.pull("a")[0, 0]
 
-    monkeypatch.setattr(saved, "find", find)
+    monkeypatch.setattr(checkpoints, "find_checkpoint", find)
     assert returned(on_ranks(2, program)) == [1.0] * 2
 
 
@@ -312,7 +313,7 @@ def test_states_that_one_worker_cannot_read_fail_on_all(tmp_path):
 
 def test_nccl_is_a_store_of_this_process_where_that_is_alone(caplog):
     with kv.create("nccl") as store:
-        assert type(store) is local.LocalStore
+        assert type(store._backend) is local.LocalBackend
     assert "in a process that is alone" in caplog.text
 
 
@@ -388,7 +389,7 @@ def test_who_gives_nothing_has_no_say_in_whether_it_is_an_average():
 def heard_of(store):
     """Wait until this rank has heard that another one is gone."""
     deadline = time.monotonic() + 60
-    while store._ranks._group._failure is None:
+    while store._backend._ranks._group._failure is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -17,8 +17,9 @@ from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels.gpu import gpu_index
 from kvdist.kernels.numba_cuda import NumbaDevice, _Owned, _torch_with_cuda, index_of, open_device
+from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.device import Devices
-from kvdist.kvstore.local import LocalStore
+from kvdist.kvstore.local import LocalBackend
 from kvdist.optimizer import Updater, create
 from kvdist.optimizer.states import Part
 
@@ -183,7 +184,7 @@ def test_arrays_say_where_they_lie():
 
 def test_a_store_keeps_and_sums_values_where_they_lie():
     gpus = [open_device(index) for index in range(2)]
-    store = LocalStore("device", devices=Devices("numba", True))
+    store = KVStore(LocalBackend("device", devices=Devices("numba", True)))
     store.init("w", up(gpus[0], np.zeros(40, np.float32)))
     store.set_optimizer("sgd", learning_rate=0.5)
     store.push("w", [up(gpu, np.full(40, 2 + gpu.index, np.float32)) for gpu in gpus])

@@ -10,8 +10,9 @@ import pytest
 
 from kvdist.core.policy import SYNC
 from kvdist.errors import DeviceError
+from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.device import Devices
-from kvdist.kvstore.dist import DistStore
+from kvdist.kvstore.dist import DistBackend
 from tests.devices import NumpyDevice
 from tests.integration.test_passes import Job, running
 
@@ -27,7 +28,7 @@ class Workers:
         self.job = job
         self.gpus = [[NumpyDevice(index) for index in range(GPUS)] for _ in job.clusters]
         self.stores = [
-            DistStore("dist_device_sync", SYNC, cluster, devices=Devices("auto", True, self.opener(rank)))
+            KVStore(DistBackend("dist_device_sync", SYNC, cluster, devices=Devices("auto", True, self.opener(rank))))
             for rank, cluster in enumerate(job.clusters)
         ]
         job.stores += self.stores
@@ -35,7 +36,7 @@ class Workers:
     def opener(self, rank: int) -> Callable[[int, str], NumpyDevice]:
         return lambda index, _: self.gpus[rank][index]
 
-    def on_all(self, call: Callable[[int, DistStore], Any]) -> None:
+    def on_all(self, call: Callable[[int, KVStore], Any]) -> None:
         self.job.on_all(lambda rank, _: call(rank, self.stores[rank]))
 
 
@@ -54,7 +55,7 @@ def total(key: str, step: int, workers: int = 2) -> np.ndarray:
 
 
 def test_gradients_of_all_gpus_are_summed_and_the_sums_come_back_to_all(workers: Workers) -> None:
-    def run(rank: int, store: DistStore) -> None:
+    def run(rank: int, store: KVStore) -> None:
         gpus = workers.gpus[rank]
         store.init(KEYS, [gpus[0].array(np.zeros(SIZES[key], np.float32)) for key in KEYS])
         outs = [[gpu.array(np.zeros(SIZES[key], np.float32)) for gpu in gpus] for key in KEYS]
@@ -71,7 +72,7 @@ def test_gradients_of_all_gpus_are_summed_and_the_sums_come_back_to_all(workers:
 def test_what_crosses_is_one_sum_down_and_one_result_up(workers: Workers) -> None:
     nbytes = 4 * sum(SIZES.values())
 
-    def run(rank: int, store: DistStore) -> None:
+    def run(rank: int, store: KVStore) -> None:
         gpus = workers.gpus[rank]
         store.init(KEYS, [np.zeros(SIZES[key], np.float32) for key in KEYS])
         values = [[gpu.array(gradient(key, rank, gpu.index, 0)) for gpu in gpus] for key in KEYS]
@@ -87,7 +88,7 @@ def test_what_crosses_is_one_sum_down_and_one_result_up(workers: Workers) -> Non
 
 
 def test_pushes_that_nobody_waits_for_and_futures_have_the_values_of_their_call(workers: Workers) -> None:
-    def run(rank: int, store: DistStore) -> None:
+    def run(rank: int, store: KVStore) -> None:
         gpu = workers.gpus[rank][0]
         store.init(KEYS, [gpu.array(np.zeros(SIZES[key], np.float32)) for key in KEYS])
         for step in range(3):
@@ -112,7 +113,7 @@ def test_pushes_that_nobody_waits_for_and_futures_have_the_values_of_their_call(
 def test_types_gpus_and_hosts_may_mix_from_key_to_key_and_some_have_no_gradient(workers: Workers) -> None:
     dtypes = {"large": np.float32, "wide": np.float16, "small": np.int32, "one": np.float64, "empty": np.float32}
 
-    def run(rank: int, store: DistStore) -> None:
+    def run(rank: int, store: KVStore) -> None:
         gpus = workers.gpus[rank]
         store.init(KEYS, [np.zeros(SIZES[key], dtypes[key]) for key in KEYS])
         values: list[Any] = [
@@ -139,7 +140,7 @@ def test_types_gpus_and_hosts_may_mix_from_key_to_key_and_some_have_no_gradient(
 def test_codes_are_made_on_the_gpu_and_are_those_of_the_host(workers: Workers, kind: str) -> None:
     found: dict[tuple[str, int], list[np.ndarray]] = {}
 
-    def run(rank: int, store: DistStore, name: str, put: Callable[[np.ndarray], Any]) -> None:
+    def run(rank: int, store: KVStore, name: str, put: Callable[[np.ndarray], Any]) -> None:
         store.set_gradient_compression({"type": kind})
         store.init(KEYS, [put(np.zeros(SIZES[key], np.float32)) for key in KEYS])
         outs = [np.zeros(SIZES[key], np.float32) for key in KEYS]
@@ -160,7 +161,7 @@ def test_codes_are_made_on_the_gpu_and_are_those_of_the_host(workers: Workers, k
 
 
 def test_values_of_a_key_on_both_sides_are_refused_before_anything_is_sent(workers: Workers) -> None:
-    def run(rank: int, store: DistStore) -> None:
+    def run(rank: int, store: KVStore) -> None:
         gpu = workers.gpus[rank][0]
         store.init("small", gpu.array(np.zeros(7, np.float32)))
         with pytest.raises(DeviceError, match=r"the values of key 'small' lie on cuda:0, cpu"):
@@ -173,7 +174,7 @@ def test_values_of_a_key_on_both_sides_are_refused_before_anything_is_sent(worke
 
 
 def test_a_gpu_that_fails_while_it_copies_fails_the_push_with_its_sentence(workers: Workers) -> None:
-    def run(rank: int, store: DistStore) -> None:
+    def run(rank: int, store: KVStore) -> None:
         gpu = workers.gpus[rank][0]
         store.init("wide", gpu.array(np.zeros(SIZES["wide"], np.float32)))
         broken = NumpyDevice(1)
@@ -193,7 +194,7 @@ def _broken(number: int) -> None:
 def test_large_results_that_could_be_shown_come_to_the_gpus_where_they_are_wanted(workers: Workers) -> None:
     size = 3 << 20
 
-    def run(rank: int, store: DistStore) -> None:
+    def run(rank: int, store: KVStore) -> None:
         gpu = workers.gpus[rank][0]
         store.init("shown", gpu.array(np.zeros(size, np.float32)))
         out = gpu.array(np.zeros(size, np.float32))
@@ -207,7 +208,7 @@ def test_large_results_that_could_be_shown_come_to_the_gpus_where_they_are_wante
 def test_a_gpu_without_memory_left_fails_a_push_and_nothing_is_copied_behind_it(workers: Workers) -> None:
     keys = ["large", "wide", "small"]
 
-    def run(rank: int, store: DistStore) -> None:
+    def run(rank: int, store: KVStore) -> None:
         gpus = workers.gpus[rank]
         store.init(keys, [np.zeros(SIZES[key], np.float32) for key in keys])
         outs = [np.zeros(SIZES[key], np.float32) for key in keys]
@@ -230,7 +231,7 @@ def test_a_gpu_without_memory_left_fails_a_push_and_nothing_is_copied_behind_it(
 
 
 def test_an_error_on_the_thread_of_the_node_is_that_of_the_call_or_of_the_next_one(workers: Workers) -> None:
-    def run(rank: int, store: DistStore) -> None:
+    def run(rank: int, store: KVStore) -> None:
         gpu = workers.gpus[rank][0]
         store.init("wide", gpu.array(np.zeros(SIZES["wide"], np.float32)))
         broken = NumpyDevice(1)

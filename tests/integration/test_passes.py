@@ -24,7 +24,8 @@ from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.worker import Worker
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore.dist import DistStore
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.dist import DistBackend
 from kvdist.nodes import Role
 from kvdist.runtime.cluster import Cluster, introduction
 from kvdist.runtime.node import Node
@@ -44,7 +45,7 @@ LARGE = 3 << 20
 class Job:
     """A whole cluster in this process."""
 
-    stores: list[DistStore]
+    stores: list[KVStore]
     clusters: list[Cluster]
     servers: list[Node]
 
@@ -119,7 +120,7 @@ def running(transport: str, local_reduce: str = "auto") -> Iterator[Job]:
         thread.start()
     for thread in joining:
         thread.join()
-    job = Job([DistStore("dist", SYNC, cluster) for cluster in clusters], clusters, servers)
+    job = Job([KVStore(DistBackend("dist", SYNC, cluster)) for cluster in clusters], clusters, servers)
     try:
         yield job
     finally:
@@ -151,7 +152,7 @@ def test_a_byte_of_a_gradient_is_touched_as_often_as_promised(kind: str) -> None
         keys, nbytes = ["w"], 4 * LARGE
         settle(job, keys, [np.ones(LARGE, np.float32)])
 
-        def arrays(store: DistStore) -> np.ndarray:
+        def arrays(store: KVStore) -> np.ndarray:
             array: np.ndarray = np.empty(LARGE, np.float32) if kind == "plain" else store.empty(LARGE)
             array[:] = 1
             return array
@@ -160,7 +161,7 @@ def test_a_byte_of_a_gradient_is_touched_as_often_as_promised(kind: str) -> None
         outs = [np.zeros(LARGE, np.float32) for _ in job.stores]
         before, carried = job.traffic(), job.carried()
 
-        def step(rank: int, store: DistStore) -> None:
+        def step(rank: int, store: KVStore) -> None:
             if kind == "shared":
                 (shown,) = store.pushpull_shared(keys, [values[rank]], [outs[rank]])
                 assert shown is not None and (shown == WORKERS).all()

@@ -16,9 +16,10 @@ from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import coalescing
 from kvdist.kvstore.arguments import SERVER_DECIDES, PushArgs, gathered
-from kvdist.kvstore.coalescing import BATCH_S, PATIENCE_S, PLAIN, QUIET_S, Coalescer, PullFuture
+from kvdist.kvstore.backend import PLAIN, PushOptions
+from kvdist.kvstore.coalescing import BATCH_S, PATIENCE_S, QUIET_S, Coalescer, PullFuture
 from kvdist.kvstore.device import Download
-from kvdist.kvstore.staging import Payloads, PushOptions, Staging
+from kvdist.kvstore.staging import Payloads, Staging
 from kvdist.kvstore.staging import lay_out as lay_out_push
 from kvdist.runtime.mailbox import Growing
 from kvdist.transport.shared_memory.allocator import HeapAllocator

@@ -21,13 +21,13 @@ def what_was_registered_is_forgotten(monkeypatch):
 @pytest.mark.parametrize("name", LOCAL_NAMES)
 def test_the_names_of_local_stores(name):
     with kv.create(name) as store:
-        assert type(store) is local.LocalStore and store.type == name
+        assert type(store._backend) is local.LocalBackend and store.type == name
 
 
 @pytest.mark.parametrize("name", [*SYNC_NAMES, *ASYNC_NAMES])
 def test_the_names_of_stores_on_a_cluster(name):
     with kv.create(name) as store:
-        assert type(store) is dist.DistStore and store.type == name
+        assert type(store._backend) is dist.DistBackend and store.type == name
 
 
 def test_the_mode_of_a_store_is_that_of_its_name():
@@ -126,7 +126,7 @@ def test_a_store_has_priority_slices_by_its_name_or_by_the_environment(monkeypat
     with kv.create(name) as store:
         store.set_optimizer("test")
         store.init("w", np.zeros(1001, np.float32))
-        assert len(store._keys["w"].slices) == 11
+        assert len(store._backend._keys["w"].slices) == 11
         store.push("w", np.arange(1001, dtype=np.float32))
         assert (store.pull("w") == np.arange(1001)).all()
 
@@ -135,7 +135,7 @@ def test_a_store_without_priority_slices_is_cut_as_ever(monkeypatch):
     monkeypatch.setenv("MXNET_KVSTORE_SLICE_THRESHOLD", "100")
     with kv.create("dist") as store:
         store.init("w", np.zeros(1001, np.float32))
-        assert len(store._keys["w"].slices) == 1
+        assert len(store._backend._keys["w"].slices) == 1
 
 
 def test_a_server_does_not_create_stores(monkeypatch):

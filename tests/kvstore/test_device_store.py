@@ -12,8 +12,9 @@ import pytest
 
 from kvdist.errors import DeviceError
 from kvdist.kernels.gpu import open_gpu
+from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.device import Devices
-from kvdist.kvstore.local import LocalStore
+from kvdist.kvstore.local import LocalBackend
 from kvdist.optimizer import create
 from tests.devices import DeviceArray, NumpyDevice
 
@@ -25,7 +26,7 @@ class Machine:
 
     def __init__(self, count: int = 2, **options: Any) -> None:
         self.gpus = [NumpyDevice(index, **options) for index in range(count)]
-        self.store = LocalStore("device", devices=Devices("auto", True, lambda index, _: self.gpus[index]))
+        self.store = KVStore(LocalBackend("device", devices=Devices("auto", True, lambda index, _: self.gpus[index])))
 
     def on(self, index: int, values: Any) -> DeviceArray:
         return self.gpus[index].array(np.asarray(values))
@@ -53,7 +54,7 @@ def test_values_of_two_gpus_are_summed_on_one_and_come_back_to_both(machine):
 def test_nothing_crosses_to_the_host_in_a_step_with_an_optimizer(machine):
     machine.store.init("w", machine.on(0, floats(0)))
     machine.store.set_optimizer("adam", learning_rate=0.1)
-    host = LocalStore("device")
+    host = KVStore(LocalBackend("device"))
     host.init("w", floats(0))
     host.set_optimizer("adam", learning_rate=0.1)
     for step in range(4):
@@ -130,7 +131,7 @@ def test_halves_are_not_rounded_on_the_way():
 
 @pytest.mark.parametrize("kind", ["2bit", "1bit", "fp16", "topk"])
 def test_compressed_contributions_are_those_of_the_host(kind):
-    machine, host = Machine(), LocalStore("device")
+    machine, host = Machine(), KVStore(LocalBackend("device"))
     params = {"type": kind, **({"threshold": 0.5} if "bit" in kind else {})}
     for store in (machine.store, host):
         store.set_gradient_compression(params)
@@ -145,7 +146,7 @@ def test_compressed_contributions_are_those_of_the_host(kind):
 
 @pytest.mark.parametrize("kind", ["2bit", "1bit", "fp16"])
 def test_codes_of_gpus_that_do_not_reach_the_home_cross_one_by_one(kind):
-    machine, host = Machine(4), LocalStore("device")
+    machine, host = Machine(4), KVStore(LocalBackend("device"))
     machine.gpus[0].unreachable = machine.gpus[1].unreachable = frozenset({2, 3})
     machine.gpus[2].unreachable = machine.gpus[3].unreachable = frozenset({0, 1})
     for store, first in ((machine.store, machine.on(0, floats(0))), (host, floats(0))):
@@ -192,7 +193,7 @@ def test_a_checkpoint_goes_on_wherever_the_keys_rest(tmp_path, before, after):
 
 
 def test_states_that_were_loaded_before_the_first_contribution_move_with_the_key(tmp_path):
-    here, machine = LocalStore("device"), Machine()
+    here, machine = KVStore(LocalBackend("device")), Machine()
     for store, first in ((here, floats(0)), (machine.store, floats(0))):
         store.init("w", first)
         store.set_optimizer("adam", learning_rate=0.1)
@@ -240,14 +241,14 @@ def test_without_a_library_a_value_on_a_gpu_is_refused_with_what_to_install():
         raise ImportError("no such module")
 
     opening = functools.partial(open_gpu, libraries={"numba": missing})
-    store = LocalStore("device", devices=Devices("auto", insists=True, open_device=opening))
+    store = KVStore(LocalBackend("device", devices=Devices("auto", insists=True, open_device=opening)))
     refusal = r"nothing here can compute on cuda:3: .*pip install kvdist\[gpu\].*KVDIST_GPU=host"
     with pytest.raises(DeviceError, match=refusal):
         store.init("w", NumpyDevice(3).array(floats(0)))
 
 
 def test_where_the_user_allows_it_values_of_gpus_are_summed_on_the_host_and_that_is_said_once(caplog):
-    store = LocalStore("device", devices=Devices("host", insists=True))
+    store = KVStore(LocalBackend("device", devices=Devices("host", insists=True)))
     gpus = [NumpyDevice(0), NumpyDevice(1)]
     store.init("w", gpus[0].array(floats(0)))
     out = gpus[1].array(np.zeros(SIZE, np.float32))

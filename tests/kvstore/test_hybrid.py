@@ -1,4 +1,4 @@
-"""`HybridStore`: what it tells its two stores, which do the work."""
+"""`HybridBackend`: what it asks of its two sides, which do the work."""
 
 from __future__ import annotations
 
@@ -13,49 +13,61 @@ from kvdist.errors import CheckpointError
 
 pytest.importorskip("torch")
 
-from kvdist.kvstore.hybrid import HybridStore
-from kvdist.kvstore.saved import CheckpointFuture
+from kvdist.kvstore.backend import Backend
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.checkpoints import CheckpointFuture
+from kvdist.kvstore.hybrid import HybridBackend
 
 ROWS = RowSparse([0], np.ones((1, 2), np.float32), (5, 2))
 ARRAY = np.ones(3, np.float32)
 
 
-class Half:
-    """One of the stores, which notes what it is told."""
+class Half(Backend):
+    """One of the sides, which notes what it is asked for."""
 
-    type, rank, num_workers = "half", 0, 2
+    optimizer = None
+    num_keys = 0
 
     def __init__(self, name, calls, failure=None):
+        super().__init__("half", 0, 2)
         self._name = name
         self._calls = calls
         self._failure = failure
 
+    def _note(self, *what, **options):
+        self._calls.append((self._name, *what))
+
     @contextlib.contextmanager
-    def _told(self):
+    def reporting(self):
         try:
             yield
         except ValueError:
-            self._calls.append((self._name, "told"))
+            self._note("reported")
             raise
 
-    def agree(self, statement):
-        self._calls.append((self._name, "agree"))
+    def meet(self, timeout=None, statement=None):
+        self._note("meet")
 
-    def init(self, key, value):
-        self._calls.append((self._name, "init", list(key)))
+    def declare(self, given):
+        self._note("init", [one for one, _ in given])
 
-    def _claim_folder(self, directory, step):
-        self._calls.append((self._name, "claim", Path(directory)))
+    def claim(self, job):
+        self._note("claim", Path(job.directory))
 
-    def save_checkpoint(self, directory, step, **options):
-        self._calls.append((self._name, Path(directory), step, options))
-        future = CheckpointFuture(Path(directory))
+    def save(self, job):
+        self._note(Path(job.directory), job.step, job.keep, job.state)
+        future = CheckpointFuture(Path(job.directory))
         future.finish(self._failure)
         return future
 
+    def check(self):
+        pass
+
+    require = transfer = replace = reduce = configure = command = load = close = check
+
 
 def with_keys(calls, **options):
-    store = HybridStore(Half("servers", calls), Half("workers", calls, **options))
+    store = KVStore(HybridBackend(Half("servers", calls), Half("workers", calls, **options)))
     store.init(["table", "array"], [ROWS, ARRAY])
     assert calls[1:] == [("servers", "init", ["table"]), ("workers", "init", ["array"])]
     calls.clear()
@@ -68,8 +80,8 @@ def test_workers_save_before_servers_and_keep_one_more_so_that_no_checkpoint_is_
     with_keys(calls).save_checkpoint(folder, 7, keep=2, state="mine").result()
     assert calls == [
         ("servers", "claim", folder),
-        ("workers", folder / "workers", 7, {"keep": 3}),
-        ("servers", folder, 7, {"state": "mine", "keep": 2, "names": None}),
+        ("workers", folder / "workers", 7, 3, None),
+        ("servers", folder, 7, 2, "mine"),
     ]
 
 
@@ -86,4 +98,4 @@ def test_a_call_that_is_wrong_on_one_worker_is_told_to_the_others_who_would_wait
     store = with_keys(calls)
     with pytest.raises(ValueError, match="2 keys and 1 values"):
         store.init(["b", "c"], [ARRAY])
-    assert calls == [("workers", "told")]
+    assert calls == [("workers", "reported")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvdist import InitMismatch, KeyNotInitialised, LazyRows, RowSparse, kv
-from kvdist.kvstore import calls
+from kvdist.kvstore import sparse
 
 ROWS = 10
 
@@ -226,7 +226,7 @@ def test_all_rows_of_a_table_for_which_there_is_no_memory_are_refused_by_name(st
     def nothing_left(info, rows):
         raise MemoryError("Unable to allocate 1.00 TiB")
 
-    monkeypatch.setattr(calls, "_room", nothing_left)
+    monkeypatch.setattr(sparse, "_room", nothing_left)
     with pytest.raises(MemoryError, match="key 't': there is no memory for all 34359738368 rows of the table"):
         store.pull("t", ignore_sparse=False)
     with pytest.raises(ValueError, match="key 't' is a table of shape"):
@@ -314,8 +314,9 @@ def test_pulls_of_small_arrays_are_gathered_beside_a_table_too():
         names = [f"w{i}" for i in range(5)]
         store.init(["t", *names], [table(), *(np.full(2, i, np.float32) for i in range(5))])
         outs = [np.empty(2, np.float32) for _ in names]
-        gathered = mock.Mock(wraps=store._moves.pull_gathered)
-        with mock.patch.object(store._moves, "pull_gathered", gathered):
+        coalescer = store._backend._arrays._coalescer
+        gathered = mock.Mock(wraps=coalescer.pull)
+        with mock.patch.object(coalescer, "pull", gathered):
             futures = [store.pull_async(name, out=out) for name, out in zip(names, outs, strict=True)]
         for future in futures:
             future.result()

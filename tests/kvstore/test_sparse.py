@@ -16,11 +16,10 @@ from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import KeyInfo, RunKind, Transfer
 from kvdist.dtypes import DType
-from kvdist.kvstore import keys, row_moves
-from kvdist.kvstore.calls import combined
+from kvdist.kvstore import keys, sparse
+from kvdist.kvstore.backend import PushOptions, combined
 from kvdist.kvstore.device import Devices
-from kvdist.kvstore.row_moves import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowBuffers, RowTransfers
-from kvdist.kvstore.staging import PushOptions
+from kvdist.kvstore.sparse import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowBuffers, RowTransfers
 from kvdist.protocol.messages import ROWS, Flag, Placement
 from kvdist.rowsparse import RowSparse
 from kvdist.runtime.waits import UnderWay
@@ -170,7 +169,7 @@ def test_many_rows_travel_in_several_messages_in_order(
     if is_far:
         recorder.config = SimpleNamespace(limits=Limits(slice_bytes=45))  # two rows of 8 + 12 bytes
     for limit in () if is_far else ("PUSHED_BYTES_MAX", "MESSAGE_BYTES_MAX"):
-        monkeypatch.setattr(row_moves, limit, 45)
+        monkeypatch.setattr(sparse, limit, 45)
     info = info_of()
     ids = np.array([0, 1, 2, 4, 5, 6, 7, 8])
     moves.push(info, (ids, np.repeat(ids, 3).reshape(8, 3).astype(np.float32)), 0, TERMS)

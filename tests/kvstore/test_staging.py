@@ -11,7 +11,8 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore.staging import SETS_KEPT_MAX, Lending, Staging, lend, reaches_another
+from kvdist.kvstore.backend import Lending
+from kvdist.kvstore.staging import SETS_KEPT_MAX, Staging, lend, reaches_another
 from kvdist.transport.shared_memory.allocator import HeapAllocator
 
 LARGE = ALONE_BYTES_MIN // 4

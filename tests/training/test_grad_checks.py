@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from kvdist.kvstore.local import LocalStore
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.local import LocalBackend
 from kvdist.training.trainer import Trainer
 
 torch.set_num_threads(1)
 
 
-class Cluster(LocalStore):
+class Cluster(KVStore):
     """A local store that passes for one of two workers, and writes down what is pushed."""
 
     def __init__(self):
-        super().__init__("dist")
+        super().__init__(LocalBackend("dist"))
         self.pushed = []
 
     @property
@@ -172,7 +173,7 @@ def test_a_step_that_failed_does_not_count_as_a_change_by_hand():
     trainer = make([weight := parameter()])
     trainer.broadcast_parameters()
     weight.grad = torch.ones(4)
-    original, store = LocalStore.pushpull, trainer.kvstore
+    original, store = KVStore.pushpull, trainer.kvstore
 
     def lost(*args, **kwargs):
         original(store, *args, **kwargs)
@@ -300,7 +301,7 @@ def test_where_workers_update_complete_gradients_are_summed_in_place():
     class InPlace(Cluster):
         def pushpull(self, key, value, out=None, priority=0, *, average=False, samples=0):
             self.pushed.append(out is None)
-            LocalStore.pushpull(self, key, value, out, priority, average=average, samples=samples)
+            KVStore.pushpull(self, key, value, out, priority, average=average, samples=samples)
 
     trainer = make([first := parameter(), second := parameter()], kvstore=InPlace(), update_on_kvstore=False)
     backward(first, second)
@@ -375,7 +376,7 @@ def test_gradients_that_leave_early_cannot_be_looked_at_or_skipped():
 
 @pytest.mark.parametrize("kvstore", [None, "device"])
 def test_a_process_alone_skips_by_doing_nothing(kvstore):
-    trainer = make([weight := parameter()], kvstore=LocalStore(kvstore) if kvstore else None)
+    trainer = make([weight := parameter()], kvstore=KVStore(LocalBackend(kvstore)) if kvstore else None)
     backward(weight)
     trainer.skip_step()
     assert_all(weight, 0)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from kvdist.errors import ForkError, PeerLostError
-from kvdist.kvstore.local import LocalStore
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.local import LocalBackend
 from kvdist.training import trainer as trainer_module
 from kvdist.training.overlap import Overlap
 from kvdist.training.trainer import Trainer
@@ -17,11 +18,11 @@ from kvdist.training.trainer import Trainer
 torch.set_num_threads(1)
 
 
-class Cluster(LocalStore):
+class Cluster(KVStore):
     """A local store that passes for one of two workers, and writes down what is asked of it."""
 
     def __init__(self, type_name="dist"):
-        super().__init__(type_name)
+        super().__init__(LocalBackend(type_name))
         self.calls, self.rates = [], []
         self.instead = {}
         """Verb → an error that its call raises, or a future that it returns without doing anything."""

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvdist.kvstore.local import LocalStore
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.local import LocalBackend
 from kvdist.lr_scheduler import FactorScheduler
 from kvdist.training.torch_optimizer import base_and_factors
 from kvdist.training.trainer import Trainer
@@ -15,11 +16,11 @@ from kvdist.training.trainer import Trainer
 torch.set_num_threads(1)
 
 
-class Cluster(LocalStore):
+class Cluster(KVStore):
     """A local store that passes for one of two workers, and writes down the numbers and gradients of its pushes."""
 
     def __init__(self):
-        super().__init__("dist")
+        super().__init__(LocalBackend("dist"))
         self.rates, self.pushed = [], []
 
     @property

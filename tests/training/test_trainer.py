@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvdist.kvstore.local import LocalStore
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.local import LocalBackend
 from kvdist.optimizer import create
 from kvdist.training import trainer as trainer_module
 from kvdist.training import trainer_config
@@ -14,11 +15,11 @@ from kvdist.training.trainer import Trainer
 torch.set_num_threads(1)
 
 
-class Cluster(LocalStore):
+class Cluster(KVStore):
     """A local store that passes for one on a cluster, and writes down what is asked of it."""
 
     def __init__(self, type_name="dist", num_workers=2, capable=True):
-        super().__init__(type_name)
+        super().__init__(LocalBackend(type_name))
         self.workers, self.capable, self.calls, self.optimizer = num_workers, capable, [], None
         self.statements, self.samples = [], []
 
@@ -52,7 +53,7 @@ def created(monkeypatch):
     stores = []
 
     def create_store(name):
-        stores.append(Cluster(name) if name.startswith("dist") else LocalStore(name))
+        stores.append(Cluster(name) if name.startswith("dist") else KVStore(LocalBackend(name)))
         return stores[-1]
 
     monkeypatch.setattr(trainer_module, "create_store", create_store)
@@ -94,7 +95,9 @@ def assert_all(tensors, number):
 )
 def test_training_is_the_same_as_with_torch(created, kvstore, name, numbers, theirs):
     ours, other = network(), network()
-    trainer = Trainer(ours.parameters(), name, numbers, kvstore=LocalStore("device") if kvstore == "store" else kvstore)
+    trainer = Trainer(
+        ours.parameters(), name, numbers, kvstore=KVStore(LocalBackend("device")) if kvstore == "store" else kvstore
+    )
     optimizer = theirs(other.parameters())
     for _ in range(20):
         x = torch.randn(6, 5)
@@ -249,7 +252,9 @@ def test_who_updates_the_weights(created, kvstore, devices, wanted, expected):
 
 
 def test_a_store_object_is_used_also_with_one_device():
-    trainer = Trainer([weight := parameter()], "sgd", {"learning_rate": 1.0}, kvstore=(store := LocalStore("device")))
+    trainer = Trainer(
+        [weight := parameter()], "sgd", {"learning_rate": 1.0}, kvstore=(store := KVStore(LocalBackend("device")))
+    )
     backward([weight])
     trainer.step(1)
     assert trainer.kvstore is store
@@ -340,7 +345,7 @@ def test_a_frozen_parameter_is_broadcast_but_not_trained(created, kvstore):
 
 
 def test_two_trainers_cannot_share_a_store():
-    store = LocalStore("device")
+    store = KVStore(LocalBackend("device"))
     Trainer([parameter()], "sgd", kvstore=store).broadcast_parameters()
     with pytest.raises(ValueError, match=r"another Trainer uses it.*kv.create\('device'\)"):
         Trainer([parameter()], "sgd", kvstore=store).broadcast_parameters()
@@ -362,7 +367,7 @@ def test_a_backward_pass_through_weights_that_a_step_changed_raises():
 def test_a_dict_is_taken_in_the_order_of_its_names_and_a_list_as_it_is():
     weights = {name: parameter(shape=(size,)) for size, name in enumerate(["b", "c", "a"], start=1)}
     for given, sizes in ((weights, [3, 1, 2]), (list(weights.values()), [1, 2, 3]), (weights.items(), [1, 2, 3])):
-        trainer = Trainer(given, "sgd", kvstore=(store := LocalStore("device")))
+        trainer = Trainer(given, "sgd", kvstore=(store := KVStore(LocalBackend("device"))))
         trainer.broadcast_parameters()
         assert [len(store.pull(key)) for key in range(3)] == sizes
 

@@ -30,14 +30,15 @@ from kvdist.config.environment import Meeting, World, cluster_from_env, has_serv
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.policy import SYNC
 from kvdist.errors import ConfigError, KvdistError
-from kvdist.kvstore.dist import DistStore
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.dist import DistBackend
 from kvdist.runtime.cluster import PROCESS_CLUSTER
 
 LOOPBACK = "127.0.0.1"
 ADDRESS_BYTES = 256
 
 
-class Engagements:
+class EngineLifecycle:
     """Who uses the engine of this process."""
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class Engagements:
         """Engine → how many of them are open."""
         self._ours: CollectiveEngine | None = None
         """One that ends with its last store."""
-        self._cluster: DistStore | None = None
+        self._cluster: KVStore | None = None
         """Holds the cluster through which the ranks have met."""
 
     def begin(self, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
@@ -96,7 +97,7 @@ class Engagements:
         if config is None:
             basics.init(None, process_sets)
             return
-        self._cluster = DistStore("dist", SYNC, PROCESS_CLUSTER.join())
+        self._cluster = KVStore(DistBackend("dist", SYNC, PROCESS_CLUSTER.join()))
         try:
             basics.init(met_through(self._cluster, config), process_sets)
         except Exception:
@@ -112,10 +113,10 @@ class Engagements:
                 cluster.close()
 
 
-ENGAGEMENTS = Engagements()
+ENGINE = EngineLifecycle()
 
 
-def met_through(store: DistStore, config: ClusterConfig) -> World:
+def met_through(store: KVStore, config: ClusterConfig) -> World:
     """Who this worker of a job with servers is, and where rank 0 listens now.
 
     Raises:
@@ -143,7 +144,7 @@ def met_through(store: DistStore, config: ClusterConfig) -> World:
     return replace(world, meeting=meeting)
 
 
-def _hosts(store: DistStore) -> list[int]:
+def _hosts(store: KVStore) -> list[int]:
     """Of each worker a number of its machine."""
     digest = hashlib.blake2b(host_name().encode(), digest_size=6).digest()
     places = np.zeros(store.num_workers, np.int64)

@@ -1,0 +1,385 @@
+"""`Backend`: the few primitives over which `KVStore` has all its public methods; each kind of store is one.
+
+`KVStore` has checked that the store is open before it calls a primitive, and that the backend has the ability for it.
+Invariants:
+
+* What is wrong with a call raises in the call, inside `reporting` where other workers would wait for this one.
+* The error of a push that has no future is put into `errors`; the next call on the store raises it.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import enum
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdist.core.worker.requests import KeyInfo
+from kvdist.kernels.gpu import HOST
+from kvdist.kvstore.device import Devices
+from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows
+from kvdist.kvstore.values import Bits, Key, Keys, UpdaterFunction, Value
+from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.states import SliceState
+from kvdist.runtime.waits import AwaitedFuture
+
+SAMPLES_MAX = (1 << 32) - 1
+"""A message has four bytes for it."""
+
+
+class Ability(enum.Enum):
+    """What not every store can do; see `UNABLE` for the error then."""
+
+    OPTIMIZER = enum.auto()
+    UPDATER = enum.auto()
+    COMPRESSION = enum.auto()
+    ROWS = enum.auto()
+    STATES = enum.auto()
+
+
+UNABLE: Mapping[Ability, tuple[type[Exception], str]] = {
+    Ability.OPTIMIZER: (
+        NotImplementedError,
+        (
+            "has no servers that could run an optimizer: each worker updates with the sums of gradients. A Trainer does"
+            " so by itself; in a loop of your own use torch.optim, or a store with servers, 'dist'"
+        ),
+    ),
+    Ability.UPDATER: (
+        TypeError,
+        "keeps values on servers, and servers run no functions from workers: use set_optimizer, or a 'local' store",
+    ),
+    Ability.COMPRESSION: (ValueError, "does not compress gradients: that needs 'dist' or 'device'"),
+    Ability.ROWS: (
+        TypeError,
+        (
+            "has no tables of rows, which need servers: use 'hybrid', which keeps them on servers and sums everything"
+            " else without, or 'dist'"
+        ),
+    ),
+    Ability.STATES: (NotImplementedError, "does not give out or take the states of its optimizer"),
+}
+"""What is raised for a store that cannot do something: ``the store 'collective' has no tables of rows, ...``."""
+
+
+# Pushes and pulls.
+
+
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """How the servers count a push; see `KVStore.push`."""
+
+    average: bool
+    samples: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.samples <= SAMPLES_MAX:
+            raise ValueError(f"samples is {self.samples}; it counts examples, from 0 to {SAMPLES_MAX}")
+
+
+PLAIN = PushOptions(average=False, samples=0)
+"""The usual ones."""
+
+
+class Lending(enum.Enum):
+    """Which arrays of the caller may be sent from where they are, because they do not change meanwhile."""
+
+    NOTHING = enum.auto()
+    """The call returns at once, and all arrays are the caller's again. Only a push; it has no future."""
+    RESIDENT = enum.auto()
+    """The caller has a future, and an array of `KVStore.empty` belongs to the store until it resolves."""
+    EVERYTHING = enum.auto()
+    """The caller waits."""
+
+
+@dataclass(slots=True)
+class PushPull:
+    """One call of `push`, `pull` or `pushpull`, in any of their forms.
+
+    Attributes:
+        key: as the caller gave it.
+        value: what is pushed, if `pushes`.
+        out: where results go, if `pulls`; None for new arrays, or in place if it pushes too.
+        priority, ignore_sparse: as the caller gave them.
+        options: how the push counts.
+        lending: what may be sent without a copy, and how the caller waits.
+        shared: whether large results may be shown where servers of this host keep them.
+    """
+
+    key: Keys
+    value: Value
+    out: Value
+    priority: int
+    lending: Lending
+    options: PushOptions = PLAIN
+    pushes: bool = True
+    pulls: bool = True
+    ignore_sparse: bool = True
+    shared: bool = False
+
+
+class TableTransfers(Protocol):
+    """Moves rows of keys that are tables."""
+
+    def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
+        """Push rows; None: there is no gradient here."""
+
+    def pull(self, info: KeyInfo, ids: Ids, out: Bits, priority: int) -> Future[None]:
+        """Pull the rows `ids`, strictly ascending, into `out`: (k · row length,)."""
+
+
+# What else a backend is asked for.
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBy:
+    """Sums are gradients for this optimizer from now on. It follows the same rule as the one before."""
+
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateByFunction:
+    """A function changes the values from now on."""
+
+    function: UpdaterFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """Keys that are initialised from now on are compressed; the parameters are the caller's."""
+
+    params: Mapping[str, Any]
+
+
+class Hint(enum.Enum):
+    """What is known about keys before their `init`."""
+
+    UNCOMPRESSED = enum.auto()
+    UNKEPT = enum.auto()
+    EXPECTS_ROWS = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHint:
+    """A hint for keys that are not initialised yet."""
+
+    hint: Hint
+    keys: Sequence[Key]
+
+
+Configuration: TypeAlias = UpdateBy | UpdateByFunction | Compress | KeyHint
+
+
+class Reduction(enum.Enum):
+    """What `Backend.reduce` makes of the workers' arrays."""
+
+    MEAN = enum.auto()
+    MEAN_OF_OTHERS = enum.auto()
+    """This worker's arrays do not count. NaN where no worker's do."""
+    RANK_0 = enum.auto()
+    """The values of rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """A checkpoint to write; see `KVStore.save_checkpoint`. With `states_only` the directory itself is one."""
+
+    directory: str | os.PathLike[str]
+    step: int | None = None
+    state: Any = None
+    keep: int | None = None
+    names: Mapping[Key, str] | None = None
+    states_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """A checkpoint to read; see `KVStore.load_checkpoint`.
+
+    Attributes:
+        directory: where checkpoints lie, or one that has states only.
+        step: which; None for the newest.
+        values, states: what is restored. Without `values` the directory is the checkpoint itself.
+    """
+
+    directory: str | os.PathLike[str]
+    step: int | None = None
+    values: bool = True
+    states: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StatesInMemory:
+    """The optimizer's states of keys: to be read by `save`, or to replace those of the store by `load`."""
+
+    keys: Sequence[Key]
+    states: Sequence[SliceState | None] = ()
+
+
+class Backend(abc.ABC):
+    """A kind of store.
+
+    Args:
+        type_name: the name by which the store was created.
+        rank: this worker's number.
+        num_workers, num_servers: of the store.
+        devices: the GPUs that it uses; None where values of GPUs are brought to the host.
+
+    Attributes:
+        errors: of pushes without a future; the next call raises them.
+        table_keys: the keys that are tables of rows are those of its `tables`.
+        rows: moves rows of tables; None without `Ability.ROWS`.
+    """
+
+    abilities: frozenset[Ability] = frozenset()
+
+    def __init__(
+        self,
+        type_name: str,
+        rank: int = 0,
+        num_workers: int = 1,
+        num_servers: int = 0,
+        devices: Devices | None = None,
+    ) -> None:
+        self.type = type_name
+        self.rank = rank
+        self.num_workers = num_workers
+        self.num_servers = num_servers
+        self.devices = devices or Devices(HOST, insists=False)
+        self.errors: deque[BaseException] = deque()
+        self.table_keys = KeyTable()
+        self.rows: TableTransfers | None = None
+
+    def require_able(self, ability: Ability) -> None:
+        """Raises what `UNABLE` says where the store cannot do something."""
+        if ability not in self.abilities:
+            kind, sentence = UNABLE[ability]
+            raise kind(f"the store {self.type!r} {sentence}")
+
+    @property
+    @abc.abstractmethod
+    def optimizer(self) -> Optimizer | None:
+        """What updates the values; None while a sum replaces a value, or a function changes it."""
+
+    @property
+    @abc.abstractmethod
+    def num_keys(self) -> int:
+        """How many keys are initialised."""
+
+    @abc.abstractmethod
+    def require(self, key: Key) -> object:
+        """Raises `KeyNotInitialised` for a key that is not initialised."""
+
+    @abc.abstractmethod
+    def declare(self, given: KeyArrays) -> None:
+        """Agree on new keys with all workers, and give them rank 0's values."""
+
+    @abc.abstractmethod
+    def transfer(self, call: PushPull) -> Future[Any]:
+        """Push and pull arrays; a future of what the call returns. That of a push without one is not read."""
+
+    @abc.abstractmethod
+    def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
+        """Make rank 0's arrays everybody's, for new keys and others, and write them into `out`."""
+
+    @abc.abstractmethod
+    def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
+        """New arrays like these: their means over the workers, or those of rank 0. They are no keys of the store."""
+
+    @abc.abstractmethod
+    def meet(self, timeout: float | None = None, statement: str | None = None) -> None:
+        """Wait until every worker is here, and check that all make the same statement."""
+
+    @abc.abstractmethod
+    def configure(self, what: Configuration) -> None:
+        """Use an optimizer, a function or compression, or take a hint about keys."""
+
+    @abc.abstractmethod
+    def save(self, job: SaveJob | StatesInMemory) -> Any:
+        """Write a checkpoint, a future of its folder; or return states."""
+
+    @abc.abstractmethod
+    def load(self, job: LoadJob | StatesInMemory) -> Any:
+        """Read a checkpoint, which is returned; or take states."""
+
+    @abc.abstractmethod
+    def close(self, wait: bool) -> None:
+        """Leave. Called once."""
+
+    def note_error(self, error: BaseException) -> None:
+        """Keep the error of a push without a future. On any thread."""
+        self.errors.append(error)
+
+    @abc.abstractmethod
+    def command(self, head: int, body: str) -> None:
+        """Let every server run a handler. A store without servers does nothing."""
+
+    def num_dead_nodes(self) -> int:
+        """How many processes are known to be lost."""
+        return 0
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises why no call can be made any more. Called at the beginning of each."""
+
+    def wait(self, future: Future[Any], lends: bool = False) -> Any:
+        """The result of a future; `lends` says that arrays of the caller are under way until it is done."""
+        return future.result()
+
+    def reporting(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a caller's mistake is reported to the other workers, if they would wait for this one."""
+        return contextlib.nullcontext()
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory for an array of `KVStore.empty`."""
+        return np.empty(nbytes, np.uint8)
+
+
+def resolved(result: Any) -> Future[Any]:
+    """A future that has its result."""
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+def combined(futures: Sequence[Future[Any]], finish: Callable[[], Any] = lambda: None) -> Future[Any]:
+    """One future for several: when all are done it has what `finish` returns, or the first error.
+
+    `finish` is called on the thread that resolves the last one.
+    """
+    whole: Future[Any] = AwaitedFuture()
+    whole.set_running_or_notify_cancel()
+    lock = threading.Lock()
+    left = len(futures)
+
+    def one_is_done(_: Any) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left > 0:
+                return
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        if errors:
+            whole.set_exception(errors[0])
+            return
+        try:
+            whole.set_result(finish())
+        except Exception as error:  # noqa: BLE001  # whoever waits for the future gets it
+            whole.set_exception(error)
+
+    if not futures:
+        left = 1
+        one_is_done(None)
+    for future in futures:
+        future.add_done_callback(one_is_done)
+    return whole

@@ -1,0 +1,1044 @@
+"""Checkpoints of a store: what a user gives and gets, and how servers, workers or one process write and read them.
+
+Invariants:
+
+* One checkpoint of a store at a time: a second one waits until the first is complete.
+* What goes wrong on one worker fails on all, or the others would wait for it.
+* A failed checkpoint is reported: by its future, else by the next call, else by the process's exit code.
+* All kinds of stores write the same files, so each can go on from a checkpoint of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import operator
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from kvdist.checkpoint import folders
+from kvdist.checkpoint.files import DIGITS, explained, record_of, write_file
+from kvdist.checkpoint.folders import perform
+from kvdist.checkpoint.format import STATE_BYTES_MAX, read_manifest, read_workers
+from kvdist.checkpoint.locks import Locks, require_run
+from kvdist.checkpoint.snapshot import (
+    EVERYTHING,
+    STATES,
+    WEIGHTS,
+    CheckFolder,
+    FileRecord,
+    LockFolder,
+    Manifest,
+    ReadManifest,
+    ReadShards,
+    ReadSlice,
+    SavedKey,
+    SavedSlice,
+    Sweep,
+    UnlockFolder,
+    WantedSlice,
+    WriteManifest,
+    WriteShard,
+    chosen_optimizer,
+    directory_of,
+)
+from kvdist.config import exit_codes
+from kvdist.core.server.block_state import MASTER, NUMBERS, state_dtype
+from kvdist.core.server.table_rows import TableRows
+from kvdist.core.worker.requests import (
+    ClaimFolder,
+    KeyInfo,
+    LoadStore,
+    Request,
+    RunData,
+    RunKind,
+    RunPlan,
+    RunSlice,
+    SaveStore,
+    Transfer,
+)
+from kvdist.dtypes import DType
+from kvdist.errors import CheckpointError, PeerLostError
+from kvdist.kvstore.arguments import named
+from kvdist.kvstore.backend import LoadJob, SaveJob
+from kvdist.kvstore.values import Key, Shape
+from kvdist.optimizer.base import Extent, Optimizer
+from kvdist.optimizer.states import SliceState, has_master, state_size
+from kvdist.protocol.arrays import Bits, padded
+from kvdist.protocol.limits import DEFAULT
+from kvdist.protocol.messages import SavedFile
+from kvdist.runtime.cluster import PROCESS_CLUSTER
+from kvdist.runtime.mailbox import Finish
+
+LOG = logging.getLogger("kvdist")
+
+Names = Mapping[int | str, str]
+"""Key → what the user calls it."""
+STEP_MAX = (1 << 63) - 1
+MARK_BYTES = 80
+"""At most so many, run and step, are added to what a worker keeps."""
+DEPTH_MAX = 100
+"""Of a state: what JSON writes it must be able to read, on a smaller stack too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that has been loaded.
+
+    Attributes:
+        folder: where it lies.
+        step: the number with which it was saved.
+        state: what this worker gave as `state`; None if it gave nothing, or did not exist.
+        states: rank → what that worker gave; for a run that goes on with another number of workers.
+        exact: whether it is one moment of the whole store; not so for asynchronous stores.
+    """
+
+    folder: Path
+    step: int
+    state: Any = None
+    states: Mapping[int, Any] = field(default_factory=dict)
+    exact: bool = True
+
+
+class CheckpointFuture(Future[Path]):
+    """What `save_checkpoint` returns: the folder, or why there is no checkpoint. Cannot be cancelled.
+
+    A failure is the program's once it has looked: by `result()` or `exception()`, or because a later call on the store
+    raised it. If it never does, the process ends with an exit code that is not 0.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.settled: Future[None] = Future()
+        """Done when this is; to wait for it is not to look."""
+        self._is_abandoned = False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The folder of the checkpoint. See `concurrent.futures.Future.result`."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.look()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Why there is no checkpoint, or None. See `concurrent.futures.Future.exception`."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self.look()
+
+    def finish(self, error: BaseException | None) -> None:
+        """It is complete, or has failed."""
+        if error is None:
+            self.set_result(self.folder)
+        else:
+            if not self._is_abandoned:
+                exit_codes.note_exits()
+                _FAILED[self] = error
+            self.set_exception(error)
+        self.settled.set_result(None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known that there is no checkpoint; to ask is not to look."""
+        return self.done() and super().exception() is not None
+
+    def abandon(self) -> None:
+        """Nobody needs to look: something else tells the program that there is no checkpoint."""
+        self._is_abandoned = True
+        self.look()
+
+    def look(self) -> BaseException | None:
+        """Its failure, if it has failed and nobody has looked; it is the caller's now."""
+        return _FAILED.pop(self, None)
+
+
+class LastSave:
+    """The last checkpoint of a store, whose failure somebody must hear of."""
+
+    def __init__(self) -> None:
+        self.future: CheckpointFuture | None = None
+
+    def run(self, folder: Path, save: Callable[[], None]) -> CheckpointFuture:
+        """Make a checkpoint in this thread; the future says whether that was possible."""
+        self.future = CheckpointFuture(folder)
+        try:
+            save()
+        except CheckpointError as error:
+            LOG.error("no checkpoint was made: %s", error)
+            self.future.finish(error)
+        else:
+            self.future.finish(None)
+        return self.future
+
+    def before_next(self) -> None:
+        """Another one is wanted.
+
+        Raises:
+            CheckpointError: this one has failed, and nobody has looked.
+        """
+        self._raise("the checkpoint before this one")
+
+    def at_close(self) -> None:
+        """The store is closed.
+
+        Raises:
+            CheckpointError: this one has failed, and nobody has looked.
+        """
+        self._raise("the last checkpoint")
+
+    def abandon(self) -> None:
+        """An exception is on its way to the program, which says more than the failure of this one."""
+        if self.future is not None:
+            self.future.abandon()
+
+    def _raise(self, what: str) -> None:
+        error = None if self.future is None else self.future.look()
+        if isinstance(error, CheckpointError):
+            assert self.future is not None
+            raise CheckpointError(f"{what}, {self.future.folder}, was not made: {error}")
+        if error is not None:  # the cluster was lost
+            raise error
+
+
+_FAILED: dict[CheckpointFuture, BaseException] = {}
+"""At which nobody has looked."""
+
+
+def _end_badly() -> None:
+    """The interpreter ends: a process whose last checkpoint has failed, unheard, must not seem to have succeeded."""
+    unheard = {future: error for future, error in _FAILED.items() if not _was_told(error)}
+    for future, error in unheard.items():
+        LOG.error("the last checkpoint, %s, was not made: %s", future.folder, error)
+    if unheard:
+        lost = any(isinstance(error, PeerLostError) for error in unheard.values())
+        exit_codes.end_with(exit_codes.EXIT_PEER_LOST if lost else 1)
+        _FAILED.clear()  # their tracebacks hold the program's variables, and so its open files
+
+
+def _was_told(error: BaseException) -> bool:
+    """Whether the program knows that the cluster was lost: every call raises the same error, which notes where."""
+    return isinstance(error, PeerLostError) and error.__traceback__ is not None
+
+
+PROCESS_CLUSTER.after_leaving.append(_end_badly)
+os.register_at_fork(after_in_child=_FAILED.clear)
+
+
+def checkpoint_folder(directory: str | os.PathLike[str], step: object) -> Path:
+    """The folder of a checkpoint that is to be written.
+
+    Raises:
+        ValueError: the step is no count.
+    """
+    return folders.folder_of(absolute(directory), as_step(step))
+
+
+def as_step(step: object) -> int:
+    """A count as Python's own: NumPy's are as good.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if not 0 <= found <= STEP_MAX:
+        raise ValueError(f"the step of a checkpoint is {step!r}; it must be a number from 0, such as the steps made")
+    return found
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The same place for every process, wherever it was started.
+
+    Raises:
+        ValueError: it is too long for a message, or no text.
+    """
+    found = Path(os.path.abspath(os.fsdecode(path)))
+    if "\0" in str(found):
+        raise ValueError(f"the folder {str(path)[:80]!r} has a character that no path can have")
+    try:
+        nbytes = len(str(found).encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"the folder {str(path)[:80]!r} has characters that are not text (lone surrogates)") from None
+    if nbytes > DEFAULT.name_bytes_max - 64:  # room for the folder of a step
+        raise ValueError(f"the folder {str(path)[:80]!r}… has {nbytes} bytes, more than a message can carry")
+    return found
+
+
+def as_keep(keep: int | None) -> int:
+    """As it travels: 0 for all.
+
+    Raises:
+        ValueError: it would leave none.
+    """
+    if keep is None:
+        return 0
+    if isinstance(keep, bool) or not isinstance(keep, int) or not 1 <= keep < 1 << 32:
+        raise ValueError(f"keep is {keep!r}; it says how many of the newest checkpoints stay: at least 1, or None")
+    return keep
+
+
+def find_checkpoint(directory: str | os.PathLike[str], step: int | None) -> Path:
+    """The folder of a checkpoint that is to be read: of a step, or the newest.
+
+    Raises:
+        CheckpointError: there is none.
+        ValueError: the step is no count.
+    """
+    return folders.find(absolute(directory), None if step is None else as_step(step))
+
+
+def worker_content(state: Any, names: Names | None, rank: int) -> bytes:
+    """What a worker keeps with a checkpoint, as JSON; empty for nothing.
+
+    Raises:
+        TypeError: the state is not made of what JSON can say, or the names are not by key.
+        ValueError: it is too long.
+    """
+    if state is None and not names:
+        return b""
+    named = _named({} if names is None else names)
+    try:
+        _require_plain(state, 0)
+        text = json.dumps({"rank": rank, "state": state, "names": named}, allow_nan=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"the state of a checkpoint is made of dicts with text as keys, lists, numbers, text, True, False and None:"
+            f" {error}. Give lists instead of arrays: torch.get_rng_state().tolist(), for one"
+        ) from None
+    content = text.encode()
+    if len(content) > STATE_BYTES_MAX - MARK_BYTES:
+        raise ValueError(f"the state of a checkpoint has {len(content)} bytes as JSON; {STATE_BYTES_MAX} are allowed")
+    return content
+
+
+def _require_plain(value: object, depth: int) -> None:
+    """JSON would make text of other keys of a dict, and nobody would notice before the state is used again."""
+    if depth > DEPTH_MAX:
+        raise TypeError(f"it is nested deeper than {DEPTH_MAX} times, or holds itself")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"a dict has the key {key!r:.80}, which is no text")
+            _require_plain(inner, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _require_plain(inner, depth + 1)
+
+
+def _named(names: Names) -> list[list[int | str]]:
+    if not isinstance(names, Mapping):
+        raise TypeError(f"names is a dict, key → name, not {type(names).__name__}")
+    for key in names:
+        if isinstance(key, bool) or not isinstance(key, (int, str)):
+            raise TypeError(f"names is a dict, key → name; {key!r:.80} is no key")
+    return [[key, str(name)] for key, name in names.items()]
+
+
+def write_worker_file(folder: Path, rank: int, content: bytes, run: str, step: int) -> FileRecord:
+    """Write what `worker_content` gave, for this step of this run.
+
+    Raises:
+        CheckpointError: the disk is full, say.
+    """
+    text = content.removesuffix(b"}") + f', "run": {json.dumps(run)}, "step": {step}}}'.encode()
+    with explained(f"{folder} could not be used for a checkpoint"):
+        return write_file(folder, f"worker-{rank}", ".json", [memoryview(text)])
+
+
+def read_checkpoint(folder: Path, manifest: Manifest, rank: int) -> Checkpoint:
+    """What is given to the user who has loaded it.
+
+    Raises:
+        CheckpointError: a worker's file is missing or damaged.
+    """
+    states = {one: content.state for one, content in read_workers(folder, manifest).items()}
+    return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """What is to be saved, and where."""
+
+    folder: Path
+    contents: tuple[str, ...]
+    step: int = 0
+    keep: int = 0
+    content: bytes = b""
+    """Of this worker's own file."""
+    run: str = ""
+    """Of the job, once it has the lock of the folder."""
+    live: tuple[int, ...] = ()
+    """The ranks of the workers that save; the first one writes what all have."""
+
+
+def destination(job: SaveJob, rank: int) -> Destination:
+    """Where a checkpoint goes and what is in it, before its folder is claimed.
+
+    Raises:
+        TypeError, ValueError: an argument of the call is wrong.
+    """
+    if job.states_only:
+        return Destination(absolute(job.directory), (STATES,))
+    folder, keep = checkpoint_folder(job.directory, job.step), as_keep(job.keep)
+    return Destination(folder, EVERYTHING, as_step(job.step), keep, worker_content(job.state, job.names, rank))
+
+
+def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
+    """What a call to load finds.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ValueError: the step is not a count.
+    """
+    if not job.values:
+        return Checkpoint(absolute(job.directory), 0)
+    folder = find_checkpoint(job.directory, job.step)
+    return read_checkpoint(folder, read_manifest(folder), rank)
+
+
+def contents_of(job: LoadJob) -> tuple[str, ...]:
+    """Which contents of a checkpoint a call to load restores."""
+    if not job.values:
+        return (STATES,)
+    return EVERYTHING if job.states else (WEIGHTS,)
+
+
+MODE = "local"
+
+
+class KeepsStates(Protocol):
+    """What has the optimizer's states: see `kvdist.optimizer.updater.Updater`."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The rule and its numbers."""
+
+    def state_of(self, index: Hashable) -> SliceState | None:
+        """The state of a key."""
+
+    def restore(self, index: Hashable, state: SliceState | None) -> None:
+        """Go on from this state."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldArray:
+    """One key that this process keeps."""
+
+    key: Key
+    shape: Shape
+    dtype: DType
+    bits: Bits
+    """All of its elements, 1-D."""
+
+    @property
+    def saved_key(self) -> SavedKey:
+        """What the manifest says of it."""
+        return SavedKey(self.key, tuple(self.shape), self.dtype.label)
+
+    def saved(self, updater: KeepsStates | None, contents: tuple[str, ...]) -> SavedSlice:
+        """What is written; it shows the bits themselves."""
+        weight = self.bits if WEIGHTS in contents else None
+        where = (self.key, 0, self.bits.size, self.dtype, 0, weight)
+        state = None if updater is None or STATES not in contents else updater.state_of(self.key)
+        if updater is None or state is None:
+            return SavedSlice(*where)
+        states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
+        return SavedSlice(*where, states, state.count, state.scalars, state.master)
+
+    def wanted(self, number: int, updater: KeepsStates | None) -> WantedSlice:
+        """What a checkpoint must have of it."""
+        where = (number, self.key, 0, self.bits.size, self.dtype)
+        if updater is None:
+            return WantedSlice(*where)
+        optimizer = updater.optimizer
+        row = max(1, Extent(self.key, tuple(self.shape)).row_length) if optimizer.by_rows else 1
+        master = has_master(optimizer, self.dtype)
+        from_weight = master or bool(optimizer.states_from_weight)
+        return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)
+
+    def take(self, found: ReadSlice, updater: KeepsStates | None) -> Bits | None:
+        """Give the updater its states back; returns the value, which whoever holds it takes over."""
+        if updater is not None and (found.state is not None or found.is_fresh):
+            updater.restore(self.key, found.state)
+        return found.weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTable:
+    """One table that this process keeps."""
+
+    block: TableRows
+    form: str
+    """As it was declared."""
+
+    @property
+    def saved_key(self) -> SavedKey:
+        """What the manifest says of it."""
+        return SavedKey(self.block.key, self.block.shape, self.block.dtype.label, self.form)
+
+    def saved(self, updater: KeepsStates | None, contents: tuple[str, ...]) -> SavedSlice:
+        """What is written: a copy of the rows that exist."""
+        return self.block.saved(0, _optimizer(updater), contents)
+
+    def wanted(self, number: int, updater: KeepsStates | None) -> WantedSlice:
+        """What a checkpoint must have of it."""
+        return replace(self.block.wanted(_optimizer(updater)), number=number)
+
+    def take(self, found: ReadSlice, updater: KeepsStates | None) -> None:
+        """Go on from what was found; there is nothing left to take over."""
+        self.block.load(found, _optimizer(updater))
+
+
+Held = HeldArray | HeldTable
+
+
+def claim_folder(folder: Path, locks: Locks) -> str:
+    """Lock the directory of this folder, see whether this process can write there, and return the run.
+
+    Raises:
+        CheckpointError: another job saves there, or it cannot be written. Nothing is left of the attempt.
+    """
+    run = perform(LockFolder(str(folder)), locks)
+    assert isinstance(run, str)
+    try:
+        perform(CheckFolder(str(folder), "server-0", run, 0), locks)
+    except CheckpointError:
+        perform(UnlockFolder(str(folder)), locks)
+        raise
+    return run
+
+
+def write_checkpoint(
+    folder: Path,
+    contents: tuple[str, ...],
+    held: Sequence[Held],
+    updater: KeepsStates | None,
+    locks: Locks,
+    run: str,
+    step: int = 0,
+    keep: int = 0,
+    content: bytes = b"",
+    files: Sequence[FileRecord] = (),
+) -> None:
+    """Write a checkpoint of these keys into a folder that `claim_folder` has claimed.
+
+    Args:
+        folder: where.
+        contents: what of them: `WEIGHTS`, `STATES`.
+        held: the keys.
+        updater: what has their states.
+        locks: with which the folder was claimed.
+        run: what that gave.
+        step: the user's number of it.
+        keep: how many checkpoints stay; 0 for all.
+        content: what the process keeps with it.
+        files: what is there already.
+
+    Raises:
+        CheckpointError: it could not be written; nothing of it is left.
+    """
+    if not held:
+        raise ValueError("there are no keys to save: init them before")
+    try:
+        slices = tuple(one.saved(updater, contents) for one in held)
+        shard = perform(WriteShard(str(folder), "server-0", slices, run, step), locks)
+        assert isinstance(shard, FileRecord)
+        files = [shard, *files, *([write_worker_file(folder, 0, content, run, step)] if content else [])]
+        description = None if updater is None else updater.optimizer.describe()
+        manifest = Manifest(step, contents, MODE, True, description, 1, 1, _saved_keys(held), tuple(files), run)
+        perform(WriteManifest(str(folder), manifest, keep), locks)
+    except CheckpointError:
+        sweep_folder(folder, locks)
+        raise
+
+
+def sweep_folder(folder: Path, locks: Locks) -> None:
+    """Remove what an attempt has left that failed, as far as possible: why it failed says more."""
+    with contextlib.suppress(CheckpointError):
+        perform(Sweep(str(folder)), locks)
+
+
+def read_held(
+    folder: Path, contents: tuple[str, ...], held: Sequence[Held], updater: KeepsStates | None
+) -> list[ReadSlice]:
+    """What a checkpoint has of these keys, in their order.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or does not fit.
+    """
+    locks = Locks()  # reading takes none
+    manifest = perform(ReadManifest(str(folder)), locks)
+    assert isinstance(manifest, Manifest)
+    manifest.require(_saved_keys(held), None if updater is None else updater.optimizer.describe(), contents)
+    wanted = tuple(one.wanted(number, updater) for number, one in enumerate(held))
+    found = perform(ReadShards(str(folder), wanted, contents), locks)
+    assert isinstance(found, tuple)
+    return list(found)
+
+
+def restore_held(held: Sequence[Held], found: Sequence[ReadSlice], updater: KeepsStates | None) -> list[Bits | None]:
+    """Restore tables and states from what was read; returns the values of arrays."""
+    return [one.take(found_slice, updater) for one, found_slice in zip(held, found, strict=True)]
+
+
+def _saved_keys(held: Sequence[Held]) -> tuple[SavedKey, ...]:
+    return tuple(one.saved_key for one in held)
+
+
+def _optimizer(updater: KeepsStates | None) -> Optimizer | None:
+    return None if updater is None else updater.optimizer
+
+
+T = TypeVar("T")
+
+
+class Workers(Protocol):
+    """Workers that save together: a `KVStore`, or the ranks of one."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+
+    @property
+    def num_workers(self) -> int:
+        """How many there are."""
+
+    def agree(self, statement: str) -> None:
+        """See `KVStore.agree`."""
+
+    def average(self, value: Any) -> Any:
+        """See `KVStore.average`."""
+
+
+class WorkerSaving:
+    """Workers that all hold the same: the first one writes it, each adds its own `state`, and all wait.
+
+    Every step is one that all workers make, so what one of them cannot do fails on all.
+
+    Args:
+        workers: who saves together; None for one process alone.
+        held: the keys.
+        updater: what has their states.
+    """
+
+    def __init__(
+        self,
+        workers: Workers | None,
+        held: Callable[[], Sequence[Held]],
+        updater: Callable[[], KeepsStates | None],
+    ) -> None:
+        self._workers = workers
+        self._held = held
+        self._updater = updater
+        self._locks = Locks()
+        self._last = LastSave()
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return 0 if self._workers is None else self._workers.rank
+
+    def save(self, job: SaveJob) -> CheckpointFuture:
+        """Write a checkpoint, which is complete when this returns. What fails after the claim is in the future.
+
+        Raises:
+            CheckpointError: it cannot be written there, or the one before has failed and that was not looked at; for
+                states alone, it could not be written.
+        """
+
+        def make() -> Destination:
+            if not job.states_only:
+                self._last.before_next()
+            return destination(job, self.rank)
+
+        claimed = self.claim(make)
+        if job.states_only:
+            self.write(claimed)
+            done = CheckpointFuture(claimed.folder)
+            done.finish(None)
+            return done
+        return self._last.run(claimed.folder, lambda: self.write(claimed))
+
+    def claim(self, make: Callable[[], Destination]) -> Destination:
+        """Get ready: all say the same, and the first worker has the lock of the folder, and can write there.
+
+        Args:
+            make: what is to be saved; it may find that the arguments are wrong.
+        """
+        job = self.together(make, "its arguments are wrong, or it has not looked at a checkpoint that failed")
+        if self._workers is not None:
+            self._workers.agree(f"saves {job.folder} ({', '.join(job.contents)}), keep {job.keep or 'all'}")
+        live = _live(self._workers)
+
+        def lock() -> str:
+            return claim_folder(job.folder, self._locks) if self.rank == live[0] else ""
+
+        own = self.together(lock, f"worker-{live[0]} cannot save there")
+        run = _all_digits(self._workers, own, len(live))[live[0]]
+        return replace(job, run=run, live=tuple(live))
+
+    def write(self, job: Destination) -> None:
+        """Every worker writes its own file, then the first of them the rest.
+
+        Args:
+            job: as `claim` gave it.
+        """
+        folder, first = job.folder, job.live[0]
+
+        def write_own() -> FileRecord | None:
+            if not job.content:
+                return None
+            require_run(Path(directory_of(str(folder))), job.run)
+            return write_worker_file(folder, self.rank, job.content, job.run, job.step)
+
+        def write_rest() -> None:
+            if self.rank == first:
+                files = _records(folder, digits)
+                what = (job.contents, self._held(), self._updater())
+                write_checkpoint(folder, *what, self._locks, job.run, job.step, job.keep, files=files)
+
+        try:
+            record = self.together(write_own, "its own file could not be written")
+        except CheckpointError:
+            if self.rank == first:  # all have written by now what they could
+                sweep_folder(folder, self._locks)
+            raise
+        digits = _all_digits(self._workers, "" if record is None else record.sha256[:DIGITS], len(job.live))
+        self.together(write_rest, f"worker-{first} could not write the rest")
+
+    def close(self, wait: bool = True) -> None:
+        """Nothing is saved any more: let other jobs save there.
+
+        Raises:
+            CheckpointError: the last checkpoint has failed, nobody has looked at its future, and `wait` is set.
+        """
+        self._locks.close()
+        if wait:
+            self._last.at_close()
+
+    def load(self, job: LoadJob) -> tuple[Checkpoint, list[Bits | None]]:
+        """Every worker reads; if all could, all take over tables and states, and get the values of arrays."""
+        checkpoint, held, found = self.read(job)
+        return checkpoint, restore_held(held, found, self._updater())
+
+    def read(self, job: LoadJob) -> tuple[Checkpoint, Sequence[Held], list[ReadSlice]]:
+        """The first part of `load`: every worker has read, and all could if this returns. Nothing has changed yet."""
+        held = self._held()
+
+        def read() -> tuple[Checkpoint, list[ReadSlice]]:
+            checkpoint = found_checkpoint(job, self.rank)
+            return checkpoint, read_held(checkpoint.folder, contents_of(job), held, self._updater())
+
+        checkpoint, found = self.together(read, "it could not be read")
+        if self._workers is not None:
+            self._workers.agree(f"loads {checkpoint.folder}")
+        return checkpoint, held, found
+
+    def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
+        """The optimizer whose states were saved."""
+        folder = absolute(job.directory)
+        description = self.together(lambda: read_manifest(folder).optimizer, "it could not be read")
+        return None if description is None else chosen_optimizer(description)
+
+    def together(self, do: Callable[[], T], what: str) -> T:
+        """Something that all workers do: it fails on all of them if it fails on one.
+
+        Raises:
+            CheckpointError: on another worker; here it is what was raised.
+        """
+        outcome: T | Exception
+        try:
+            outcome = do()
+        except (CheckpointError, TypeError, ValueError) as error:
+            outcome = error
+        has_failed = isinstance(outcome, Exception)
+        shares = 1.0 if self._workers is None else self._workers.average(float(not has_failed))
+        if isinstance(outcome, Exception):
+            raise outcome
+        if shares < 1.0:
+            raise CheckpointError(f"another worker failed: {what}; its log, or its exception, says why")
+        return outcome
+
+
+def _live(workers: Workers | None) -> list[int]:
+    """The ranks of the workers that have not left, in order."""
+    if workers is None:
+        return [0]
+    mine = np.zeros(workers.num_workers)
+    mine[workers.rank] = 1.0
+    return [int(rank) for rank in np.flatnonzero(workers.average(mine))]
+
+
+def _all_digits(workers: Workers | None, own: str, num_live: int) -> list[str]:
+    """Rank → its hexadecimal digits, `DIGITS` of them; zeros for none.
+
+    A mean over the live workers of arrays that are zero but for their own rows carries them: 32 bits at a time, which a
+    float64 has room for, multiplied and divided by the number of workers.
+    """
+    own = own or "0" * DIGITS
+    if workers is None:
+        return [own]
+    halves = np.zeros((workers.num_workers, 2))
+    halves[workers.rank] = [int(own[:8], 16), int(own[8:], 16)]
+    found = np.rint(workers.average(halves * num_live))
+    return [f"{int(high):08x}{int(low):08x}" for high, low in found]
+
+
+def _records(folder: Path, digits: Sequence[str]) -> list[FileRecord]:
+    """What the workers have written."""
+    with explained(f"{folder} could not be read"):
+        names = [f"worker-{rank}-{own}.json" for rank, own in enumerate(digits) if own.strip("0")]
+        return [record_of(folder, name) for name in names]
+
+
+LOG = logging.getLogger("kvdist")
+
+Submit = Callable[[Callable[[int], Request], Finish | None], Future[Any]]
+Wait = Callable[[Future[Any]], Any]
+
+
+NO_FILE = SavedFile("", 0, "")
+_NOWHERE = Path("/nowhere")
+"""Named where a worker fails before it has a folder to name."""
+
+
+class ServerSaving:
+    """What a store needs for `save_checkpoint` and its kin.
+
+    Args:
+        number: the store's.
+        rank: this worker's.
+        submit: hands a request to the worker.
+        result_of: waits for a future.
+        hold: keeps the process in the cluster until a future is done.
+        forget_shown: lets go of values that are shown: they will be others.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        rank: int,
+        submit: Submit,
+        result_of: Wait,
+        hold: Callable[[Future[None]], None],
+        forget_shown: Callable[[], None],
+    ) -> None:
+        self._number = number
+        self._rank = rank
+        self._submit = submit
+        self._result_of = result_of
+        self._hold = hold
+        self._forget_shown = forget_shown
+        self._last = LastSave()
+        self._claimed: dict[Path, str] = {}
+        """Directory → the run that its checkpoints are of, if this store has saved there."""
+        self._seen: set[Path] = set()
+        """Directories of those that are the same folder here as on the scheduler."""
+
+    def claim(self, keys: Sequence[KeyInfo], job: SaveJob) -> None:
+        """Make sure that checkpoints can be saved into this directory, as the first `save` does.
+
+        Raises:
+            CheckpointError: they cannot. A refusal ends the checkpoint for all, so the next claim is looked into.
+        """
+        self.wait()
+        place = Destination(_NOWHERE, EVERYTHING)
+        try:
+            place = Destination(checkpoint_folder(job.directory, job.step), EVERYTHING)
+            self._claim(place)
+        except (CheckpointError, TypeError, ValueError) as error:
+            self._begin(keys, place, NO_FILE, str(error))
+            self._last.abandon()
+            raise
+
+    def save(self, keys: Sequence[KeyInfo], job: SaveJob) -> Future[Path]:
+        """Take part in a checkpoint. A failure of this worker is told to all, or they would wait for it."""
+        if not keys:
+            raise ValueError("the store has no keys to save: init them before")
+        self.wait()
+        place, file = Destination(_NOWHERE, EVERYTHING), NO_FILE
+        try:
+            self._last.before_next()
+            place = self._claim(destination(job, self._rank))
+            if place.content:
+                record = write_worker_file(place.folder, self._rank, place.content, place.run, place.step)
+                file = SavedFile(record.name, record.nbytes, record.sha256)
+        except (CheckpointError, TypeError, ValueError) as error:
+            self._begin(keys, place, NO_FILE, str(error))
+            self._last.abandon()
+            raise
+        return self._begin(keys, place, file)
+
+    def _claim(self, place: Destination) -> Destination:
+        """The same, once the job has the lock of the directory and every server can write there."""
+        directory = Path(directory_of(str(place.folder)))
+        run = self._claimed.get(directory)
+        if run is None:
+            where = (self._number, str(place.folder), place.contents)
+            run = self._result_of(self._submit(lambda request: ClaimFolder(request, *where), None))
+            self._claimed[directory] = run
+        if place.content and directory not in self._seen:
+            require_run(directory, run)
+            self._seen.add(directory)
+        return replace(place, run=run)
+
+    def _begin(
+        self, keys: Sequence[KeyInfo], place: Destination, file: SavedFile, failure: str = ""
+    ) -> CheckpointFuture:
+        where = (str(place.folder), place.contents, place.run, place.step, place.keep)
+
+        def make(request: int) -> Request:
+            return SaveStore(request, self._number, *where, file, tuple(keys), failure)
+
+        submitted = self._submit(make, None)
+        future = self._last.future = CheckpointFuture(place.folder)
+        self._hold(future.settled)
+        submitted.add_done_callback(lambda done: self._finish(future, done, failure))
+        return future
+
+    def load(self, job: LoadJob) -> Checkpoint:
+        """See `KVStore.load_checkpoint`."""
+        contents = contents_of(job)
+        with self._told_to_all(contents):
+            checkpoint = found_checkpoint(job, self._rank)
+        self._load(checkpoint.folder, contents)
+        return checkpoint
+
+    def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
+        """The optimizer whose states were saved."""
+        with self._told_to_all((STATES,)):
+            description = read_manifest(absolute(job.directory)).optimizer
+        return None if description is None else chosen_optimizer(description)
+
+    @contextlib.contextmanager
+    def _told_to_all(self, contents: tuple[str, ...]) -> Iterator[None]:
+        """What goes wrong on this worker alone fails the loading of all, or the others would wait for it."""
+        try:
+            yield
+        except (CheckpointError, TypeError, ValueError) as error:
+            with contextlib.suppress(CheckpointError):
+                self._load(_NOWHERE, contents, str(error))
+            raise
+
+    def _load(self, folder: Path, contents: tuple[str, ...], failure: str = "") -> None:
+        self.wait()
+        where = (self._number, str(folder), contents, failure)
+        self._result_of(self._submit(lambda request: LoadStore(request, *where), self._forget_shown))
+
+    def wait(self) -> None:
+        """Until what was begun is complete, or has failed; its own future says which."""
+        if self._last.future is not None:
+            self._result_of(self._last.future.settled)
+
+    def close(self, wait: bool) -> None:
+        """The store was closed; see `KVStore.close`.
+
+        Raises:
+            CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
+        """
+        if wait:
+            self._last.at_close()
+
+    def _finish(self, future: CheckpointFuture, done: Future[Any], failure: str) -> None:
+        error = done.exception()
+        if self._rank == 0 and error is not None and not failure:  # which this worker has raised itself
+            LOG.error("no checkpoint was made: %s", error)
+        future.finish(error)
+
+
+Ask: TypeAlias = Callable[[Callable[[int], Request]], Any]
+"""Hands a request to the worker, and waits for its result."""
+
+
+def pull_states(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> list[SliceState | None]:
+    """The state of each key, whole; None for one that was never updated.
+
+    Raises:
+        PushRefused: pushes of this worker are under way, or there is no state.
+    """
+    numbers = [np.empty((len(info.slices), 1 + len(optimizer.initial_scalars))) for info in infos]
+    _move_states(ask, RunKind.PULL_STATE, infos, [(i, NUMBERS, own) for i, own in enumerate(numbers)])
+    states: list[SliceState | None] = []
+    for info, own in zip(infos, numbers, strict=True):
+        # All slices have had the same updates, but for asynchronous stores: then the furthest counts.
+        count, *scalars = own[own[:, 0].argmax()].tolist()
+        states.append(_empty_state(info, optimizer, int(count), tuple(scalars)) if count and info.size else None)
+    _move_states(ask, RunKind.PULL_STATE, infos, _state_arrays(states))
+    return states
+
+
+def replace_states(
+    ask: Ask, infos: Sequence[KeyInfo], states: Sequence[SliceState | None], optimizer: Optimizer
+) -> None:
+    """Give the servers these states in place of theirs; None makes a key one that was never updated."""
+    numbers = []
+    for i, (info, state) in enumerate(zip(infos, states, strict=True)):
+        row = [0.0, *optimizer.initial_scalars.values()] if state is None else [state.count, *state.scalars]
+        numbers.append((i, NUMBERS, np.tile(np.array(row, np.float64), (len(info.slices), 1))))
+    _move_states(ask, RunKind.REPLACE_STATE, infos, numbers)
+    _move_states(ask, RunKind.REPLACE_STATE, infos, _state_arrays(states))
+
+
+def _empty_state(info: KeyInfo, optimizer: Optimizer, count: int, scalars: tuple[float, ...]) -> SliceState:
+    size = state_size(optimizer, info.size, Extent(info.key, info.shape))
+    arrays = tuple(np.empty(size, info.dtype.accumulate) for _ in optimizer.state_names)
+    master = np.empty(size, info.dtype.accumulate) if has_master(optimizer, info.dtype) else None
+    return SliceState(count, arrays, scalars, master)
+
+
+def _state_arrays(states: Sequence[SliceState | None]) -> Iterator[tuple[int, int, Bits]]:
+    """(index of the key, part, all of it)"""
+    for i, state in enumerate(states):
+        if state is not None:
+            yield from ((i, part, array) for part, array in enumerate(state.arrays, 1))
+            if state.master is not None:
+                yield i, MASTER, state.master
+
+
+def _move_states(ask: Ask, kind: RunKind, infos: Sequence[KeyInfo], parts: Any) -> None:
+    runs = [run for i, part, array in parts for run in _state_runs(kind, i, infos[i], part, array)]
+    verb = "pull" if kind is RunKind.PULL_STATE else "replacement"
+    label = f"{verb} of the optimizer's state of {named(infos)}"
+    ask(lambda number: Transfer(number, kind, label, runs))
+
+
+def _state_runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits) -> Iterator[RunData]:
+    """One run for each slice; those that are small leave joined all the same."""
+    dtype = DType.FLOAT64 if part == NUMBERS else state_dtype(info.dtype)
+    for place, piece in enumerate(info.slices):
+        if part == NUMBERS:
+            own = array[place]
+        else:
+            row = max(1, info.size // max(1, array.size))  # more than 1 for rules by rows
+            own = array[piece.start // row : piece.stop // row]
+        plan = RunPlan(
+            piece.server,
+            np.array([piece.number], np.uint32),
+            np.array([own.size], np.uint32),
+            np.array([dtype], np.uint8),
+            (RunSlice(index, 0, own.size, 0),),
+            padded(own.nbytes),
+            {piece.number: 0},
+            np.array([index], np.intp),
+        )
+        payload = None if kind is RunKind.PULL_STATE else padded_bytes(own)
+        yield RunData(plan, payload, (own,) if payload is None else (), parts=np.array([part], np.uint8))
+
+
+def padded_bytes(array: Bits) -> memoryview:
+    """A copy of an array as a payload has it."""
+    memory = np.zeros(padded(array.nbytes), np.uint8)
+    memory[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
+    return memory.data
