@@ -29,7 +29,7 @@ Answer = Callable[[int], Message]
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class MemberWait:
     """A member that waits for an answer.
 
     missing: who has to act first: workers, or else servers; empty while the scheduler itself is at work.
@@ -133,13 +133,13 @@ class Agreement(Generic[Statement]):
         said = [(member, what(statement)) for member, statement in self.said.values()]
         return next((said[0] + other for other in said[1:] if other[1] != said[0][1]), None)
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[MemberWait]:
         """All that wait for the answer, and for whom."""
         if self._asked:
             missing = self.missing() or (self.waits_for.missing() if self.waits_for else ())
             for member, request in self._asked:
                 if self._is_live(member):
-                    yield Wait(member, request, self.since, missing, self.subject, self.deed)
+                    yield MemberWait(member, request, self.since, missing, self.subject, self.deed)
 
     def validate(self) -> None:
         """Check every invariant."""

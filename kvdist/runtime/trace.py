@@ -51,7 +51,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TraceSnapshot:
     """What a trace held at one moment."""
 
     spans: deque[Span]
@@ -131,11 +131,11 @@ class Trace:
         self._dropped += dropped_now
         self.events_max = events_max
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TraceSnapshot:
         """What there is now: some ten milliseconds for a million spans."""
         tells, spans = self._tells, self._spans.copy()
         dropped = max(self._dropped, spans[0].number) if len(spans) == self.events_max else self._dropped
-        return Snapshot(spans, self._threads.copy(), self.events_max, dropped, tells)
+        return TraceSnapshot(spans, self._threads.copy(), self.events_max, dropped, tells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class TraceCopy:
     path: Path
     trace_number: int
     """Traces of one process are numbered, in the order in which they began."""
-    snapshot: Snapshot
+    snapshot: TraceSnapshot
     process: str
     about: dict[str, Any]
 

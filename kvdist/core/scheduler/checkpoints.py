@@ -22,7 +22,7 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
     directory_of,
 )
-from kvdist.core.agreement import Agreement, Questions, Wait
+from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.machine import Effect, Log, Persist, Persisted
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.keys import Keys
@@ -85,7 +85,7 @@ class SaveUnderWay:
     @property
     def is_complete(self) -> bool:
         """Whether all have reported, so that nothing more of it comes: good or bad, it ends then, and for all."""
-        return bool(self.saves) and self.agreement.is_complete
+        return self.agreement.is_complete and bool(self.saves)
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class SaveUnderWay:
         steps = {message.step for _, message in self.saves}
         return CHECKPOINT if len(steps) != 1 else f"{CHECKPOINT} of step {min(steps)}"
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[MemberWait]:
         """The workers that wait for it, and for whom."""
         for wait in self.agreement.waits():
             called = " (every worker must call save_checkpoint)" if wait.workers else ""
@@ -359,7 +359,7 @@ class Checkpoints:
             case _:
                 return []
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[MemberWait]:
         """All that wait, and for whom."""
         for claim in self._claims.values():
             yield from claim.agreement.waits()

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvdist.core.agreement import Agreement, Questions, Wait
+from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.machine import Effect, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.membership import Membership
@@ -223,14 +223,17 @@ class StoreKeys:
         )
         return Placed(request.request, placement, tuple([entry.init_rank for entry in entries]))
 
-    def waits(self, live: set[int]) -> Iterator[Wait]:
+    def waits(self, live: set[int]) -> Iterator[MemberWait]:
         """All that wait for keys, and for whose declarations."""
+        found: dict[tuple[int | str, ...], tuple[tuple[NodeId, ...], int | str]] = {}
         for request in self.requests:
-            entries = [entry for key in request.keys if not (entry := self.entries[key]).placed]
-            missing = {rank for declared in {entry.declared for entry in entries} for rank in live - declared}
-            nodes, key = tuple(map(worker, sorted(missing))), entries[0].key
+            if request.keys not in found:  # most workers ask for the same keys
+                entries = [entry for key in request.keys if not (entry := self.entries[key]).placed]
+                missing = {rank for declared in {entry.declared for entry in entries} for rank in live - declared}
+                found[request.keys] = (tuple(map(worker, sorted(missing))), entries[0].key)
+            nodes, key = found[request.keys]
             subject, deed = f"the declaration of key {key!r}", f"initialise key {key!r}"
-            yield Wait(request.member, request.request, request.since, nodes, subject, deed)
+            yield MemberWait(request.member, request.request, request.since, nodes, subject, deed)
 
 
 class Keys:
@@ -372,7 +375,7 @@ class Keys:
             lambda request: SetOptimizer(request, store, optimizer.description), installed, optimizer.agreement
         )
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[MemberWait]:
         """All that wait for keys or optimizers, and for whom."""
         live = _ranks(self._membership.workers)
         for store in self.stores.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvdist.config.settings import ClusterConfig
-from kvdist.core.agreement import Agreement, Answer, Questions, Wait
+from kvdist.core.agreement import Agreement, Answer, MemberWait, Questions
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import (
     NEVER,
@@ -407,7 +407,7 @@ class Scheduler(Machine):
 
     # Waits.
 
-    def _waits(self) -> Iterator[Wait]:
+    def _waits(self) -> Iterator[MemberWait]:
         """All that wait for an agreement, and for whom."""
         for agreement in (*self._barriers.values(), *self._commands):
             yield from agreement.waits()
