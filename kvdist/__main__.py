@@ -1,8 +1,8 @@
 """``python -m kvdist``: be the scheduler or the server that the environment describes.
 
 ``--server-module my_rules``, or ``KVDIST_SERVER_MODULE=my_rules``, names modules that register optimizers and handlers
-of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with optimizers). It is the one way to run
-code of one's own here, and whoever starts the process chooses it, never a peer.
+of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with optimizers). This is the one way to run
+code of your own here: the command line chooses it, never a peer.
 
 ``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.export`. ``kvdist
 config`` shows the settings. ``kvdist doctor`` is the launcher's.
@@ -55,8 +55,8 @@ from kvdist.version import __version__
 LOG = logging.getLogger("kvdist")
 
 OBJECTS_PER_COLLECTION = 100_000
-"""Many keys are many objects, all of which stay: looking for garbage among them after each 700 new ones, as Python does
-by default, would take as long as making them."""
+"""Many keys make many objects that stay. Python's default, a collection after each 700 new ones, would take as long as
+making them."""
 
 LAUNCHER_COMMANDS = {
     "doctor": "look at hosts as before a job, and measure latency and bandwidth between them",
@@ -242,7 +242,7 @@ def _scheduler(config: ClusterConfig) -> Node:
 
 
 def _server(config: ClusterConfig) -> Node:
-    # First of all: without its GPU this process should end before anybody counts on it.
+    # First of all: without its GPU this process should end before it joins the cluster.
     device = open_server_device(config.server_device(config.rank))
     host = config.node_host or local_address_towards(config.root_host, config.root_port)
     config.require_private(host)
@@ -262,12 +262,12 @@ def _server(config: ClusterConfig) -> Node:
 
 
 def _disk() -> ThreadedDisk:
-    """Peers name folders, and whoever started this process says below which they may."""
+    """The disk, below the folder that this process allows: peers name folders."""
     return ThreadedDisk(checkpoint_root_from_env())
 
 
 def _tell_of_strangers(node: Node) -> None:
-    """Say how often somebody came to the port who was not of this job, if anybody did."""
+    """Log how many connections and messages were not of this job, if any."""
     refused = node.reliable.strangers_refused + node.transport.strangers_refused
     if refused or node.garbage_dropped or node.forgeries:
         LOG.warning(
@@ -280,7 +280,7 @@ def _tell_of_strangers(node: Node) -> None:
 
 
 def _listen(node: Node) -> None:
-    """What the launcher does and sees, line by line. The end of the stream is the launcher's."""
+    """Read the launcher's reports, line by line. The end of the stream means that the launcher has ended."""
     # Unbuffered: the interpreter aborts if it ends while a thread waits inside the buffered standard input.
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
         for line in lines:
@@ -291,7 +291,7 @@ def _listen(node: Node) -> None:
 
 
 def parse_report(line: str) -> ChildEnded | ProcessStarted | None:
-    """The event that a launcher's line tells of; None for a line of another form.
+    """The event in a line of the launcher; None for a line of another form.
 
     The forms: ``ended worker 1 signal 9``, ``... exit 3``, ``... lost d2`` (its host), ``placed worker 1 d2 4242``.
     """

@@ -1,8 +1,7 @@
 """Every exception that kvdist raises, in one tree.
 
-Two kinds of wrong are kept apart. What the caller did wrong raises at the call and derives from the
-built-in that a Python user would expect (`ValueError`, `TypeError`, `KeyError`). What a peer or the
-network did wrong fails the request that waited for it and names the peer. Nothing else is raised on purpose.
+A mistake of the caller raises at the call and derives from the built-in that a Python user expects (`ValueError`,
+`TypeError`, `KeyError`). A failure of a peer or the network fails the request that waited for it and names the peer.
 """
 
 
@@ -15,7 +14,7 @@ class ConfigError(KvdistError, ValueError):
 
 
 class AuthenticationError(ConfigError):
-    """The keys of this process are not those that its cluster expects; the message says where and what to check."""
+    """The cluster does not accept the keys of this process; the message says where and what to check."""
 
 
 class KeyNotInitialised(KvdistError, KeyError):
@@ -39,19 +38,18 @@ class PushRefused(KvdistError, ValueError):
 
 
 class DeviceError(KvdistError, RuntimeError):
-    """A GPU cannot do what was asked: it, its driver or its library is missing, or its memory is full."""
+    """A GPU cannot be used: the GPU, its driver or its library is missing, or its memory is full."""
 
 
 class CheckpointError(KvdistError, RuntimeError):
     """A checkpoint could not be written, or cannot be read; the message names the file and what is wrong with it.
 
-    What failed to be written has changed nothing: earlier checkpoints are as they were, and a program that catches this
-    can train on.
+    A failed write leaves earlier checkpoints as they were, and a program that catches this error can train on.
     """
 
 
 class NoCheckpoint(CheckpointError):
-    """There is no checkpoint where one was looked for, so a run begins at its beginning."""
+    """The folder has no checkpoint yet, so a run starts from the beginning."""
 
 
 class StoreClosed(KvdistError, RuntimeError):
@@ -63,7 +61,7 @@ class ForkError(KvdistError, RuntimeError):
 
 
 class DeadlineExceeded(KvdistError, TimeoutError):
-    """A wait ran past its deadline; the message says what was awaited, from whom, since when."""
+    """A wait ran past its deadline; the message says what was awaited, from which process, since when."""
 
 
 class BarrierTimeout(DeadlineExceeded):
@@ -75,7 +73,7 @@ class BarrierTimeout(DeadlineExceeded):
 
 
 class DeadlockError(KvdistError, RuntimeError):
-    """Workers wait for each other in calls that only the others of them could end; the message names each call."""
+    """Workers wait for each other and none can go on; the message names the call of each."""
 
 
 class PeerLostError(KvdistError, ConnectionError):
@@ -97,7 +95,7 @@ class PeerLostError(KvdistError, ConnectionError):
 
 
 class CollectiveError(KvdistError, RuntimeError):
-    """A collective operation failed or cannot be begun; the message names it, and who is to blame if that is known."""
+    """A collective operation failed or cannot begin; the message names it, and the rank at fault if it is known."""
 
 
 class CollectiveMismatch(CollectiveError, ValueError):
@@ -109,7 +107,7 @@ class RankLostError(PeerLostError, CollectiveError):
 
 
 class FencedError(KvdistError, RuntimeError):
-    """This process was replaced by a newer one of the same rank and must not go on."""
+    """A newer process of the same rank has replaced this one, which must not go on."""
 
 
 class ProtocolError(KvdistError):

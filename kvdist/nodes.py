@@ -1,4 +1,4 @@
-"""Who takes part: roles, names of processes, and their lives.
+"""Roles, names and incarnations of processes.
 
 A `NodeId` is a seat in the cluster ("worker-3"). A `Member` is one process that sits there: a restarted
 worker-3 is the same node and another member. Messages go to members, never to seats, so nothing meant for a

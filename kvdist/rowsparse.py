@@ -1,4 +1,4 @@
-"""Values of which only some rows are there: `RowSparse`, and tables whose rows come into being late: `LazyRows`.
+"""Values with only some of their rows: `RowSparse`, and tables whose rows are made when first used: `LazyRows`.
 
 Rules that hold here: repeated rows are summed in the order given, halves in float32. Torch is imported only by who
 asks for a tensor; a tensor that is handed in brings its torch along.
@@ -147,7 +147,7 @@ class RowSparse:
             array: a NumPy array or tensor of at least one dimension.
 
         Raises:
-            TypeError: it is no array of a supported type.
+            TypeError: it is not an array of a supported type.
             ValueError: it has no dimension.
         """
         values, dtype = _checked_values(array)
@@ -166,7 +166,7 @@ class RowSparse:
             tensor: with one sparse dimension. Repeated rows are summed.
 
         Raises:
-            TypeError: it is no sparse COO tensor.
+            TypeError: it is not a sparse COO tensor.
             ValueError: it has several sparse dimensions.
         """
         torch = sys.modules.get("torch")

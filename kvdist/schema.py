@@ -128,7 +128,7 @@ def finite_number(name: str, value: object) -> float:
     """Return `value` as a float.
 
     Raises:
-        TypeError: it is no real number (bool is none here).
+        TypeError: it is not a real number (a bool is not one here).
         ValueError: it is infinite, NaN or too large.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -146,7 +146,7 @@ def whole_number(name: str, value: object) -> int:
     """Return `value` as an int.
 
     Raises:
-        TypeError: it is no whole number (bool is none here, nor is a float).
+        TypeError: it is not a whole number (neither a bool nor a float is one here).
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, not {value!r} of type {type(value).__name__}")

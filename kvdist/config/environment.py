@@ -104,7 +104,7 @@ EMBEDDED = {"bigarray_bound": "KVDIST_BIGARRAY_BOUND", "server_devices": "KVDIST
 
 
 def world_from_env(environ: Variables | None = None) -> World:
-    """Who this process is among those that train without servers.
+    """Who this process is in a job without servers.
 
     Raises:
         ConfigError: its launcher has set only half of the variables, or the job has servers.
@@ -279,7 +279,7 @@ def world_of(env: Variables, parent: int = 0) -> World:
         parent: the process that has started this one.
 
     Raises:
-        ConfigError: a launcher has set only some of what is needed, or something that is no number.
+        ConfigError: a launcher has set only some of what is needed, or a value that is not a number.
     """
     if _integer(env, "KVDIST_NUM_SERVER", 0) != 0:
         raise ConfigError(

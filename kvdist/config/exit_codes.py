@@ -17,7 +17,7 @@ EXIT_CONFIG = 2
 
 
 def exit_with_peer_lost() -> None:
-    """A peer is lost: from now on, an exception that says so and that nobody catches ends with `EXIT_PEER_LOST`.
+    """From now on, as a peer is lost, an uncaught `PeerLostError` ends the process with `EXIT_PEER_LOST`.
 
     `sys.excepthook`, the program's own or another library's, prints the exception as before. It is wrapped when a peer
     is lost and not earlier, because one that was installed over ours would not expect that ours raises `SystemExit`.
@@ -38,7 +38,7 @@ class _ExitHook:
 
 
 class _NotingExit:
-    """`sys.exit`, which keeps what it was given last: a handler of `atexit` cannot see the `SystemExit`."""
+    """A `sys.exit` that keeps its last status: a handler of `atexit` cannot see the `SystemExit`."""
 
     status: Any = None
 
@@ -48,7 +48,7 @@ class _NotingExit:
 
 
 def note_exits() -> None:
-    """From now on `end_with` knows what `sys.exit` was given."""
+    """Let `end_with` know the status that `sys.exit` gets."""
     if not isinstance(sys.exit, _NotingExit):
         sys.exit = _NotingExit()
 
@@ -73,4 +73,4 @@ def end_with(exit_code: int) -> None:
         return
     status = sys.exit.status if isinstance(sys.exit, _NotingExit) else None
     own = status & 0xFF if isinstance(status, int) else int(status is not None)
-    setattr(sys, "_kvdist_end", _End(own or exit_code))  # noqa: B010 (it is no attribute that types know)
+    setattr(sys, "_kvdist_end", _End(own or exit_code))  # noqa: B010 (types do not know the attribute)

@@ -506,7 +506,7 @@ REPLACED_BY_PATIENCE = ("KVDIST_SILENCE_S", "KVDIST_RECONNECT_GRACE_S", "KVDIST_
 
 
 def with_twins(environ: Variables) -> dict[str, str]:
-    """The variables, and under our name those that are set under MXNet's alone."""
+    """The variables, with our name added where only MXNet's is set."""
     return dict(environ) | {
         ours: environ[theirs] for ours, theirs in TWINS.items() if not environ.get(ours) and environ.get(theirs)
     }
@@ -646,7 +646,7 @@ def refuse_replaced(env: Variables) -> None:
 # Jobs with servers.
 
 JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce")
-"""What a child process is told even where it is the default, so that its host's own variables do not change it."""
+"""Fields that a child process gets even with the default, so that its host's variables do not change them."""
 
 
 @dataclass(frozen=True)
@@ -699,7 +699,7 @@ class ClusterConfig:
         check_security(self.security, self.secret_file)
         if self.security == "curve" and self.secret_file is None:
             raise ConfigError(
-                "KVDIST_SECURITY is 'curve', but there is no secret to make keys of: set KVDIST_SECRET_FILE to a file"
+                "KVDIST_SECURITY is 'curve', but there is no secret to make keys from: set KVDIST_SECRET_FILE to a file"
                 " with at least 32 random bytes, the same for all processes of the job"
             )
         if self.is_local and self.transport == "tcp":

@@ -256,7 +256,7 @@ def test_a_secret_means_encryption(security, path, encrypts):
 @pytest.mark.parametrize(
     ("security", "path", "sentence"),
     [("none", "/s", "KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is '/s': unset the one that is not meant"),
-     ("curve", "", "KVDIST_SECURITY is 'curve', but there is no secret to make keys of: set KVDIST_SECRET_FILE")],
+     ("curve", "", "KVDIST_SECURITY is 'curve', but there is no secret to make keys from: set KVDIST_SECRET_FILE")],
 )  # fmt: skip
 def test_settings_about_security_that_contradict_each_other_are_refused(security, path, sentence):
     assert sentence in refused(KVDIST_SECURITY=security, KVDIST_SECRET_FILE=path)
