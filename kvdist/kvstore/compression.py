@@ -68,6 +68,30 @@ class StoreCompression:
                 " second store for that"
             )
 
+    def require_no_keys(self, keys: Collection[Key]) -> None:
+        """Check that compression is not set too late.
+
+        Raises:
+            ValueError: keys have been initialised.
+        """
+        if keys:
+            shown = ", ".join(repr(key) for key in list(keys)[:KEYS_NAMED_MAX])
+            more = ", …" if len(keys) > KEYS_NAMED_MAX else ""
+            raise ValueError(
+                f"set_gradient_compression must come before the first init, but {shown}{more} have been initialised;"
+                " set it as soon as the store is created"
+            )
+
+    def require_uncompressed(self, keys: Iterable[Key], known: Collection[Key]) -> None:
+        """Check that keys can still be left uncompressed.
+
+        Raises:
+            ValueError: one has been initialised, and is compressed.
+        """
+        for key in keys:
+            if key in known and self.covers(key):
+                raise ValueError(f"key {key!r} is initialised and compressed; call leave_uncompressed before its init")
+
     def covers(self, key: Key) -> bool:
         """Whether pushes of this key are compressed."""
         return key not in self._exempt
@@ -156,32 +180,6 @@ class StoreCompression:
         elif residual is None:
             residual = self._residuals[name] = np.zeros(size, np.float32)
         return residual
-
-
-def require_no_keys(keys: Collection[Key]) -> None:
-    """Check that compression is not set too late.
-
-    Raises:
-        ValueError: keys have been initialised.
-    """
-    if keys:
-        shown = ", ".join(repr(key) for key in list(keys)[:KEYS_NAMED_MAX])
-        more = ", …" if len(keys) > KEYS_NAMED_MAX else ""
-        raise ValueError(
-            f"set_gradient_compression must come before the first init, but {shown}{more} have been initialised;"
-            " set it as soon as the store is created"
-        )
-
-
-def require_uncompressed(compressing: StoreCompression | None, keys: Iterable[Key], known: Collection[Key]) -> None:
-    """Check that keys can still be left uncompressed.
-
-    Raises:
-        ValueError: one has been initialised, and is compressed.
-    """
-    for key in keys:
-        if compressing is not None and key in known and compressing.covers(key):
-            raise ValueError(f"key {key!r} is initialised and compressed; call leave_uncompressed before its init")
 
 
 def _key_of(name: Any) -> Any:

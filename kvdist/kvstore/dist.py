@@ -50,7 +50,6 @@ from kvdist.kvstore.backend import (
     resolved,
 )
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.compression import StoreCompression, require_no_keys, require_uncompressed
 from kvdist.kvstore.device import Devices
 from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, as_table, require_no_tables
 from kvdist.kvstore.metrics import MetricsExchange
@@ -64,6 +63,7 @@ from kvdist.runtime.cluster import Cluster
 
 if TYPE_CHECKING:
     from kvdist.kvstore.checkpoints import ServerSaving
+    from kvdist.kvstore.compression import StoreCompression
 
 LOG = logging.getLogger("kvdist")
 
@@ -237,16 +237,19 @@ class DistBackend(Backend):
                     self._arrays.ask(lambda number: SetStoreOptimizer(number, self._number, optimizer.describe()))
                 self._arrays.optimizer = optimizer
             case Compress(params):
+                from kvdist.kvstore.compression import StoreCompression  # a feature at a seam: loaded where it is used
+
                 self._compress(StoreCompression(params, self._uncompressed, self._kernels))
             case KeyHint(Hint.UNCOMPRESSED, keys):
-                require_uncompressed(self._arrays.compression, keys, self._keys.infos)
+                if self._arrays.compression is not None:
+                    self._arrays.compression.require_uncompressed(keys, self._keys.infos)
                 self._uncompressed.update(keys)
 
     def _compress(self, compression: StoreCompression) -> None:
         if self._arrays.compression is not None:
             self._arrays.compression.require_equal(compression)
             return
-        require_no_keys(self._keys.infos)
+        compression.require_no_keys(self._keys.infos)
         self.meet(statement=compression.statement)
         self._arrays.compression = compression
         self._cluster.submit(lambda number: UseKernels(number, self._kernels))

@@ -41,7 +41,6 @@ from kvdist.kvstore.backend import (
     UpdateByFunction,
     resolved,
 )
-from kvdist.kvstore.compression import StoreCompression, require_no_keys, require_uncompressed
 from kvdist.kvstore.device import Devices, home_of, require_one_kind
 from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows, as_dense, as_table, described, require_no_tables
 from kvdist.kvstore.local_values import DeviceValue, HostValue, LocalValue, Updaters
@@ -55,6 +54,7 @@ from kvdist.rowsparse import LazyRows, RowSparse
 
 if TYPE_CHECKING:
     from kvdist.kvstore.checkpoints import Held, WorkerSaving
+    from kvdist.kvstore.compression import StoreCompression
 
 Matched = list[tuple[LocalValue, list[Any]]]
 """The values of a call's keys, with the arrays of the call, each checked to fit."""
@@ -164,9 +164,12 @@ class LocalBackend(Backend):
                     )
                 self.arrays.function, self.arrays.updaters = function, None
             case Compress(params):
+                from kvdist.kvstore.compression import StoreCompression  # a feature at a seam: loaded where it is used
+
                 self._compress(StoreCompression(params, self._uncompressed, self._kernels))
             case KeyHint(Hint.UNCOMPRESSED, keys):
-                require_uncompressed(self.arrays.compression, keys, self.arrays.entries)
+                if self.arrays.compression is not None:
+                    self.arrays.compression.require_uncompressed(keys, self.arrays.entries)
                 self._uncompressed.update(keys)
 
     def _compress(self, compression: StoreCompression) -> None:
@@ -179,7 +182,7 @@ class LocalBackend(Backend):
         if self.arrays.compression is not None:
             self.arrays.compression.require_equal(compression)
             return
-        require_no_keys(self.arrays.entries)
+        compression.require_no_keys(self.arrays.entries)
         self.arrays.compression = compression
 
     def command(self, head: int, body: str) -> None:

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.compression import StoreCompression, through_on_devices
 from kvdist.kvstore.device import Devices, OnDevice, brought, new_value, uploaded
 from kvdist.kvstore.values import Bits, Key, Shape, UpdaterFunction
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.offload import on_device, on_host, require_runs_on
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
+
+if TYPE_CHECKING:
+    from kvdist.kvstore.compression import StoreCompression
 
 
 class Updaters:
@@ -293,6 +295,8 @@ class DeviceValue(LocalValue):
     def _parts(self, arrays: Sequence[Any], compression: StoreCompression | None) -> list[Array]:
         parts = [self._here(self._devices.read(array, self.dtype)) for array in arrays]
         if compression is not None:
+            from kvdist.kvstore.compression import through_on_devices  # a feature at a seam: loaded where it is used
+
             return through_on_devices(compression, self.key, parts, self._device)
         return brought(parts, self._device, self.dtype)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,7 +43,6 @@ from kvdist.kvstore.arguments import (
 )
 from kvdist.kvstore.backend import Lending, PushOptions, PushPull, combined
 from kvdist.kvstore.coalescing import SMALL_BYTES_MAX, Coalescer, is_small
-from kvdist.kvstore.compression import StoreCompression, encoded_payloads
 from kvdist.kvstore.device import Devices, Download, Part, PinnedBlocks, as_host_bits
 from kvdist.kvstore.keys import KeyTable
 from kvdist.kvstore.staging import Payloads, Reads, Shares, Staging, Stagings, lay_out, lend, reaches_another
@@ -54,6 +53,9 @@ from kvdist.protocol.messages import Flag
 from kvdist.runtime.cluster import Cluster
 from kvdist.runtime.mailbox import Finish
 from kvdist.transport.shared_memory.allocator import Allocator
+
+if TYPE_CHECKING:
+    from kvdist.kvstore.compression import StoreCompression
 
 
 class ArrayTransfers:
@@ -316,7 +318,11 @@ class ArrayTransfers:
         lent: Sequence[memoryview | None],
     ) -> Payloads:
         own = (staging, given, settings, options, self._kernels, lent, self._reads_pushes, self._download)
-        return lay_out(*own) if self.compression is None else encoded_payloads(self.compression, *own)
+        if self.compression is None:
+            return lay_out(*own)
+        from kvdist.kvstore.compression import encoded_payloads  # a feature at a seam: loaded where it is used
+
+        return encoded_payloads(self.compression, *own)
 
     def _is_read_by_server(self, run: RunPlan) -> bool:
         return self._cluster.shares_memory(run.server)
