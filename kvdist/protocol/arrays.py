@@ -24,7 +24,7 @@ ALIGNMENT_BYTES = 8
 
 
 class _InFrames:
-    """Arrays back to back in one payload frame or several, each of which holds whole arrays."""
+    """Arrays back to back in one payload frame or several; each frame holds whole arrays."""
 
     __slots__ = ()
     payload: Payload | tuple[Payload, ...]
@@ -221,13 +221,13 @@ _ENTRY_BYTES: dict[int, int] = {
 
 
 def coded_size(encoding: int, entries: Size) -> Size:
-    """The bytes of an array of so many entries, or of (n,) arrays, without padding."""
+    """The bytes of an encoded array, or of (n,) arrays, by the number of entries, without padding."""
     bits = _WORD_BITS.get(encoding)
     return entries * _ENTRY_BYTES[encoding] if bits is None else (entries * bits + 31) // 32 * 4
 
 
 def coded_sizes(encoding: int, entries: U32) -> npt.NDArray[np.int64]:
-    """The (n,) bytes of arrays of so many entries, without padding."""
+    """The (n,) bytes of encoded arrays, by their numbers of entries, without padding."""
     return coded_size(encoding, entries.astype(np.int64))
 
 

@@ -88,7 +88,7 @@ def _read_text(source: _Source) -> str:
 
 
 def _list_of(name: str, item_bytes: int, pack: Callable[[Any], bytes], read: Callable[[_Source], Any]) -> ControlType:
-    """A tuple of items, each of at least so many bytes."""
+    """A tuple of items, each of at least `item_bytes`."""
     return ControlType(
         name,
         lambda values: b"".join((_U32.pack(len(values)), *map(pack, values))),
@@ -128,7 +128,7 @@ class ControlMessage:
 
 @dataclass(frozen=True, slots=True)
 class RankHello(ControlMessage):
-    """A rank has come. `token` is what rank 0 left at the meeting point, which strangers have not read."""
+    """A rank has connected. `token` is what rank 0 left at the meeting point, which strangers have not read."""
 
     KIND = 1
     token: Text
@@ -163,7 +163,7 @@ class CallReport(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class OperationFailed(ControlMessage):
-    """An operation failed on a rank. `is_connection`: another one may be the cause."""
+    """An operation failed on a rank. `is_connection`: another rank may be the cause."""
 
     KIND = 4
     group: UInt32
@@ -174,7 +174,7 @@ class OperationFailed(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers(ControlMessage):
-    """Who is in a group; said by each of them before its first report of it."""
+    """The ranks of a group; each of them sends this before its first report of the group."""
 
     KIND = 5
     group: UInt32
@@ -183,7 +183,7 @@ class GroupMembers(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class RankBye(ControlMessage):
-    """A rank leaves, after so many operations of its groups; `failure` says why if it should not have."""
+    """A rank leaves; `counts` are the operations that it has done per group, `failure` the reason if it must leave."""
 
     KIND = 6
     failure: Text
@@ -192,7 +192,7 @@ class RankBye(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class LastCalls(ControlMessage):
-    """A rank calls no more than so many operations of these groups. It stays to finish them, then sends `RankBye`."""
+    """A rank calls no operations beyond these counts per group. It stays to finish them, then sends `RankBye`."""
 
     KIND = 7
     counts: Pairs
@@ -200,7 +200,7 @@ class LastCalls(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class AllConnected(ControlMessage):
-    """All ranks have come; their hosts."""
+    """All ranks are connected; their hosts."""
 
     KIND = 16
     hosts: Texts
@@ -217,7 +217,7 @@ class Agreed(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch(ControlMessage):
-    """Ranks are at different operations. `is_fatal`: some have begun theirs, and the group is at its end."""
+    """Ranks called different operations. `is_fatal`: some have begun theirs, and the group is at its end."""
 
     KIND = 18
     group: UInt32
@@ -228,7 +228,7 @@ class Mismatch(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class RankGone(ControlMessage):
-    """A rank is gone. With a `cause` that is a failure; else it has left after so many operations of its groups."""
+    """A rank is gone: with a `cause` because of a failure, else after `counts` operations per group."""
 
     KIND = 19
     rank: UInt32
@@ -272,7 +272,7 @@ class AllJoined(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class Throttle(ControlMessage):
-    """Whether each operation of a group must be waited for from now on: while somebody has joined."""
+    """Whether each operation of a group must be agreed on before it begins: while a rank has joined."""
 
     KIND = 23
     group: UInt32
@@ -281,7 +281,7 @@ class Throttle(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class StallWarning(ControlMessage):
-    """Something has been waited for too long; a sentence for the user."""
+    """An operation waits for too long; a sentence for the user."""
 
     KIND = 24
     text: Text
@@ -289,14 +289,14 @@ class StallWarning(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class Farewell(ControlMessage):
-    """The `RankBye` has been heard."""
+    """Rank 0 has received the `RankBye`."""
 
     KIND = 25
 
 
 @dataclass(frozen=True, slots=True)
 class RankLeaving(ControlMessage):
-    """A rank calls no more than so many operations of these groups: what is behind them can never be done."""
+    """A rank calls no operations beyond these counts per group: later ones can never complete."""
 
     KIND = 26
     rank: UInt32

@@ -65,7 +65,7 @@ class WireMessage:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The envelope: who speaks, to which life of whom, in which order. See WIRE.md for widths."""
+    """The envelope: sender, incarnation of the receiver, order. WIRE.md has the widths."""
 
     job: int
     term: int
@@ -78,7 +78,7 @@ class Stamp:
     ack: int
     """Every sequenced message up to this number has arrived here."""
     step: int
-    """The training step the sender is in, for people."""
+    """The training step of the sender, for logs and errors."""
 
 
 class Outcome(enum.IntEnum):
@@ -105,7 +105,7 @@ class ErrorCode(enum.IntEnum):
     PEER_LOST = 6
     """A process of the job is gone."""
     DEADLOCK = 7
-    """Processes wait for each other in calls that only the others of them could end."""
+    """Processes wait for each other in a circle."""
 
 
 class Flag(enum.IntFlag):
@@ -169,7 +169,7 @@ class Welcome(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Rejected(WireMessage):
-    """Anybody → a process that may not take part: why not. Final."""
+    """Any process → one that may not take part: why not. Final."""
 
     KIND = 3
     SEQUENCED = False
@@ -188,7 +188,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Roster(WireMessage):
-    """Scheduler → all: who is in the cluster now. The first one says that it is complete."""
+    """Scheduler → all: the processes of the cluster. The first one means that the cluster is complete."""
 
     KIND = 4
     peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
@@ -199,7 +199,7 @@ class Roster(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Declare(WireMessage):
-    """Worker → scheduler: I am about to initialise these keys."""
+    """Worker → scheduler: this worker initialises these keys next."""
 
     KIND = 10
     request: UInt64
@@ -271,7 +271,7 @@ class Configure(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class SetOptimizer(WireMessage):
-    """Scheduler → server: from now on update the weights of this store so."""
+    """Scheduler → server: update the weights of this store with this optimizer from now on."""
 
     KIND = 14
     request: UInt64
@@ -393,7 +393,7 @@ class Refused(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplaceValues(WireMessage):
-    """Worker 0 → server: new values of slices in place of the present ones, while nobody's push is under way."""
+    """Worker 0 → server: new values of slices in place of the present ones, while no push is under way."""
 
     KIND = 26
     runs: U32s
@@ -403,7 +403,7 @@ class ReplaceValues(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullState(WireMessage):
-    """Worker → server: send what the optimizer remembers of slices, of which my first `steps` pushes are counted.
+    """Worker → server: send the optimizer's state of slices as soon as my first `steps` pushes are counted.
 
     Each is answered by `Values` with its part, of the dtype in which states are kept.
     """
@@ -541,7 +541,7 @@ class RowValues(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Alive(WireMessage):
-    """Process → scheduler, every heartbeat: I live; the stamp says in which step."""
+    """Process → scheduler, every heartbeat: the process lives; the stamp has its step."""
 
     KIND = 30
     SEQUENCED = False
@@ -558,7 +558,7 @@ class Ack(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Waiting(WireMessage):
-    """Scheduler or server → worker: what your request waits for, so that your side can say it."""
+    """Scheduler or server → worker: what a request of the worker waits for, so that the worker can report it."""
 
     KIND = 32
     SEQUENCED = False
@@ -606,7 +606,7 @@ class Stop(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocked(WireMessage):
-    """Worker → scheduler: all threads of my user wait, and can go on only if other workers do something.
+    """Worker → scheduler: all threads of the user wait, and can go on only if other workers do something.
 
     It holds until the next one. An empty `place` takes it back. Slices that are alike stand together in stretches; the
     last stretch is all slices that this worker does not know.
@@ -631,7 +631,7 @@ class Blocked(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class CheckBlocked(WireMessage):
-    """Scheduler → worker: do you still wait as you said? Answered by `Blocked`, with the same number if so."""
+    """Scheduler → worker: is the last `Blocked` still true? Answered by `Blocked`, with the same number if so."""
 
     KIND = 37
 
@@ -639,7 +639,7 @@ class CheckBlocked(WireMessage):
 # Checkpoints.
 
 CHECKPOINT = "checkpoint"
-"""How the subject of every hint begins that is about one which is being saved."""
+"""How the subject of every `Waiting` about a checkpoint begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -656,7 +656,7 @@ _FILE = record("file", SavedFile)
 
 @dataclass(frozen=True, slots=True)
 class _OfStore(WireMessage):
-    """What is asked about a store, and answered."""
+    """A request about a store."""
 
     request: UInt64
     store: UInt32
@@ -664,7 +664,7 @@ class _OfStore(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class _FromWorker(_OfStore):
-    """What a worker asks about its `counter`-th checkpoint, or its `counter`-th load, which is in this folder."""
+    """A request about the `counter`-th checkpoint, or the `counter`-th load, of a worker: it lies in this folder."""
 
     counter: UInt64
     folder: Name
@@ -673,7 +673,7 @@ class _FromWorker(_OfStore):
 
 @dataclass(frozen=True, slots=True)
 class _ToServer(_OfStore):
-    """What a server is to do in this folder."""
+    """An order to a server about this folder."""
 
     folder: Name
     contents: Names

@@ -1,8 +1,8 @@
-"""Python objects as bytes, and back: what ranks of a collective job hand each other beside tensors.
+"""Encodes and decodes Python objects that ranks of a collective job exchange beside tensors.
 
 A closed list of types travels: None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and scalars, and
 what a caller translates to a `Leaf` (torch tensors). Nothing that could be executed is among them, and nothing else is
-accepted: whoever tries is told which part of his object it is.
+accepted: the error names the part of the object.
 
 The bytes are the length of the tree (8 bytes, little-endian), the tree in msgpack, and the bytes of all arrays in the
 order in which they appear in it. Beside msgpack's own types the tree has three extensions: 1 is a tuple (a packed
@@ -70,7 +70,7 @@ def _refuse(kind: str, _: NDArray[Any]) -> Any:
 # Encoding.
 
 Place = tuple[Any, ...]
-"""How one came to a part of an object: the indices and keys on the way."""
+"""The path to a part of an object: indices and keys."""
 
 
 def encode(value: object, translate: Callable[[object], object | None] = _nothing) -> Octets:
@@ -177,7 +177,7 @@ def decode(octets: Octets, build: Callable[[str, NDArray[Any]], Any] = _refuse) 
         build: makes what a `Leaf` stood for of its kind and array; may raise ProtocolError.
 
     Raises:
-        ProtocolError: they are no such bytes.
+        ProtocolError: the bytes do not describe an object.
     """
     length = _LENGTH.unpack(octets[: _LENGTH.size].tobytes())[0] if len(octets) >= _LENGTH.size else -1
     if not 0 <= length <= min(len(octets) - _LENGTH.size, TREE_BYTES_MAX):

@@ -12,10 +12,10 @@ upwards, so when both have spoken the higher one is the new connection. While on
 one: no living peer is ever called lost, and a dead one at the latest when a send to it fails.
 
 `SilentConnections` bounds those that have not sent a message yet. libzmq bounds the bytes of a frame, but neither the
-frames of an incomplete message nor the connections. So there may only be so many, and each, and all together, may only
-bring so many bytes, which the kernel counts; beyond that they are shut down, and a member dials again. A refusal is
+frames of an incomplete message nor the connections. `Bounds` limits their number and the bytes, counted by the kernel,
+that each and all of them may bring; beyond that they are shut down, and a member dials again. A refusal is
 logged once for each address, and again when the reason is certain. If a connection is over before its address could be
-seen, its refusal is logged only where nothing as certain has been: it may be any of those that were named.
+seen, its refusal is logged only where nothing as certain has been: it may be any of the named ones.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ SIGNATURE = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 PATIENCE_S = 1.0
 """For the whole exchange, which blocks the node. The name has been resolved for libzmq just before."""
 SUSPICIOUS_FAILURES, SUSPICIOUS_S = 3, 8.0
-"""So many handshakes broken off within so many seconds are looked into."""
+"""This number of handshakes broken off within this time is looked into."""
 
 Resolved = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any, ...]]
 

@@ -108,7 +108,7 @@ class MonitoredSocket(abc.ABC):
         """Descriptors of connections that had brought nothing for some heartbeats when they were last looked at."""
 
     def hang_up_silent(self, after_s: float, quiet_s: float) -> None:
-        """End the connections that have brought nothing for so long, and note those that are quiet.
+        """End connections that have brought nothing for `after_s`, and note which are quiet.
 
         Args:
             after_s: from when on a connection is ended.
@@ -339,7 +339,7 @@ class BoundSocket(MonitoredSocket):
         """Shut down silent connections that take too much, once every message that might show a member has been read.
 
         libzmq takes messages from connections in turn, so that none is left of what was complete at the last look when
-        as many have been read as there are connections, twice for those that came and went meanwhile.
+        as many have been read as there are connections, twice because connections come and go meanwhile.
         """
         if self.is_drained:
             self._silent.look()

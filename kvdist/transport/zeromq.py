@@ -56,12 +56,12 @@ HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 6_000
 """How long a listener waits for a handshake to end, for which it may be too busy itself; and a dialler: longer, so that
 the listener hangs up, and knows that only time ran out."""
 LOOKS_PER_SILENCE, SILENCE_LOOK_S_MAX = 8, 1.0
-"""Silent connections are looked for so many times per allowed silence, and at least so often."""
+"""How often silent connections are looked for: per allowed silence, and at the least."""
 
 LOOK_MS = 100
 """How often connections are looked at that have sent nothing yet, and how long a refused one stays to hear why."""
 SILENT_SHARE = 4
-"""The connections that have sent nothing may take one of so many of this process's descriptors."""
+"""Connections that have sent nothing may take this fraction (one in 4) of the descriptors of this process."""
 
 LAST_WORDS_S = 0.02
 """Time for the I/O thread to write what `send` has just been given."""

@@ -1,4 +1,4 @@
-"""The bytes that stand in a message for frames that stay in shared memory, and those that two processes agree with.
+"""The bytes that replace frames in shared memory, and the messages by which two processes agree to use them.
 
 Bytes, little-endian:
 

@@ -192,7 +192,7 @@ def _error(verb: str, owner: int, error: OSError) -> ProtocolError:
 
 
 Pin = Callable[[Bytes], object]
-"""Registers memory with a GPU, which then copies from and to it at full speed, until what is returned is let go."""
+"""Registers memory with a GPU, which then copies from and to it at full speed, until the returned object is freed."""
 
 
 class SegmentTable:

@@ -346,7 +346,7 @@ class _Partner:
         return self._segments[index].view[start : start + one.length]
 
     def close(self) -> None:
-        """Let go of its memory. It is unmapped when nobody shows it any more."""
+        """Release its memory, which is unmapped with the last array over it."""
         for segment in self._segments:
             self._mapped.discard(segment)
         self._segments.clear()
