@@ -1,20 +1,16 @@
-"""Gradients travel in buckets, during the backward pass: which go together, and when a bucket is full.
+"""Buckets of gradients that travel during the backward pass: which gradients go together, and when a bucket is full.
 
-This is the one owner of overlap. What is done with a full bucket is left to whoever derives from `GradientBuckets`: the
-`Trainer` pushes it to a store. Rules that hold here:
+Subclasses of `GradientBuckets` send full buckets. Invariants:
 
-* Buckets are made in the reverse order of the parameters, which is about the order in which a backward pass reaches
-  them. They follow from sizes and order alone, so all workers have the same ones.
-* The layers that the next forward pass needs first are the last to be ready. So each bucket has a higher priority than
-  the one before it.
-* A bucket starts when every replica of every one of its parameters has had its gradient accumulated since the last
-  `complete`, as many times as there are passes to a step. What has not started by then starts in `complete`, with the
-  gradients that there are: a parameter that the loss does not depend on delays its bucket, and stops nobody.
-* No hook can know which backward pass is the last one before a step. So passes that only accumulate are marked with
-  `paused`, and a gradient that comes after its bucket has started is an error, in the backward pass that made it.
-* Hooks run on the threads of autograd, one per device. All that they touch is under one lock, so buckets start one at a
-  time.
-* Hooks know their owner weakly. They go when it is closed or collected, and never keep it alive.
+* Buckets are made in the reverse order of the parameters, roughly the order of a backward pass. They follow from sizes
+  and order alone, so all workers have the same ones. Each has a higher priority than the one before it, because the
+  next forward pass needs the first layers, which are ready last.
+* A bucket starts when every replica of all its parameters has accumulated its gradient since the last `complete`, once
+  for each pass of a step. `complete` starts the others with the gradients that exist, so a parameter that the loss does
+  not depend on delays only its bucket.
+* No hook knows which backward pass is the last before a step. So passes that only accumulate are marked with `paused`,
+  and a gradient that comes after its bucket has started raises in the backward pass.
+* Hooks run on autograd's threads, one per device, under one lock. They refer to their owner weakly.
 """
 
 from __future__ import annotations
@@ -31,10 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 BUCKET_BYTES = 4 << 20
-"""A bucket is full when it has so many bytes.
-
-Small enough that the first one leaves early and a layer of a few MiB travels alone, large enough that biases and norms
-travel with the layer they belong to: a bucket costs a message or two to each server, whatever its size."""
+"""The size at which a bucket is full: small enough that the first one leaves early and a layer of a few MiB travels
+alone, large enough that biases and norms travel with their layer. A bucket of any size costs a message or two to each
+server."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,8 +37,8 @@ class Bucket:
     """Parameters whose gradients travel together.
 
     Attributes:
-        members: their positions, ascending.
-        priority: higher is needed earlier.
+        members: positions of the parameters, ascending.
+        priority: higher ones are needed earlier.
     """
 
     members: tuple[int, ...]
@@ -53,7 +48,7 @@ class Bucket:
 def arrange(sizes_bytes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     """Buckets over parameters of these sizes, from the last parameter to the first.
 
-    Each ends with the parameter that brings it to `bucket_bytes`, so only the last one may have less.
+    Each ends with the parameter that brings it to `bucket_bytes`, so only the last one may be smaller.
     """
     buckets: list[Bucket] = []
     members: list[int] = []
@@ -69,13 +64,13 @@ class GradientBuckets(abc.ABC):
     """Watches the gradients of parameters and starts each bucket when it is full.
 
     Args:
-        names: what the user calls the parameters.
-        parameters: each one's replicas, one per device. Those without ``requires_grad`` are not watched.
+        names: of the parameters, for messages.
+        parameters: the replicas of each, one per device. Parameters without ``requires_grad`` are not watched.
         bucket_bytes: the size of a bucket, counted on one device.
-        buckets: the buckets, where sizes do not say which they are.
+        buckets: the buckets, if they do not follow from sizes.
         passes: backward passes whose gradients add up before a bucket is full.
-        in_order: a bucket starts only after all that are before it in `buckets`. Where what is started is matched with
-            other workers by its order, this must be so: they may reach parameters in different orders.
+        in_order: a bucket starts only after all before it. Required where workers match buckets by their order, because
+            they may reach parameters in different orders.
     """
 
     def __init__(
@@ -103,22 +98,22 @@ class GradientBuckets(abc.ABC):
             replica.register_post_accumulate_grad_hook(_hook(me, member, device))  # type: ignore[no-untyped-call]
             for member, replicas in enumerate(parameters)
             for device, replica in enumerate(replicas)
-            if replica.requires_grad  # one that was frozen meanwhile has no gradient to wait for in a pass
+            if replica.requires_grad  # a frozen one gets no gradient to wait for
         ]
         self.remove_hooks = weakref.finalize(self, _remove, handles)
-        """Call it to stop watching; a second call does nothing."""
+        """Stops watching; a second call does nothing."""
         self.remove_hooks.atexit = False
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """The first gradient since the last `complete` is there, or `complete` was called without any."""
+        """Handle the first gradient since the last `complete`, or a `complete` without gradients."""
 
     @abc.abstractmethod
     def start(self, bucket: Bucket) -> None:
-        """Do what is to be done with the gradients of a bucket. An error leaves the bucket as it was."""
+        """Send the gradients of a bucket. After an error the bucket counts as not started."""
 
     def too_late(self, member: int) -> Exception:
-        """What to raise where a gradient comes after its bucket has started."""
+        """Return the error for a gradient that comes after its bucket has started."""
         return RuntimeError(
             f"a backward pass adds to the gradient of {self._names[member]}, which an earlier one has sent already and"
             " no step() has taken since. With overlap=True each step sends the gradients of one backward pass: put all"
@@ -129,14 +124,14 @@ class GradientBuckets(abc.ABC):
 
     @property
     def is_open(self) -> bool:
-        """Whether any gradient has come since the last `complete`, in a pass that was not `paused`."""
+        """Whether a gradient has come since the last `complete`, in a pass that was not `paused`."""
         return self._is_open
 
     def complete(self) -> None:
         """Start the buckets that have not started, in order; the next gradient belongs to the next step.
 
         Raises:
-            Exception: what `start` raised. The remaining buckets have not been started then.
+            Exception: the error of `start`. The remaining buckets are not started then.
         """
         with self._lock:
             try:
@@ -149,7 +144,7 @@ class GradientBuckets(abc.ABC):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it gradients only accumulate."""
+        """Return a context in which gradients only accumulate."""
         with self._lock:
             self._paused += 1
         try:
@@ -172,7 +167,7 @@ class GradientBuckets(abc.ABC):
             self.begin()
 
     def _accumulated(self, member: int, device: int) -> None:
-        """A hook: this parameter has its gradient on this device."""
+        """Handle a parameter's gradient on a device, from its hook."""
         with self._lock:
             bucket = self._bucket_of[member]
             if bucket in self._started:
@@ -188,7 +183,7 @@ class GradientBuckets(abc.ABC):
                 self._start_full(bucket)
 
     def _start_full(self, bucket: Bucket) -> None:
-        """Start a full bucket, and those that have waited for it; not yet one that has to wait itself."""
+        """Start a full bucket and full ones that waited for it, unless it has to wait itself."""
         for one in self.buckets if self._in_order else [bucket]:
             if one not in self._started:
                 if self._missing[one]:

@@ -1,6 +1,6 @@
-"""Horovod's callbacks for `model.fit`, with its formulas: equal beginnings, metrics of all ranks, learning rates.
+"""Horovod's callbacks for `model.fit`, with its formulas: initial broadcast, averaged metrics, learning rates.
 
-`MetricAverageCallback` stands before callbacks that look at metrics, such as `ReduceLROnPlateau` and `TensorBoard`.
+Put `MetricAverageCallback` before callbacks that read metrics, such as `ReduceLROnPlateau` and `TensorBoard`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Logs = MutableMapping[str, Any] | None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Give all ranks one rank's weights and optimizer state once, before the first batch.
+    """Broadcast one rank's weights and optimizer state once, before the first batch.
 
-    Where a model of some rank is not built by then, this happens at the end of the first batch instead, as Horovod does
-    it always; all ranks do it at the same moment. Seeds of random layers stay each rank's own.
+    If a rank's model is not built by then, all ranks do it at the end of the first batch, as Horovod always does. Seeds
+    of random layers stay each rank's own.
 
     Args:
-        root_rank: whose values they are, usually 0, which has loaded a checkpoint or begins anew.
-        device: taken for the sake of scripts, and without effect.
+        root_rank: the rank whose values they are, usually 0, which may have loaded a checkpoint.
+        device: accepted for compatibility, without effect.
         local_variables: variables of the model that stay each rank's own.
     """
 
@@ -41,7 +41,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._is_done = False
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Broadcast, if all ranks have a model to broadcast."""
+        """Broadcast if all ranks have built their models."""
         if getattr(self.model, "ddp_model", None) is not None:
             raise ValueError(
                 "Keras has put this model into torch's DistributedDataParallel, which averages gradients by itself:"
@@ -56,7 +56,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcast, if that could not be done before."""
+        """Broadcast if that was not possible before."""
         if not self._is_done:
             self._broadcast()
 
@@ -72,7 +72,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replace the metrics of an epoch by their averages over the ranks.
 
-    All ranks must have the same metrics, so that those of a validation are either everybody's or nobody's.
+    All ranks must have the same metrics: either all of them run a validation or none.
 
     Args:
         process_set: the ranks that take part.
@@ -89,7 +89,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         names = sorted(logs)
         values = [array_of(logs[name]).astype(np.float64) for name in names]
         flat = torch.from_numpy(np.concatenate([value.reshape(-1) for value in values]))
-        # The names are part of the operation's: ranks with other metrics get an error that tells them.
+        # The names are part of the operation's name: ranks with other metrics get an error that lists them.
         collective.allreduce_(flat, name=f"metrics {', '.join(names)}", process_set=self._process_set)
         averages = np.split(flat.numpy(), np.cumsum([value.size for value in values])[:-1])
         for name, value, average in zip(names, values, averages, strict=True):
@@ -134,7 +134,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._momentum: float | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """See what there is to adjust.
+        """Check the number of steps and the momentum.
 
         Raises:
             ValueError: the number of steps of an epoch is needed and unknown.
@@ -169,7 +169,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._adjust(self._epoch)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Give the optimizer its momentum back."""
+        """Restore the optimizer's momentum."""
         if self._momentum is not None:
             self._innermost().momentum = self._momentum
             self._momentum = None

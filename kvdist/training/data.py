@@ -23,7 +23,7 @@ import numpy as np
 from kvdist.kvstore.values import is_tensor
 
 State: TypeAlias = dict[str, Any]
-"""A `Place` in numbers, texts and lists."""
+"""A `SamplerPosition` in numbers, texts and lists."""
 
 LEAST = {"length": 0, "num_parts": 1, "part_index": 0, "epoch": 0, "visited": 0}
 """The numbers of a state, and the least that each can be."""
@@ -39,7 +39,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Place:
+class SamplerPosition:
     """Where one part is: `visited` counts since the epoch began, or since what was left of it was split again."""
 
     length: int
@@ -62,7 +62,7 @@ class Place:
         """Whether the order is the same when it is made a second time."""
         return self.seed is not None or not self.shuffle
 
-    def beginning_of(self, epoch: int) -> Place:
+    def beginning_of(self, epoch: int) -> SamplerPosition:
         return replace(self, epoch=epoch, visited=0, generations=())
 
     def order(self) -> list[int]:
@@ -77,11 +77,11 @@ class Place:
         return examples
 
     def share_of(self, examples: Sequence[int]) -> list[int]:
-        """What of `examples` the part visits."""
+        """This part's share of `examples`."""
         return self._share(examples, self.num_parts, self.part_index, self.drop_last, not self.generations)
 
     def left_of(self, examples: Sequence[int], number: int) -> list[int]:
-        """What of `examples` no part visited in a generation, each once, also what two parts were to visit."""
+        """The examples that no part visited in a generation, each once, also those assigned to two parts."""
         generation = self.generations[number]
         done: set[int] = set()
         left: list[int] = []
@@ -94,44 +94,44 @@ class Place:
         return left if generation.drop_last else [index for index in dict.fromkeys(left) if index not in done]
 
     def _share(self, examples: Sequence[int], num_parts: int, part: int, drop_last: bool, is_first: bool) -> list[int]:
-        """One part's share of `examples`; shuffled in an epoch's first generation, and so in those that follow."""
+        """One part's share of `examples`; shuffled in an epoch's first generation, whose order later ones keep."""
         length = len(examples)
         count = part_length(length, num_parts, drop_last)
         start, stop = count * part, count * (part + 1)
         share = list(examples[start:stop])
         share += [examples[position % length] for position in range(max(start, length), stop)]
         if is_first and self.shuffle:
-            # A text seeds by its hash under SHA-512: the same on every machine, and no two epochs are related.
+            # A str seeds by its SHA-512 hash: the same on every machine, and unrelated between epochs.
             seed = None if self.seed is None else f"{self.seed}/{self.epoch}/{part}"
             random.Random(seed).shuffle(share)
         return share
 
     def to_state(self) -> State:
-        """The place as JSON can say it; of a size that grows with generations times parts."""
+        """The position as JSON values; its size grows with generations times parts."""
         generations = [{"drop_last": one.drop_last, "visited": list(one.visited)} for one in self.generations]
         return {**asdict(replace(self, generations=())), "generations": generations}
 
 
-NAMES = tuple(field.name for field in fields(Place))
+NAMES = tuple(field.name for field in fields(SamplerPosition))
 
 
 def part_length(length: int, num_parts: int, drop_last: bool) -> int:
-    """How many of `length` examples each part visits."""
+    """The number of examples that each part visits."""
     return length // num_parts if drop_last else -(-length // num_parts)
 
 
-def resume(here: Place, state: Any) -> tuple[Place, list[int] | None]:
-    """Where the part of `here` goes on from a state.
+def resume(here: SamplerPosition, state: Any) -> tuple[SamplerPosition, list[int] | None]:
+    """Find where a part continues from a saved state.
 
     Args:
-        here: any place of the sampler that goes on.
-        state: one that `Place.to_state` made, or several of them, by rank.
+        here: any position of the sampler that continues.
+        state: from `SamplerPosition.to_state`, or several of them, by rank.
 
     Returns:
-        The place, and what is to be visited from there to the end of the epoch; None for all of the epoch.
+        The position, and the examples from there to the end of the epoch; None for the whole epoch.
 
     Raises:
-        ValueError: it is no such state, belongs to other data or another order, or states of some parts are missing.
+        ValueError: the state is invalid, of other data or another order, or states of some parts are missing.
     """
     places = _read_all(state)
     for place in places.values():
@@ -152,8 +152,8 @@ def resume(here: Place, state: Any) -> tuple[Place, list[int] | None]:
     return (found, rest) if rest else (found.beginning_of(found.epoch + 1), None)
 
 
-def _require_together(places: Mapping[int, Place]) -> Place:
-    """Refuse states that are not of one moment, and return the place of a part that is not ahead of another."""
+def _require_together(places: Mapping[int, SamplerPosition]) -> SamplerPosition:
+    """Refuse states of different moments; return the position of a part that is not ahead of another."""
     last = min(places.values(), key=lambda place: place.epoch)
     for place in places.values():
         for name in ("num_parts", "drop_last", "epoch", "generations"):
@@ -166,13 +166,15 @@ def _require_together(places: Mapping[int, Place]) -> Place:
     return last
 
 
-def _has_ended(place: Place, last: Place) -> bool:
-    """Whether a part has ended the epoch of another: then it is at the beginning of the next one."""
+def _has_ended(place: SamplerPosition, last: SamplerPosition) -> bool:
+    """Whether a part has finished the epoch of another, and is at the beginning of the next one."""
     return place.is_beginning and place.epoch == last.epoch + 1
 
 
-def _split_again(here: Place, places: Mapping[int, Place], last: Place, count: int) -> Place:
-    """The beginning of the part of `here` in what those of `places` have left, each of `count` examples."""
+def _split_again(
+    here: SamplerPosition, places: Mapping[int, SamplerPosition], last: SamplerPosition, count: int
+) -> SamplerPosition:
+    """The beginning of a part in the examples that other parts, of `count` examples each, have left."""
     if len(places) < last.num_parts:
         saved, present = (
             f"of {one.num_parts}" + f" with drop_last={one.drop_last}" * (last.drop_last != here.drop_last)
@@ -189,7 +191,7 @@ def _split_again(here: Place, places: Mapping[int, Place], last: Place, count: i
     return replace(here, epoch=last.epoch, visited=0, generations=generations)
 
 
-def _require_same_data(here: Place, place: Place) -> None:
+def _require_same_data(here: SamplerPosition, place: SamplerPosition) -> None:
     for name in ("length", "shuffle", "seed"):
         mine, theirs = getattr(here, name), getattr(place, name)
         if mine != theirs:
@@ -208,11 +210,11 @@ def _refusal(wrong: str) -> ValueError:
     )
 
 
-# Reading what came from outside.
+# Reading a state from outside.
 
 
-def _read_all(state: Any) -> dict[int, Place]:
-    """part → place."""
+def _read_all(state: Any) -> dict[int, SamplerPosition]:
+    """Check and read the states of parts: part → position."""
     if isinstance(state, Mapping) and state and all(map(_is_rank, state)):
         found = [_read(f"the state of rank {key}", one) for key, one in state.items()]
     else:
@@ -227,8 +229,8 @@ def _is_rank(key: Any) -> bool:
     return isinstance(key, int) or (isinstance(key, str) and key.isdecimal())
 
 
-def _read(what: str, state: Any) -> Place:
-    """`what` says in errors whose state it is."""
+def _read(what: str, state: Any) -> SamplerPosition:
+    """Check and read one state; `what` names it in errors."""
     if state is None:
         raise _refusal(f"{what} is None: nothing was saved there")
     if not isinstance(state, Mapping):
@@ -237,7 +239,7 @@ def _read(what: str, state: Any) -> Place:
     if missing:
         has = ", ".join(map(str, state)) or "nothing"
         raise _refusal(f"{what} lacks {', '.join(missing)} (it has {has})")
-    place = Place(**{**{name: state[name] for name in NAMES}, "generations": _read_generations(what, state)})
+    place = SamplerPosition(**{**{name: state[name] for name in NAMES}, "generations": _read_generations(what, state)})
     for name, least in LEAST.items():
         if not _is_count(state[name], least):
             raise _refusal(f"{what} has {name}={state[name]!r}, which must be a whole number of at least {least}")
@@ -328,11 +330,11 @@ class SplitSampler:
                 f"{length} examples in {num_parts} equal parts leave every part empty;"
                 " use fewer workers or drop_last=False"
             )
-        self._next = Place(length, shuffle, seed, num_parts, part_index, drop_last)
+        self._next = SamplerPosition(length, shuffle, seed, num_parts, part_index, drop_last)
         """Where the next iteration begins."""
         self._rest: list[int] | None = None
         """What the next iteration visits, where that is the rest of an epoch."""
-        self._begun: Place | None = None
+        self._begun: SamplerPosition | None = None
         """Where the latest iteration began; None if there was none since the next one was set."""
         self._order: list[int] = []
         """What the latest iteration visits."""
@@ -340,7 +342,7 @@ class SplitSampler:
         """How many examples of its epoch the latest iteration has been asked for."""
         self._iterations = 0
         """Counts iterations, and the calls that set the next one."""
-        self._used: Place | None = None
+        self._used: SamplerPosition | None = None
         """The position after the last step, while `Batches` reports steps; None: what was asked for counts."""
         self._is_followed = False
         """Whether `Batches` reports the steps of the next iteration."""
@@ -401,7 +403,7 @@ class SplitSampler:
             raise ValueError("the order of this epoch cannot be made again: give SplitSampler a seed")
         return place.to_state()
 
-    def _place(self, visited: int | None) -> Place:
+    def _place(self, visited: int | None) -> SamplerPosition:
         if self._begun is None:
             before, found, end = self._next, self._next.visited, self._next.visited
         else:
@@ -426,19 +428,19 @@ class SplitSampler:
         Args:
             state: of the same part of as many parts; or those of all parts, by rank:
                 ``{rank: state["sampler"] for rank, state in checkpoint.states.items()}``, where each worker saved
-                ``{"sampler": sampler.state_dict()}``. Then what nobody had visited is split over the present parts.
+                ``{"sampler": sampler.state_dict()}``. Then the unvisited examples are split over the current parts.
 
         Raises:
-            ValueError: it is no such state, it belongs to another data set or another order, or some parts are missing.
+            ValueError: the state is invalid, of another data set or order, or some parts are missing.
         """
         self._next, self._rest = resume(self._next, state)
         self._reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is, so that a resumed run with a seed goes on in the same order.
+        """Set the epoch of the next iteration, so that a resumed run with a seed continues in the same order.
 
-        Without this call the iterations count as epochs 0, 1, 2, …. Of an epoch in the middle of which
-        `load_state_dict` has put the sampler, the next iteration is the rest.
+        Without this call iterations count as epochs 0, 1, 2, …. If `load_state_dict` has restored a position within the
+        epoch, the next iteration is the rest of it.
         """
         if epoch < 0:
             raise ValueError(f"the epoch is {epoch}; epochs count from 0")
@@ -472,14 +474,14 @@ class SplitSampler:
 
 
 class Batches:
-    """The batches of a loader, unchanged, of which a `SplitSampler` counts those that have reached a step.
+    """Iterates a loader and lets its `SplitSampler` count the batches that have reached a step.
 
-    What `kvdist.Trainer.batches` returns; not made by hand. Each iteration is one of the loader's. A loader with
-    another sampler, or with none, is only iterated.
+    The result of `kvdist.Trainer.batches`. Each iteration is one of the loader's. A loader with another sampler, or
+    none, is only iterated.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``, or another iterable.
-        handed_out: sampler → what the next step uses of it, as `SplitSampler._use` takes it; see `count_as_used`.
+        handed_out: sampler → the arguments of `SplitSampler._use` at the next step; see `count_as_used`.
     """
 
     def __init__(self, loader: Any, handed_out: HandedOut) -> None:
@@ -512,7 +514,7 @@ class Batches:
         self._ended(sampler, iteration if count else sampler._iterations, before)
 
     def _ended(self, sampler: SplitSampler, iteration: int, before: int) -> None:
-        """The loader has no more batches: with the next step, or now if none is left for it, the epoch is over."""
+        """Handle the end of the loader: the epoch ends with the next step, or now if no batch is left for it."""
         sampler._is_followed = False  # also where the loader never asked it
         if before != iteration == sampler._iterations:
             sampler._left_early = False
@@ -526,18 +528,18 @@ HandedOut: TypeAlias = "dict[SplitSampler, tuple[int, int | None, str]]"
 
 
 def count_as_used(handed_out: HandedOut) -> None:
-    """A step has used all batches that were handed out."""
+    """Record that a step has used all batches that were handed out."""
     for sampler, used in handed_out.items():
         sampler._use(*used)
     handed_out.clear()
 
 
 def _batching(loader: Any) -> tuple[SplitSampler | None, int | None, bool]:
-    """The `SplitSampler` of a loader, and how it makes batches.
+    """The `SplitSampler` of a loader, and how the loader makes batches.
 
     Returns:
-        The sampler, None for another one. The examples of a batch; None where that is not known before it is made.
-        Whether a last batch that has fewer is left out.
+        The sampler, None for another one; the batch size, None where it is not known beforehand; whether a smaller last
+        batch is left out.
     """
     from torch.utils.data import BatchSampler, DataLoader  # there is a trainer, so there is torch
 
@@ -556,9 +558,9 @@ def _batching(loader: Any) -> tuple[SplitSampler | None, int | None, bool]:
 
 
 def _asks_ahead() -> bool:
-    """Whether the caller's caller is asked by a ``DataLoader`` with worker processes, which asks ahead of its batches.
+    """Whether a ``DataLoader`` with worker processes, which reads ahead, is iterating the sampler.
 
-    Its iterator is then among the callers. A sampler is given nothing that would tell otherwise.
+    Its iterator is then among the callers; a sampler has no other way to know.
     """
     module = sys.modules.get("torch.utils.data.dataloader")
     frame = None if module is None else sys._getframe(2)

@@ -1,8 +1,7 @@
-"""`Embedding`: a layer whose rows live on the servers, so that a table may be larger than any worker's memory.
+"""`Embedding`: a layer whose rows live on the servers, so a table may be larger than a worker's memory.
 
-The walk of a step: `forward` pulls the rows that the batch names, each once, and looks up in those; the backward pass
-leaves their gradients; `step` pushes these, and asks for the rows of the next batch if `prefetch` has named it. What a
-worker holds is as large as its batch.
+`forward` pulls each row of the batch once and looks up in those; the backward pass computes their gradients; `step`
+pushes these, and requests the rows of the next batch if `prefetch` has named it. A worker holds only its batch's rows.
 """
 
 from __future__ import annotations
@@ -78,9 +77,9 @@ class Embedding(torch.nn.Module):
         self._store = made
         self._shape = (num_embeddings, embedding_dim)
         self._used: list[tuple[Ids, torch.Tensor]] = []
-        """What forward passes have looked up since the last `step`."""
+        """Ids and rows of the forward passes since the last `step`."""
         self._wanted: Ids | None = None
-        """What `prefetch` has named and nobody has asked the store for."""
+        """Ids named by `prefetch` and not yet requested from the store."""
         self._coming: tuple[Ids, Future[RowSparse]] | None = None
         made.init(key, declared)
 
@@ -191,7 +190,7 @@ class Embedding(torch.nn.Module):
             self._coming = wanted, self._store.row_sparse_pull_async(self.key, row_ids=wanted)
 
     def _rows(self, ids: Ids) -> torch.Tensor:
-        """The present values of these rows, in memory that nobody else has."""
+        """The current values of these rows, in memory of their own."""
         coming, self._coming = self._coming, None
         if coming is not None and np.array_equal(coming[0], ids):
             pulled = coming[1].result()

@@ -1,10 +1,10 @@
-"""The parameters of a trainer: who they are, in which order, and whether they can be trained together.
+"""The parameters of a trainer: their order, names and replicas, and whether they can be trained together.
 
-Rules that hold here:
+Invariants:
 
-* What is wrong with the parameters is said when the trainer is made, by name and with what to do.
-* A lazy parameter (`torch.nn.LazyLinear`) has no shape before a forward pass; it is looked at when training begins.
-* A parameter is one tensor, or a list of replicas of it, one per device; every parameter has the same number.
+* Invalid parameters are refused when the trainer is made, by name and with a remedy.
+* A lazy parameter (`torch.nn.LazyLinear`) has no shape before a forward pass; it is checked when training begins.
+* A parameter is one tensor, or a list of replicas, one per device; every parameter has the same number of replicas.
 """
 
 from __future__ import annotations
@@ -27,53 +27,50 @@ _GROUP_ADVICE = {
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """One parameter: its replicas, and whether it is trained or only kept the same everywhere."""
+    """One parameter: its replicas, and whether it is trained or only kept equal to rank 0's."""
 
     name: str
     replicas: list[torch.Tensor]
     trained: bool
     group: Mapping[str, Any]
     _filled: list[torch.Tensor] = field(default_factory=list)
-    """Replicas whose gradients are not the user's."""
+    """Replicas whose gradients `fill_grads` has made."""
 
     def grads(self) -> list[torch.Tensor] | None:
-        """The gradients there are; None when no device has one.
-
-        A sparse one becomes an array first, as its weight is one: every worker has all of it.
-        """
+        """The gradients of the devices that have one, sparse ones made dense; None if no device has one."""
         for replica in self.replicas:
             if replica.grad is not None and replica.grad.is_sparse:
                 replica.grad = replica.grad.to_dense()
         return [replica.grad for replica in self.replicas if replica.grad is not None] or None
 
     def fill_grads(self) -> None:
-        """Give zeros to the devices that have no gradient, so that a sum has somewhere to go."""
+        """Set zeros on devices without a gradient, as memory for a sum."""
         for replica in self.replicas:
             if replica.grad is None:
                 replica.grad = replica.detach().new_zeros(replica.shape)
                 self._filled.append(replica)
 
     def drop_filled(self) -> None:
-        """Take away what `fill_grads` gave, or the next step would take it for a gradient of the user's."""
+        """Remove the zeros of `fill_grads`, which the next step would take for a gradient of the user."""
         for replica in self._filled:
             replica.grad = None
         self._filled.clear()
 
     @property
     def has_sparse_grad(self) -> bool:
-        """Whether a device has a sparse gradient now."""
+        """Whether a device has a sparse gradient."""
         return any(replica.grad is not None and replica.grad.is_sparse for replica in self.replicas)
 
     @property
     def is_lazy(self) -> bool:
-        """Whether it has no shape before the first forward pass, as in torch's lazy modules."""
+        """Whether it has no shape yet, as in torch's lazy modules."""
         from torch.nn.parameter import is_lazy
 
         return any(is_lazy(replica) for replica in self.replicas)
 
 
 def collect(params: Any) -> list[Parameter]:
-    """The parameters in order, each once, all with the same number of replicas.
+    """Collect the parameters in order, each once, all with the same number of replicas.
 
     Args:
         params: as for `kvdist.Trainer`.
@@ -81,7 +78,7 @@ def collect(params: Any) -> list[Parameter]:
     Raises:
         TypeError, ValueError: they cannot be trained, or not together.
     """
-    from torch.nn import Module  # whoever has a parameter has torch; the trainer says so where it is missing
+    from torch.nn import Module
 
     if isinstance(params, Module):
         raise TypeError("give the network's parameters, not the network: net.parameters()")
@@ -105,7 +102,7 @@ def collect(params: Any) -> list[Parameter]:
 
 
 def require_shapes(parameters: Sequence[Parameter]) -> None:
-    """Check what could not be checked when they were collected: that lazy ones have become what fits together.
+    """Check the shapes of parameters that were lazy when they were collected.
 
     Raises:
         RuntimeError: one has no shape yet.
@@ -122,12 +119,12 @@ def require_shapes(parameters: Sequence[Parameter]) -> None:
 
 
 def multipliers(parameters: Sequence[Parameter], entry: str) -> dict[int, float]:
-    """Key → the factor that its group gives it as ``lr_mult`` or ``wd_mult``."""
+    """Key → the ``lr_mult`` or ``wd_mult`` of its group."""
     return {key: one.group[entry] for key, one in enumerate(parameters) if entry in one.group}
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: ``0-3, 7``."""
+    """Abbreviate ascending numbers, as in ``0-3, 7``."""
     starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
     ends = [n for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
     pairs = zip(starts, ends, strict=True)
@@ -180,7 +177,7 @@ def _check_replicas(name: str, replicas: list[Any]) -> None:
         if not replica.is_leaf:
             raise ValueError(f"{name} is the result of a computation, not a parameter, so training it has no effect")
         if is_lazy(replica):
-            continue  # its shape is looked at when a trainer begins
+            continue  # `require_shapes` checks it
         if (replica.shape, replica.dtype) != (replicas[0].shape, replicas[0].dtype):
             raise ValueError(
                 f"the replicas of {name} differ: {tuple(replicas[0].shape)} {replicas[0].dtype} on the first device,"

@@ -116,7 +116,7 @@ def _copy(net: torch.nn.Module) -> torch.nn.Module:
 
 
 def _devices(devices: Sequence[Any]) -> list[torch.device]:
-    """The devices that are meant, each of which can be used."""
+    """Resolve the devices, and check that each can be used."""
     import torch
 
     if isinstance(devices, str) or not isinstance(devices, Sequence):

@@ -3,7 +3,7 @@
 Schedulers of learning rates, `torch.amp.GradScaler`, and frameworks around a training loop work with it. Rules that
 hold here:
 
-* A group's ``lr`` and ``weight_decay`` are those of the next step, whoever has changed them.
+* A group's ``lr`` and ``weight_decay`` are those of the next step, changed by the user or by a scheduler.
 * So is its ``momentum``, or ``betas``, which OneCycleLR and CyclicLR change, where the weights are updated in this
   process; servers would never learn of it, so there a change is an error. All groups have the same.
 * The other numbers of an optimizer cannot change, so they are not in the groups.
@@ -34,7 +34,7 @@ from kvdist.optimizer.states import SliceState, is_count
 from kvdist.training.parameters import Parameter, require_shapes
 
 NUMBERS = {"lr": ("learning_rate", "lr_mult"), "weight_decay": ("wd", "wd_mult")}
-"""What of a group may change: torch's word, our name, and the table of factors on it."""
+"""Hyper-parameters of a group that may change: torch's name → our name and the table of its factors."""
 
 
 TORCH_NAMES: Mapping[str, Mapping[str, str]] = {
@@ -48,27 +48,27 @@ TORCH_NAMES: Mapping[str, Mapping[str, str]] = {
     "adadelta": {"gradients": "square_avg", "steps": "acc_delta"},
     "rmsprop": {"squares": "square_avg", "mean": "grad_avg", "delta": "momentum_buffer"},
 }
-"""What torch calls the states of the rules that it has too. Other names stay."""
+"""Torch's names of the states of rules that it has too; other names stay."""
 STEP, MASTER = "step", "master"
 
 
 class Steps(Protocol):
-    """What this needs of a trainer."""
+    """The step function of a trainer."""
 
     def __call__(self, *, skip: bool) -> None:
         """Make a step, or take part in one without gradients."""
 
 
 class TorchOptimizer(torch.optim.Optimizer):
-    """What `kvdist.Trainer.as_torch_optimizer` returns; not made by hand.
+    """The result of `kvdist.Trainer.as_torch_optimizer`.
 
     Args:
         parameters: the trainer's.
-        live: the optimizer whose numbers travel with each step.
-        take_step: makes the steps.
-        gather: returns what the optimizer remembers of each trained parameter.
-        replace: takes other states in place of those.
-        overlaps: gradients leave during the backward pass.
+        live: the optimizer whose hyper-parameters travel with each step.
+        take_step: makes a step.
+        gather: returns the optimizer's state of each trained parameter.
+        replace: replaces those states.
+        overlaps: whether gradients leave during the backward pass.
     """
 
     _step_supports_amp_scaling = True
@@ -112,10 +112,10 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._seen = {number: self._of_groups(number) for number in NUMBERS}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only torch's constructor may: a trainer's parameters are known from its beginning.
+        """Refuse further groups: a trainer's parameters are fixed when it is made.
 
         Raises:
-            RuntimeError: it is called by anybody else.
+            RuntimeError: always, except within torch's constructor.
         """
         if self._is_complete:
             raise RuntimeError("parameters cannot be added to a trainer; make another one with all of them")
@@ -257,7 +257,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         return SliceState(int(count), fresh.arrays, scalars, fresh.master) if count else None
 
     def tell(self, updates_here: bool) -> None:
-        """Give the optimizer the groups' numbers, or the groups the optimizer's: those that have changed.
+        """Synchronise hyper-parameters between the groups and the optimizer; the ones that changed win.
 
         Args:
             updates_here: whether the weights are updated in this process.

@@ -1,7 +1,7 @@
-"""What a trainer saves and loads: on its store where that updates, else from here.
+"""Saving and loading of a trainer, on its store where that updates, else in this process.
 
-Where the store updates, its servers write what they keep. Where workers update, all of them have the same weights and
-states: the first of them writes these, each adds its own `state`, and nobody returns before all have written.
+Where the store updates, its servers write their state. Where workers update, all have the same weights and states: the
+first worker writes these, each adds its own `state`, and none returns before all have written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvdist.training.step import LocalUpdate
 
 
 class TrainingState:
-    """The weights of a trainer and what its optimizer remembers.
+    """Saves and loads a trainer's weights and optimizer states.
 
     Args:
         parameters: all of them; their keys are their positions.
@@ -58,7 +58,7 @@ class TrainingState:
             self._load_here(LoadJob(fname, values=False))
 
     def states(self, keys: Sequence[int]) -> list[SliceState | None]:
-        """What the optimizer remembers of each key; on servers without the help of another worker."""
+        """The optimizer's state of each key; not a collective call."""
         if self._is_updated_there and self._store is not None:
             return self._store.optimizer_states(keys)
         states = [self._local.updater.state_of(key) for key in keys]
@@ -73,7 +73,7 @@ class TrainingState:
                 self._local.updater.restore(key, None if state is None else state.copy())
             self._local.spread()
         if self._store is not None:
-            self._store.barrier()  # nobody pushes before they are there
+            self._store.barrier()  # no worker pushes before they are in place
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, state: Any, keep: int | None
@@ -85,10 +85,10 @@ class TrainingState:
         return self._workers.save(SaveJob(directory, step, state, keep, names))
 
     def close(self) -> None:
-        """Other jobs may save where this one has; only its own locks are let go of, not the store.
+        """Release the locks of checkpoint folders, so that other jobs may save there; the store stays open.
 
         Raises:
-            CheckpointError: the last checkpoint that was made here has failed, and nobody has looked at its future.
+            CheckpointError: the last checkpoint made here has failed and its future was not read.
         """
         self._workers.close()
 
