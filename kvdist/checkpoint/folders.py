@@ -125,38 +125,38 @@ def sweep(folder: Path) -> None:
 # Tasks.
 
 
-def perform(work: DiskTask, locks: Locks, root: Path | None = None) -> DiskResult:
-    """Do it.
+def perform(task: DiskTask, locks: Locks, root: Path | None = None) -> DiskResult:
+    """Do a task and return what it gives.
 
     Args:
-        work: what.
-        locks: of whom it is done for.
-        root: below which folder; None for everywhere.
+        task: the task.
+        locks: of the scheduler or store for which it is done.
+        root: the folder below which it may write and read; None for everywhere.
 
     Raises:
         CheckpointError: it cannot be done; says why.
     """
-    folder = _allowed(work.folder, root)
+    folder = _allowed(task.folder, root)
     directory = Path(directory_of(str(folder)))
     with explained(f"{folder} could not be used for a checkpoint"):
-        match work:
+        match task:
             case LockFolder():
                 return locks.take(directory)
             case UnlockFolder():
                 locks.release(directory)
             case CheckFolder():
-                require_run(directory, work.run)
-                check_room(directory, work.stem, work.nbytes)
+                require_run(directory, task.run)
+                check_room(directory, task.stem, task.nbytes)
             case WriteShard():
-                return write_slices(folder, work.stem, work.slices, work.run, work.step)
+                return write_slices(folder, task.stem, task.slices, task.run, task.step)
             case WriteManifest():
                 locks.take(directory)
-                write_manifest(folder, work.manifest)
-                _tidy(folder, work.keep, root)
+                write_manifest(folder, task.manifest)
+                _tidy(folder, task.keep, root)
             case ReadManifest():
                 return read_manifest(folder)
             case ReadShards():
-                return _read(Shards(folder, read_manifest(folder)), work.wanted, work.contents)
+                return _read(Shards(folder, read_manifest(folder)), task.wanted, task.contents)
             case Sweep():
                 sweep(folder)
     return None

@@ -197,7 +197,7 @@ def _described(description: Mapping[str, Any] | None) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder called so; None for another name."""
+    """The step of a folder of this name; None for another name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -205,7 +205,9 @@ def step_of(name: str) -> int | None:
 def directory_of(folder: str) -> str:
     """The directory of checkpoints in which this folder lies; itself, if it is not of a step."""
     directory, _, name = folder.rstrip("/").rpartition("/")
-    return (directory or "/") if step_of(name) is not None else folder
+    if step_of(name) is None:
+        return folder
+    return directory or ("/" if folder.startswith("/") else ".")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

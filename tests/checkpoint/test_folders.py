@@ -8,7 +8,7 @@ import pytest
 
 from kvdist.checkpoint.folders import all_steps, complete_steps, find, folder_of
 from kvdist.checkpoint.format import NAME
-from kvdist.checkpoint.snapshot import step_of
+from kvdist.checkpoint.snapshot import directory_of, step_of
 from kvdist.errors import CheckpointError
 
 
@@ -73,3 +73,9 @@ def test_a_folder_that_may_not_be_read_is_a_sentence(tmp_path, monkeypatch):
             patched.setattr(os, name, refuse)
         with pytest.raises(CheckpointError, match="could not be searched for checkpoints: Permission denied"):
             find(tmp_path, None)
+
+
+def test_a_folder_of_a_step_lies_in_its_directory_and_another_is_one_itself():
+    assert [directory_of(name) for name in ("/a/step-5", "/a/step-5/", "/step-5", "step-5", "/a/b", "/a/step-05")] == [
+        "/a", "/a", "/", ".", "/a/b", "/a/step-05",
+    ]  # fmt: skip

@@ -79,10 +79,10 @@ class CudaRuntime(Protocol):
         """
 
     def launch(self, kernel: str, blocks: int, *arguments: Any) -> None:
-        """Ask for a kernel on the current stream.
+        """Queue a kernel on the current stream.
 
         Args:
-            kernel: as of `kvdist.kernels.cuda.instances`.
+            kernel: as of `kvdist.kernels.cupy_cuda.instances`.
             blocks: at least 1.
             arguments: NumPy scalars of the exact types of the kernel's parameters, addresses as uint64; what the
                 kernel takes as a struct is an array of one element of a structured type.
