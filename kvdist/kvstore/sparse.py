@@ -46,7 +46,7 @@ BUFFERS_KEPT_MAX = 16
 BUFFER_UNIT_BYTES = 64 << 10
 
 
-class RowBuffers:
+class RowStaging:
     """Memory in which rows wait until a server has counted them; used again, because fresh memory is slow.
 
     Args:
@@ -84,7 +84,7 @@ class RowTransfers:
     def __init__(self, cluster: Cluster, moves: ArrayTransfers) -> None:
         self._cluster = cluster
         self._moves = moves
-        self._buffers = RowBuffers(cluster.memory)
+        self._buffers = RowStaging(cluster.memory)
         self._largest: dict[Key, int] = {}
         """Table → bytes of the largest push to it: what a contribution to it may be."""
 

@@ -19,7 +19,7 @@ from kvdist.dtypes import DType
 from kvdist.kvstore import keys, sparse
 from kvdist.kvstore.backend import PushOptions, combined
 from kvdist.kvstore.device import Devices
-from kvdist.kvstore.sparse import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowBuffers, RowTransfers
+from kvdist.kvstore.sparse import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowStaging, RowTransfers
 from kvdist.protocol.messages import ROWS, Flag, Placement
 from kvdist.rowsparse import RowSparse
 from kvdist.runtime.waits import UnderWay
@@ -90,7 +90,7 @@ HERE = Devices("host", insists=False)
 
 
 def test_a_buffer_is_used_again_by_what_nearly_fills_it() -> None:
-    buffers = RowBuffers(HeapAllocator())
+    buffers = RowStaging(HeapAllocator())
     small, large = buffers.take(100), buffers.take(3 << 20)
     assert len(small) == BUFFER_UNIT_BYTES and len(large) == 3 << 20
     buffers.give_back([small, large])
@@ -101,7 +101,7 @@ def test_a_buffer_is_used_again_by_what_nearly_fills_it() -> None:
 
 
 def test_only_the_newest_buffers_are_kept() -> None:
-    buffers = RowBuffers(HeapAllocator())
+    buffers = RowStaging(HeapAllocator())
     taken = [buffers.take(1) for _ in range(BUFFERS_KEPT_MAX + 3)]
     buffers.give_back(taken)
     again = [buffers.take(1) for _ in range(BUFFERS_KEPT_MAX + 3)]
@@ -110,7 +110,7 @@ def test_only_the_newest_buffers_are_kept() -> None:
 
 
 def test_no_two_threads_have_the_same_buffer() -> None:
-    buffers = RowBuffers(HeapAllocator())
+    buffers = RowStaging(HeapAllocator())
     start = threading.Barrier(4)
 
     def work(mark: int) -> None:
