@@ -192,7 +192,7 @@ def test_a_wait_of_stall_shutdown_seconds_raises_and_ends_the_job(job, script):
     assert launcher.code != 0
     line = launcher.lines_with("kvdist.errors.DeadlineExceeded: ")[0]
     assert "pushpull of key 'w'" in line
-    assert "lacks worker-1" in line
+    assert "for worker-1" in line
     assert "KVDIST_STALL_SHUTDOWN_S" in line
 
 

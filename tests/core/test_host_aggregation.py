@@ -176,7 +176,7 @@ def test_a_slice_that_stays_incomplete_is_handed_back_and_the_server_names_the_l
     wired.advance(0.2)
     assert said(wired, "worker-0 -> worker-1: HandedBack(") and len(said(wired, "-> server-0: Push(")) == 2
     wired.advance(20.0)
-    assert "lacks worker-2 (host-2)" in str(wired.workers[1].explain(wired.now))
+    assert "for worker-2 (host-2)" in str(wired.workers[1].explain(wired.now))
     late = wired.pushpull(2, {"b": [5]})
     wired.settle()
     assert [wired.value(one, "b") for one in (*first, late)] == [[7]] * 3
@@ -192,7 +192,7 @@ def test_who_waits_is_told_that_its_push_goes_through_another_worker() -> None:
     for rank in (0, 2):
         wired.push(rank, {"b": [1]})
     wired.settle()
-    text = "push of key 'b' has waited 3.0 s for server-0 (host-0)"
+    text = "waiting 3.0 s for server-0 (host-0)"
     wired.advance(3.0)
     assert wired.workers[0].explain(wired.now) == f"worker-0: {text}"
     through = "through worker-0 (host-0), which pushes for its host"
@@ -203,7 +203,7 @@ def test_a_leader_that_is_late_itself_is_named_too() -> None:
     wired = cluster("xx")
     read = wired.pushpull(1, {"b": [1]})
     wired.advance(30.0)
-    assert "lacks worker-0 (host-0)" in str(wired.workers[1].explain(wired.now))
+    assert "for worker-0 (host-0)" in str(wired.workers[1].explain(wired.now))
     own = wired.pushpull(0, {"b": [2]})
     wired.settle()
     assert wired.value(read, "b") == wired.value(own, "b") == [3]

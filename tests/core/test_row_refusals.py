@@ -178,7 +178,7 @@ def test_pulls_of_wrong_rows_are_refused_and_nothing_is_allocated(fed: Fed, name
 
 def test_unknown_slices_are_refused_by_number(fed: Fed) -> None:
     for message in (push(rows([5], 1), numbers=(0,)), pull(np.array([5]), numbers=(0,)), init(rows([5], 1), number=0)):
-        assert fed.refusals(B, message) == ["slice 0 is no table of server-1"]
+        assert fed.refusals(B, message) == ["server-1 has no table slice 0"]
 
 
 def test_a_pull_too_large_for_a_message_is_refused_before_anything_is_allocated(fed: Fed) -> None:
@@ -310,7 +310,7 @@ def test_who_pulls_behind_a_push_that_is_still_arriving_is_named_as_who_is_await
     fed.say(A, push(rows([5], 1), flags=(MORE,)))
     fed.say(A, pull(np.array([5]), steps=(1,)))
     (wait,) = fed.tables.waits()
-    assert wait.describe(9.0) == "round 0 of key 't' has waited 9.0 s for worker-0"
+    assert wait.describe(9.0) == "waiting 9.0 s for worker-0: round 0 of key 't'"
     (hint,) = hints(fed.tables.waits(), 9.0, 5.0)
     assert isinstance(hint, Send) and hint.to == A and hint.message.ranks == (0,)  # type: ignore[union-attr]
 

@@ -333,8 +333,8 @@ def test_those_who_wait_for_rows_are_told_for_whom(wired: Tables) -> None:
     wired.push_rows(0, {0: 1})
     wired.advance(12.0)
     assert any("worker-0: Waiting(subject=\"round 0 of key 't'\", ranks=(1,)" in line for line in wired.log)
-    assert wired.servers[0].explain(wired.now) == "round 0 of key 't' has waited 12.0 s for worker-1"
-    assert "push of t has waited 12.0 s; round 0 of key 't' lacks worker-1 (host-1)" in str(
+    assert wired.servers[0].explain(wired.now) == "waiting 12.0 s for worker-1: round 0 of key 't'"
+    assert "waiting 12.0 s for worker-1 (host-1): round 0 of key 't' (push of t)" in str(
         wired.workers[0].explain(wired.now)
     )
 
@@ -343,7 +343,7 @@ def test_those_who_wait_for_first_values_are_told_who_has_them(wired: Tables) ->
     wired.table(first=None)
     wired.pull_rows(1)
     wired.advance(12.0)
-    assert wired.servers[0].explain(wired.now) == "the first values of key 't' has waited 12.0 s for worker-0"
+    assert wired.servers[0].explain(wired.now) == "waiting 12.0 s for worker-0: the first values of key 't'"
     wired.leave(0)
     wired.advance(1.0)
     assert "for worker-1" in str(wired.servers[0].explain(wired.now))
@@ -383,7 +383,7 @@ def test_a_round_for_whose_rows_there_is_no_memory_is_refused_to_all_and_changes
     with mock.patch.object(row_storage.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")):
         requests = [wired.push_rows(rank, rows) for rank in (0, 1)]
         wired.settle()
-    assert all("key 't': there is no memory for" in str(wired.failed[request]) for request in requests)
+    assert all("key 't': no memory for" in str(wired.failed[request]) for request in requests)
     assert not wired.stopped and set(wired.now_there()) == {1}
     for rank in (0, 1):
         wired.push_rows(rank, {3: 1})

@@ -450,7 +450,7 @@ def test_long_waits_are_hinted_at_with_who_is_missing() -> None:
     wired.declare(0, {"w": (2,)})
     wired.advance(10.5)
     assert wired.workers[0].explain(10.5) == (
-        "worker-0: init of key 'w' has waited 10.5 s; the declaration of key 'w' lacks worker-1 (host-1)"
+        "worker-0: waiting 10.5 s for worker-1 (host-1): the declaration of key 'w' (init of key 'w')"
     )
     assert wired.scheduler.explain(10.5) == "waiting 10.5 s for worker-1 to initialise key 'w'"
 

@@ -187,9 +187,9 @@ def test_a_long_round_is_explained_and_hinted_at(wired: Wired) -> None:
     wired.push(0, {"w": [1, 1, 1]})
     wired.advance(15.0)
     sentence = wired.servers[0].explain(wired.now)
-    assert sentence == "round 0 of key 'w' has waited 15.0 s for worker-1"
+    assert sentence == "waiting 15.0 s for worker-1: round 0 of key 'w'"
     assert wired.workers[0].explain(wired.now) == (
-        "worker-0: push of key 'w' has waited 15.0 s; round 0 of key 'w' lacks worker-1 (host-1)"
+        "worker-0: waiting 15.0 s for worker-1 (host-1): round 0 of key 'w' (push of key 'w')"
     )
 
 

@@ -20,7 +20,7 @@ from kvdist.core.scheduler.checkpoints import SaveUnderWay
 from kvdist.core.server import snapshots
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
-from kvdist.core.server.snapshots import Restoring, Snapshot, Snapshots
+from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import RowBuffer, RowBuffers, RowContribution, RowPull, SparseTable
 from kvdist.core.worker.outbox import RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
@@ -282,7 +282,7 @@ def says_nothing_again(self: Transfers) -> None:
     self._outboxes[LEADER].forget()
 
 
-def leases_nothing(self: Snapshots, cut: Snapshot, numbers: Sequence[int]) -> None:
+def leases_nothing(self: Snapshots, cut: ServerSnapshot, numbers: Sequence[int]) -> None:
     """What is being saved may be written again."""
     ORIGINAL_TAKE(self, cut, numbers)
     taken = dict(cut.taken)

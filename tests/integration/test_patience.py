@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-SLOW = r"worker-{rank}: pushpull of key 'w' has waited \d+\.\d s; round 0 of key 'w' lacks worker-1 \(\S+\)"
+SLOW = r"worker-{rank}: waiting \d+\.\d s for worker-1 \(\S+\): round 0 of key 'w' \(pushpull of key 'w'\)"
 """The explanation that comes sooner or later: at first, somebody else may be late, or nobody may know yet who is."""
 
 

@@ -47,9 +47,9 @@ _ADDS_NOTHING = int(Flag.EMPTY | Flag.CARRIED)
 SLICES_MAX = 1024
 """Of one block: cutting off one slice after the other costs the square of it."""
 ROUNDS_WORTH_IT = 16
-"""A block that was split before it had so many rounds since it merged was not worth the copy."""
+"""A merged block that is split again within this many rounds was not worth the copy."""
 MERGE_AFTER_MAX = 4096
-"""The most rounds that parts of such a block wait until they merge again; `ROUNDS_WORTH_IT` at first, then doubled."""
+"""The most rounds that parts of such a block wait before they merge again; first `ROUNDS_WORTH_IT`, then doubled."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Contribution:
     """As long as the block's buffer; of an empty contribution nothing."""
     pull: bool
     silent: bool = False
-    """It came with that of another worker, who is answered for both."""
+    """Whether it came with that of another worker, which gets the reply for both."""
 
     @property
     def is_empty(self) -> bool:
@@ -77,7 +77,7 @@ class Contribution:
 
     @property
     def holds(self) -> bool:
-        """Whether the value that answers is read where it lies."""
+        """Whether the worker reads the new value in place."""
         return bool(self.flags & _HOLD)
 
 
@@ -184,13 +184,13 @@ class Block:
     # Values that no round makes.
 
     def initialise(self, values: Sequence[Bits]) -> None:
-        """Take the first values of all slices; one copy. Those that are there already stay."""
+        """Take the first values of all slices; one copy. Existing values stay."""
         if self.published is None:
             self.replace(values)
 
     def replace(self, values: Sequence[Bits]) -> None:
         """Take other values in place of the present ones; one copy. The version stays: no round made it."""
-        # In memory of its own, so that only updates write into spare buffers: an updater knows the weight that it wrote
+        # In fresh memory, so that only updates write into spare buffers: an updater recognises the weight that it wrote
         # last by its array, and must not meet that array with another content.
         target = self.pool.fresh()
         for position, array in enumerate(values):
@@ -210,7 +210,7 @@ class Block:
         if verdict is Verdict.REPEATED and not contribution.silent:
             present = self.round.slots[contribution.member.node.rank]
             if present.silent:
-                # Who summed it with others has left, so its worker asks for itself now.
+                # The leader that summed it has left: its worker gets its own reply.
                 present.run, present.pull, present.silent = contribution.run, contribution.pull, False
                 present.flags |= contribution.flags & _HOLD
         return verdict
@@ -270,7 +270,7 @@ class Block:
         self.publish(target)
 
     def publish(self, buffer: Buffer) -> None:
-        """Show this version, a buffer of `pool`, from now on."""
+        """Publish a version, a buffer of `pool`."""
         if self._halves is not None:
             self._halves.forget()
         if self.published is not None:
@@ -278,7 +278,7 @@ class Block:
         self.published = buffer
 
     def hold(self, member: Member) -> Buffer | None:
-        """Let a worker read the present version where it lies, and return the one that it read until now.
+        """Let a worker read the present version in place; return the one that it read until now.
 
         That one stays leased until the worker has acknowledged the new one; the caller releases it then.
         """
@@ -296,7 +296,7 @@ class Block:
 
     @property
     def outgoing(self) -> Buffer:
-        """The present version as it travels."""
+        """The present version in the dtype in which it travels."""
         assert self.published is not None
         if self.pulled_as is None:
             return self.published
@@ -306,13 +306,13 @@ class Block:
 
     @property
     def outgoing_dtype(self) -> DType:
-        """Of what travels."""
+        """The dtype in which values travel."""
         return self.dtype if self.pulled_as is None else self.pulled_as
 
     # Splitting and merging.
 
     def split(self, bounds: Sequence[int], updater: SliceUpdater | None) -> list[Block]:
-        """Several blocks in place of this one, which is not used any more. No copy: they show the same memory.
+        """Replace this block by several. No copy: they show the same memory.
 
         Args:
             bounds: where each begins, from 0, and the number of slices.
@@ -348,7 +348,7 @@ class Block:
         return part
 
     def may_merge(self, other: Block) -> bool:
-        """Whether two neighbours in a message are equal in all that a block has once, and worth a copy."""
+        """Whether two neighbours in a message are equal in everything that a block has once, and worth a copy."""
         mine, its = self.round, other.round
         return (
             self.version >= self.merge_after
@@ -365,7 +365,7 @@ class Block:
 
     @classmethod
     def merged(cls, blocks: Sequence[Block], updater: SliceUpdater | None) -> Block:
-        """One block in place of several, which are not used any more. One copy of values and states."""
+        """Replace several blocks by one. One copy of values and states."""
         first = blocks[0]
         counts = np.concatenate([block.counts for block in blocks])
         pool = BufferPool(first.dtype, counts, first.pool.allocate)
@@ -386,7 +386,7 @@ class Block:
         return whole
 
     def _places_of(self, parts: Sequence[Block]) -> list[Part]:
-        """Where in this block its parts lie."""
+        """The positions of its parts."""
         places, position = [], 0
         for part in parts:
             places.append(Part(part, self.pool.starts[position], part.pool.size))
@@ -430,7 +430,7 @@ class Halves:
         return self._present
 
     def forget(self) -> None:
-        """There is another version."""
+        """Drop the halves: there is another version."""
         if self._present is not None:
             self._pool.give_back(self._present)
             self._present = None
@@ -469,7 +469,7 @@ class Blocks:
         return number < len(self._counts) and bool(self._counts[number] >= 0)
 
     def has_room_for(self, nbytes: int, slices: int) -> bool:
-        """Whether a block of several slices may have so many bytes and slices."""
+        """Whether a block of several slices may be of this size."""
         return nbytes <= self._bytes_max and slices <= SLICES_MAX
 
     def of(self, number: int) -> tuple[Block, int]:
@@ -477,7 +477,7 @@ class Blocks:
         return self._all[int(self._block[number])], int(self._position[number])
 
     def add(self, block: Block) -> None:
-        """Its slices are in no other block."""
+        """Add a block, whose slices are in no other."""
         size = len(self._counts)
         last = int(block.ids.max())
         if last >= size:  # the tables at least double, or each init would copy them
@@ -499,7 +499,7 @@ class Blocks:
     # Whether a message is right.
 
     def fit(self, ids: U32, arrays: Arrays | None) -> bool:
-        """Whether all of these are plainly right: the usual case, in few calls."""
+        """Whether all slices and arrays are as declared: the usual case, in few calls."""
         if int(ids.max()) >= len(self._counts):
             return False
         expected = self._counts[ids]
@@ -508,9 +508,9 @@ class Blocks:
         return bool((expected == arrays.counts).all() and (self._dtypes[ids] == arrays.dtypes).all())
 
     def misfits(self, ids: U32, arrays: Arrays | None, flags: U8 | None) -> Iterator[tuple[int, bool]]:
-        """Those that are wrong: (row, whether the slice is kept here at all).
+        """The wrong rows: (row, whether the slice is here at all).
 
-        An empty contribution has no array to look at.
+        An empty contribution has no array.
 
         Args:
             ids: slices.
@@ -532,7 +532,7 @@ class Blocks:
     # Blocks for a message.
 
     def cover(self, ids: U32, *columns: npt.NDArray[np.generic]) -> list[BlockRows]:
-        """The rows of a message as whole blocks, which are split where they have to be.
+        """The rows of a message as whole blocks, which are split where necessary.
 
         Args:
             ids: slices that are kept here, each once.
@@ -541,7 +541,7 @@ class Blocks:
         return self._cover(ids, _changes(columns, len(ids)))
 
     def cover_merged(self, ids: U32, *columns: npt.NDArray[np.generic]) -> list[BlockRows]:
-        """As `cover`, but that neighbours merge where they may."""
+        """As `cover`, and neighbours merge where they may."""
         changes = _changes(columns, len(ids))
         rows = self._cover(ids, changes)
         return rows if len(rows) < 2 or changes.all() else self._merge(rows, changes)

@@ -1,7 +1,7 @@
 """Memory for versions of values, laid out as a payload: written once, then shown to any number of readers.
 
 A reader holds a *lease* until it has what it read. What has been handed out never changes: a buffer is written again
-only when nobody reads it any more.
+only when it is not leased.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvdist.dtypes import DType
 from kvdist.protocol.arrays import U32, Bits, offsets, padded
 
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
-"""Gives that many bytes of memory, from where they travel best; their content means nothing."""
+"""Gives that many bytes of uninitialised memory that travels well."""
 
 
 def ordinary_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Bytes of this process alone."""
+    """Memory of this process."""
     return np.empty(nbytes, np.uint8)
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory for one version. While `leases` is not 0 somebody still reads it.
+    """Memory for one version. While `leases` is not 0 it is being read.
 
     array: the elements from the first array's first to the last one's last, padding between them included.
     payload: the bytes of all that and the padding behind it, ready to be sent.
@@ -56,7 +56,7 @@ class BufferPool:
     starts: list[int] = field(init=False)
     size: int = field(init=False)
     spare: list[Buffer] = field(default_factory=list)
-    """Buffers that are not shown any more, though they may still be read."""
+    """Buffers that are no longer published; they may still be leased."""
     _nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,21 +69,21 @@ class BufferPool:
         self.size = self.starts[-1] + int(self.counts[-1])
 
     def fresh(self) -> Buffer:
-        """A new buffer, not initialised but for the padding, which is sent too."""
+        """A new buffer, uninitialised except for the padding, which is sent too."""
         memory = self.allocate(self._nbytes)
         nbytes = self.size * self.dtype.itemsize
         memory[0 if len(self.counts) > 1 else nbytes :] = 0
         return Buffer(memory[:nbytes].view(self.dtype.storage), memory.data)
 
     def take(self) -> Buffer:
-        """A buffer without leases. There are at most two more than there are readers that lag behind."""
+        """A buffer without leases. There are at most two more buffers than readers that lag behind."""
         for i, buffer in enumerate(self.spare):
             if buffer.leases == 0:
                 return self.spare.pop(i)
         return self.fresh()
 
     def give_back(self, buffer: Buffer) -> None:
-        """It is not shown any more."""
+        """Take back a buffer that is no longer published."""
         if buffer.pooled:
             self.spare.append(buffer)
 
@@ -93,7 +93,7 @@ class BufferPool:
         return buffer.array[start : start + int(self.counts[position])]
 
     def part(self, buffer: Buffer, begin: int, end: int) -> Buffer:
-        """Some of the arrays, as a buffer that shows the same memory."""
+        """Some of the arrays, as a buffer over the same memory."""
         first, last = self.starts[begin], self.starts[end - 1] + int(self.counts[end - 1])
         itemsize = self.dtype.itemsize
         stop = self.starts[end] * itemsize if end < len(self.starts) else self._nbytes

@@ -37,7 +37,7 @@ class Leased(Protocol):
 
 
 @dataclass(slots=True)
-class Wait:
+class RoundWait:
     """An open round for which workers wait: what it is called, and the ranks that it waits for."""
 
     round: Round[Any, Any]
@@ -47,11 +47,11 @@ class Wait:
     def describe(self, now: float) -> str:
         """One sentence."""
         names = ", ".join(f"worker-{rank}" for rank in self.missing)
-        return f"{self.subject} has waited {now - self.round.open_since:.1f} s for {names}"
+        return f"waiting {now - self.round.open_since:.1f} s for {names}: {self.subject}"
 
 
-def hints(waits: Iterable[Wait], now: float, after_s: float) -> list[Effect]:
-    """Messages to the workers that have waited for `after_s`: for which round, and for whom."""
+def hints(waits: Iterable[RoundWait], now: float, after_s: float) -> list[Effect]:
+    """Messages to the workers that have waited for `after_s`: the round and the missing ranks."""
     messages: dict[Member, Waiting] = {}
     for wait in waits:
         waited = now - wait.round.open_since
@@ -62,7 +62,7 @@ def hints(waits: Iterable[Wait], now: float, after_s: float) -> list[Effect]:
 
 
 def code_of(error: Exception) -> ErrorCode:
-    """How workers are told why a round was not applied."""
+    """The code with which a round that was not applied is refused."""
     return ErrorCode.OPTIMIZER_MISMATCH if isinstance(error, OptimizerMismatch) else ErrorCode.REFUSED
 
 
@@ -108,7 +108,7 @@ class Replies:
 
 @dataclass(slots=True)
 class Reply:
-    """What one worker is told."""
+    """The reply to one worker."""
 
     _counted: list[tuple[int, U32, int, int]] = field(default_factory=list)
     """(run, slices, version, outcome)"""

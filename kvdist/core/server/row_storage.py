@@ -34,7 +34,7 @@ _BATCH = 1 << 18
 
 
 class GrowingRows:
-    """A matrix of which the first `reserve`d rows may be used. Fresh rows are zeros and take memory once written.
+    """A matrix whose first `reserve`d rows may be used. Fresh rows are zeros and take memory once written.
 
     Args:
         width: elements of a row.
@@ -89,7 +89,7 @@ class GrowingRows:
             self._mapping = larger
         except OSError as error:
             self.rows = np.frombuffer(self._mapping, self._dtype).reshape(have, self._width)
-            raise MemoryError(f"there is no memory for {nbytes} bytes of rows: {error}") from error
+            raise MemoryError(f"no memory for {nbytes} bytes of rows: {error}") from error
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
@@ -97,7 +97,7 @@ def _mapped(nbytes: int) -> mmap.mmap:
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"there is no memory for {nbytes} bytes of rows: {error}") from error
+        raise MemoryError(f"no memory for {nbytes} bytes of rows: {error}") from error
     with contextlib.suppress(OSError):  # a system without large pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping

@@ -1,4 +1,4 @@
-"""The server: joins the cluster, obeys the scheduler, lets its table answer the workers. Pure: no socket, no clock."""
+"""The server: joins the cluster, obeys the scheduler, passes workers' messages to its tables. Pure."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class Server(Machine):
     Args:
         introduction: who this process is and where it listens.
         limits: sizes and times.
-        kernels: who does the arithmetic of this host: all of it for tables of rows.
+        kernels: the arithmetic of this host; sparse tables use nothing else.
         now: the time.
         allocate: gives memory for values.
         handlers: what runs when a worker sends a command, by the command's number.
-        arithmetic: who computes for slices of arrays; None for this host.
+        arithmetic: the arithmetic for dense slices; None for this host's.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Server(Machine):
         """Rank → the live worker there."""
         self._host_of: dict[Member, str] = {}
         self._on_host: dict[str, dict[int, Member]] = {}
-        """Host → rank → worker, of all that were ever here: what they have pushed may come when they have left."""
+        """Host → rank → worker, departed ones included: their pushes may arrive after they have left."""
         self._left: set[Member] = set()
-        """Workers that said goodbye; their last words are not worth an answer."""
+        """Workers that have left; their late messages are ignored."""
         own = Arithmetic(kernels, partial(Updater, kernels=kernels))
         self.traffic = Traffic()
         self.replies = Replies(limits, self.traffic)
@@ -169,10 +169,10 @@ class Server(Machine):
         return self._replies()
 
     def observe(self, event: Event, now: float) -> list[Effect]:
-        """React to a broken or mended connection; only the scheduler's matters, it judges the others."""
+        """React to a broken or mended connection. Only that of the scheduler matters: it judges the others."""
         if isinstance(event, PeerDisconnected):
             if event.member == SCHEDULER_MEMBER and not self._stopping:
-                # What is said now leaves with the next connection, and tells the scheduler whose it is.
+                # The heartbeat leaves with the next connection, and tells the scheduler whose it is.
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
@@ -190,7 +190,7 @@ class Server(Machine):
         return []
 
     def tick(self, now: float) -> list[Effect]:
-        """Heartbeat, hints to those who wait, deadlines."""
+        """Heartbeat, hints to workers that wait, deadlines."""
         try:
             effects = self.joining.tick(now)
         except KvdistError as error:
@@ -207,7 +207,7 @@ class Server(Machine):
         return effects
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
-        """Values have arrived: the buffers they showed are free again."""
+        """Release the buffers of values that have arrived."""
         for token in tokens:
             assert isinstance(token, tuple)
             for buffer in token:
@@ -265,7 +265,7 @@ class Server(Machine):
             case Abort():
                 return [Halt(verdict(message))]
             case Waiting():
-                pass  # A hint for whoever joins; the scheduler prints it too.
+                pass  # a hint for members that join; the scheduler prints it too
             case Stop():
                 self._stopping = True
                 return [Halt()]
@@ -311,7 +311,7 @@ class Server(Machine):
         return effects
 
     def _neighbours_of(self, sender: Member) -> dict[int, Member]:
-        """For whom a worker may speak."""
+        """The workers whose contributions a worker may bring: those of its host."""
         return self._on_host.get(self._host_of.get(sender, ""), {sender.node.rank: sender})
 
     def _set_optimizer(self, message: SetOptimizer, now: float) -> list[Effect]:

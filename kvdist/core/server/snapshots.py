@@ -91,7 +91,7 @@ NO_FILE = SavedFile("", 0, "")
 
 
 @dataclass(slots=True, eq=False)
-class Snapshot:
+class ServerSnapshot:
     """One checkpoint under way."""
 
     store: int
@@ -135,10 +135,10 @@ class Snapshots:
         """Rank → the live worker there."""
         self.name = "this server"
         self._sources: list[SnapshotSource] = []
-        self._snapshots: dict[tuple[int, int], Snapshot] = {}
-        self.awaited: dict[int, list[Snapshot]] = {}
+        self._snapshots: dict[tuple[int, int], ServerSnapshot] = {}
+        self.awaited: dict[int, list[ServerSnapshot]] = {}
         """Slice → the snapshots that wait for it. Empty nearly always: asked whenever a round is closed."""
-        self.ready: dict[Snapshot, None] = {}
+        self.ready: dict[ServerSnapshot, None] = {}
         """The snapshots to be looked at by `take_effects`, once each. Empty nearly always."""
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class Snapshots:
         snapshot = self._snapshots.get((message.store, message.counter))
         if snapshot is None:
             where = (message.folder, message.contents, message.run, message.step)
-            snapshot = Snapshot(message.store, message.counter, *where)
+            snapshot = ServerSnapshot(message.store, message.counter, *where)
             self._snapshots[message.store, message.counter] = snapshot
         if not message.contents:
             snapshot.fail(f"{sender} cannot take part")
@@ -175,7 +175,7 @@ class Snapshots:
         Called when their counters have changed.
         """
         due: dict[tuple[int, int], list[int]] = {}
-        snapshots: dict[int, Snapshot] = {}
+        snapshots: dict[int, ServerSnapshot] = {}
         for number in dict.fromkeys(numbers):
             for snapshot in self.awaited.get(number, ()):
                 source, holder = self._found(number)
@@ -207,7 +207,7 @@ class Snapshots:
     def persisted(self, event: Persisted) -> list[Effect]:
         """A file was written, or could not be."""
         snapshot = event.token
-        assert isinstance(snapshot, Snapshot)
+        assert isinstance(snapshot, ServerSnapshot)
         snapshot.is_writing = False
         snapshot.release()
         if event.failure:
@@ -244,7 +244,7 @@ class Snapshots:
         assert found is not None, "what is awaited is here"
         return found
 
-    def _enter(self, snapshot: Snapshot, message: MarkPushes, rank: int) -> list[int]:
+    def _enter(self, snapshot: ServerSnapshot, message: MarkPushes, rank: int) -> list[int]:
         """Note the marks of a message; returns the slices that are not taken yet."""
         found = []
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
@@ -265,7 +265,7 @@ class Snapshots:
                 found.append(number)
         return found
 
-    def _advance(self, snapshot: Snapshot) -> list[Effect]:
+    def _advance(self, snapshot: ServerSnapshot) -> list[Effect]:
         if snapshot.is_writing:
             return []
         if snapshot.failure:
@@ -282,7 +282,7 @@ class Snapshots:
         file = NO_FILE if snapshot.failure else snapshot.file
         return [Send(SCHEDULER_MEMBER, Saved(snapshot.store, snapshot.counter, file, snapshot.failure))]
 
-    def _forget(self, snapshot: Snapshot) -> None:
+    def _forget(self, snapshot: ServerSnapshot) -> None:
         """Drop what belongs to a failed checkpoint."""
         snapshot.is_begun = True
         for number in snapshot.marks:
@@ -290,13 +290,13 @@ class Snapshots:
         snapshot.marks.clear()
         snapshot.release()
 
-    def _stop_awaiting(self, number: int, snapshot: Snapshot) -> None:
+    def _stop_awaiting(self, number: int, snapshot: ServerSnapshot) -> None:
         snapshots = self.awaited[number]
         snapshots.remove(snapshot)
         if not snapshots:
             del self.awaited[number]
 
-    def _take(self, snapshot: Snapshot, numbers: Sequence[int]) -> None:
+    def _take(self, snapshot: ServerSnapshot, numbers: Sequence[int]) -> None:
         """Take slices of one holder."""
         source, holder = self._found(numbers[0])
         if not snapshot.failure:
@@ -322,7 +322,7 @@ def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Mapping[
     return workers.keys() <= marks.keys() and all(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
 
 
-def _require_alike(snapshot: Snapshot, workers: Mapping[int, Member]) -> None:
+def _require_alike(snapshot: ServerSnapshot, workers: Mapping[int, Member]) -> None:
     """Fail unless all workers, once they have marked, have marked every awaited slice; else it would wait for ever."""
     if not workers.keys() <= snapshot.marked:
         return

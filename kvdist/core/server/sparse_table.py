@@ -30,7 +30,7 @@ from kvdist.core.round import (
     setting_of,
 )
 from kvdist.core.server.buffers import Allocate
-from kvdist.core.server.replies import Replies, Wait, code_of
+from kvdist.core.server.replies import Replies, RoundWait, code_of
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.sharding import slices_of
@@ -122,9 +122,9 @@ class SparseTable:
     ids: U32 = field(init=False)
     """(1,) its number."""
     arriving: dict[int, RowContribution] = field(default_factory=dict)
-    """Worker rank → a contribution of which parts are missing."""
+    """Worker rank → a contribution that is not complete."""
     spoilt: dict[int, int] = field(default_factory=dict)
-    """Worker rank → its last run of which a part was refused."""
+    """Worker rank → the last run with a refused part."""
     rooms: dict[int, Bits] = field(default_factory=dict)
     """Worker rank → memory for the values of a contribution in several parts: fresh memory is slow."""
 
@@ -229,15 +229,15 @@ class SparseTable:
             self.spoil(rank, run)
         return obstacle
 
-    def wait(self, live: Set[int]) -> Wait:
+    def wait(self, live: Set[int]) -> RoundWait:
         """What the workers that wait for it wait for. To be called when there are any."""
         if not self.has_value:
-            return Wait(self.round, f"the first values of key {self.round.key!r}", (min(live, default=0),))
+            return RoundWait(self.round, f"the first values of key {self.round.key!r}", (min(live, default=0),))
         if self.round.slots:
             missing = self.round.missing(live)
         else:  # a worker that pulls waits for its own pushes
             missing = tuple(sorted({pull.member.node.rank for pull in self.round.pulls}))
-        return Wait(self.round, f"round {self.round.version} of key {self.round.key!r}", missing)
+        return RoundWait(self.round, f"round {self.round.version} of key {self.round.key!r}", missing)
 
     def validate(self, live: Set[int]) -> None:
         """Check every invariant."""
@@ -438,7 +438,7 @@ class SparseTables:
         for i, number in enumerate(ids.tolist()):
             table = self.all.get(number)
             if table is None:
-                self._refuse(sender, int(runs[i]), ids[i : i + 1], f"slice {number} is no table of {self._name}")
+                self._refuse(sender, int(runs[i]), ids[i : i + 1], f"{self._name} has no table slice {number}")
             else:
                 yield i, table
 
@@ -490,7 +490,7 @@ class SparseTables:
     def _refuse(self, member: Member, run: int, ids: U32, reason: str, code: ErrorCode = ErrorCode.REFUSED) -> None:
         self._replies.to(member).refuse(run, ids, code, reason)
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[RoundWait]:
         """What workers wait for."""
         live = self.workers.keys()
         return (table.wait(live) for table in self.all.values() if not table.round.is_quiet)

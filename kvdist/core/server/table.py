@@ -1,7 +1,7 @@
-"""All dense slices of a server: what pushes and pulls do to them, and who is answered what. Pure, as the server is.
+"""All dense slices of a server: what pushes and pulls do to them, and the replies. Pure.
 
 Walk of a push: `push` → every row is checked (`_checked`) → the blocks that the rows name (`Blocks.cover`) →
-`Block.offer` → when complete `Round.take` and `Block.apply` → everybody who waited has an entry in its `Answers`. What
+`Block.offer` → when complete `Round.take` and `Block.apply` → every worker that waited has a `Reply`. What
 arises from one message for one worker leaves in as few messages as can be (`Replies.take`).
 """
 
@@ -19,7 +19,7 @@ from kvdist.core.server import block_state
 from kvdist.core.server.block import Block, Blocks, Contribution
 from kvdist.core.server.buffers import Allocate, Buffer
 from kvdist.core.server.decoding import joined_slices
-from kvdist.core.server.replies import Replies, Wait, code_of
+from kvdist.core.server.replies import Replies, RoundWait, code_of
 from kvdist.core.server.rounds import Rounds, contributors, next_joint_round
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.sharding import Slice, slices_of
@@ -50,11 +50,11 @@ _NO_VALUES = np.zeros(0, np.uint8)
 
 
 class Table:
-    """The slices that live on one server, but for those of tables of rows.
+    """The slices that live on one server, except those of sparse tables.
 
     Args:
         limits: sizes and times.
-        arithmetic: who computes.
+        arithmetic: the backend for sums and updates.
         allocate: gives memory for values.
         replies: what workers are told.
         snapshots: the checkpoints under way.
@@ -81,7 +81,7 @@ class Table:
     # What the scheduler decides.
 
     def assign(self, message: Assign, rank: int, num_servers: int) -> None:
-        """Keep the slices of these keys that are cut for the server of this rank; small neighbours are one block."""
+        """Add the slices of these keys that are for the server of this rank; small neighbours are one block."""
         self._name = str(server(rank))
         placement, alone = message.placement, not self._may_share_blocks(message.store)
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
@@ -91,7 +91,7 @@ class Table:
         types, nbytes = (0, 0), 0
         for key, shape, code, pulled_as, form, first, home in zip(*columns, *places, strict=True):
             if form or (home != rank and home < num_servers):
-                continue  # a table of rows, or all of it is kept by another server
+                continue  # a sparse table, or the whole key lives on another server
             where = (form, home, num_servers, first, placement.slice_bytes)
             pieces = [
                 (piece, Extent(key, shape, piece.start))
@@ -130,12 +130,12 @@ class Table:
         return block
 
     def _may_share_blocks(self, store: int) -> bool:
-        """Whether a rule updates several slices as one: it does not look at where they begin and end."""
+        """Whether the rule may update several slices as one, because it is elementwise."""
         updater = self._updaters.get(store)
         return updater is None or updater.optimizer.is_elementwise
 
     def set_optimizer(self, store: int, optimizer: Optimizer) -> None:
-        """From now on pushes to the store are gradients. Raises `DeviceError` where the optimizer cannot run."""
+        """Treat pushes to the store as gradients from now on. Raises `DeviceError` where the optimizer cannot run."""
         updater = self._new_updater(optimizer)
         self._updaters.pop(store, None)
         if not optimizer.is_elementwise:
@@ -145,7 +145,7 @@ class Table:
         self._close_what_is_ready()
 
     def roster(self, workers: Mapping[int, Member]) -> None:
-        """These are the live workers. Who left cannot be waited for any more, and waits for nothing itself."""
+        """Take the live workers. Departed ones are no longer waited for, and wait for nothing."""
         gone = self.workers.keys() - workers.keys()
         self.workers = workers
         for block in self._open():
@@ -188,7 +188,7 @@ class Table:
         ]
 
     def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
-        """Go on from what was found."""
+        """Continue from a checkpoint. Contributions of departed workers to open rounds belong to the old values."""
         for block in self._of(store):
             block.round.drop_departed(self.workers)
         blocks = self.blocks.isolate(np.array([one.number for one in found], np.uint32)) if found else ()
@@ -219,7 +219,7 @@ class Table:
                 self._close_if_ready(block)
 
     def pull_state(self, sender: Member, message: PullState) -> None:
-        """Send parts of what the optimizer remembers. The sender waits for none of its pushes."""
+        """Send parts of the optimizer state. The sender has no push under way."""
         for row, block in self._isolated(sender, message):
             part, run = int(message.parts[row]), int(message.runs[row])
             try:
@@ -234,7 +234,7 @@ class Table:
                 self._to(sender).state(run, block, dtype, found)
 
     def replace_state(self, sender: Member, message: ReplaceState) -> None:
-        """Take parts of what the optimizer remembers in place of the present ones."""
+        """Replace parts of the optimizer state."""
         arrays = views(message.arrays)
         for row, block in self._isolated(sender, message):
             part, run = int(message.parts[row]), int(message.runs[row])
@@ -247,7 +247,7 @@ class Table:
                 self._to(sender).counted(run, block.ids, block.version, Outcome.INITIALISED)
 
     def _isolated(self, sender: Member, message: PullState | ReplaceState) -> list[tuple[int, Block]]:
-        """The rows that are right, each with the block of its slice alone. A slice may be named several times."""
+        """The valid rows, each with the block of its slice alone. A slice may be named several times."""
         good = self._checked(sender, message.runs, message.ids)
         if good:
             self.blocks.isolate(np.unique(message.ids[np.array(good)]))
@@ -291,12 +291,12 @@ class Table:
             self._answer_contribution(block, contribution)
 
     def push_joined(self, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float) -> None:
-        """The contributions of several workers of the sender's host; the sender is answered for all of them.
+        """Contributions of several workers of the sender's host; the sender gets the reply for all of them.
 
         Args:
-            sender: who sums for its host.
+            sender: the leader of its host.
             message: one row per slice and worker.
-            neighbours: rank → worker of that host, also those that have left since.
+            neighbours: rank → worker of that host, departed ones included.
             now: the time.
         """
         ids = np.unique(message.ids)
@@ -319,7 +319,7 @@ class Table:
                     self._answer_contribution(block, contribution)
 
     def pull(self, sender: Member, message: Pull, now: float) -> None:
-        """Values are wanted."""
+        """Requests for values."""
         for begin, end in self._ranges(sender, message.runs, message.ids):
             ids, runs = message.ids[begin:end], message.runs[begin:end]
             steps, versions = message.steps[begin:end], message.versions[begin:end]
@@ -337,9 +337,9 @@ class Table:
     def _ranges(
         self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
     ) -> Iterator[tuple[int, int]]:
-        """The rows that are right, as (begin, end) in which no slice is named twice; the others are refused.
+        """The valid rows, as (begin, end) in which no slice is named twice; the others are refused.
 
-        Two pulls of the same key may come in one message. One run that names a slice twice is of a broken peer.
+        Two pulls of one key may come in one message. A run that names a slice twice comes from a broken peer.
         """
         for begin, end in _consecutive(self._checked(sender, runs, ids, arrays, flags)):
             if len(set(ids[begin:end].tolist())) == end - begin:
@@ -356,7 +356,7 @@ class Table:
     def _checked(
         self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
     ) -> Sequence[int]:
-        """The rows whose slice is kept here and whose array has its shape; the others are refused."""
+        """The rows whose slice is here and whose array has its size and dtype; the others are refused."""
         if self.blocks.fit(ids, arrays):
             return range(len(ids))
         wrong = dict(self.blocks.misfits(ids, arrays, flags))
@@ -400,7 +400,7 @@ class Table:
             self._answer_pulls(block)
 
     def _needs_norms(self, block: Block) -> bool:
-        """Whether what updates the block needs to see all slices of the parameter, and there are several."""
+        """Whether the rule needs norms of the whole parameter, and the parameter has several blocks."""
         updater = self._updaters.get(block.store)
         return bool(block.joint) and updater is not None and updater.optimizer.needs_norms
 
@@ -411,11 +411,11 @@ class Table:
         return block.round.policy.missing(contributors(block.joint), self.workers.keys())
 
     def _look(self, block: Block) -> None:
-        """Its counters have changed: this may be the moment of a checkpoint."""
+        """Let checkpoints look at a block whose counters have changed."""
         if self._snapshots.awaited:
             self._snapshots.look(block.ids.tolist())
 
-    # What workers are told.
+    # Replies.
 
     def _answer_round(self, block: Block, contributions: Sequence[Contribution]) -> None:
         for contribution in contributions:
@@ -440,17 +440,17 @@ class Table:
         for pull in block.take_satisfied_pulls():
             self._to(pull.member).value(pull.run, block)
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[RoundWait]:
         """What workers wait for, in the order of slices."""
         for block in self._open():
             if block.published is None:
-                yield Wait(block.round, f"the first value of key {block.key!r}", (0,))
+                yield RoundWait(block.round, f"the first value of key {block.key!r}", (0,))
             else:
-                yield Wait(block.round, f"round {block.version} of key {block.key!r}", self._missing(block))
+                yield RoundWait(block.round, f"round {block.version} of key {block.key!r}", self._missing(block))
 
 
 def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Where ascending numbers follow each other: (begin, end) of each stretch."""
+    """Consecutive stretches of ascending numbers: (begin, end) of each."""
     if isinstance(rows, range):
         return [(rows.start, rows.stop)] if rows else []
     ranges: list[tuple[int, int]] = []

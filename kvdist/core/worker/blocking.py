@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler when all threads of its user wait for other workers. Pure.
+"""Reports to the scheduler that all threads of the user wait for other workers. Pure.
 
 The scheduler finds deadlocks in these reports (`core.scheduler.deadlocks`), so a report must be certain. There is none
 unless every thread that may act waits, without a time-out, and every open request can only go on by something that
@@ -19,10 +19,10 @@ from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import Blocked
 
 REPORT_AFTER_S = 2.0
-"""Shorter waits are not worth a message."""
+"""Shorter waits are not reported."""
 LOOK_EVERY_S = 1.0
 STRETCHES_MAX = 1 << 16
-"""A report that would need more is not made."""
+"""A longer report is not sent."""
 REQUESTS_MAX = 64
 NONE: U32 = np.zeros(0, np.uint32)
 
@@ -34,7 +34,7 @@ class Threads(Protocol):
         """Since when every thread that may act waits in a call of kvdist; None while one does not."""
 
     def may_act(self, now: float) -> str:
-        """The threads that may act while others wait, named; '' if none does, or nobody waits."""
+        """The threads that may act while others wait, named; '' if none may act, or none waits."""
 
     def longest_wait_since(self) -> float | None:
         """Since when the thread waits that has waited longest; None if none does."""
@@ -44,7 +44,7 @@ class Threads(Protocol):
 
 
 class UnknownThreads:
-    """Nothing is known of them, so any may act."""
+    """Unknown threads: any may act."""
 
     def blocked_since(self) -> float | None:
         """None."""

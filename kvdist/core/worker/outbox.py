@@ -1,4 +1,4 @@
-"""What a worker has to send to one server: in order of priority, joined, and never more at once than the window.
+"""The outbox: what a worker sends to one server, by priority, joined, and within the window.
 
 Rules that hold here:
 
@@ -8,9 +8,9 @@ Rules that hold here:
   of messages. Larger ones leave together up to `FAR_BYTES_MAX`, without being copied: where many servers cut each
   key into many slices, messages would otherwise cost more than bytes.
 * Bytes that the server has not acknowledged never exceed the window, unless a single message does.
-* What has left cannot be overtaken. So with priority slices the window of a line is small, and what joins on it is a
-  small part of that: enough to spare both sides a message for each slice. What lies in memory that the server reads
-  is as good as there, and has the whole window.
+* A message that has left cannot be overtaken. So with priority slices the window of a line is small, and messages are a
+  small part of it: enough to spare both sides a message for each slice. Memory that the server reads in place has the
+  whole window.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ SETTINGS_PER_MESSAGE_MAX = 256
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A run on its way: what it carries, and what of it is still unanswered."""
+    """A run on its way: what it carries, and how many of its slices have no reply."""
 
     number: int
     request: int
@@ -96,8 +96,8 @@ class Run:
     key_by_key: bool = False
 
     @property
-    def way(self) -> tuple[RunKind, int, float]:
-        """What runs have in common that may travel in one message: what they do, and how they are encoded."""
+    def batch_key(self) -> tuple[RunKind, int, float]:
+        """Equal for runs that may travel in one message: what they do, and their encoding."""
         encoded = self.data.encoded
         return (self.kind, 0, 0.0) if encoded is None else (self.kind, encoded.encoding, encoded.parameter)
 
@@ -170,11 +170,11 @@ class RunPart:
 
     @property
     def decoded_nbytes(self) -> int:
-        """What the server makes of an encoded payload, at most; 0 for a plain one."""
+        """Bytes of an encoded payload once it is decoded, at most; 0 for a plain one."""
         return 0 if self.run.data.encoded is None else self.run.data.plan.nbytes
 
     def payload(self) -> Payload:
-        """The bytes: the run's own memory, or copies of the pieces of a part."""
+        """The bytes: the memory of the run, or copies of the pieces of a part."""
         if self.run.data.payload is None:
             return b""
         return self.run.data.payload if self._positions is None else b"".join(self._pieces())
@@ -271,14 +271,14 @@ AnyPart = RunPart | RowPart
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ready:
-    """A message that is made already: the joined push of a host."""
+    """A complete message: the joined push of a host."""
 
     server: int
     priority: int
     message: JoinedPush
     nbytes: int
     members: tuple[Member, ...]
-    """Whose contributions it has."""
+    """The workers whose contributions it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Credit:
     server: int
     nbytes: int
     members: tuple[Member, ...] = ()
-    """Of a joined push: whose contributions have arrived."""
+    """Of a joined push: the workers whose contributions it has."""
 
 
 @dataclass(slots=True)
@@ -299,14 +299,14 @@ class Outbox:
     window_bytes: int
     join_bytes_max: int
     is_near: bool = False
-    """Whether all that is sent there stays on this host."""
+    """Whether the server is on this host."""
     far_window_bytes: int = 0
     """The window for what crosses a network."""
     far_bytes_max: int = 0
     """Up to how many bytes large parts join there; 0 is `FAR_BYTES_MAX`."""
     flying_bytes: int = 0
     _heaps: dict[tuple[RunKind, int, float], list[tuple[int, int, AnyPart]]] = field(default_factory=dict)
-    """By `Run.way`."""
+    """By `Run.batch_key`."""
     _ready: list[tuple[int, int, Ready]] = field(default_factory=list)
     _arrivals: int = 0
 
@@ -314,24 +314,24 @@ class Outbox:
         self.far_window_bytes = self.far_window_bytes or self.window_bytes
 
     def keep_little_flying(self, window_bytes: int) -> None:
-        """From now on what is urgent waits for no more than so many bytes on the line, in messages of a quarter."""
+        """Shrink the window of a line, so that urgent slices wait for few bytes; messages are a quarter of it."""
         self.far_window_bytes = min(self.window_bytes, window_bytes)
         self.far_bytes_max = self.far_window_bytes // PRIORITY_MESSAGES_PER_WINDOW
         self.join_bytes_max = min(self.join_bytes_max, self.far_bytes_max)
 
     def add(self, part: AnyPart) -> None:
-        """Queue what may leave as far as its slices are concerned."""
+        """Queue slices that may leave."""
         self._arrivals += 1
-        heap = self._heaps.setdefault(part.run.way, [])
+        heap = self._heaps.setdefault(part.run.batch_key, [])
         heapq.heappush(heap, (-part.run.priority, self._arrivals, part))
 
     def add_ready(self, ready: Ready) -> None:
-        """Queue a message as it is."""
+        """Queue a complete message."""
         self._arrivals += 1
         heapq.heappush(self._ready, (-ready.priority, self._arrivals, ready))
 
     def take(self) -> tuple[DataMessage, Credit] | None:
-        """The next message that may leave now, and the credit it uses."""
+        """The next message that may leave, and the credit that it uses."""
         heaps = [heap for heap in self._heaps.values() if heap]
         heap = min(heaps, key=lambda heap: heap[0][:2], default=None)
         if self._ready and (heap is None or self._ready[0][:2] < heap[0][:2]):
@@ -361,7 +361,7 @@ class Outbox:
         return self.window_bytes if self.is_near or part.run.data.stays else self.far_window_bytes
 
     def release(self, credit: Credit) -> None:
-        """The server has received these bytes."""
+        """Return the credit of a message that the server has received."""
         self.flying_bytes -= credit.nbytes
         assert self.flying_bytes >= 0, "credits are released once"
 
@@ -371,7 +371,7 @@ class Outbox:
         return not self._ready and not any(self._heaps.values())
 
     def forget(self) -> None:
-        """What waits to leave is sent another way."""
+        """Drop what waits to leave."""
         self._heaps.clear()
 
     def _joinable(self, heap: list[tuple[int, int, AnyPart]], window_left: int) -> list[AnyPart]:

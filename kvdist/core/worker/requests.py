@@ -1,4 +1,4 @@
-"""What a user's thread asks of the worker machine: one frozen dataclass per call, and the plan of a transfer.
+"""Requests of the user's threads to the worker: one frozen dataclass per call, and the plan of a transfer.
 
 A *plan* says for a list of keys which slices they have, which of them travel together (a *run*), and where each
 slice lies in the run's payload. It depends on the keys only, so it is made once and used at every step.
@@ -39,11 +39,11 @@ class KeyInfo:
     giver: int = 0
     """The rank of the worker whose value is the first one."""
     pulled_as: DType | None = None
-    """The type in which its values come back, where that is not its own."""
+    """The dtype in which its values come back, if not its own."""
     is_compressed: bool = False
     """Whether what is pushed to it travels encoded."""
     form: str = ""
-    """What its rows begin as, if it is a table of rows."""
+    """How its rows begin, if it is a sparse table."""
 
     @property
     def size(self) -> int:
@@ -215,7 +215,7 @@ class RunData:
     stays: bool = False
     """The server reads the payload where it lies, so that more of it in one message costs nothing."""
     samples: int = 0
-    """How many examples a contribution sums; 0 if nobody said."""
+    """How many examples a contribution sums; 0 if unknown."""
     chunks: Sequence[RowChunk] = ()
     """Of a run of rows: what it carries, in as many messages, instead of a payload."""
     row_length: int = 0
@@ -258,7 +258,7 @@ class DeclareKeys:
 
     @property
     def message(self) -> Declare:
-        """What the scheduler is told."""
+        """The message to the scheduler."""
         dtypes, forms = tuple(map(int, self.dtypes)), self.forms or ("",) * len(self.keys)
         pulled_as = tuple(map(int, self.pulled_as)) or dtypes
         return Declare(self.request, self.store, self.mode, self.keys, self.shapes, dtypes, pulled_as, forms)
@@ -289,7 +289,7 @@ class SetStoreOptimizer:
 
     @property
     def message(self) -> Configure:
-        """What the scheduler is asked."""
+        """The message to the scheduler."""
         return Configure(self.request, self.store, self.description)
 
 
@@ -309,7 +309,7 @@ class SendCommand:
 
     @property
     def message(self) -> Command:
-        """What the scheduler is asked."""
+        """The message to the scheduler."""
         return Command(self.request, self.head, self.body)
 
 

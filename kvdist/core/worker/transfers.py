@@ -142,7 +142,7 @@ class SliceTable:
 
 @dataclass(slots=True)
 class Finished:
-    """What an answer of a server has brought to an end.
+    """What a reply has completed.
 
     Attributes:
         requests: complete now.
@@ -169,8 +169,8 @@ class Transfers:
         self.slices = SliceTable()
         self._outboxes: dict[int, Outbox] = {}
         self._ready: set[int] = set()
-        """Servers to whom something may have become free to leave. Looking at all of them at each answer would cost a
-        worker with a hundred servers more than the answer."""
+        """Servers to which something may leave. To look at all outboxes at each reply costs a worker with many servers
+        more than the reply."""
         self._keeps_little_flying = False
         self._runs: dict[int, Run] = {}
         self._runs_left: dict[int, int] = {}
@@ -181,13 +181,13 @@ class Transfers:
         """What may leave, and is summed with the pushes of other workers of this host."""
 
     def add_server(self, rank: int, is_near: bool) -> None:
-        """There is a server to send to, or a leader; `is_near` if the way there is memory, though a socket's."""
+        """Add a server, or a leader, to send to; `is_near` if it is on this host."""
         self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes, is_near)
         if self._keeps_little_flying:
             self.keep_little_flying()
 
     def keep_little_flying(self) -> None:
-        """A store has priority slices: from now on they share one small window on the lines of this worker."""
+        """Share one small window on the lines of this worker, because a store has priority slices."""
         self._keeps_little_flying = True
         limits = self._limits
         far = [outbox for outbox in self._outboxes.values() if not outbox.is_near]
@@ -218,16 +218,16 @@ class Transfers:
                 self._leave(part)
 
     def _leave(self, part: RunPart) -> None:
-        """All slices of a run are on one server and of one store, so they go the same way."""
+        """Send slices of a run to their server, or to the sums of this host."""
         data = part.run.data
-        # What is encoded cannot be summed as it is, and is small.
+        # Encoded contributions cannot be summed, and are small.
         if part.run.kind.pushes and data.encoded is None and self.slices.aggregated[data.plan.ids[0]]:
             self._to_aggregate.append(part)
         else:
             self.send_directly(part)
 
     def send_directly(self, part: RunPart) -> None:
-        """This goes to its server."""
+        """Send this to its server."""
         server, chunks = part.run.data.plan.server, part.run.data.chunks
         if not chunks:
             self._add(server, part)
@@ -235,7 +235,7 @@ class Transfers:
             self._add(server, RowPart(part.run, index))
 
     def send_ready(self, ready: Ready) -> None:
-        """This goes to a server as it is."""
+        """Send a complete message to its server."""
         self._outboxes[ready.server].add_ready(ready)
         self._ready.add(ready.server)
 
@@ -250,7 +250,7 @@ class Transfers:
         self._add(LEADER, part)
 
     def handed_back(self, message: HandedBack) -> None:
-        """The leader does not push these."""
+        """Send these to their servers, because the leader does not."""
         for run, begin, end in self._segments(message.runs):
             positions = run.data.plan.positions
             part = RunPart(run, sorted(positions[number] for number in message.ids[begin:end].tolist()))
@@ -265,7 +265,7 @@ class Transfers:
             self.send_directly(RunPart(run, sorted(run.data.plan.positions[one] for one in positions)))
 
     def take(self) -> Iterator[tuple[int, DataMessage, Credit]]:
-        """Everything that may leave now: (server, message, credit)."""
+        """Remove and return everything that may leave: (server, message, credit)."""
         for rank in sorted(self._ready):
             outbox = self._outboxes[rank]
             while (taken := outbox.take()) is not None:
@@ -274,13 +274,13 @@ class Transfers:
             self._ready.discard(rank)
 
     def release(self, credit: Credit) -> None:
-        """A message has arrived; its bytes are back in the window."""
+        """Return the bytes of a message that has arrived to the window."""
         self._flying_messages -= 1
         self._outboxes[credit.server].release(credit)
         self._ready.add(credit.server)
 
     def received(self, message: Values | RowValues | Counted | Refused) -> Finished:
-        """An answer of a server; returns what is finished."""
+        """Take a reply; returns what is finished."""
         if isinstance(message, Values):
             return self.values(message)
         if isinstance(message, RowValues):
@@ -288,7 +288,7 @@ class Transfers:
         return self.answered(message)
 
     def _place_rows(self, message: RowValues) -> None:
-        """Copy rows to where they are wanted."""
+        """Copy rows to the user's arrays."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
             for sink, array in zip(run.data.sinks, arrays[begin:end], strict=True):
@@ -296,11 +296,11 @@ class Transfers:
                 self.traffic.copied_out += array.nbytes
 
     def values(self, message: Values) -> Finished:
-        """Copy values to where they are wanted; returns what is finished."""
+        """Copy values to the user's arrays; returns what is finished."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
             if not run.kind.pulls:
-                continue  # another worker of this host wanted them
+                continue  # for another worker of this host
             positions = run.data.plan.places(message.ids[begin:end])
             if run.data.kept is not None:
                 run.data.kept.update(zip(positions, arrays[begin:end], strict=True))
@@ -317,7 +317,7 @@ class Transfers:
         return self.answered(message)
 
     def _widen(self, sinks: Sequence[Bits], arrays: Sequence[Bits], codes: Sequence[int]) -> None:
-        """Write values of which some have come as halves: the one pass over them on this side."""
+        """Copy values, some of which come as halves, to the user's arrays: the one pass over them on this side."""
         for sink, array, code in zip(sinks, arrays, codes, strict=True):
             if code in _HALVES and sink.dtype == DType.FLOAT32.storage:
                 self.kernels.to_float32(array, DType(code), sink)
@@ -326,7 +326,7 @@ class Transfers:
             self.traffic.copied_out += sink.nbytes
 
     def refused(self, message: Refused) -> dict[int, int]:
-        """The requests in which slices were refused, each with the server that keeps them."""
+        """The requests with refused slices, each with the server that refused."""
         return {run.request: run.data.plan.server for run, _, _ in self._segments(message.runs)}
 
     def pushed_stretches(self, runs: U32) -> list[tuple[int, int]]:
@@ -334,7 +334,7 @@ class Transfers:
         return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
 
     def answered(self, message: Values | RowValues | Counted | Refused) -> Finished:
-        """These slices of these runs have their answer; returns what is finished."""
+        """Note that these slices have their reply; returns what is finished."""
         if not isinstance(message, Refused):
             self.slices.saw(message.ids, message.versions)
         finished = Finished()
@@ -395,17 +395,17 @@ class Transfers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was ever submitted has its answer."""
+        """Whether every transfer has its replies."""
         return not self._runs_left
 
     @property
     def everything_arrived(self) -> bool:
-        """Whether all that was ever submitted has been received by its server."""
+        """Whether everything submitted has been received by its server."""
         waiting = self._flying_messages or self.slices.has_lines or self._to_aggregate
         return not waiting and all(outbox.is_empty for outbox in self._outboxes.values())
 
     def clear(self) -> None:
-        """Forget everything: nobody will answer any more."""
+        """Forget everything: there will be no replies."""
         self._runs.clear()
         self._runs_left.clear()
         self._outboxes.clear()

@@ -81,10 +81,10 @@ if TYPE_CHECKING:  # a feature at a seam: workers run without it
     from kvdist.core.host_aggregation import HostAggregation
 
 VERDICT_WAIT_S = 2.0
-"""How long after losing a server a worker waits for the scheduler's verdict before it judges itself."""
+"""How long after losing a server a worker waits for the scheduler to judge."""
 
 NEIGHBOUR_WAIT_S = 10.0
-"""The same for another worker of this host, which hangs up when it has left; the roster may say so late."""
+"""The same for another worker of this host, which disconnects when it has left; the roster may be late."""
 
 
 class Worker(Machine):
@@ -117,7 +117,7 @@ class Worker(Machine):
         if aggregation is not None:
             aggregation.attach(self.transfers)
         self.failure: Exception | None = None
-        """Why every request fails from now on."""
+        """The error with which every request fails from now on."""
         self._pending = PendingRequests()
         self._declared: dict[int, DeclareKeys] = {}
         self._barriers = BarrierCalls(self._pending, self._named)
@@ -197,7 +197,7 @@ class Worker(Machine):
         """React to a broken or mended connection."""
         match event:
             case PeerDisconnected(member, reason, after_silence) if member == SCHEDULER_MEMBER:
-                # What is said now leaves with the next connection, and tells the scheduler whose it is.
+                # The heartbeat leaves with the next connection, and tells the scheduler whose it is.
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
@@ -241,7 +241,7 @@ class Worker(Machine):
         return effects + self._settle(now)
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
-        """Messages have arrived: their bytes are back in the window."""
+        """Return the bytes of messages that have arrived to the window."""
         if self.failure is not None:
             return []
         for token in tokens:
@@ -278,23 +278,27 @@ class Worker(Machine):
         oldest = self._pending.oldest
         if oldest is None:
             return None
-        text = f"{self.me}: {oldest.label} has waited {now - oldest.since:.1f} s"
-        room_wait = self._threads.room_wait()
-        if room_wait:
-            text += f", and another push waits {room_wait}"
+        what, room_wait = oldest.label, self._threads.room_wait()
         hint = self._saving.hint if oldest.in_background else self._hint
         if hint is not None:
-            names = ", ".join(self._named(rank) for rank in hint.ranks)
-            return f"{text}; {hint.subject} lacks {names or 'an answer'}"
-        servers = self.transfers.awaited_servers(oldest.request)
-        awaited = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
+            awaited = ", ".join(self._named(rank) for rank in hint.ranks) or "an answer"
+            what = f"{hint.subject} ({what})"
+        else:
+            awaited = self._awaited_servers(oldest.request) or "the scheduler"
+        text = f"{self.me}: waiting {now - oldest.since:.1f} s for {awaited}: {what}"
+        return f"{text}; another push waits {room_wait}" if room_wait else text
+
+    def _awaited_servers(self, request: int) -> str:
+        """The servers that have not answered a request, with their hosts."""
+        servers = self.transfers.awaited_servers(request)
+        names = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
         leader = self._leader
-        if leader is not None and self.transfers.slices.has_delegated:
-            awaited += f", through worker-{leader.node.rank} ({self._host(leader)}), which pushes for its host"
-        return f"{text} for {awaited or 'the scheduler'}"
+        if leader is None or not self.transfers.slices.has_delegated:
+            return names
+        return f"{names}, through worker-{leader.node.rank} ({self._host(leader)}), which pushes for its host"
 
     def view(self, shares: Callable[[Member], bool]) -> ClusterView:
-        """What threads of the user may know of the cluster.
+        """The cluster as the user's threads may see it.
 
         Args:
             shares: whether a member reads the shared memory of this process.
@@ -412,7 +416,7 @@ class Worker(Machine):
         return None if self.aggregation is None else self.aggregation.leader
 
     def _settle(self, now: float) -> list[Effect]:
-        """Let everything leave that may."""
+        """Send everything that may leave."""
         if self.failure is not None:
             return []
         effects = [] if self.aggregation is None else self.aggregation.settle(now)
@@ -550,7 +554,7 @@ class Worker(Machine):
         return self._pending.fail_all(error)
 
     def _fail_all(self, error: Exception) -> list[Effect]:
-        """Nothing can go on: fail what waits now and what will be asked later."""
+        """Fail all requests, present and later ones."""
         if self.failure is not None:
             return []
         self.failure = error
@@ -559,7 +563,7 @@ class Worker(Machine):
 
     def _lost_link(self, member: Member, reason: str) -> list[Effect]:
         if member == SCHEDULER_MEMBER and self._goodbye_said and self._leaving is not None:
-            # It has heard the goodbye and ended, or died: either way nobody will answer.
+            # It has ended after the goodbye, or died: there will be no reply.
             return self._done(self._leaving.request)
         if member == SCHEDULER_MEMBER:
             return self._fail_all(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))
@@ -569,7 +573,7 @@ class Worker(Machine):
         ]
 
     def _late(self, pending: Pending, now: float) -> list[Effect]:
-        """A deadline has passed: of a barrier or of a goodbye."""
+        """React to a passed deadline of a barrier or of a goodbye."""
         effects = self._barriers.late(pending, now)
         self._hint = None
         return [self._close(pending), Halt()] if effects is None else effects
