@@ -309,9 +309,9 @@ def test_only_so_many_buffers_are_kept_and_none_that_somebody_reads(fed: Fed) ->
 def test_who_pulls_behind_a_push_that_is_still_arriving_is_named_as_who_is_awaited(fed: Fed) -> None:
     fed.say(A, push(rows([5], 1), flags=(MORE,)))
     fed.say(A, pull(np.array([5]), steps=(1,)))
-    (wait,) = fed.tables.waits()
+    (wait,) = fed.tables.waits(9.0)
     assert wait.describe(9.0) == "waiting 9.0 s for worker-0: round 0 of key 't'"
-    (hint,) = hints(fed.tables.waits(), 9.0, 5.0)
+    (hint,) = hints(fed.tables.waits(4.0), 9.0)
     assert isinstance(hint, Send) and hint.to == A and hint.message.ranks == (0,)  # type: ignore[union-attr]
 
 
@@ -365,7 +365,7 @@ def test_whatever_is_said_is_answered_or_waits_and_rounds_go_on(
             assert isinstance(answer.message, Refused | Counted | RowValues)
             assert answer.to in (A, B)
             encode(Packet(Stamp(1, 1, 1, Member(server(1), 5), 0, 1, 0, 0), answer.message))
-    assert all(wait.describe(99.0) for wait in fed.tables.waits())
+    assert all(wait.describe(99.0) for wait in fed.tables.waits(99.0))
     assert all(nbytes == BUFFER_UNIT_BYTES for nbytes in fed.allocated), "nothing is as large as somebody says"
     # Both workers go on as they should, and the next round is what it must be.
     table = fed.tables.all[1]

@@ -50,14 +50,13 @@ class RoundWait:
         return f"waiting {now - self.round.open_since:.1f} s for {names}: {self.subject}"
 
 
-def hints(waits: Iterable[RoundWait], now: float, after_s: float) -> list[Effect]:
-    """Messages to the workers that have waited for `after_s`: the round and the missing ranks."""
+def hints(waits: Iterable[RoundWait], now: float) -> list[Effect]:
+    """Messages to the workers that wait: for which round, how long, and for whom."""
     messages: dict[Member, Waiting] = {}
     for wait in waits:
         waited = now - wait.round.open_since
-        if waited >= after_s:
-            for waiter in (*wait.round.slots.values(), *wait.round.pulls):
-                messages.setdefault(waiter.member, Waiting(wait.subject, wait.missing, waited))
+        for waiter in (*wait.round.slots.values(), *wait.round.pulls):
+            messages.setdefault(waiter.member, Waiting(wait.subject, wait.missing, waited))
     return [Send(member, message) for member, message in messages.items()]
 
 

@@ -202,8 +202,8 @@ class Server(Machine):
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
         if now >= self._next_look:
             self._next_look = now + self.limits.explain_after_s / 2
-            for source in (self.table, self.sparse):
-                effects += hints(source.waits(), now, self.limits.explain_after_s)
+            for slices in (self.table, self.sparse):
+                effects += hints(slices.waits(now - self.limits.explain_after_s), now)
         return effects
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
@@ -226,7 +226,7 @@ class Server(Machine):
         if waiting is not None:
             return waiting
         oldest = min(
-            (wait for wait in (*self.table.waits(), *self.sparse.waits()) if wait.missing),
+            (wait for wait in (*self.table.waits(now), *self.sparse.waits(now)) if wait.missing),
             key=lambda wait: wait.round.open_since,
             default=None,
         )

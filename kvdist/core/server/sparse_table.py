@@ -490,10 +490,12 @@ class SparseTables:
     def _refuse(self, member: Member, run: int, ids: U32, reason: str, code: ErrorCode = ErrorCode.REFUSED) -> None:
         self._replies.to(member).refuse(run, ids, code, reason)
 
-    def waits(self) -> Iterator[RoundWait]:
-        """What workers wait for."""
+    def waits(self, opened_before: float) -> Iterator[RoundWait]:
+        """The rounds for which workers wait since before then."""
         live = self.workers.keys()
-        return (table.wait(live) for table in self.all.values() if not table.round.is_quiet)
+        for table in self.all.values():
+            if not table.round.is_quiet and table.round.open_since <= opened_before:
+                yield table.wait(live)
 
     def validate(self) -> None:
         """Check every invariant."""

@@ -440,9 +440,11 @@ class Table:
         for pull in block.take_satisfied_pulls():
             self._to(pull.member).value(pull.run, block)
 
-    def waits(self) -> Iterator[RoundWait]:
-        """What workers wait for, in the order of slices."""
+    def waits(self, opened_before: float) -> Iterator[RoundWait]:
+        """The rounds for which workers wait since before then, in the order of slices."""
         for block in self._open():
+            if block.round.open_since > opened_before:
+                continue
             if block.published is None:
                 yield RoundWait(block.round, f"the first value of key {block.key!r}", (0,))
             else:
