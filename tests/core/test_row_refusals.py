@@ -15,7 +15,7 @@ from kvdist.config.settings import Limits
 from kvdist.core.machine import Send
 from kvdist.core.server.replies import Replies, hints
 from kvdist.core.server.snapshots import Snapshots
-from kvdist.core.server.sparse_table import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, RowBuffer, SparseTables
+from kvdist.core.server.sparse_table import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, ReplyBuffer, SparseTables
 from kvdist.core.traffic import Traffic
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, server, worker
@@ -284,7 +284,7 @@ def test_an_answer_is_leased_until_it_is_acknowledged_and_its_memory_used_again(
     (second,) = fed.say(A, pull(np.array([9])))
     assert [isinstance(one.message, RowValues) for one in (first, second)] == [True, True]
     (mine,), (other,) = first.token, second.token  # type: ignore[misc]
-    assert isinstance(mine, RowBuffer) and mine is not other and (mine.leases, other.leases) == (1, 1)
+    assert isinstance(mine, ReplyBuffer) and mine is not other and (mine.leases, other.leases) == (1, 1)
     assert fed.allocated == [BUFFER_UNIT_BYTES] * 2
     shown = bytes(first.message.arrays.payload)
     fed.say(A, push(rows([5], 7)))

@@ -21,7 +21,7 @@ from kvdist.core.server import snapshots
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
-from kvdist.core.server.sparse_table import RowBuffer, RowBuffers, RowContribution, RowPull, SparseTable
+from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, RowPull, SparseTable
 from kvdist.core.worker.outbox import RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
 from kvdist.dtypes import DType
@@ -331,7 +331,7 @@ def takes_the_last_part(self: SparseTable, contribution: RowContribution, more: 
     return ORIGINAL_OFFER(self, contribution, more, now)
 
 
-def writes_into_leased_answers(self: RowBuffers, nbytes: int) -> RowBuffer:
+def writes_into_leased_answers(self: ReplyBuffers, nbytes: int) -> ReplyBuffer:
     for buffer in self.all:
         if len(buffer.memory) >= nbytes:
             return buffer
@@ -351,7 +351,7 @@ def answers_at_once(self: SparseTable) -> list[RowPull]:
 
 
 ORIGINAL_OFFER = SparseTable.offer
-ORIGINAL_BUFFER = RowBuffers.take
+ORIGINAL_BUFFER = ReplyBuffers.take
 ORIGINAL_COMPLETE = HostRounds._complete
 ORIGINAL_TAKE = Snapshots._take
 ORIGINAL_IS_DUE = snapshots._is_due
@@ -417,7 +417,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "rows",
         [(SparseTable, "take_satisfied_pulls", answers_at_once)],
     ),
-    "leased answers are written": ("rows async", [(RowBuffers, "take", writes_into_leased_answers)]),
+    "leased answers are written": ("rows async", [(ReplyBuffers, "take", writes_into_leased_answers)]),
     "servers without rows get no contribution": (
         "rows",
         [(row_workload, "push_runs", leaves_out_servers_without_rows)],

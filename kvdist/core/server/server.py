@@ -29,7 +29,7 @@ from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.replies import Replies, hints
 from kvdist.core.server.snapshots import Restoring, Snapshots
-from kvdist.core.server.sparse_table import RowBuffer, SparseTables
+from kvdist.core.server.sparse_table import ReplyBuffer, SparseTables
 from kvdist.core.server.table import Table
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.outbox import PRIORITY_MESSAGES_PER_WINDOW
@@ -211,7 +211,7 @@ class Server(Machine):
         for token in tokens:
             assert isinstance(token, tuple)
             for buffer in token:
-                assert isinstance(buffer, Buffer | RowBuffer) and buffer.leases > 0
+                assert isinstance(buffer, Buffer | ReplyBuffer) and buffer.leases > 0
                 buffer.leases -= 1
         return []
 

@@ -250,14 +250,14 @@ class SparseTable:
 
 
 @dataclass(slots=True, eq=False)
-class RowBuffer:
+class ReplyBuffer:
     """Memory for a reply. While `leases` is not 0 it is being read."""
 
     memory: npt.NDArray[np.uint8]
     leases: int = 0
 
 
-class RowBuffers:
+class ReplyBuffers:
     """Memory for replies, used again when it is no longer leased.
 
     Args:
@@ -266,15 +266,15 @@ class RowBuffers:
 
     def __init__(self, allocate: Allocate) -> None:
         self.allocate = allocate
-        self.all: list[RowBuffer] = []
+        self.all: list[ReplyBuffer] = []
 
-    def take(self, nbytes: int) -> RowBuffer:
+    def take(self, nbytes: int) -> ReplyBuffer:
         """A free buffer of at least this many bytes and not many more."""
         free = [buffer for buffer in self.all if buffer.leases == 0]
         sizes = range(nbytes, 4 * nbytes + BUFFER_UNIT_BYTES + 1)
         found = next((buffer for buffer in free if len(buffer.memory) in sizes), None)
         if found is None:
-            found = RowBuffer(self.allocate(max(1, -(-nbytes // BUFFER_UNIT_BYTES)) * BUFFER_UNIT_BYTES))
+            found = ReplyBuffer(self.allocate(max(1, -(-nbytes // BUFFER_UNIT_BYTES)) * BUFFER_UNIT_BYTES))
             self.all.append(found)
         others = [buffer for buffer in free if buffer is not found]
         for buffer in others[: max(0, len(self.all) - BUFFERS_KEPT_MAX)]:
@@ -297,7 +297,7 @@ class SparseTables:
         """By the number of their slice."""
         self.workers: Mapping[int, Member] = {}
         """Rank → the live worker there."""
-        self.buffers = RowBuffers(allocate)
+        self.buffers = ReplyBuffers(allocate)
         self.kernels = kernels
         self._replies = replies
         self._snapshots = snapshots
@@ -474,7 +474,7 @@ class SparseTables:
             else:
                 self._replies.to(pull.member).rows(message, buffer)
 
-    def _gathered(self, table: SparseTable, pull: RowPull) -> tuple[RowBuffer, RowValues]:
+    def _gathered(self, table: SparseTable, pull: RowPull) -> tuple[ReplyBuffer, RowValues]:
         """The answer to a pull: one pass over its rows."""
         rows = table.rows
         count = len(pull.ids) * rows.row_length
