@@ -61,3 +61,8 @@ def test_dense_values_are_pushed_and_pulled_without(feature: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{[2.0] * 5} {[[3.0, 3.0]] * 3}", f"{[1.0] * 5}"]
+
+
+def test_the_modules_of_features_are_there() -> None:
+    places = [ROOT / "kvdist" / name.replace(".", "/") for names in FEATURES.values() for name in names.split()]
+    assert [str(place) for place in places if not (place.is_dir() or place.with_suffix(".py").exists())] == []

@@ -20,12 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvdist.config.addresses import host_name
-from kvdist.config.environment import (
-    cluster_from_env,
-    embedded_cluster_from_env,
-    read_setting,
-    without_effect,
-)
+from kvdist.config.environment import cluster_from_env, embedded_cluster_from_env, read_setting, without_effect
 from kvdist.config.settings import ClusterConfig
 from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.commands import Handler
