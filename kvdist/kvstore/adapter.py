@@ -34,7 +34,7 @@ class KVStoreBase(abc.ABC):
     """
 
     register = staticmethod(register)
-    """`kvdist.kv.register`, where the mirrored system has it: ``@KVStoreBase.register``."""
+    """`kvdist.kv.register`, where the MXNet has it: ``@KVStoreBase.register``."""
 
     @property
     @abc.abstractmethod
@@ -95,13 +95,13 @@ class Adapted:
         return self._store.num_workers
 
     def agree(self, statement: str) -> None:
-        """Nothing: the contract has no way to compare what workers say."""
+        """Do nothing: the contract has no way to compare what workers say."""
 
     def leave_uncompressed(self, keys: Sequence[int]) -> None:
-        """Nothing: the contract knows no compression."""
+        """Do nothing: the contract knows no compression."""
 
     def leave_unkept(self, keys: Sequence[int]) -> None:
-        """Nothing: the contract has no such hint."""
+        """Do nothing: the contract has no such hint."""
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Let the store update."""

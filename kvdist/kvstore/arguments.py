@@ -237,7 +237,7 @@ def _copy(table: KeyTable, infos: Sequence[KeyInfo], results: Sequence[Bits], in
 
 Hyperparameters = tuple[float, float, float]
 SERVER_DECIDES: Hyperparameters = (math.nan, math.nan, math.nan)
-"""There is no optimizer here to ask."""
+"""This worker has no optimizer."""
 
 
 Settings = tuple[list[Hyperparameters], "np.ndarray[Any, Any] | None"]

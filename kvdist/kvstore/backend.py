@@ -374,7 +374,7 @@ def combined(futures: Sequence[Future[Any]], finish: Callable[[], Any] = lambda:
             return
         try:
             whole.set_result(finish())
-        except Exception as error:  # noqa: BLE001  # whoever waits for the future gets it
+        except Exception as error:  # noqa: BLE001  # the caller that waits for the future gets it
             whole.set_exception(error)
 
     if not futures:

@@ -105,7 +105,7 @@ class KVStore(KVStoreBase):
         return self._backend.optimizer is not None
 
     def num_dead_nodes(self) -> int:
-        """How many processes of the cluster are known to be lost; it asks nobody, and may be called after a loss.
+        """How many processes of the cluster are known to be lost; it sends no message, and works after a loss too.
 
         The loss of one ends the job, so it is 0 as long as calls succeed. Workers that left by `close` are not lost.
         """
@@ -159,7 +159,7 @@ class KVStore(KVStoreBase):
         self._backend.configure(KeyHint(Hint.UNCOMPRESSED, keys))
 
     def leave_unkept(self, keys: Sequence[Key]) -> None:
-        """A hint, before their `init`: sums of these keys go to the callers of `pushpull`, and nobody pulls them.
+        """A hint, before their `init`: sums of these keys go to the callers of `pushpull`, and no call pulls them.
 
         A store that would keep a copy for `pull` alone can do without.
         """
@@ -275,7 +275,7 @@ class KVStore(KVStoreBase):
         """`pushpull` of which large results stay where they are, in the memory of servers of this host.
 
         A pull is then no pass over the bytes at all. Such a result shows another version some time after the next
-        `pushpull_shared` of its key has returned: use it until then. Do not write to it: nobody else would see that,
+        `pushpull_shared` of its key has returned: use it until then. Do not write to it: others would not see that,
         and later results that lie in the same place would show it. `broadcast` of the key mends it.
 
         Args:
@@ -345,7 +345,7 @@ class KVStore(KVStoreBase):
             timeout: seconds; None waits as long as the others live.
 
         Raises:
-            BarrierTimeout: somebody did not come in time; `missing` holds their ranks.
+            BarrierTimeout: some workers did not come in time; `missing` holds their ranks.
         """
         self._begin()
         if timeout is not None and not timeout > 0:
@@ -377,7 +377,7 @@ class KVStore(KVStoreBase):
         Args:
             value: a number, a NumPy array, or a torch tensor. Integers are averaged as float64, booleans too.
             counts: whether this worker's value takes part. A worker that has nothing to say, because it had no
-                examples, gives any value of the right shape and False. If nobody's takes part, the result is NaN.
+                examples, gives any value of the right shape and False. If no worker's takes part, the result is NaN.
 
         Returns:
             A float for a number, else a new array or tensor of the kind and shape of `value`.
@@ -477,9 +477,9 @@ class KVStore(KVStoreBase):
     def send_command_to_servers(self, head: int, body: str = "") -> None:
         """Let every server run the handler that is registered there for `head`; returns when all have.
 
-        Handlers are those of modules that whoever started the servers named; see `kvdist.kv.register_command`. A
-        server runs one between two messages. Pushes that are under way may come before it or after. A store within a
-        process has no servers and does nothing.
+        Handlers come from modules named when the servers were started (``--server-module``); see
+        `kvdist.kv.register_command`. A server runs one between two messages. Pushes that are under way may come before
+        it or after. A store within a process has no servers and does nothing.
 
         Args:
             head: the number of the command, 0 to 2147483647.
@@ -523,7 +523,7 @@ class KVStore(KVStoreBase):
         Returns:
             A future of the checkpoint's folder, resolved when it is complete and durable. It fails with
             `CheckpointError` if anybody could not write: the checkpoints that were there before are as they were.
-            If nobody looks at it, the next `save_checkpoint`, `close` or the process's exit code says so.
+            If it is not looked at, the next `save_checkpoint`, `close` or the process's exit code says so.
 
         Raises:
             TypeError, ValueError: an argument is not what is said above, or the store has no keys.
@@ -625,7 +625,7 @@ class KVStore(KVStoreBase):
             wait: until a checkpoint that is under way is complete; not done where an exception leaves a ``with``.
 
         Raises:
-            CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
+            CheckpointError: the last checkpoint has failed, and its future was not looked at.
         """
         with contextlib.ExitStack() as stack:
             for call in self._calls_at_close:

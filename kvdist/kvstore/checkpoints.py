@@ -153,17 +153,17 @@ class CheckpointFuture(Future[Path]):
         return self.done() and super().exception() is not None
 
     def abandon(self) -> None:
-        """Nobody needs to look: something else tells the program that there is no checkpoint."""
+        """The failure need not be looked at: the program hears of it in another way."""
         self._is_abandoned = True
         self.look()
 
     def look(self) -> BaseException | None:
-        """Its failure, if it has failed and nobody has looked; it is the caller's now."""
+        """Its failure, if it has failed and was not looked at; it is the caller's now."""
         return _FAILED.pop(self, None)
 
 
 class LastSave:
-    """The last checkpoint of a store, whose failure somebody must hear of."""
+    """The last checkpoint of a store, whose failure must be reported."""
 
     def __init__(self) -> None:
         self.future: CheckpointFuture | None = None
@@ -184,7 +184,7 @@ class LastSave:
         """Another one is wanted.
 
         Raises:
-            CheckpointError: this one has failed, and nobody has looked.
+            CheckpointError: this one has failed, and was not looked at.
         """
         self._raise("the checkpoint before this one")
 
@@ -192,7 +192,7 @@ class LastSave:
         """The store is closed.
 
         Raises:
-            CheckpointError: this one has failed, and nobody has looked.
+            CheckpointError: this one has failed, and was not looked at.
         """
         self._raise("the last checkpoint")
 
@@ -211,7 +211,7 @@ class LastSave:
 
 
 _FAILED: dict[CheckpointFuture, BaseException] = {}
-"""At which nobody has looked."""
+"""Those that were not looked at."""
 
 
 def _end_badly() -> None:
@@ -238,7 +238,7 @@ def checkpoint_folder(directory: str | os.PathLike[str], step: object) -> Path:
     """The folder of a checkpoint that is to be written.
 
     Raises:
-        ValueError: the step is no count.
+        ValueError: the step is not a count.
     """
     return folders.folder_of(absolute(directory), as_step(step))
 
@@ -294,7 +294,7 @@ def find_checkpoint(directory: str | os.PathLike[str], step: int | None) -> Path
 
     Raises:
         CheckpointError: there is none.
-        ValueError: the step is no count.
+        ValueError: the step is not a count.
     """
     return folders.find(absolute(directory), None if step is None else as_step(step))
 
@@ -324,7 +324,7 @@ def worker_content(state: Any, names: Names | None, rank: int) -> bytes:
 
 
 def _require_plain(value: object, depth: int) -> None:
-    """JSON would make text of other keys of a dict, and nobody would notice before the state is used again."""
+    """JSON would make text of other keys of a dict, which is noticed only when the state is used again."""
     if depth > DEPTH_MAX:
         raise TypeError(f"it is nested deeper than {DEPTH_MAX} times, or holds itself")
     if isinstance(value, dict):
@@ -469,7 +469,7 @@ class HeldArray:
         return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)
 
     def take(self, found: ReadSlice, updater: KeepsStates | None) -> Bits | None:
-        """Give the updater its states back; returns the value, which whoever holds it takes over."""
+        """Give the updater its states back; returns the value, which its holder takes over."""
         if updater is not None and (found.state is not None or found.is_fresh):
             updater.restore(self.key, found.state)
         return found.weight
@@ -722,7 +722,7 @@ class WorkerSaving:
         """Nothing is saved any more: let other jobs save there.
 
         Raises:
-            CheckpointError: the last checkpoint has failed, nobody has looked at its future, and `wait` is set.
+            CheckpointError: the last checkpoint has failed, its future was not looked at, and `wait` is set.
         """
         self._locks.close()
         if wait:
@@ -946,7 +946,7 @@ class ServerSaving:
         """The store was closed; see `KVStore.close`.
 
         Raises:
-            CheckpointError: the last checkpoint has failed, and nobody has looked at its future.
+            CheckpointError: the last checkpoint has failed, and its future was not looked at.
         """
         if wait:
             self._last.at_close()
@@ -1015,7 +1015,7 @@ def _move_states(ask: Ask, kind: RunKind, infos: Sequence[KeyInfo], parts: Any) 
 
 
 def _state_runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits) -> Iterator[RunData]:
-    """One run for each slice; those that are small leave joined all the same."""
+    """One run for each slice; small ones still travel together."""
     dtype = DType.FLOAT64 if part == NUMBERS else state_dtype(info.dtype)
     for place, piece in enumerate(info.slices):
         if part == NUMBERS:

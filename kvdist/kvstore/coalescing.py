@@ -34,7 +34,7 @@ class PullFuture(AwaitedFuture[None]):
     """A future of None that cannot be cancelled: the answer may be under way into the user's array.
 
     Args:
-        hurry: called when somebody waits.
+        hurry: called when a thread waits.
     """
 
     _is_whole = False
@@ -91,7 +91,7 @@ class PullFuture(AwaitedFuture[None]):
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
-        """Have `fn` called when it is done. Nobody waits for that, so the pull need not hurry."""
+        """Have `fn` called when it is done. No thread waits for that, so the pull need not hurry."""
         self._become_whole()
         super().add_done_callback(fn)
 
@@ -182,7 +182,7 @@ class _Batch:
         self.is_open = True
         """Under the lock."""
         self.error: BaseException | None = None
-        """Why nobody will make it any more; under the lock."""
+        """Why it will not be made; under the lock."""
         self._expected = expected
         self._since: float | None = None
         self._seen, self._seen_at = 0, 0.0
@@ -200,7 +200,7 @@ class _Batch:
         return min(self._seen_at + (PATIENCE_S if count < self._expected else QUIET_S), self._since + BATCH_S)
 
     def end(self, error: BaseException) -> None:
-        """It will not be made. Whoever has just been added to it sees the error."""
+        """It will not be made. A call that was just added to it sees the error."""
         with self.lock:
             self.is_open = False
             self.error = error
@@ -244,7 +244,7 @@ class _PushBatch(_Batch):
         self.bits, self.encoded = [], []  # they lie in the staging buffers now
         return Transfer(number, RunKind.PUSH, f"push of {named(infos)}", own.runs, self.priority)
 
-    def set_result(self, result: Any) -> None:  # nobody waits for it
+    def set_result(self, result: Any) -> None:  # no thread waits for it
         assert self._contribution is not None
         self._contribution.release()
         self._leave(self.nbytes)
@@ -298,7 +298,7 @@ class Coalescer:
     Args:
         lay_out, plan_pull: make requests out of what was gathered.
         submit: leaves a request for the node's thread.
-        hurry: tells that thread that somebody waits.
+        hurry: tells that thread that a caller waits.
         failed: gets the error of pushes.
         leave: told how many bytes are not under way any more.
     """

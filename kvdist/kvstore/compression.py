@@ -314,7 +314,7 @@ def as_encoded(
     payloads: Sequence[EncodedRun | None],
     compression: GradientCompression,
 ) -> list[RunData]:
-    """The runs of a push, those that are encoded saying so. They are sent from ordinary memory."""
+    """The runs of a push; those that are encoded have `encoded` set. They are sent from ordinary memory."""
     codec = compression.codec
     return [
         run if own is None else replace(run, encoded=Encoded(codec.encoding, codec.parameter, own[1]), stays=False)

@@ -252,10 +252,10 @@ class PinnedBlock:
     pin: Any = None
     """What keeps it pinned."""
     marks: list[DeviceEvent] = field(default_factory=list)
-    """Behind them nobody reads it any more."""
+    """Events after which the block may be reused."""
 
     def wait(self) -> None:
-        """Until nobody reads it any more."""
+        """Wait until it is not read any more."""
         while self.marks:
             self.marks[-1].wait()
             self.marks.pop()
@@ -269,7 +269,7 @@ class PinnedBlocks:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, device: Device) -> PinnedBlock:
-        """A block of so many bytes, pinned for GPUs, which nobody reads any more."""
+        """A block of so many bytes, pinned for GPUs, which is not read any more."""
         if nbytes < PINNED_BYTES_MIN:
             return PinnedBlock(np.empty(nbytes, np.uint8))
         with self._lock:
@@ -299,7 +299,7 @@ class PinnedBlocks:
             smallest.wait()  # its pages go back to the system, and a GPU may still read them
 
     def close(self) -> None:
-        """Let all of them go, when nobody reads them any more."""
+        """Release all of them, when they are not read any more."""
         with self._lock:
             free, self._free = self._free, deque()
         for block in free:
@@ -544,7 +544,7 @@ def merged_gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> t
     parts = [_rows_of(array, info.dtype, devices) for array in arrays]
     ids, rows = merged(parts, info.dtype)
     found = ids.on_host(), rows.on_host()
-    # Not -1: nobody's gradient may have a row, as that of an empty batch.
+    # Not -1: there may be no row at all, as that of an empty batch.
     return found[0], found[1].reshape(len(found[0]), row_length(info.shape))
 
 

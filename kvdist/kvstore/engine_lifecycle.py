@@ -1,4 +1,4 @@
-"""How stores without servers come to an engine: the one of this process, begun by whoever needs it first.
+"""How stores without servers come to an engine: the one of this process, begun by the first one that needs it.
 
 Three ways of becoming a rank: a launcher has said who this process is (`environment`); the job has servers, and the
 ranks meet through their cluster; or neither, and the process is alone. Rules that hold here:

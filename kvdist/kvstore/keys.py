@@ -49,7 +49,7 @@ class KeyTable:
         self.nbytes = 0
         self.plain: dict[Key, tuple[KeyInfo, tuple[int, ...], np.dtype[Any]]] = {}
         self.tables: dict[Key, KeyInfo] = {}
-        """Those that are tables of rows."""
+        """The keys that are tables of rows."""
         self._kinds: dict[Key, str] = {}
 
     def __len__(self) -> int:

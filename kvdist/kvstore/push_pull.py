@@ -67,7 +67,7 @@ class ArrayTransfers:
         policy: when servers make a version.
         kernels: what sums over devices on the host.
         devices: the GPUs that are used.
-        remember: gets the error of a push that nobody waits for.
+        remember: gets the error of a push without a future.
         check: raises why nothing can be pushed any more.
     """
 

@@ -110,7 +110,7 @@ _Function = TypeVar("_Function", bound=Handler)
 def register_command(head: int) -> Callable[[_Function], _Function]:
     """Decorator: let `KVStore.send_command_to_servers` run this function on servers.
 
-    It is called as ``function(head, body, rank)`` with the server's rank, between two messages: nobody is answered
+    It is called as ``function(head, body, rank)`` with the server's rank, between two messages: no worker is answered
     until it returns, so let it be short. What it raises, ``SystemExit`` too, is raised at the caller, as text; what it
     returns is not looked at. Servers import the module by ``--server-module``.
 

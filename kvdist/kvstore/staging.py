@@ -39,7 +39,7 @@ Shares = Callable[[int], bool]
 """Whether the server of a rank shares memory with this process."""
 
 Reads = Callable[[RunPlan], bool]
-"""Whether whoever a run is sent to reads it where it lies."""
+"""Whether the receiver of a run reads it where it lies."""
 
 Buffers = list["RunBuffer | None"]
 """One for each run of a plan that needed one."""
@@ -189,7 +189,7 @@ def lend(
         run: the run.
         arrays: per key of the plan its contributions as bits.
         lending: what may be lent.
-        reads: whether whoever it is sent to shares memory with this process.
+        reads: whether its receiver shares memory with this process.
         memory: what would be shared.
     """
     if lending is Lending.NOTHING or len(run.pieces) > 1 or run.nbytes < ALONE_BYTES_MIN:
@@ -279,7 +279,7 @@ def lay_out(
         options: how the push counts.
         kernels: what sums over devices.
         lent: per run the caller's own memory that is sent, or an encoded payload, or None.
-        reads: whether whoever a run is sent to shares memory with this process.
+        reads: whether the receiver of a run shares memory with this process.
         download: brings down what lies on GPUs.
     """
     plan, bits = staging.plan, given.bits

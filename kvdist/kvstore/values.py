@@ -333,7 +333,7 @@ def unknown_key(key: Key, known: Collection[Key]) -> str:
 
 
 def as_averaged(value: Any) -> Any:
-    """The value as an array or tensor of a floating type, which nobody else has.
+    """The value as a new array or tensor of a floating type.
 
     Raises:
         TypeError: it is neither a number nor an array that a store could hold.
