@@ -161,7 +161,8 @@ def test_the_classes_of_the_glossary_are_there() -> None:
     named = {word for cell in cells for word in CODE.findall(cell) if word[0].isupper()}
     defined = {
         node.id if isinstance(node, ast.Name) else node.name
-        for path in (ROOT / "kvdist").rglob("*.py")
+        for package in ("kvdist", "launcher")
+        for path in (ROOT / package).rglob("*.py")
         for top in ast.parse(text_of(path)).body
         for node in ([top] if isinstance(top, ast.ClassDef) else getattr(top, "targets", []))
         if isinstance(node, ast.ClassDef | ast.Name)

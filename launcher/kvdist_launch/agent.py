@@ -40,7 +40,7 @@ from kvdist_launch.processes import INTERRUPTIONS, CommandError, LocalProcesses,
 from kvdist_launch.root_socket import turn_away
 
 PATIENCES = 2
-"""The launcher sends a frame every second; after so many times the patience without one it counts as lost."""
+"""The launcher sends a frame every second; without one for this many times the patience it counts as lost."""
 
 GRACE_S, TERMINATE_S = 2.0, 1.0
 """For processes to end by themselves after the pipe's end, and after SIGTERM: less than five seconds together."""

@@ -209,9 +209,9 @@ def decode_process(fields: dict[str, Any], host: int = 0) -> Process:
     )
 
 
-def encode_exit(ending: ProcessExit) -> dict[str, Any]:
+def encode_exit(one: ProcessExit) -> dict[str, Any]:
     """How a process ended, as JSON."""
-    return {"node": encode_node(ending.node), "pid": ending.pid, "status": ending.status}
+    return {"node": encode_node(one.node), "pid": one.pid, "status": one.status}
 
 
 def decode_exit(fields: dict[str, Any], host: str) -> ProcessExit:

@@ -35,7 +35,7 @@ LINK_S = 0.5
 """The usual time of one measurement."""
 
 SILENT_S = 5.0
-"""If all measurements take longer, the user is told for how long."""
+"""If all measurements take longer, a line says how long."""
 
 ANSWER_S = 2 * SERVE_S
 """For an agent's answer; longer than everything that a measurement waits for."""

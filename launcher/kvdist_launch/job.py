@@ -299,7 +299,7 @@ class Job:
         return 0 if self._interruption is None else SIGNAL_BASE + self._interruption
 
     def conclude(self, now: float, last_lines: Sequence[str] = ()) -> list[str]:
-        """Close the records. Returns what the user is told: reasons first, the sentence last.
+        """Close the records. Returns the closing lines: reasons first, the sentence last.
 
         Args:
             now: when the last process ended.

@@ -258,7 +258,7 @@ class _HostJob:
         ]
 
     def _notes(self, processes: Sequence[Process], facts: Sequence[HostFacts]) -> Iterator[str]:
-        """What the user is told before the start."""
+        """The launcher's messages before the start."""
         note = thread_note(processes, self._hosts, facts)
         if note is not None:
             yield note

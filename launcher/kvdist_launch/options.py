@@ -304,7 +304,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--grace",), valued(to_seconds, "SECONDS", "how long the others may take to end after a failure, an"
          " interruption or the last worker's end (default: 5; without servers 2)")),
     )),
-    ("other ways in", (
+    ("other targets", (
         (("--emit",), _choice(FORMATS, "print what starts this job elsewhere, and start nothing")),
         (("--image",), valued(_word, "IMAGE", "the container image for --emit kubernetes")),
         (("--example-hostfile",), {"action": ShowExample, "nargs": 0, "help": "print a hostfile and exit"}),

@@ -115,7 +115,7 @@ class HostProbe:
             kind: ``prepare``, ``measure_listen`` or ``measure_dial``.
             fields: for ``prepare``: ``folder``: one to be written to; ``cwd``: one to be in; ``dial``: (address, port)
                 to be reached; ``interface``: a network card, or a network, in which this host has an address;
-                ``ports``: those of which one has to be free; ``listen``: (address, ports) for the job's root. For a
+                ``ports``: one of them has to be free; ``listen``: (address, ports) for the job's root. For a
                 measurement: ``address`` (numeric), ``token`` (hexadecimal digits) and, to dial, ``port``.
         """
         if kind == "prepare":

@@ -4,7 +4,7 @@
 # Add what your cluster asks for, such as:
 ##SBATCH --partition=gpu --time=1:00:00 --gpus-per-task=1 --cpus-per-task=4
 
-# The scheduler sits on the first node. One node alone can use its loopback address.
+# The scheduler runs on the first node. One node alone can use its loopback address.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(getent ahosts "$first" | awk 'NR == 1 { print $1 }')
 case $address in
