@@ -53,6 +53,7 @@ class MessageFormat:
     Attributes:
         message: the class.
         fields: its fields in order.
+        packs, reads: the names of the fields with the functions of their types.
         has_payload: whether frames of arrays follow the header.
         groups: for each group of columns its name, and what gets the columns of a message.
         checks: the fields whose types have a check.
@@ -63,6 +64,8 @@ class MessageFormat:
 
     message: type[Any]
     fields: tuple[tuple[str, WireType], ...]
+    packs: tuple[tuple[str, Callable[[Any], Any]], ...]
+    reads: tuple[tuple[str, Callable[[Source], Any]], ...]
     has_payload: bool
     groups: tuple[tuple[str, Callable[[Any], tuple[Any, ...]]], ...]
     checks: tuple[tuple[str, Callable[[Any, WireLimits], None]], ...]
@@ -100,8 +103,8 @@ def encode(packet: Packet, limits: WireLimits = DEFAULT) -> list[Payload]:
     try:
         envelope = _pack_stamp(packet.stamp, message.KIND, message.SEQUENCED)
         packed = []
-        for name, field in kind.fields:
-            packed.append(field.pack(getattr(message, name)))
+        for name, pack in kind.packs:
+            packed.append(pack(getattr(message, name)))
         name = "header"
         header: bytes = msgpack.packb(packed)
         payload = [memoryview(frame) for frame in message.arrays.frames] if kind.has_payload else []
@@ -183,8 +186,8 @@ def _read_message(
         source = Source(reader, limits, payload)
         wire_types.expect_count(source, len(kind.fields))
         values = []
-        for name, field in kind.fields:  # noqa: B007 (the handlers below name the field that failed)
-            values.append(field.read(source))
+        for name, read in kind.reads:  # noqa: B007 (the handlers below name the field that failed)
+            values.append(read(source))
         name = "header"
         if reader.tell() != len(header):
             raise ProtocolError(f"{len(header) - reader.tell()} bytes are left over after the last field")
@@ -306,7 +309,11 @@ def _compiled(message: type[Any]) -> MessageFormat:
     groups = tuple((group, attrgetter(*names)) for group, names in columns.items() if len(names) > 1)
     checks = tuple((name, field.check) for name, field in fields if field.check is not None)
     has_payload = any(field.name in ("arrays", "coded") for _, field in fields)
-    return MessageFormat(message, fields, has_payload, groups, checks, _RULES.get(message), "slices" not in columns)
+    packs = tuple((name, field.pack) for name, field in fields)
+    reads = tuple((name, field.read) for name, field in fields)
+    return MessageFormat(
+        message, fields, packs, reads, has_payload, groups, checks, _RULES.get(message), "slices" not in columns
+    )
 
 
 _FORMATS: dict[type[Any], MessageFormat] = {message: _compiled(message) for message in get_args(messages.Message)}
