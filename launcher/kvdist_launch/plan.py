@@ -43,7 +43,7 @@ LAUNCHER = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ProcessPlace:
     """Where one process runs.
 
     Attributes:
@@ -77,7 +77,7 @@ def place(
     num_servers: int,
     scheduler_host: int | None = None,
     is_filled: bool = False,
-) -> list[Placement]:
+) -> list[ProcessPlace]:
     """The processes of a job in starting order: scheduler, servers, workers; without servers, workers alone.
 
     Args:
@@ -97,15 +97,15 @@ def place(
             counts[role][turn % len(hosts)] += 1
             turn += 0 if is_filled and role is Role.WORKER else 1
     placements = (
-        [Placement(SCHEDULER, LAUNCHER if scheduler_host is None else scheduler_host, 0)] if num_servers else []
+        [ProcessPlace(SCHEDULER, LAUNCHER if scheduler_host is None else scheduler_host, 0)] if num_servers else []
     )
     for role, filled in counts.items():
         places = [(index, local) for index, count in enumerate(filled) for local in range(count)]
-        placements += [Placement(NodeId(role, rank), index, local) for rank, (index, local) in enumerate(places)]
+        placements += [ProcessPlace(NodeId(role, rank), index, local) for rank, (index, local) in enumerate(places)]
     return placements
 
 
-def worker_positions(placements: Sequence[Placement]) -> Mapping[NodeId, WorkerPosition]:
+def worker_positions(placements: Sequence[ProcessPlace]) -> Mapping[NodeId, WorkerPosition]:
     """The position of each worker."""
     workers = [one for one in placements if one.node.role is Role.WORKER]
     sizes = Counter(one.host for one in workers)
@@ -296,7 +296,7 @@ def root_host(job: JobSpec, hosts: Sequence[Host]) -> int | None:
     return job.scheduler_host if job.num_servers else _placements(job, hosts)[0].host
 
 
-def _placements(job: JobSpec, hosts: Sequence[Host]) -> list[Placement]:
+def _placements(job: JobSpec, hosts: Sequence[Host]) -> list[ProcessPlace]:
     return place(hosts, job.num_workers, job.num_servers, job.scheduler_host, job.is_filled)
 
 
@@ -361,7 +361,7 @@ def _role_argv(command: tuple[str, ...], python: str) -> tuple[str, ...]:
 def _environment(
     job: JobSpec,
     address: str,
-    one: Placement,
+    one: ProcessPlace,
     host: Host | None,
     own: HostFacts,
     launcher: HostFacts,
@@ -390,7 +390,7 @@ def _environment(
     return Environment(defaults, front, settings)
 
 
-def _position_settings(one: Placement, position: WorkerPosition) -> dict[str, str]:
+def _position_settings(one: ProcessPlace, position: WorkerPosition) -> dict[str, str]:
     return {
         "KVDIST_LOCAL_RANK": str(one.local_rank),
         "KVDIST_LOCAL_SIZE": str(position.local_size),

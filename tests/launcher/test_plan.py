@@ -26,8 +26,8 @@ from kvdist_launch.plan import (
     PYTHON,
     HostFacts,
     JobSpec,
-    Placement,
     Process,
+    ProcessPlace,
     place,
     plan,
     preview,
@@ -367,12 +367,12 @@ def test_slots_limit_workers_and_not_servers():
 
 def test_the_scheduler_comes_first_and_sits_where_it_is_told():
     hosts = [Host("a"), Host("b")]
-    assert place(hosts, 1, 1)[0] == Placement(SCHEDULER, LAUNCHER, 0)
-    assert place(hosts, 1, 1, scheduler_host=1)[0] == Placement(SCHEDULER, 1, 0)
+    assert place(hosts, 1, 1)[0] == ProcessPlace(SCHEDULER, LAUNCHER, 0)
+    assert place(hosts, 1, 1, scheduler_host=1)[0] == ProcessPlace(SCHEDULER, 1, 0)
 
 
 def test_without_servers_there_is_no_scheduler_either():
-    assert place([Host("a"), Host("b")], 2, 0) == [Placement(worker(0), 0, 0), Placement(worker(1), 1, 0)]
+    assert place([Host("a"), Host("b")], 2, 0) == [ProcessPlace(worker(0), 0, 0), ProcessPlace(worker(1), 1, 0)]
 
 
 @pytest.mark.parametrize(
