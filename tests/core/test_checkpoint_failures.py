@@ -17,9 +17,9 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
     WriteShard,
 )
-from kvdist.core.machine import PeerConnected, PeerDisconnected
+from kvdist.core.machine import PeerConnected, PeerDisconnected, Persist
 from kvdist.core.worker.requests import ClaimFolder
-from kvdist.protocol.messages import MarkPushes, SavedFile
+from kvdist.protocol.messages import MarkPushes, Saved, SavedFile
 from tests.core.training import (
     FULL,
     VALUES,
@@ -151,6 +151,20 @@ def test_a_worker_that_leaves_after_its_call_is_in_the_checkpoint(tmp_path: Path
     assert all(request in wired.completed for request in requests)
     require_moment(tmp_path, range(3), 1)
     require_nothing_left(wired)
+
+
+def test_a_server_that_stops_before_it_has_written_leaves_no_checkpoint_without_its_slices(tmp_path: Path) -> None:
+    wired = a_cluster(2, num_servers=2)
+    push_all(wired, 0)
+    save_all(wired, tmp_path)
+    wired.settle()
+    held = wired.works.popleft()
+    assert isinstance(held.work, WriteShard)
+    scheduler = wired.scheduler
+    scheduler.acknowledged(wired.member(held.who), (), wired.now)  # it has heard that it shall stop
+    (other,) = [name for name in ("server-0", "server-1") if name != held.who]
+    effects = scheduler.handle(wired.member(other), Saved(0, 0, SavedFile("it", 8, "0" * 64), ""), wired.now)
+    assert not any(isinstance(effect, Persist) for effect in effects)
 
 
 # Failures.

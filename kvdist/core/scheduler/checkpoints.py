@@ -22,7 +22,7 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
     directory_of,
 )
-from kvdist.core.agreement import Agreement, MemberWait, Questions
+from kvdist.core.agreement import Agreement, Live, MemberWait, Questions
 from kvdist.core.machine import Effect, Log, Persist, Persisted
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.keys import Keys
@@ -57,6 +57,8 @@ class SaveUnderWay:
     counter: int
     live: frozenset[int]
     """The ranks of the workers that were there when it began."""
+    servers: Live
+    """The servers that were there when it began: it lacks slices without the file of one that has ended since."""
     agreement: Agreement[Save | SavedFile]
     """The workers' messages and the servers' files."""
     keys: tuple[SavedKey, ...] = ()
@@ -225,11 +227,10 @@ class Checkpoints:
         place = (message.store, message.counter)
         saving = self._saving.get(place)
         if saving is None:
-            membership = self._membership
-            quorum = (membership.workers, membership.servers)
-            agreement: Agreement[Save | SavedFile] = Agreement(CHECKPOINT, "", now, membership.workers, quorum)
-            live = frozenset(node.rank for node in membership.workers)
-            saving = self._saving[place] = SaveUnderWay(*place, live, agreement)
+            workers, servers = self._membership.workers, dict(self._membership.servers)
+            agreement: Agreement[Save | SavedFile] = Agreement(CHECKPOINT, "", now, workers, (workers, servers))
+            live = frozenset(node.rank for node in workers)
+            saving = self._saving[place] = SaveUnderWay(*place, live, servers, agreement)
         return saving
 
     def _advance(self, saving: SaveUnderWay) -> list[Effect]:
@@ -270,7 +271,7 @@ class Checkpoints:
             POLICIES[mode].has_rounds,
             None if optimizer is None else optimizer.description,
             len(saving.saves),
-            len(self._membership.servers),
+            len(saving.servers),
             saving.keys,
             tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in saving.files),
             first.run,
