@@ -19,8 +19,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
+import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -331,7 +332,7 @@ class KVStore(KVStoreBase):
             dtype: a name, a NumPy or torch dtype. bfloat16 needs torch's own arrays and is a `TypeError` here.
         """
         wanted = _values.as_numpy_dtype(dtype)
-        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+        lengths = tuple(shape) if isinstance(shape, Iterable) else (operator.index(shape),)
         return self._backend.allocate(math.prod(lengths) * wanted.itemsize).view(wanted).reshape(lengths)
 
     # All workers together.

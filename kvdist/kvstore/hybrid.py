@@ -83,6 +83,9 @@ class HybridBackend(Backend):
     def check(self) -> None:
         self._servers.check()
 
+    def note_error(self, error: BaseException) -> None:
+        self._servers.note_error(error)  # which tells a push that is lost from one whose answer leaving overtook
+
     def wait(self, future: Future[Any], lends: bool = False) -> Any:
         return self._servers.wait(future, lends)
 

@@ -209,7 +209,8 @@ class LocalBackend(Backend):
             if saved is not None:
                 self.configure(UpdateBy(saved))
         checkpoint, found = self._files().load(job)
-        self.take(found)
+        if job.values:
+            self.take(found)
         return checkpoint
 
     def held(self) -> list[Held]:

@@ -88,9 +88,8 @@ Store = TypeVar("Store", bound=type)
 def register(cls: Store) -> Store:
     """Make a class of your own available to `create`, under its name in lower case. Usable as a decorator.
 
-    The class is called without arguments. To serve a `Trainer` it derives from `KVStoreBase`, the least that one needs,
-    or from `KVStore`; a script that calls it itself may have it as it likes. A name that is taken is replaced, with a
-    warning.
+    The class is called without arguments. To serve a `Trainer` it derives from `KVStoreBase`; a script that calls it
+    itself may have it as it likes. A name that is taken is replaced, with a warning.
 
     Raises:
         TypeError: it is not a class.

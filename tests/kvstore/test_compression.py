@@ -175,6 +175,17 @@ def test_values_that_are_replaced_begin_with_an_empty_residual(store, tmp_path):
     assert [store.pull(key).tolist() for key in "ab"] == [[1] * 3, [0.5] * 3]
 
 
+def test_states_that_are_loaded_leave_values_and_residuals_alone(store, tmp_path):
+    store.set_gradient_compression({"type": "2bit"})
+    store.set_optimizer("test")
+    store.init("a", np.zeros(3, np.float32))
+    store.push("a", np.full(3, 0.25, np.float32))
+    store.save_optimizer_states(tmp_path / "states")
+    store.load_optimizer_states(tmp_path / "states")
+    store.push("a", np.full(3, 0.25, np.float32))
+    assert store.pull("a").tolist() == [0.5] * 3
+
+
 @pytest.mark.parametrize("name", ["local", "local_update_cpu", "local_allreduce_cpu", "nccl"])
 def test_stores_that_do_not_compress_say_which_do(name):
     with kv.create(name) as local, pytest.raises(ValueError, match="needs 'dist' or 'device'"):

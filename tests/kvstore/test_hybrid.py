@@ -60,6 +60,9 @@ class Half(Backend):
         future.finish(self._failure)
         return future
 
+    def note_error(self, error):
+        self._note("error", str(error))
+
     def check(self):
         pass
 
@@ -99,3 +102,12 @@ def test_a_call_that_is_wrong_on_one_worker_is_told_to_the_others_who_would_wait
     with pytest.raises(ValueError, match="2 keys and 1 values"):
         store.init(["b", "c"], [ARRAY])
     assert calls == [("workers", "reported")]
+
+
+def test_the_servers_decide_whether_the_error_of_a_push_of_rows_is_one():
+    """After `close` the answer of a push may be overtaken by leaving, which is no error."""
+    calls = []
+    store = with_keys(calls)
+    store._backend.note_error(ValueError("late"))
+    assert calls == [("servers", "error", "late")]
+    assert not store._backend.errors

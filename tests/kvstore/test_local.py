@@ -277,6 +277,7 @@ def test_a_result_cannot_go_into_a_read_only_array_and_then_nothing_is_pushed(st
 def test_empty_makes_an_array_of_the_shape_and_dtype(store):
     assert store.empty((2, 3)).shape == (2, 3) and store.empty(4).dtype == np.float32
     assert store.empty((), torch.int64).dtype == np.int64
+    assert store.empty(np.int64(5)).shape == (5,)
     with pytest.raises(TypeError, match="NumPy has no bfloat16"):
         store.empty(2, "bfloat16")
 
