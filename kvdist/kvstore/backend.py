@@ -276,6 +276,11 @@ class Backend(abc.ABC):
     def num_keys(self) -> int:
         """How many keys are initialised."""
 
+    @property
+    def holdings(self) -> str:
+        """What a store's `repr` says of its keys, such as ``6 keys``."""
+        return f"{self.num_keys} keys"
+
     @abc.abstractmethod
     def require(self, key: Key) -> object:
         """Raises `KeyNotInitialised` for a key that is not initialised."""

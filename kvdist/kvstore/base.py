@@ -77,7 +77,7 @@ class KVStore(KVStoreBase):
         self._calls_at_close: list[Callable[[bool], None]] = []
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {self._backend.num_keys} keys"
+        state = "closed" if self._closed else f"worker {self.rank} of {self.num_workers}, {self._backend.holdings}"
         return f"<{self.type} store, {state}>"
 
     @property

@@ -77,6 +77,10 @@ class HybridBackend(Backend):
     def num_keys(self) -> int:
         return len(self._known)
 
+    @property
+    def holdings(self) -> str:
+        return f"{len(self._on_servers & self._known)} of {self.num_keys} keys on servers"
+
     def num_dead_nodes(self) -> int:
         return max(self._servers.num_dead_nodes(), self._workers.num_dead_nodes())
 

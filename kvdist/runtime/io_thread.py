@@ -48,8 +48,12 @@ class ThreadedDisk(Disk):
         """See `Disk.begin`."""
         self._waiting.put((work, done))
         if self._thread is None:
+            # Only here: a job without checkpoints does without the modules that know files.
+            from kvdist.checkpoint.locks import Locks
+
+            self._locks = Locks()
             # Not waited for at the end: what is not complete by then does not count as a checkpoint.
-            self._thread = threading.Thread(target=self._run, name="kvdist-disk", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(self._locks,), name="kvdist-disk", daemon=True)
             self._thread.start()
 
     def close(self, linger_s: float) -> None:
@@ -60,22 +64,18 @@ class ThreadedDisk(Disk):
         if self._locks is not None:
             self._locks.close()
 
-    def _run(self) -> None:
-        # Only here: a job without checkpoints does without the modules that know files.
-        from kvdist.checkpoint.locks import Locks
-
-        self._locks = Locks()
+    def _run(self, locks: Locks) -> None:
         while (item := self._waiting.get()) is not None:
             work, done = item
-            done(*outcome(work, self._locks, self._root))
+            done(*outcome(work, locks, self._root))
             del item, work, done  # or the arrays of the last one would stay until the next
 
 
 def outcome(work: DiskTask, locks: Locks, root: Path | None) -> tuple[DiskResult, str]:
     """What came of a work, and '' or why it could not be done."""
-    from kvdist.checkpoint.folders import perform
-
     try:
+        from kvdist.checkpoint.folders import perform
+
         return perform(work, locks, root), ""
     except CheckpointError as error:
         return None, str(error)

@@ -53,7 +53,7 @@ def test_wrong_calls_name_key_and_reason_and_break_nothing(job):
         r"TypeError: .*a value must be a NumPy array or a torch tensor, not str",
         r"TypeError: .*arrays of dtype complex64 are not supported",
         r"ValueError: the time-out of a barrier is 0; it must be a positive number of seconds, or None",
-        r"TypeError: .*servers run no functions from workers; use set_optimizer, or a 'local' store",
+        r"TypeError: .*servers run no functions from workers: use set_optimizer, or a 'local' store",
         r"ValueError: .*sgdd.*sgd",
         r"ValueError: there is no store called 'dist_sink'; known are: local, .*dist_async",
         r"works",
@@ -246,7 +246,7 @@ def test_a_command_that_does_not_exist_is_named(job):
     launcher = job.launch(2, 2, "no-such-program", "--option")
     job.finish()
     assert launcher.code == 127
-    text = "kvdist-launch: error: the command 'no-such-program' does not exist: it is in no directory of PATH"
+    text = "kvdist-launch: error: the command 'no-such-program' does not exist: it is not in any directory of PATH"
     assert text in launcher.text
 
 

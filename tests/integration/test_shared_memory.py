@@ -142,7 +142,7 @@ def test_in_step_the_others_wait_for_a_worker_that_stands_still(job, tmp_path):
     job.kill("worker-2", signal.SIGSTOP)
     for rank in (0, 1):
         # The first may be of a wait before. At the second, half a second later, all has come that was printed before.
-        text = f"worker-{rank}: pushpull of "
+        text = f"worker-{rank}: waiting "
         job.line("launcher", text, count=len(launcher.lines_with(text)) + 2)
     counts = {rank: len(launcher.lines_with(f"worker {rank} round")) for rank in range(3)}
     assert max(counts.values()) - min(counts.values()) <= 1, counts

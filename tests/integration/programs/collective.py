@@ -75,7 +75,7 @@ def hybrid(folder):
             net.zero_grad()
             (net(users, items) - (users % 3)).square().mean().backward()
             trainer.step()
-        assert repr(store) == "<hybrid store, 2 of 6 keys on servers>" or name == "dist", repr(store)
+        assert "2 of 6 keys on servers" in repr(store) or name == "dist", repr(store)
         ends.append([parameter.detach().clone() for parameter in net.parameters()])
     for first, second, third in (ends[:3], ends[3:]):
         for one, two, three in zip(first, second, third, strict=True):

@@ -94,7 +94,8 @@ def main() -> None:
     store = kv.create("dist")
     {"mixed": mixed, "disagree": disagree, "leader_first": leader_first, "traffic": traffic}[sys.argv[1]](store)
     worker = store._backend._cluster.node.machine
-    print(f"done on {store.rank}: leads {worker.aggregation.leads}, summed {worker.traffic.summed > 0}", flush=True)
+    leads = worker.aggregation is not None and worker.aggregation.leads
+    print(f"done on {store.rank}: leads {leads}, summed {worker.traffic.summed > 0}", flush=True)
     store.close()
 
 
