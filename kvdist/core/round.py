@@ -201,7 +201,7 @@ class Round(Generic[C, P]):
 
 
 def scale_of(contribution: Contributed, total: int, optimizer: Optimizer | None) -> float:
-    """The factor of a contribution in a round of `total`."""
+    """What a contribution is multiplied by: rescale, over the number of contributions if they are averaged."""
     rescale = contribution.setting[2]
     if rescale is None:
         rescale = 1.0 if optimizer is None else optimizer.rescale_grad

@@ -17,7 +17,7 @@ from kvdist.optimizer.updater import SliceUpdater
 
 
 class Rounds:
-    """Applies rounds. A seam: a profiler measures the time here."""
+    """Makes the next version of a block, or of all blocks of one parameter together. The profiler replaces it."""
 
     def apply(self, block: Block, contributions: Sequence[Contribution], updater: SliceUpdater | None) -> None:
         """To one block: see `Block.apply`."""

@@ -1,6 +1,6 @@
 """All dense slices of a server: what pushes and pulls do to them, and the replies. Pure.
 
-Walk of a push: `push` → every row is checked (`_checked`) → the blocks that the rows name (`Blocks.cover`) →
+Walk of a push: `push` → every row is checked (`_checked`) → the blocks that the rows name (`Blocks.cover_merged`) →
 `Block.offer` → when complete `Round.take` and `Block.apply` → every worker that waited has a `Reply`. What
 arises from one message for one worker leaves in as few messages as can be (`Replies.take`).
 """
