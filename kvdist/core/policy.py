@@ -1,9 +1,9 @@
 """When a version is made, and what a contribution is worth: one frozen object per store.
 
 Synchronous and asynchronous training are its two settings so far. The decisions are pure functions of the state, so
-every server decides alike. Further ways of training on unequal machines (quotas of samples, bounded staleness, backup
-workers) are further knobs here; the messages carry what they need already: samples, the version a contribution was
-computed on, and its outcome in the answer.
+every server decides alike. A version of k contributions (backup workers, bounded staleness) needs more than a number
+here: a rule for what comes late, in dense, joint and sparse rounds, and its outcome in the answer. The messages have
+the fields for that: samples, the version a contribution was computed on, and the outcome.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ class Policy:
     """Whether a contribution without an optimizer on the server is an error (there is no round to sum)."""
     by_priority: bool = False
     """Whether keys are cut small and little is on its way at once, so that what is urgent overtakes soon (P3)."""
+
+    def __post_init__(self) -> None:
+        if self.close not in (None, 1):
+            raise ValueError(
+                f"policy {self.name!r} closes a version after {self.close} contributions, but only 1 and None (one of"
+                " every live worker) are implemented: nothing says what a late contribution is worth"
+            )
 
     @property
     def has_rounds(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvdist.config.settings import Limits
-from kvdist.core.policy import ASYNC, P3, P3_ASYNC, POLICIES, SYNC, with_priority_slices
+from kvdist.core.policy import ASYNC, P3, P3_ASYNC, POLICIES, SYNC, Policy, with_priority_slices
 
 
 def test_a_synchronous_version_needs_every_live_worker() -> None:
@@ -27,6 +27,11 @@ def test_an_asynchronous_version_is_made_of_each_contribution_and_needs_an_optim
     assert not ASYNC.is_full(set(), {0, 1})
     assert ASYNC.is_full({1}, {0, 1})
     assert ASYNC.needs_optimizer and not SYNC.needs_optimizer
+
+
+def test_a_version_of_so_many_contributions_is_refused_as_long_as_nothing_decides_about_late_ones() -> None:
+    with pytest.raises(ValueError, match="policy 'first_2' closes a version after 2 contributions"):
+        Policy("first_2", close=2, needs_optimizer=False)
 
 
 def test_policies_are_found_by_the_word_on_the_wire() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvdist.errors import ProtocolError
 from kvdist.protocol import messages as m
 from kvdist.protocol import wire
+from kvdist.protocol.arrays import Encoding
 
 TELLING_BYTES = bytes.fromhex("00 01 7f 80 90 c0 c1 c7 dd df ff")
 """Numbers at their ends, and those with which msgpack's lists, maps, nil, extensions and the unused code begin."""
@@ -292,9 +293,10 @@ def test_a_compressed_push_that_is_right_is_taken(examples):
     assert compressed(examples, [5], [0], 5, 0.0, b"") == ""
 
 
-@pytest.mark.parametrize("encoding", [-1, 0, 6, 255, 1 << 40, None, 1.0, True, "1"])
+@pytest.mark.parametrize("encoding", [-1, 0, max(Encoding) + 1, 255, 1 << 40, None, 1.0, True, "1"])
 def test_an_encoding_that_there_is_not_is_refused(encoding, examples):
-    assert "encoding" in compressed(examples, [5], [5], encoding, 0.5, bytes(8))
+    refusal = compressed(examples, [5], [5], encoding, 0.5, bytes(8))
+    assert "encoding" in refusal and "parameter" not in refusal
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_the_table_of_encodings_has_every_code_and_the_sizes_that_the_code_compu
     rows = {int(row["encoding"]): row for row in table("encoding")}
     assert set(rows) == set(Encoding)
     for code, row in rows.items():
+        assert row["bytes of e entries"] in ENCODING_SIZES, "add the formula to ENCODING_SIZES"
         for entries in (0, 1, 15, 16, 17, 31, 32, 33, 1_000_003):
             expected = ENCODING_SIZES[row["bytes of e entries"]](entries)
             assert coded_size(Encoding(code), entries) == expected
