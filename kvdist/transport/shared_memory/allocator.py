@@ -100,8 +100,6 @@ class SharedAllocator:
         self._windows.clear()
 
 
-LOG = logging.getLogger("kvdist")
-
 WINDOWS_MAX = 256
 
 
