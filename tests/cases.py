@@ -1,40 +1,78 @@
-"""Cases of a property: pairs of values instead of the full product, and a loop that says which case failed."""
+"""One property is one test: `each` runs it over a table of cases and names every case that fails."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from itertools import combinations, product
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import pytest
 
-def pairs(*axes: Iterable[Any], where: Callable[..., bool] = lambda *case: True) -> list[tuple[Any, ...]]:
-    """Return few cases that hold each pair of values of each two axes: what fails most often fails for a pair.
+FAILURES = (Exception, pytest.fail.Exception)
+TEXT_CHARACTERS_MAX = 200
 
-    The list is the same in every run: the first case that covers most of what is left, again and again. A pair that
-    no case has for which ``where`` is true is left out.
+
+def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test below with each of the cases in one go, as ``pytest.mark.parametrize`` runs it in several.
+
+    It is for a test that needs nothing anew for each case: the cases share the fixtures. All of them run, and the test
+    fails with a list of those that failed, below the traceback of the first.
+
+    Args:
+        names: the arguments that a case gives, with commas between.
+        cases: a tuple of their values each, or the value itself where there is one name.
+
+    Raises:
+        ValueError: there is no case, so that the test could not fail.
     """
-    values = [list(axis) for axis in axes]
-    places = [case for case in product(*(range(len(axis)) for axis in values)) if where(*picked(values, case))]
-    covered = [frozenset(combinations(enumerate(case), min(2, len(axes)))) for case in places]
-    left = frozenset().union(*covered)
-    chosen = []
-    while left:
-        best = max(range(len(places)), key=lambda index: len(covered[index] & left))
-        chosen.append(picked(values, places[best]))
-        left -= covered[best]
+    keys = [name.strip() for name in names.split(",")]
+    rows = [dict(zip(keys, case if len(keys) > 1 else [case], strict=True)) for case in cases]
+    if not rows:
+        raise ValueError(f"no case for {names}")
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def all_cases(*args: Any, **kwargs: Any) -> None:
+            failed: list[tuple[dict[str, Any], BaseException]] = []
+            for row in rows:
+                try:
+                    test(*args, **kwargs, **row)
+                except FAILURES as error:
+                    failed.append((row, error))
+            if failed:
+                lines = "".join(f"\n{text_of(row)}: {str(error)[:TEXT_CHARACTERS_MAX]}" for row, error in failed)
+                raise AssertionError(f"{len(failed)} of {len(rows)} cases failed:{lines}") from failed[0][1]
+
+        signature = inspect.signature(test)
+        if missing := [key for key in keys if key not in signature.parameters]:
+            raise ValueError(f"{test.__name__} has no argument {', '.join(missing)}")
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+        all_cases.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return all_cases
+
+    return decorate
+
+
+def text_of(row: Mapping[str, Any]) -> str:
+    """A case in one line: its values, and only the names of functions and classes."""
+    return ", ".join(f"{key}={getattr(value, '__name__', None) or repr(value)}" for key, value in row.items())[
+        :TEXT_CHARACTERS_MAX
+    ]
+
+
+def pairs(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return few rows that hold every pair of values of any two options, always the same ones.
+
+    The rows are chosen greedily, in the order of the full product: the one with the most pairs that no row has yet.
+    """
+    columns = [list(values) for values in options]
+    every_row = list(itertools.product(*(range(len(values)) for values in columns)))
+    open_pairs = {pair for row in every_row for pair in itertools.combinations(enumerate(row), 2)}
+    chosen: list[tuple[Any, ...]] = []
+    while open_pairs:
+        row = max(every_row, key=lambda row: len(open_pairs.intersection(itertools.combinations(enumerate(row), 2))))
+        open_pairs.difference_update(itertools.combinations(enumerate(row), 2))
+        chosen.append(tuple(column[at] for column, at in zip(columns, row, strict=True)))
     return chosen
-
-
-def picked(values: list[list[Any]], case: tuple[int, ...]) -> tuple[Any, ...]:
-    return tuple(axis[place] for axis, place in zip(values, case, strict=True))
-
-
-@contextlib.contextmanager
-def case(*what: object) -> Iterator[None]:
-    """Say of which case of a loop it is that fails; pytest shows it under the failure."""
-    try:
-        yield
-    except BaseException:
-        print("failed in the case of", *what)
-        raise

@@ -1,33 +1,53 @@
-"""The cases that tests take instead of full products are enough."""
+"""`tests.cases`: a table in one test fails like the many tests it stands for."""
 
-from itertools import combinations, product
+from __future__ import annotations
+
+import itertools
 
 import pytest
 
-from tests.cases import case, pairs
-
-AXES = ("abcde", (1, 2, 3), (True, False), "xyz")
+from tests.cases import each, pairs
 
 
-def in_pairs(cases):
-    return {pair for one in cases for pair in combinations(enumerate(one), 2)}
+def test_all_cases_run_and_those_that_fail_are_named():
+    seen = []
+
+    @each("a, b", [(1, 1), (1, 2), (2, 3), (4, 4)])
+    def check(a, b):
+        seen.append((a, b))
+        if a == 2:
+            pytest.fail("DID NOT RAISE")
+        assert a == b
+
+    with pytest.raises(AssertionError, match=r"2 of 4 cases failed:\na=1, b=2: (.|\n)*a=2, b=3: DID NOT") as failure:
+        check()
+    assert seen == [(1, 1), (1, 2), (2, 3), (4, 4)]
+    assert failure.value.__cause__ is not None
 
 
-def test_each_pair_of_values_is_in_one_of_few_cases():
-    cases = pairs(*AXES)
-    assert in_pairs(cases) == in_pairs(product(*AXES))
-    assert 15 <= len(cases) < 20 and cases == pairs(*AXES)
+@pytest.fixture
+def three():
+    return 3
 
 
-def test_only_cases_that_can_be_are_taken_and_all_pairs_that_can_be_are_in_them():
-    def where(letter, number, flag, other):
-        return flag or number != 3
-
-    cases = pairs(*AXES, where=where)
-    assert in_pairs(cases) == in_pairs(one for one in product(*AXES) if where(*one))
+@each("x", [1, 2])
+@each("y", [10, 20])
+def test_fixtures_are_given_and_tables_may_be_stacked(three, x, y):
+    assert three == 3 and (x, y) in itertools.product([1, 2], [10, 20])
 
 
-def test_a_case_that_fails_is_named(capsys):
-    with pytest.raises(AssertionError), case("adam", 3):
-        raise AssertionError
-    assert capsys.readouterr().out == "failed in the case of adam 3\n"
+def test_what_cannot_fail_is_refused():
+    with pytest.raises(ValueError, match="no case for x"):
+        each("x", [])
+    with pytest.raises(ValueError, match="has no argument z"):
+        each("z", [1])(lambda x: None)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        each("a, b", [(1,)])
+
+
+def test_few_rows_hold_every_pair():
+    options = "abc", [1, 2, 3, 4], [True, False], "xyz"
+    rows = pairs(*options)
+    assert len(rows) <= 16 < 72
+    for (i, left), (j, right) in itertools.combinations(enumerate(options), 2):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(left, right))
