@@ -270,9 +270,6 @@ class ModelledTransport(Transport):
         self.on_event()
         return link
 
-    def shares(self, route: Route) -> bool:
-        return False
-
     def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
         for frames in messages:
             self.send(to, frames)

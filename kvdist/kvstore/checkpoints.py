@@ -75,7 +75,7 @@ from kvdist.protocol.arrays import Bits, padded
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import SavedFile
 from kvdist.runtime.cluster import PROCESS_CLUSTER
-from kvdist.runtime.mailbox import Finish
+from kvdist.runtime.node import Finish
 
 LOG = logging.getLogger("kvdist")
 

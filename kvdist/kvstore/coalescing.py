@@ -23,7 +23,7 @@ from kvdist.kvstore.backend import PushOptions
 from kvdist.kvstore.staging import Payloads
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import Bits, padded
-from kvdist.runtime.mailbox import AnswerByKey, Finish, Growing
+from kvdist.runtime.node import AnswerByKey, Finish, Growing
 from kvdist.runtime.waits import AwaitedFuture
 
 # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.

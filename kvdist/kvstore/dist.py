@@ -252,7 +252,7 @@ class DistBackend(Backend):
         compression.require_no_keys(self._keys.infos)
         self.meet(statement=compression.statement)
         self._arrays.compression = compression
-        self._cluster.submit(lambda number: UseKernels(number, self._kernels))
+        self._cluster.node.submit(lambda number: UseKernels(number, self._kernels))
 
     def command(self, head: int, body: str) -> None:
         self._arrays.ask(lambda number: SendCommand(number, head, body))

@@ -51,7 +51,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import Bits, padded
 from kvdist.protocol.messages import Flag
 from kvdist.runtime.cluster import Cluster
-from kvdist.runtime.mailbox import Finish
+from kvdist.runtime.node import Finish
 from kvdist.transport.shared_memory.allocator import Allocator
 
 if TYPE_CHECKING:
@@ -95,10 +95,8 @@ class ArrayTransfers:
         self.check = check
         self._stagings = Stagings(policy.slice_bytes(cluster.config.limits), cluster.memory, cluster.traffic)
         # Only what waits for everybody's pushes is summed on the way to a server.
-        is_summed = policy.has_rounds
-        self._reads_pushes: Reads = cluster.reads_pushes if is_summed else self._is_read_by_server
-        self._shows_results: Shares = cluster.shows_results if is_summed else cluster.shares_memory
-        node = cluster.node
+        self._is_summed = policy.has_rounds
+        node = self._node = cluster.node
         self._coalescer = Coalescer(
             self._lay_out,
             self._plan_pull,
@@ -115,7 +113,7 @@ class ArrayTransfers:
     def submit(self, make: Callable[[int], Request], finish: Finish | None) -> Future[Any]:
         """Leave a request for the node's thread, behind all that was asked before; see `Node.submit`."""
         self._coalescer.close()
-        return self._cluster.submit(make, finish)
+        return self._node.submit(make, finish)
 
     def ask(self, make: Callable[[int], Request]) -> Any:
         """The same, and wait for its result."""
@@ -295,7 +293,9 @@ class ArrayTransfers:
         staging = self._staging([self._keys[one] for one, _ in given])
         arrays = [[values.read_bits(array)] for _, array in given]
         # The caller waits, so its own memory is sent where it can be.
-        lent = self._lent(staging.plan, arrays, Lending.EVERYTHING, self._is_read_by_server)
+        lent = self._lent(
+            staging.plan, arrays, Lending.EVERYTHING, lambda run: self._node.view.shares_memory(run.server)
+        )
         payloads, _, _ = staging.fill(arrays, self._kernels, lent)
         runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
         label = f"init of {named(staging.plan.keys)}"
@@ -324,8 +324,15 @@ class ArrayTransfers:
 
         return encoded_payloads(self.compression, *own)
 
-    def _is_read_by_server(self, run: RunPlan) -> bool:
-        return self._cluster.shares_memory(run.server)
+    def _reads_pushes(self, run: RunPlan) -> bool:
+        """Whether a push of this run is read where it lies."""
+        view = self._node.view
+        return view.reads_pushes(run) if self._is_summed else view.shares_memory(run.server)
+
+    def _shows_results(self, server: int) -> bool:
+        """Whether this server answers by values that can be read where they lie."""
+        view = self._node.view
+        return view.shows_results(server) if self._is_summed else view.shares_memory(server)
 
     def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
         return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]

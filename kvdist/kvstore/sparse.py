@@ -138,7 +138,7 @@ class RowTransfers:
         return self._moves.submit(lambda number: Transfer(number, RunKind.PULL_ROWS, label, runs, priority), _nothing)
 
     def _message_bytes_max(self, server: int, near: int) -> int:
-        return min(near, self._cluster.config.limits.slice_bytes) if self._cluster.is_far(server) else near
+        return min(near, self._cluster.config.limits.slice_bytes) if self._cluster.node.view.is_far(server) else near
 
     def _laid_out(
         self,
@@ -170,7 +170,7 @@ class RowTransfers:
                 buffers.append(buffer)
                 chunks.append(RowChunk(count, buffer[:nbytes].data))
                 self._cluster.traffic.copied_in += values_bytes
-            stays = self._cluster.shares_memory(plan.server)
+            stays = self._cluster.node.view.shares_memory(plan.server)
             runs.append(RunData(plan, None, (), own_flags, settings, None, None, stays, samples, chunks, length))
         return runs, buffers
 

@@ -28,12 +28,11 @@ from kvdist.core.joining import Introduction
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import Leave, Register, Request, RunPlan
+from kvdist.core.worker.requests import Leave, Register, Request
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
 from kvdist.nodes import Role
-from kvdist.runtime.mailbox import Finish
 from kvdist.runtime.node import Node, run_together
 from kvdist.runtime.process_name import name_process
 from kvdist.runtime.server_device import arithmetic_of, open_server_device
@@ -110,10 +109,6 @@ class Cluster:
         self._next_store += 1
         return self._next_store - 1
 
-    def submit(self, make: Callable[[int], Request], finish: Finish | None = None) -> Future[Any]:
-        """Hand the worker a request."""
-        return self.node.submit(make, finish)
-
     def ask(self, make: Callable[[int], Request]) -> Any:
         """Hand the worker a request and wait for its result."""
         return self.wait(self.node.submit(make))
@@ -131,27 +126,6 @@ class Cluster:
             )
         trace = self.node.trace
         return future.result() if trace is None else trace.wait(future)
-
-    def shares_memory(self, server: int) -> bool:
-        """See `ClusterView.shares_memory`."""
-        return self.node.view.shares_memory(server)
-
-    def is_far(self, server: int) -> bool:
-        """See `ClusterView.is_far`."""
-        return self.node.view.is_far(server)
-
-    def reads_pushes(self, run: RunPlan) -> bool:
-        """See `ClusterView.reads_pushes`."""
-        return self.node.view.reads_pushes(run)
-
-    def shows_results(self, server: int) -> bool:
-        """See `ClusterView.shows_results`."""
-        return self.node.view.shows_results(server)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this membership is over."""
-        return self.node.stopped
 
     def hold(self, future: Future[Any]) -> None:
         """Stay in the cluster until this is done: a checkpoint, which needs this process to be complete."""
@@ -213,7 +187,7 @@ class ProcessCluster:
     def present(self) -> Cluster | None:
         """The cluster that this process is in, if it is in one."""
         cluster = self._present
-        return None if cluster is None or cluster.has_left else cluster
+        return None if cluster is None or cluster.node.stopped else cluster
 
     def join(self) -> Cluster:
         """The cluster of this process, joined now if it has not been."""
@@ -221,7 +195,7 @@ class ProcessCluster:
             present = self._present
             if present is not None:
                 present.node.check_fork()
-                if not present.has_left:
+                if not present.node.stopped:
                     return present
                 if not present.is_embedded:
                     raise present.node.failure or StoreClosed(
@@ -253,7 +227,7 @@ class ProcessCluster:
             cluster.node.check_fork()
         except KvdistError:
             return
-        if cluster.has_left:
+        if cluster.node.stopped:
             cluster.wait_for_thread(EXIT_WAIT_S)
             return
         error = getattr(sys, "last_value", None)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import abc
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from kvdist.checkpoint.snapshot import DiskResult
 from kvdist.config.exit_codes import exit_with_peer_lost
@@ -58,9 +60,8 @@ from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol.messages import Hello, Packet, Rejected
 from kvdist.protocol.wire import VersionMismatch, decode, encode
 from kvdist.runtime.io_thread import Disk, ThreadedDisk
-from kvdist.runtime.mailbox import Answer, AnswerByKey, Errand, Finish, Growing, Mailbox
 from kvdist.runtime.waits import AwaitedFuture, note_call
-from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, Route, Transport
+from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, MemoryShared, Route, Transport
 
 LOG = logging.getLogger("kvdist")
 
@@ -73,7 +74,140 @@ LINGER_S = 0.5
 GARBAGE_REPORTS_MAX = 5
 """Invalid messages that are reported one by one; the rest is only counted."""
 
+URGENT = -NEVER
+WAIT_MAX_S = 0.05
+"""The longest that anything waits here, however much comes after it."""
+
 _living: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+Finish = Callable[[], Any]
+"""Called on the node's thread when a request is fulfilled, before its future resolves; gives the future's result."""
+
+
+class Answer(Protocol):
+    """Takes the outcome of a request; a `concurrent.futures.Future` is one."""
+
+    def set_result(self, result: Any) -> None:
+        """The request is fulfilled."""
+
+    def set_exception(self, exception: BaseException) -> None:
+        """It is not, and why."""
+
+
+class AnswerByKey(abc.ABC):
+    """Takes the outcome of a request that is answered key by key."""
+
+    @abc.abstractmethod
+    def set_keys(self, keys: Sequence[int], error: Exception | None) -> None:
+        """The keys with these indices have arrived, or failed."""
+
+    @abc.abstractmethod
+    def set_result(self, result: Any) -> None:
+        """All keys have been answered."""
+
+    @abc.abstractmethod
+    def set_exception(self, exception: BaseException) -> None:
+        """Those keys that have not been answered will not be, and why."""
+
+
+class Growing(Protocol):
+    """A request that may take in more until it is made."""
+
+    def due(self, now: float) -> float:
+        """When it should be made at the latest, as far as is known now. Asked again then."""
+
+
+@dataclass(slots=True)
+class Errand:
+    """A request that is still to be made: `make` gets its number, on the node's thread."""
+
+    make: Callable[[int], Request]
+    answer: Answer | AnswerByKey
+    finish: Finish | None
+    growing: Growing | None = None
+    """It is not urgent: it waits for as long as this says, or until anything urgent comes."""
+    since_ns: int = 0
+    """When the user's call began that it is for, if anybody wants to know; see `NodeTrace`."""
+
+
+class Mailbox:
+    """What other threads leave for the thread of a node, in order, and when that has to look. Safe from any thread.
+
+    Most of it is urgent. What is not may wait a little for more of its kind, because two threads of Python that hand
+    work over at every call spend their time waiting for each other.
+
+    Args:
+        wake: makes the node's thread look.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._wake = wake
+        self._clock = clock
+        self._items: list[Errand | Event] = []
+        # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._due = NEVER
+        self._since = NEVER
+        """When the first of what lies here came."""
+
+    @property
+    def due(self) -> float:
+        """When the node's thread should look; `NEVER` when there is nothing."""
+        return self._due
+
+    def put(self, item: Errand | Event) -> bool:
+        """Leave something; False if the mailbox is closed."""
+        growing = item.growing if isinstance(item, Errand) else None
+        with self._lock:
+            if self._closed:
+                return False
+            self._items.append(item)
+            if growing is None:
+                self._look_by(URGENT)
+            else:
+                now = self._clock()
+                self._since = min(self._since, now)
+                self._look_by(growing.due(now))
+            return True
+
+    def hurry(self) -> None:
+        """What was left here is urgent now."""
+        with self._lock:
+            if self._items:
+                self._look_by(URGENT)
+
+    def take(self, now: float) -> list[Errand | Event]:
+        """All of it, if it is due."""
+        if now < self._due:
+            return []
+        with self._lock:
+            if self._due != URGENT and self._items:
+                # In order, so what still grows keeps back what stands before it. Only the last ones of a store grow.
+                last = [item for item in self._items[-2:] if isinstance(item, Errand) and item.growing]
+                due = max([item.growing.due(now) for item in last if item.growing], default=URGENT)
+                due = min(due, self._since + WAIT_MAX_S)
+                if now < due:
+                    self._due = due
+                    return []
+            items, self._items, self._due, self._since = self._items, [], NEVER, NEVER
+            return items
+
+    def _look_by(self, due: float) -> None:
+        """Have the node's thread look no later than this; under the lock."""
+        wakes = self._due == NEVER or (due == URGENT and self._due != URGENT)
+        self._due = min(self._due, due)
+        if wakes:
+            self._wake()
+
+    def close(self) -> list[Errand | Event]:
+        """Take no more; what is left."""
+        with self._lock:
+            self._closed = True
+            items, self._items, self._due, self._since = self._items, [], NEVER, NEVER
+            return items
 
 
 class Tracer(abc.ABC):
@@ -156,8 +290,8 @@ class Node:
         self._closed = False
         self._dialled: dict[Route, Member] = {}
         """Routes that this process has dialled, and who is expected there."""
-        self._sharing: list[bool] = []
-        """Which of those lead to shared memory, as `view` says."""
+        self._sharing: set[Route] = set()
+        """Routes whose peers read the shared memory of this process."""
         self._introduced: dict[Route, Member] = {}
         """Who has introduced itself last by a route that others have dialled, and has no seat yet."""
         self._refused_routes: set[Route] = set()
@@ -255,8 +389,12 @@ class Node:
                 case Arrived(route, frames, sender):
                     self._arrived(route, frames, sender)
                 case Connected(route):
+                    self._share(route, False)
                     self._came_back(self._members.get(route))
+                case MemoryShared(route):
+                    self._share(route, True)
                 case Disconnected(route, reason, after_silence):
+                    self._share(route, False)
                     self._went_away(route, reason, after_silence)
                     self._forget_stranger(route)
                 case DialRefused(_, reason):
@@ -267,10 +405,6 @@ class Node:
             self._carry_out(self.reliable.tick(heard_at))
         self._explain(heard_at)
         self._send_outgoing()
-        sharing = [self.transport.shares(route) for route in self._dialled]
-        if sharing != self._sharing:
-            self._sharing = sharing
-            self._publish()
         return bool(events) or asked or due
 
     @property
@@ -457,8 +591,17 @@ class Node:
             self.view = ClusterView(machine.me, machine.epoch)
 
     def _shares_memory_with(self, member: Member) -> bool:
-        route = self._routes.get(member)
-        return route is not None and self.transport.shares(route)
+        return self._routes.get(member) in self._sharing
+
+    def _share(self, route: Route, is_shared: bool) -> None:
+        """Note whether the peer of a route reads the shared memory of this process."""
+        if is_shared:
+            self._sharing.add(route)
+        elif route in self._sharing:
+            self._sharing.remove(route)
+        else:
+            return
+        self._publish()
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         if self.machine.epoch != self.view.epoch or self.machine.me is not self.view.me:
@@ -513,7 +656,7 @@ class Node:
             # What a user may hand in is checked at the call; what slips through must not leave others waiting.
             self._stop(KvdistError(f"{self.machine.me} has something to say that no message can carry: {error}"))
             return
-        if route not in self._outgoing and not self.transport.shares(route):
+        if route not in self._outgoing and route not in self._sharing:
             self.transport.send(route, frames)
             return
         together = self._outgoing.setdefault(route, [])

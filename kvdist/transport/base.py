@@ -14,7 +14,7 @@ The contract, kept by every transport:
 * A frame handed to `send` is not copied when it is large. Its bytes must stay unchanged until the receiver's answer
   proves that they arrived.
 * Frames that `recv` returns are read-only buffers that live as long as they are referenced; large ones are not copies.
-* Only `wake` and `shares` may be called from another thread.
+* Only `wake` may be called from another thread.
 """
 
 from __future__ import annotations
@@ -50,6 +50,13 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryShared:
+    """The peer reads large frames in this transport's shared memory, until this route breaks or is up anew."""
+
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
 class Disconnected:
     """The connection under this route broke or was closed by the peer. `reason` is for people."""
 
@@ -67,7 +74,7 @@ class DialRefused:
     reason: str
 
 
-Event = Arrived | Connected | Disconnected | DialRefused
+Event = Arrived | Connected | MemoryShared | Disconnected | DialRefused
 
 
 class Transport(abc.ABC):
@@ -102,10 +109,6 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
         """`send` each of these messages, in order; cheaper where the transport can carry small ones together."""
-
-    @abc.abstractmethod
-    def shares(self, route: Route) -> bool:
-        """Whether frames in this transport's shared memory are read there by the peer, instead of being carried."""
 
     @abc.abstractmethod
     def hang_up(self, route: Route) -> None:

@@ -123,9 +123,6 @@ class InprocTransport(Transport):
         for frames in messages:
             self.send(to, frames)
 
-    def shares(self, route: Route) -> bool:
-        return False
-
     def hang_up(self, route: Route) -> None:
         """Do nothing: a process has no strangers in itself."""
 

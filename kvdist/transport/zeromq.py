@@ -220,9 +220,6 @@ class ZeroMQTransport(Transport):
         for frames in messages:
             self.send(to, frames)
 
-    def shares(self, route: Route) -> bool:
-        return False
-
     def hang_up(self, route: Route) -> None:
         if type(route) is PeerRoute and isinstance(route.link, BoundSocket):
             self._hanging_up.setdefault(route, time.monotonic() + LOOK_MS / 1000.0)

@@ -227,9 +227,6 @@ class SimulatedTransport(Transport):
         for frames in messages:
             self.send(to, frames)
 
-    def shares(self, route: Route) -> bool:
-        return False
-
     def bind(self, endpoint: str) -> str:
         self.network.listening[endpoint] = self
         return endpoint

@@ -44,8 +44,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.compression import Codec, Half, TopK
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Flag, SavedFile
-from kvdist.runtime.mailbox import AnswerByKey
-from kvdist.runtime.node import Node
+from kvdist.runtime.node import AnswerByKey, Node
 from tests.core.row_workload import TABLES, RowOracle, RowUser
 from tests.core.shelf import Shelf
 

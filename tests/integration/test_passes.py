@@ -136,7 +136,7 @@ def settle(job: Job, keys: list[str], arrays: list[np.ndarray]) -> None:
     zeros = [np.zeros_like(array) for array in arrays]
     job.on_all(lambda rank, store: store.init(keys, zeros))
     job.on_all(lambda rank, store: store.pushpull(keys, [array.copy() for array in arrays]))
-    shared = [cluster.shares_memory(rank) for cluster in job.clusters for rank in range(SERVERS)]
+    shared = [cluster.node.view.shares_memory(rank) for cluster in job.clusters for rank in range(SERVERS)]
     assert all(shared) or job.clusters[0].config.transport == "tcp"
 
 

@@ -21,7 +21,7 @@ from kvdist.kvstore.coalescing import BATCH_S, PATIENCE_S, QUIET_S, Coalescer, P
 from kvdist.kvstore.device import Download
 from kvdist.kvstore.staging import Payloads, Staging
 from kvdist.kvstore.staging import lay_out as lay_out_push
-from kvdist.runtime.mailbox import Growing
+from kvdist.runtime.node import Growing
 from kvdist.transport.shared_memory.allocator import HeapAllocator
 
 KEYS = [KeyInfo(i, (3,), DType.FLOAT32, tuple(cut(3, 4, 0, 1, i, 1 << 20))) for i in range(8)]

@@ -9,7 +9,7 @@ from typing import Any
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import NEVER, PeerConnected
 from kvdist.core.worker.requests import Register
-from kvdist.runtime.mailbox import Errand, Mailbox
+from kvdist.runtime.node import Errand, Mailbox
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvdist.config.settings import ClusterConfig
+from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import Effect
 from kvdist.core.scheduler.scheduler import Scheduler
@@ -18,7 +18,17 @@ from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role, server, work
 from kvdist.protocol.messages import Ack, Hello, Packet, Peer, Rejected, Roster, Stamp, Welcome
 from kvdist.protocol.wire import decode, encode
 from kvdist.runtime.node import GARBAGE_REPORTS_MAX, Node
-from kvdist.transport.base import Arrived, Buffer, DialRefused, Disconnected, Event, Route, Transport
+from kvdist.transport.base import (
+    Arrived,
+    Buffer,
+    Connected,
+    DialRefused,
+    Disconnected,
+    Event,
+    MemoryShared,
+    Route,
+    Transport,
+)
 from kvdist.version import __version__
 
 JOB = 7
@@ -49,9 +59,6 @@ class Scripted(Transport):
         for frames in messages:
             self.send(to, frames)
 
-    def shares(self, route: Route) -> bool:
-        return False
-
     def hang_up(self, route: Route) -> None:
         """Nobody is a stranger here."""
 
@@ -67,7 +74,8 @@ class Scripted(Transport):
 
 
 def message(source: Member, said: object, to: int = 0) -> list[memoryview]:
-    packet = Packet(Stamp(JOB, 1, 0, source, to, 0, 0, 0), said)  # type: ignore[arg-type]
+    seq = int(said.SEQUENCED)  # type: ignore[attr-defined]
+    packet = Packet(Stamp(JOB, 1, 0, source, to, seq, 0, 0), said)  # type: ignore[arg-type]
     return [memoryview(bytes(frame)) for frame in encode(packet)]
 
 
@@ -239,3 +247,20 @@ def test_of_a_route_that_names_one_process_after_the_other_one_name_is_kept_unti
     heard(node, Disconnected("route", "gone"))
     assert set(node._routes) == {Member(worker(rank), 100 + rank) for rank in (0, 1)}
     assert "route" not in node._members and "route" not in node._refused_routes
+
+
+def test_who_reads_the_memory_of_a_worker_stands_in_its_view_until_the_connection_breaks():
+    said = Introduction(Role.WORKER, TOKEN, 0, "host", 1, "", 1, 1, __version__, "scheduler")
+    made = Node(Worker(said, Limits(), 0.0), Scripted(), JOB, 10.0, clock=lambda: 0.0)
+    heard(made)
+    heard(made, Arrived("scheduler", message(SCHEDULER_MEMBER, Welcome(0, 100), TOKEN)))
+    near, far = Member(server(0), 101), Member(server(1), 102)
+    roster = Roster((Peer(near, "host", 2, "near"), Peer(far, "other", 3, "tcp://10.0.0.2:9")))
+    heard(made, Arrived("scheduler", message(SCHEDULER_MEMBER, roster, 100)))
+    views = [made.view]
+    for event in (Connected("near"), MemoryShared("near"), Disconnected("near", "reset"), Connected("near")):
+        heard(made, event)
+        views.append(made.view)
+    assert [view.shares_memory(0) for view in views] == [False, False, True, False, False]
+    assert not views[2].shares_memory(1) and views[2].epoch == views[0].epoch
+    made.finish()

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from kvdist.errors import ProtocolError
 from kvdist.nodes import NodeId
-from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
+from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, MemoryShared, Route, Transport
 from kvdist.transport.endpoints import split_host, with_host
 from kvdist.transport.shared_memory.arena import Arena
 from kvdist.transport.shared_memory.descriptors import (
@@ -169,12 +169,8 @@ class SharedMemoryTransport(Transport):
         elif messages:
             self.inner.send(to, [pack(messages)])
 
-    def shares(self, route: Route) -> bool:
-        partner = self._partners.get(route)
-        return partner is not None and partner.reads_us
-
     def recv(self, timeout_s: float) -> list[Event]:
-        """As the contract says, but once or twice a connection, when it is greeted, an empty list comes early."""
+        """As the contract says, but an empty list may come early, once a connection, when it is greeted."""
         events: list[Event] = []
         for event in self.inner.recv(timeout_s):
             if type(event) is Arrived:
@@ -222,7 +218,7 @@ class SharedMemoryTransport(Transport):
         heard = read_greeting(message.frames)
         reason = read_fallback(message.frames)
         if heard is not None:
-            self._meet(message.route, heard)
+            self._meet(message.route, heard, events)
         elif reason is not None and partner is not None:
             self._send_whole(message.route, partner, reason, events)
         elif partner is not None and partner.has_greeted and is_pack(message.frames):
@@ -266,10 +262,12 @@ class SharedMemoryTransport(Transport):
             why = f"the process at its other end cannot read this one's shared memory: {reason}"
             events += [Disconnected(route, why), Connected(route)]
 
-    def _meet(self, route: Route, heard: Greeting) -> None:
+    def _meet(self, route: Route, heard: Greeting, events: list[Event]) -> None:
         partner = self._partners.setdefault(route, _Partner(self.table))
         partner.greeting = heard
-        partner.reads_us = partner.reads_us or heard.has_read == self.arena.file.token
+        if not partner.reads_us and heard.has_read == self.arena.file.token:
+            partner.reads_us = True
+            events.append(MemoryShared(route))
         if partner.was_answered:
             return
         try:
