@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvdist import collective, horovod, kv, lr_scheduler, optimizer, profiler
     from kvdist.kvstore.base import KVStore
     from kvdist.kvstore.checkpoints import Checkpoint
-    from kvdist.rowsparse import LazyRows, RowSparse
+    from kvdist.kvstore.rowsparse import LazyRows, RowSparse
     from kvdist.training.data import SplitSampler, split_and_load, split_data
     from kvdist.training.embedding import Embedding
     from kvdist.training.replicas import Replicas, replicate, sync_buffers
@@ -99,9 +99,9 @@ _NAMES = {
     "Checkpoint": "kvdist.kvstore.checkpoints",
     "Embedding": "kvdist.training.embedding",
     "KVStore": "kvdist.kvstore.base",
-    "LazyRows": "kvdist.rowsparse",
+    "LazyRows": "kvdist.kvstore.rowsparse",
     "Replicas": "kvdist.training.replicas",
-    "RowSparse": "kvdist.rowsparse",
+    "RowSparse": "kvdist.kvstore.rowsparse",
     "SplitSampler": "kvdist.training.data",
     "Trainer": "kvdist.training.trainer",
     "replicate": "kvdist.training.replicas",

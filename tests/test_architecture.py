@@ -24,9 +24,7 @@ FLOORS = {
     "kvdist.version": 0,
     "kvdist.config": 1,
     "kvdist.dtypes": 1,
-    "kvdist.initializer": 1,
     "kvdist.nodes": 1,
-    "kvdist.rowsparse": 1,
     "kvdist.schema": 1,
     "kvdist.kernels": 2,
     "kvdist.protocol": 2,
@@ -53,12 +51,8 @@ FLOORS = {
 SIDEWAYS = {
     ("kvdist.checkpoint", "kvdist.optimizer"),
     ("kvdist.config", "kvdist.nodes"),
-    ("kvdist.initializer", "kvdist.dtypes"),
-    ("kvdist.initializer", "kvdist.schema"),
     ("kvdist.keras", "kvdist.horovod"),
     ("kvdist.optimizer", "kvdist.lr_scheduler"),
-    ("kvdist.rowsparse", "kvdist.dtypes"),
-    ("kvdist.rowsparse", "kvdist.initializer"),
     ("kvdist.tensorflow", "kvdist.horovod"),
     ("kvdist.tensorflow", "kvdist.keras"),
 }

@@ -36,7 +36,7 @@ from kvdist.checkpoint.files import (
 from kvdist.checkpoint.snapshot import EVERYTHING, RUN, SERVER_FILE, WORKER_FILE, Bits, FileRecord, Manifest, SavedKey
 from kvdist.dtypes import DType, from_name
 from kvdist.errors import CheckpointError
-from kvdist.initializer import initializer_from
+from kvdist.optimizer.initializer import initializer_from
 from kvdist.version import __version__
 
 SUFFIX = ".safetensors"

@@ -33,7 +33,7 @@ from kvdist.checkpoint.snapshot import (
 )
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
-from kvdist.initializer import initializer_from
+from kvdist.optimizer.initializer import initializer_from
 from kvdist.optimizer.states import SliceState
 
 WEIGHT, MASTER, INDICES = "weight", "master", "indices"

@@ -58,10 +58,10 @@ from kvdist.kvstore.backend import (
 from kvdist.kvstore.device import Devices
 from kvdist.kvstore.keys import KeyArrays, as_dense, as_table, is_sparse
 from kvdist.kvstore.local import LocalBackend
+from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.values import Key, Keys, Shape, UpdaterFunction, Value
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.optimizer.compression import Half, from_params
-from kvdist.rowsparse import LazyRows, RowSparse
 
 if TYPE_CHECKING:
     from kvdist.kvstore.checkpoints import Held, WorkerSaving

@@ -54,11 +54,11 @@ from kvdist.kvstore.device import Devices
 from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, as_table, require_no_tables
 from kvdist.kvstore.metrics import MetricsExchange
 from kvdist.kvstore.push_pull import ArrayTransfers
+from kvdist.kvstore.rowsparse import RowSparse
 from kvdist.kvstore.sparse import MixedTransfers, RowTransfers
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
-from kvdist.rowsparse import RowSparse
 from kvdist.runtime.cluster import Cluster
 
 if TYPE_CHECKING:

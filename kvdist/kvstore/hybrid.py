@@ -42,10 +42,10 @@ from kvdist.kvstore.backend import (
 from kvdist.kvstore.collective import CollectiveBackend
 from kvdist.kvstore.dist import DistBackend
 from kvdist.kvstore.keys import KeyArrays, as_table
+from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
-from kvdist.rowsparse import LazyRows, RowSparse
 
 Side = DistBackend | CollectiveBackend
 

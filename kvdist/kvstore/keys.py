@@ -19,10 +19,10 @@ from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values
 from kvdist.kvstore.device import Devices, dense_there, merged_gradient
+from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing
 from kvdist.kvstore.values import Key
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import ROWS
-from kvdist.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing
 
 KeyArrays = Sequence[tuple[Key, list[Any]]]
 """Keys and per key the arrays of its devices."""

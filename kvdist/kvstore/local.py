@@ -19,7 +19,6 @@ from kvdist.core.sharding import slices_of
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised, PushRefused
-from kvdist.initializer import initializer_from
 from kvdist.kernels.interface import Device, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -45,12 +44,13 @@ from kvdist.kvstore.device import Devices, home_of, require_one_kind
 from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows, as_dense, as_table, described, require_no_tables
 from kvdist.kvstore.local_values import DeviceValue, HostValue, LocalValue, Updaters
 from kvdist.kvstore.registry import COMPRESSING_NAMES
+from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.sparse import MixedTransfers
 from kvdist.kvstore.values import Bits, Key, Keys, Shape, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.initializer import initializer_from
 from kvdist.optimizer.offload import require_runs_on
 from kvdist.protocol.messages import ROWS
-from kvdist.rowsparse import LazyRows, RowSparse
 
 if TYPE_CHECKING:
     from kvdist.kvstore.checkpoints import Held, WorkerSaving

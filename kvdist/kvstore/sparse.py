@@ -25,10 +25,10 @@ from kvdist.kvstore.arguments import hyperparameters_of
 from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, TableTransfers, combined
 from kvdist.kvstore.keys import Ids, Rows, as_table, gradient, require_rows, wanted
 from kvdist.kvstore.push_pull import ArrayTransfers
+from kvdist.kvstore.rowsparse import RowSparse
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.protocol.arrays import Bits, padded
 from kvdist.protocol.messages import Flag
-from kvdist.rowsparse import RowSparse
 from kvdist.runtime.cluster import Cluster
 from kvdist.transport.shared_memory.allocator import Allocator
 

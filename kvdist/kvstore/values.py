@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
 from kvdist.kernels.gpu import gpu_index
-from kvdist.rowsparse import RowSparse
+from kvdist.kvstore.rowsparse import RowSparse
 
 Key: TypeAlias = int | str
 Shape: TypeAlias = tuple[int, ...]

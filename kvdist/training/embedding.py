@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.initializer import Initializer
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.values import Key
-from kvdist.rowsparse import LazyRows, RowSparse
+from kvdist.optimizer.initializer import Initializer
 
 try:
     import torch

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from kvdist.core.worker.requests import DeclareKeys, KeyInfo, RunKind, Transfer
 from kvdist.dtypes import DType
+from kvdist.kvstore.rowsparse import canonical
 from kvdist.protocol.messages import ROWS
-from kvdist.rowsparse import canonical
 from tests.core.row_runs import pull_runs, push_runs
 
 Array = npt.NDArray[Any]

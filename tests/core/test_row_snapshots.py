@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdist.initializer import Constant, Normal, Zeros
 from kvdist.optimizer import create
+from kvdist.optimizer.initializer import Constant, Normal, Zeros
 from tests.core.dense_rows import (
     BF16,
     F32,

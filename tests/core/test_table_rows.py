@@ -7,11 +7,11 @@ import pytest
 
 from kvdist.core.server.table_rows import obstacle
 from kvdist.dtypes import DType
-from kvdist.initializer import Constant, Normal, Zeros
 from kvdist.kernels.choice import choose
 from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create
+from kvdist.optimizer.initializer import Constant, Normal, Zeros
 from tests.core.dense_rows import (
     BF16,
     F16,

@@ -7,7 +7,7 @@ import pytest
 
 from kvdist import kv
 from kvdist.errors import StoreClosed
-from kvdist.rowsparse import RowSparse
+from kvdist.kvstore.rowsparse import RowSparse
 
 SHAPES = {3: (4, 4), 5: (100, 100), 7: (33,)}
 RATE = 2

@@ -11,7 +11,7 @@ from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.device import OnDevice, merged, merged_gradient
-from kvdist.rowsparse import canonical
+from kvdist.kvstore.rowsparse import canonical
 from tests.devices import DeviceArray, NumpyDevice
 
 ROW = 3

@@ -19,9 +19,9 @@ from kvdist.dtypes import DType
 from kvdist.kvstore import keys, sparse
 from kvdist.kvstore.backend import PushOptions, combined
 from kvdist.kvstore.device import Devices
+from kvdist.kvstore.rowsparse import RowSparse
 from kvdist.kvstore.sparse import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowStaging, RowTransfers
 from kvdist.protocol.messages import ROWS, Flag, Placement
-from kvdist.rowsparse import RowSparse
 from kvdist.runtime.waits import UnderWay
 from kvdist.transport.shared_memory.allocator import HeapAllocator
 

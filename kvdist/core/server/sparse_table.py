@@ -36,10 +36,10 @@ from kvdist.core.server.table_rows import TableRows
 from kvdist.core.sharding import slices_of
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
-from kvdist.initializer import initializer_from
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, server
 from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.initializer import initializer_from
 from kvdist.protocol.arrays import U32, Arrays, Bits, padded, views
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import (

@@ -26,9 +26,9 @@ import numpy as np
 from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.server.row_storage import GrowingRows, RowIndex, Slots, Where, clear, put, stretch_of, take
 from kvdist.dtypes import DType
-from kvdist.initializer import Initializer, Zeros, initializer_from
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
 from kvdist.optimizer.base import Extent, Optimizer
+from kvdist.optimizer.initializer import Initializer, Zeros, initializer_from
 from kvdist.optimizer.states import SliceState, has_master
 from kvdist.optimizer.updater import Updater
 

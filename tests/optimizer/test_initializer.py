@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvdist.dtypes import DType
-from kvdist.initializer import Constant, Initializer, Normal, Uniform, Zeros, initializer_from, to_bfloat16
 from kvdist.kernels.reference import REFERENCE
+from kvdist.optimizer.initializer import Constant, Initializer, Normal, Uniform, Zeros, initializer_from, to_bfloat16
 
 F32, F64, F16, BF16 = DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16
 RANDOM = [Normal(2.0, 5), Uniform(2.0, 5)]

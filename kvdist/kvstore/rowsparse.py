@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
-from kvdist.initializer import Initializer, initializer_from, to_bfloat16
+from kvdist.optimizer.initializer import Initializer, initializer_from, to_bfloat16
 
 Array = NDArray[Any]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvdist.dtypes import DType
-from kvdist.initializer import Normal, Zeros
 from kvdist.kernels.reference import REFERENCE
-from kvdist.rowsparse import LazyRows, RowSparse, canonical
+from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical
+from kvdist.optimizer.initializer import Normal, Zeros
 
 torch = pytest.importorskip("torch")
 
@@ -265,5 +265,5 @@ def test_a_table_that_cannot_be_is_refused(arguments, error, said):
 
 
 def test_importing_it_does_not_import_torch():
-    program = "import sys, kvdist.rowsparse; assert 'torch' not in sys.modules"
+    program = "import sys, kvdist.kvstore.rowsparse; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=150)
