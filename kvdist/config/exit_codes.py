@@ -16,12 +16,17 @@ EXIT_CONFIG = 2
 """The environment or the command line is wrong."""
 
 
+FRAMES_OF_OURS_MAX = 3
+"""How many frames of kvdist a traceback shows below the program's call."""
+
+
 def exit_with_peer_lost() -> None:
     """From now on, as a peer is lost, an uncaught `PeerLostError` ends the process with `EXIT_PEER_LOST`.
 
-    `sys.excepthook`, the program's own or another library's, prints the exception as before. It is wrapped when a peer
-    is lost and not earlier, because one that was installed over ours would not expect that ours raises `SystemExit`.
-    An interactive interpreter does not end. Nor does an exception of a thread end a process, as ever in Python.
+    `sys.excepthook`, the program's own or another library's, prints the exception, with few frames of ours. It is
+    wrapped when a peer is lost and not earlier, because one that was installed over ours would not expect that ours
+    raises `SystemExit`. An interactive interpreter does not end. Nor does an exception of a thread end a process, as
+    ever in Python.
     """
     if not isinstance(sys.excepthook, _ExitHook):
         sys.excepthook = _ExitHook()
@@ -32,9 +37,23 @@ class _ExitHook:
         self._hook = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ends = isinstance(error, PeerLostError) and not (hasattr(sys, "ps1") or sys.flags.inspect)
+        if ends:
+            _cut_after_call(trace)
         self._hook(kind, error, trace)
-        if isinstance(error, PeerLostError) and not (hasattr(sys, "ps1") or sys.flags.inspect):
+        if ends:
             raise SystemExit(EXIT_PEER_LOST)
+
+
+def _cut_after_call(trace: TracebackType | None) -> None:
+    """Cut a traceback that ends in kvdist below the program's call, as what follows does not help its reader."""
+    ours: list[TracebackType] = []
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__", "")
+        ours = [*ours, trace] if module.partition(".")[0] in ("kvdist", "concurrent") else []
+        trace = trace.tb_next
+    if len(ours) > FRAMES_OF_OURS_MAX:
+        ours[FRAMES_OF_OURS_MAX - 1].tb_next = None
 
 
 class _NotingExit:

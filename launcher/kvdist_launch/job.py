@@ -98,6 +98,12 @@ class ProcessExit:
         return self.status == EXIT_PEER_LOST or (self.status == 1 and says_so)
 
     @property
+    def lost_peer(self) -> str:
+        """Which peer a consequence lost and why: its last line, in the words of the scheduler."""
+        line = self.last_error_line.decode(errors="replace") if self.is_consequence else ""
+        return line.partition(": ")[2].strip()[:SENTENCE_MAX]
+
+    @property
     def doubt(self) -> int:
         """Orders exits seen at the same moment: the likelier one is the first cause, the lower."""
         if self.status < 0 or self.lost:
@@ -124,8 +130,7 @@ class ProcessExit:
         if self.status < 0:
             return f"{who} was killed by {signal_name(-self.status)}"
         if self.is_consequence:
-            # Its last line says which peer, in the words of the scheduler.
-            lost = self.last_error_line.decode(errors="replace").partition(": ")[2].strip()[:SENTENCE_MAX]
+            lost = self.lost_peer
             return f"{who} lost a peer and ended with exit code {self.status}" + (f" ({lost})" if lost else "")
         return f"{who} {'failed' if self.status else 'ended early'} with exit code {self.status}"
 
@@ -366,7 +371,8 @@ class Job:
         self._enter(Phase.FAILING, now + self._grace.grace_s)
         if self.is_over:
             return []
-        return [Say(f"{self.cause}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
+        what = self.cause and (self.cause.lost_peer or self.cause)
+        return [Say(f"{what}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
 
     def _enter(self, phase: Phase, deadline: float | None) -> None:
         self._phase, self.deadline = phase, deadline

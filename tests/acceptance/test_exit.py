@@ -49,6 +49,7 @@ def test_a_worker_whose_callbacks_use_torch_while_it_ends_after_a_loss_ends_with
     job.finish(but="worker-1")
     worker = job.processes["worker-0"]
     assert worker.lines_with("PeerLostError: server-0"), job.transcript()
+    assert len(worker.lines_with("/kvdist/")) <= 3, job.transcript()
     assert worker.code == EXIT_PEER_LOST, job.transcript()
     assert worker.lines_with("a callback ran to its end") and worker.lines_with("a handler of the script ran")
     job.kill("worker-1")
