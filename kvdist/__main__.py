@@ -38,16 +38,14 @@ from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
 from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server.server import Server
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
-from kvdist.kernels.choice import choose
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.registry import registered
-from kvdist.runtime.cluster import HANDLERS, introduction, prepare
+from kvdist.runtime.cluster import HANDLERS, server_node
 from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
 from kvdist.runtime.process_name import name_process
-from kvdist.runtime.server_device import arithmetic_of, open_server_device
+from kvdist.runtime.server_device import open_server_device
 from kvdist.transport.endpoints import endpoint_of_listener
 from kvdist.transport.factory import bind_port, open_sockets, open_transport
 from kvdist.version import __version__
@@ -250,15 +248,7 @@ def _server(config: ClusterConfig) -> Node:
         raise ConfigError(f"DMLC_NODE_HOST is {host}, which workers cannot dial; give this machine's own address")
     transport, memory = open_transport(config)
     endpoint = bind_port(transport, config, host)
-    introduced = introduction(config, endpoint, scheduler_endpoint(config))
-    kernels = choose(read_setting("KVDIST_KERNELS"))
-    arithmetic = arithmetic_of(device, kernels)
-    if device is not None:
-        memory.pin(device.pin)
-    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS, arithmetic)
-    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
-    prepare(node)
-    return node
+    return server_node(config, endpoint, scheduler_endpoint(config), device, transport, memory, _disk())
 
 
 def _disk() -> ThreadedDisk:

@@ -32,7 +32,9 @@ from kvdist.core.worker.requests import Leave, Register, Request
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
+from kvdist.kernels.interface import Device
 from kvdist.nodes import Role
+from kvdist.runtime.io_thread import Disk
 from kvdist.runtime.node import Node, run_together
 from kvdist.runtime.process_name import name_process
 from kvdist.runtime.server_device import arithmetic_of, open_server_device
@@ -244,6 +246,35 @@ def prepare(node: Node) -> None:
         preparation(node)
 
 
+def server_node(
+    config: ClusterConfig,
+    endpoint: str,
+    scheduler: str,
+    device: Device | None,
+    transport: Transport,
+    memory: Allocator,
+    disk: Disk | None = None,
+) -> Node:
+    """The node of a server, to be run.
+
+    Args:
+        endpoint: where it listens, with `transport`.
+        scheduler: where its scheduler does.
+        device: where it sums and updates; None for the host.
+        memory: where its values lie.
+        disk: where checkpoints go; None for anywhere on this machine.
+    """
+    kernels = choose(read_setting("KVDIST_KERNELS"))
+    arithmetic = arithmetic_of(device, kernels)
+    if device is not None:
+        memory.pin(device.pin)
+    introduced = introduction(config, endpoint, scheduler)
+    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS, arithmetic)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=disk)
+    prepare(node)
+    return node
+
+
 def introduction(config: ClusterConfig, endpoint: str, scheduler_endpoint: str) -> Introduction:
     """What this process says of itself to the scheduler; `endpoint` is where it listens, if it does."""
     # Not a secret: it only has to differ between processes that start at the same time.
@@ -301,30 +332,17 @@ def _embedded() -> Cluster:
         " Start with `kvdist-launch -n WORKERS -s SERVERS COMMAND` to train on several"
     )
     config = embedded_cluster_from_env()
-    kernels, device = choose(read_setting("KVDIST_KERNELS")), open_server_device(config.server_device(0))
-    network = InprocNetwork()
-    now = time.monotonic()
-    server_config = replace(config, role=Role.SERVER)
-    machines = (
-        (Scheduler(replace(config, role=Role.SCHEDULER), now), EMBEDDED_ENDPOINT),
-        (
-            Server(
-                introduction(server_config, EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT),
-                config.limits,
-                kernels,
-                now,
-                handlers=HANDLERS,
-                arithmetic=arithmetic_of(device, kernels),
-            ),
-            EMBEDDED_SERVER_ENDPOINT,
-        ),
-        (Worker(introduction(config, "", EMBEDDED_ENDPOINT), config.limits, now), ""),
-    )
-    nodes = []
-    for machine, endpoint in machines:
-        transport = network.transport()
-        if endpoint:
-            transport.bind(endpoint)
-        nodes.append(Node(machine, transport, config.job_tag, config.limits.explain_after_s))
-    prepare(nodes[1])
-    return Cluster(config, nodes[-1], HeapAllocator(), lambda: run_together(nodes, network.wait), is_embedded=True)
+    device = open_server_device(config.server_device(0))
+    network, memory = InprocNetwork(), HeapAllocator()
+    transports = {role: network.transport() for role in Role}
+    transports[Role.SCHEDULER].bind(EMBEDDED_ENDPOINT)
+    transports[Role.SERVER].bind(EMBEDDED_SERVER_ENDPOINT)
+    scheduler = Scheduler(replace(config, role=Role.SCHEDULER), time.monotonic())
+    worker = Worker(introduction(config, "", EMBEDDED_ENDPOINT), config.limits, time.monotonic())
+    of_server = replace(config, role=Role.SERVER), EMBEDDED_SERVER_ENDPOINT, EMBEDDED_ENDPOINT, device
+    nodes = [
+        Node(scheduler, transports[Role.SCHEDULER], config.job_tag, config.limits.explain_after_s),
+        server_node(*of_server, transports[Role.SERVER], memory),
+        Node(worker, transports[Role.WORKER], config.job_tag, config.limits.explain_after_s),
+    ]
+    return Cluster(config, nodes[-1], memory, lambda: run_together(nodes, network.wait), is_embedded=True)
