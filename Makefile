@@ -55,7 +55,7 @@ test-all: lint types docs
 	@$(PIP_INSTALL) numba-cuda nvidia-nvvm || echo "make: numba-cuda cannot be installed here: ITS KERNELS ARE NOT COMPILED" >&2
 	@examples/mxnet_bridge/environment.sh >/dev/null || \
 	  echo "make: MXNet cannot be installed here: THE TESTS OF examples/mxnet_bridge ARE SKIPPED" >&2
-	$(PYTEST)
+	SIMULATION_SEEDS=10 $(PYTEST)
 	@$(MAKE) --no-print-directory test-tensorflow
 
 test-tensorflow:

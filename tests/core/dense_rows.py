@@ -28,14 +28,8 @@ IDS = [name + "".join(f"-{key}-{value}" for key, value in numbers.items()) for n
 every_rule = pytest.mark.parametrize(("name", "numbers"), VARIANTS, ids=IDS)
 PARTIAL = [(name, numbers) for name, numbers in VARIANTS if name != "sgld"]
 """Rules that can leave rows out; sgld moves every element."""
-every_partial_rule = pytest.mark.parametrize(
-    ("name", "numbers"), PARTIAL, ids=[one for one in IDS if not one.startswith("sgld")]
-)
-every_type = pytest.mark.parametrize(
-    ("dtype", "multi_precision"),
-    [(F32, False), (F64, False), (F16, False), (F16, True), (BF16, False), (BF16, True)],
-    ids=["float32", "float64", "float16", "float16-master", "bfloat16", "bfloat16-master"],
-)
+TYPES = [(F32, False), (F64, False), (F16, False), (F16, True), (BF16, False), (BF16, True)]
+"""Element types, and whether float32 masters are kept."""
 
 
 def stored(values, dtype):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from functools import partial
 
-import pytest
-
 from kvdist.core.agreement import Agreement, Questions
 from kvdist.core.machine import Effect, Send
 from kvdist.nodes import Member, NodeId, server, worker
 from kvdist.protocol.messages import ErrorCode, Failed, Perform
+from tests.cases import each
 
 
 def failed(reason: str, request: int) -> Failed:
@@ -86,7 +85,7 @@ def test_an_answered_question_of_all_servers_goes_on_once_with_the_first_failure
     assert questions.answered(servers[server(1)], 1, "") == [] and outcomes == ["server-2: no"]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@each("seed", range(200))
 def test_any_story_ends_with_one_answer_to_each_request_of_all_that_are_there(seed: int) -> None:
     """Members speak, ask, repeat, leave, die and come back, in any order; a plain model says what must be."""
     draw = random.Random(seed)

@@ -28,7 +28,7 @@ from tests.core.wired import JOB, Wired
 NAN = math.nan
 LIST = {"a": [1, 2, 3], "b": [4], "c": [5, 6]}
 OPTIMIZERS = [(), ("sgd", "adam", "test")]
-STORIES = int(os.environ.get("SIMULATION_SEEDS", "10"))
+STORIES = int(os.environ.get("SIMULATION_SEEDS", "4"))
 """Drawn stories per kind of store."""
 
 

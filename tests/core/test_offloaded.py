@@ -25,10 +25,15 @@ from tests.devices import NumpyDevice
 
 SMALL = Limits(slice_bytes=64)
 SIZES = {"cut": 60, "a": 3, "b": 1, "none": 0, "c": 2, "whole": 20}
-RULES = [
-    ("sgd", {}), ("sgd", {"momentum": 0.9}), ("adam", {"clip_gradient": 1.0}), ("lars", {"momentum": 0.5}),
-    ("lamb", {}), ("ftrl", {}),
-]  # fmt: skip
+RUNS = [
+    ("sgd", {}, "float32", False),
+    ("sgd", {"momentum": 0.9}, "float16", True),
+    ("adam", {"clip_gradient": 1.0}, "bfloat16", False),
+    ("lars", {"momentum": 0.5}, "float32", False),
+    ("lamb", {}, "float16", True),
+    ("ftrl", {}, "bfloat16", False),
+]
+"""Each rule with one type: tests/optimizer/test_offload.py has the arithmetic of every rule in every type."""
 
 
 def a_pair(num_servers: int = 2, num_workers: int = 2) -> tuple[Wired, Wired]:
@@ -72,8 +77,7 @@ def trained(wired: Wired, seed: int, name: str, numbers: dict[str, float], dtype
     return [wired.results[read][key].tobytes() for read, key in reads]
 
 
-@pytest.mark.parametrize(("name", "numbers"), RULES)
-@pytest.mark.parametrize(("dtype", "masters"), [("float32", False), ("float16", True), ("bfloat16", False)])
+@pytest.mark.parametrize(("name", "numbers", "dtype", "masters"), RUNS)
 def test_workers_read_the_bits_that_they_would_read_from_hosts(
     name: str, numbers: dict[str, float], dtype: str, masters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -349,7 +349,7 @@ def anything(draw: st.DrawFn) -> Any:
     return push(*pairs, run=run, numbers=numbers, step=step, flags=flags)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     spoken=st.lists(st.tuples(st.sampled_from([A, B]), anything()), min_size=1, max_size=12),
     optimizer=st.sampled_from([None, "test", "adagrad"]),

@@ -7,13 +7,14 @@ import pytest
 
 from kvdist.optimizer import create
 from kvdist.optimizer.initializer import Constant, Normal, Zeros
+from tests.cases import each, pairs
 from tests.core.dense_rows import (
     BF16,
     F32,
+    VARIANTS,
     all_rows,
     assert_equal_snapshots,
     block_of,
-    every_rule,
     ids_of,
     stored,
 )
@@ -28,12 +29,11 @@ def trained(initializer, optimizer, dtype, rounds=3, block=None, seed=0):
     return block
 
 
-@every_rule
-@pytest.mark.parametrize("initializer", [None, Normal(0.3, 1)], ids=["eager", "lazy"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda dtype: dtype.label)
-def test_a_restored_block_goes_on_bit_by_bit(name, numbers, initializer, dtype):
+@each("rule, initializer, dtype", pairs(VARIANTS, [None, Normal(0.3, 1)], [F32, BF16]))
+def test_a_restored_block_goes_on_bit_by_bit(rule, initializer, dtype):
+    name, numbers = rule
     optimizer = create(name, lazy_update=name != "sgld", multi_precision=True, **numbers)
-    if name == "sgld" and initializer is not None:
+    if name == "sgld":
         initializer = None
     block = trained(initializer, optimizer, dtype)
     snapshot = block.snapshot()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -12,11 +15,15 @@ from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create
 from kvdist.optimizer.initializer import Constant, Normal, Zeros
+from tests.cases import each, pairs
 from tests.core.dense_rows import (
     BF16,
     F16,
     F32,
     F64,
+    PARTIAL,
+    TYPES,
+    VARIANTS,
     Dense,
     all_rows,
     as_bits,
@@ -24,9 +31,7 @@ from tests.core.dense_rows import (
     assert_equal_snapshots,
     assert_same,
     block_of,
-    every_partial_rule,
     every_rule,
-    every_type,
     ids_of,
     rounds_of,
     scales_of,
@@ -57,24 +62,14 @@ def run_both(name, numbers, dtype, multi_precision, lazy_update, initializer, wd
     return block, dense
 
 
-@every_rule
-@every_type
-@pytest.mark.parametrize("wd", [0.0, 0.1])
-def test_a_block_without_lazy_update_is_a_dense_parameter(name, numbers, dtype, multi_precision, wd):
-    run_both(name, numbers, dtype, multi_precision, False, None, wd_of(name, wd), chunk_rows=4)
+@each("rule, kind, wd", pairs(VARIANTS, TYPES, [0.0, 0.1]))
+def test_a_block_without_lazy_update_is_a_dense_parameter(rule, kind, wd):
+    run_both(*rule, *kind, False, None, wd_of(rule[0], wd), chunk_rows=4)
 
 
-@every_partial_rule
-@every_type
-@pytest.mark.parametrize("wd", [0.0, 0.1])
-def test_with_lazy_update_only_pushed_rows_are_touched(name, numbers, dtype, multi_precision, wd):
-    run_both(name, numbers, dtype, multi_precision, True, None, wd_of(name, wd), chunk_rows=4)
-
-
-@every_partial_rule
-@every_type
-def test_a_lazy_table_is_an_eager_one_whose_rows_had_the_same_first_values(name, numbers, dtype, multi_precision):
-    run_both(name, numbers, dtype, multi_precision, True, Normal(0.5, 3), wd_of(name, 0.1), chunk_rows=5)
+@each("rule, kind, wd, initializer", pairs(PARTIAL, TYPES, [0.0, 0.1], [None, Normal(0.5, 3)]))
+def test_with_lazy_update_only_pushed_rows_are_touched_whether_given_or_made_when_touched(rule, kind, wd, initializer):
+    run_both(*rule, *kind, True, initializer, wd_of(rule[0], wd), chunk_rows=4)
 
 
 @every_rule
@@ -156,8 +151,7 @@ def test_group_adagrad_needs_a_matrix():
 # Without an optimizer the sum replaces the value.
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
+@each("dtype, lazy", product(DType, [False, True]))
 def test_without_an_optimizer_the_sum_is_the_whole_value(dtype, lazy):
     rng = np.random.default_rng(1)
     block = block_of((40, 3), dtype, 5, 28, Constant(1) if lazy else None)
@@ -284,13 +278,12 @@ def test_rounds_without_rows_count_and_rows_share_the_count():
     assert all_rows(block)[3] == weight[0]
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@each("name, lazy", product(["adagrad", "adam", None], [False, True]))
 @pytest.mark.parametrize(
     ("shape", "first", "stop"),
     [((4,), 0, 4), ((4, 1, 2), 1, 3), ((4, 0), 0, 4), ((4, 3), 2, 2), ((0, 3), 0, 0), ((3, CHUNK_ELEMENTS + 1), 0, 3)],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["adagrad", "adam", None])
 def test_awkward_shapes(shape, first, stop, lazy, name):
     block = block_of(shape, F32, first, stop, Zeros() if lazy else None)
     optimizer = None if name is None else create(name, lazy_update=True)
@@ -322,7 +315,6 @@ def test_values_may_be_read_only_and_lie_at_odd_addresses():
         np.testing.assert_array_equal(all_rows(odd), all_rows(even))
 
 
-@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize(
     ("ids", "values", "error", "said"),
     [
@@ -338,21 +330,21 @@ def test_values_may_be_read_only_and_lie_at_odd_addresses():
         ([3, 4], np.ones(8, "f4")[::2], ValueError, "one-dimensional and contiguous"),
     ],
 )
-def test_rows_that_are_not_what_they_should_be_are_refused(ids, values, error, said, lazy):
-    block = block_of((10, 2), F32, 2, 8, Zeros() if lazy else None)
-    before = all_rows(block)
+def test_rows_that_are_not_what_they_should_be_are_refused(ids, values, error, said):
     given = np.array(ids)
     good = (np.array([5]), np.ones(2, np.float32))
-    for call in (
-        lambda: block.put(given, values),
-        lambda: block.gather(given, values),
-        lambda: block.update([good, (given, values)], [1.0, 1.0], None),
-        lambda: block.update([good, (given, values)], [1.0, 1.0], create("test")),
-    ):
-        with pytest.raises(error, match=said):
-            call()
-    np.testing.assert_array_equal(all_rows(block), before)
-    assert block.rows_touched == (0 if lazy else 6)
+    for block in (block_of((10, 2), F32, 2, 8), block_of((10, 2), F32, 2, 8, Zeros())):
+        before, touched = all_rows(block), block.rows_touched
+        for call in (
+            partial(block.put, given, values),
+            partial(block.gather, given, values),
+            partial(block.update, [good, (given, values)], [1.0, 1.0], None),
+            partial(block.update, [good, (given, values)], [1.0, 1.0], create("test")),
+        ):
+            with pytest.raises(error, match=said):
+                call()
+        np.testing.assert_array_equal(all_rows(block), before)
+        assert block.rows_touched == touched
 
 
 @pytest.mark.parametrize(

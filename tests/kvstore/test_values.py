@@ -1,11 +1,14 @@
 """What may be handed in, and that memory is read and written to the bit."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 from kvdist.dtypes import DType
 from kvdist.kvstore import values
+from tests.cases import each
 
 NUMPY_DTYPES = [dtype for dtype in DType if dtype is not DType.BFLOAT16]
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 3)]
@@ -68,15 +71,13 @@ FORMS = [
     torch_that_requires_grad,
 ]
 TABLE = [
-    pytest.param(form, shape, dtype, id=f"{form.__name__}-{shape}-{dtype.label}")
-    for form in FORMS
-    for shape in SHAPES
-    for dtype in DType
+    (form, shape, dtype)
+    for form, shape, dtype in product(FORMS, SHAPES, DType)
     if form.__name__.startswith("torch") or dtype in NUMPY_DTYPES
 ]
 
 
-@pytest.mark.parametrize(("form", "shape", "dtype"), TABLE)
+@each("form, shape, dtype", TABLE)
 def test_what_is_written_is_read_back_to_the_bit_whatever_the_kind_dtype_and_layout(form, shape, dtype):
     value = form(shape, dtype)
     bits = bits_of(int(np.prod(shape)), dtype)
@@ -90,7 +91,7 @@ def test_what_is_written_is_read_back_to_the_bit_whatever_the_kind_dtype_and_lay
     np.testing.assert_array_equal(shown.reshape(-1), expected.reshape(-1))
 
 
-@pytest.mark.parametrize(("form", "shape", "dtype"), TABLE)
+@each("form, shape, dtype", TABLE)
 def test_writable_bits_are_the_values_own_memory_or_none(form, shape, dtype):
     value = form(shape, dtype)
     memory = values.writable_bits(value)
