@@ -11,65 +11,9 @@ from typing import Any
 
 import torch
 
-from kvdist.collective import (
-    Adasum,
-    Average,
-    Compression,
-    DistributedOptimizer,
-    Handle,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    ReduceOp,
-    Sum,
-    SyncBatchNorm,
-    add_process_set,
-    allgather,
-    allgather_async,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    metric_average,
-    poll,
-    rank,
-    reducescatter,
-    reducescatter_async,
-    remove_process_set,
-    size,
-    sparse_allreduce_async,
-    start_timeline,
-    stop_timeline,
-    synchronize,
-)
+from kvdist import collective
+from kvdist.collective import *  # noqa: F403
+from kvdist.collective import Compression, ProcessSet, global_process_set
 from kvdist.collective.reduction import NoneCompressor
 from kvdist.errors import CollectiveError
 from kvdist.kvstore import collective_store
@@ -80,78 +24,20 @@ from kvdist.training.trainer import Trainer
 from kvdist.training.trainer_config import make_optimizer
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
     "DistributedTrainer",
-    "Handle",
     "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "ccl_built",
-    "cross_rank",
-    "cross_size",
     "cuda_built",
     "ddl_built",
-    "global_process_set",
     "gloo_built",
     "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "metric_average",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
     "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
 ]
+__all__ += collective.__all__
 
 HorovodInternalError = CollectiveError
 """What an operation raises that other ranks have broken: `kvdist.errors.CollectiveError`."""
@@ -160,7 +46,7 @@ HorovodInternalError = CollectiveError
 # The beginning and the end.
 
 
-def init(comm: None = None, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
+def init(comm: None = None, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:  # type: ignore[no-redef]
     """Become a rank; a second call does nothing.
 
     Args:
@@ -180,7 +66,7 @@ def init(comm: None = None, process_sets: str | Iterable[ProcessSet | Iterable[i
     ENGINE.begin(process_sets)
 
 
-def shutdown() -> None:
+def shutdown() -> None:  # type: ignore[no-redef]
     """Stop being a rank; a second call does nothing. `init` may be called again then, by all ranks."""
     ENGINE.end()
 

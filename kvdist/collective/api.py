@@ -15,9 +15,12 @@ reducescatter  all ranks' rows of the gradient, times the number of ranks for Su
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -40,6 +43,8 @@ from kvdist.protocol.collective import TEXT_BYTES_MAX
 
 Tensors = Sequence[torch.Tensor]
 TensorList = list[torch.Tensor]
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 class Handle:
@@ -173,81 +178,118 @@ def _compressed(
 # Allreduce.
 
 
-def _reduction(
-    name: str | None,
+@dataclass(frozen=True)
+class Call:
+    """An operation with its arguments, which an asynchronous, an in-place and a blocking function begin each its way.
+
+    Attributes:
+        tensors: its inputs.
+        build: makes the operation for a group and the tensors for the results.
+        process_set: the ranks that take part.
+        finish: makes the result from the operation's.
+    """
+
+    tensors: TensorList
+    build: Callable[[Group, TensorList], Operation]
+    process_set: ProcessSet
+    finish: Callable[[Any], Any] = list
+
+    def begin(self) -> Handle:
+        """Begin it with new tensors for the results."""
+        return submit(self.process_set, lambda group: self.build(group, _like(self.tensors)), self.finish)
+
+    def begin_in_place(self) -> Handle:
+        """Begin it with the inputs as outputs."""
+        return submit(self.process_set, lambda group: self.build(group, self.tensors), self.finish)
+
+
+def arguments_of(make: Callable[Args, Call]) -> Callable[[Callable[[Call], Result]], Callable[Args, Result]]:
+    """Turn a function of a call into one of the arguments from which `make` makes the call, with their signature.
+
+    The reference on the site reads the source, so `docs/signatures.py` does the same there.
+    """
+
+    def decorate(function: Callable[[Call], Result]) -> Callable[Args, Result]:
+        @wraps(function)
+        def begun(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+            return function(make(*args, **kwargs))
+
+        begun.__annotations__ = {**make.__annotations__, "return": function.__annotations__["return"]}
+        signature = inspect.signature(make).replace(return_annotation=begun.__annotations__["return"])
+        begun.__signature__ = signature  # type: ignore[attr-defined]
+        return begun
+
+    return decorate
+
+
+def _grouped_allreduce(
     tensors: Tensors,
-    outputs: Tensors,
-    average: bool | None,
-    op: ReduceOp | None,
-    prescale: float,
-    postscale: float,
-) -> Callable[[Group], Operation]:
-    def build(group: Group) -> Operation:
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Call:
+    def build(group: Group, outputs: TensorList) -> Operation:
         chosen = op_of(average, op)
         if chosen is not Adasum:
-            return AllReduce(name or "", tensors, outputs, chosen, prescale, postscale)
+            return AllReduce(name or "", given, outputs, chosen, prescale_factor, postscale_factor)
         if group.number != ALL_RANKS:
             raise ValueError("Adasum works on all ranks, not on a process set")
-        return AdasumOperation(name or "", tensors, outputs, group.size, prescale, postscale)
+        return AdasumOperation(name or "", given, outputs, group.size, prescale_factor, postscale_factor)
 
-    return build
+    given = list(tensors)
+    return Call(given, build, process_set)
 
 
-def grouped_allreduce_async(
-    tensors: Tensors,
+def _allreduce(
+    tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Call:
+    call = _grouped_allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set)
+    return replace(call, finish=_first)
+
+
+@arguments_of(_grouped_allreduce)
+def grouped_allreduce_async(call: Call) -> Handle:
     """Begin to reduce tensors over the ranks, as one unit; the result is a list. See `grouped_allreduce`."""
-    tensors = list(tensors)
-    build = _reduction(name, tensors, _like(tensors), average, op, prescale_factor, postscale_factor)
-    return submit(process_set, build)
+    return call.begin()
 
 
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+@arguments_of(_grouped_allreduce)
+def grouped_allreduce_async_(call: Call) -> Handle:
     """Begin to replace tensors by their reductions over the ranks, as one unit. See `grouped_allreduce`."""
-    tensors = list(tensors)
-    return submit(process_set, _reduction(name, tensors, tensors, average, op, prescale_factor, postscale_factor))
+    return call.begin_in_place()
 
 
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+@arguments_of(_grouped_allreduce)
+def grouped_allreduce_(call: Call) -> list[torch.Tensor]:
+    """Replace tensors by their reductions over the ranks, and return them; arguments as in `grouped_allreduce`."""
+    return call.begin_in_place().result()  # type: ignore[no-any-return]
+
+
+@arguments_of(_allreduce)
+def allreduce_async(call: Call) -> Handle:
     """Begin to reduce a tensor over the ranks. See `allreduce`."""
-    build = _reduction(name, [tensor], _like([tensor]), average, op, prescale_factor, postscale_factor)
-    return submit(process_set, build, _first)
+    return call.begin()
 
 
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+@arguments_of(_allreduce)
+def allreduce_async_(call: Call) -> Handle:
     """Begin to replace a tensor by its reduction over the ranks. See `allreduce`."""
-    build = _reduction(name, [tensor], [tensor], average, op, prescale_factor, postscale_factor)
-    return submit(process_set, build, _first)
+    return call.begin_in_place()
+
+
+@arguments_of(_allreduce)
+def allreduce_(call: Call) -> torch.Tensor:
+    """Replace a tensor by its reduction over the ranks, and return it; arguments as in `grouped_allreduce`."""
+    return call.begin_in_place().result()  # type: ignore[no-any-return]
 
 
 def grouped_allreduce(
@@ -279,8 +321,8 @@ def grouped_allreduce(
     """
 
     def run(given: TensorList) -> TensorList:
-        handle = grouped_allreduce_async(given, average, name, op, prescale_factor, postscale_factor, process_set)
-        return list(synchronize(handle))
+        call = _grouped_allreduce(given, average, name, op, prescale_factor, postscale_factor, process_set)
+        return call.begin().result()  # type: ignore[no-any-return]
 
     def back(grads: TensorList) -> TensorList:
         same = op_of(average, op)
@@ -315,33 +357,6 @@ def allreduce(
         [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
     )
     return results[0]
-
-
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """Replace tensors by their reductions over the ranks, and return them; arguments as in `grouped_allreduce`."""
-    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    return list(synchronize(handle))
-
-
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Replace a tensor by its reduction over the ranks, and return it; arguments as in `grouped_allreduce`."""
-    return grouped_allreduce_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)[0]
 
 
 def sparse_allreduce_async(
@@ -441,8 +456,20 @@ def allgather(
 # Broadcast.
 
 
-def _broadcast(name: str | None, tensors: Tensors, outputs: Tensors, root_rank: int) -> Callable[[Group], Operation]:
-    return lambda group: Broadcast(name or "", tensors, outputs, root_rank, root_in(group, root_rank))
+def _grouped_broadcast(
+    tensors: Tensors, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Call:
+    def build(group: Group, outputs: TensorList) -> Operation:
+        return Broadcast(name or "", given, outputs, root_rank, root_in(group, root_rank))
+
+    given = list(tensors)
+    return Call(given, build, process_set)
+
+
+def _broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Call:
+    return replace(_grouped_broadcast([tensor], root_rank, name, process_set), finish=_first)
 
 
 def root_in(group: Group, root_rank: int) -> int:
@@ -456,26 +483,28 @@ def root_in(group: Group, root_rank: int) -> int:
     return group.ranks.index(root_rank)
 
 
-def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+@arguments_of(_broadcast)
+def broadcast_async(call: Call) -> Handle:
     """Begin to get the tensor of the root, a global rank."""
-    return submit(process_set, _broadcast(name, [tensor], _like([tensor]), root_rank), _first)
+    return call.begin()
 
 
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+@arguments_of(_broadcast)
+def broadcast_async_(call: Call) -> Handle:
     """Begin to replace a tensor by that of the root, a global rank."""
-    return submit(process_set, _broadcast(name, [tensor], [tensor], root_rank), _first)
+    return call.begin_in_place()
 
 
-def grouped_broadcast_async_(
-    tensors: Tensors, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+@arguments_of(_grouped_broadcast)
+def grouped_broadcast_async_(call: Call) -> Handle:
     """Begin to replace tensors by those of the root, as one unit."""
-    tensors = list(tensors)
-    return submit(process_set, _broadcast(name, tensors, tensors, root_rank))
+    return call.begin_in_place()
+
+
+@arguments_of(_broadcast)
+def broadcast_(call: Call) -> torch.Tensor:
+    """Replace a tensor by that of one rank, and return it; arguments and errors as in `broadcast`."""
+    return call.begin_in_place().result()  # type: ignore[no-any-return]
 
 
 def broadcast(
@@ -496,7 +525,7 @@ def broadcast(
     """
 
     def run(given: TensorList) -> TensorList:
-        return [synchronize(broadcast_async(given[0], root_rank, name, process_set))]
+        return [_broadcast(given[0], root_rank, name, process_set).begin().result()]
 
     def back(grads: TensorList) -> TensorList:
         group = group_of(process_set)
@@ -504,14 +533,6 @@ def broadcast(
         return [average if group.ranks[group.rank] == root_rank else torch.zeros_like(average)]
 
     return _differentiable([tensor], run, back)[0]
-
-
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Replace a tensor by that of one rank, and return it; arguments and errors as in `broadcast`."""
-    result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-    return result
 
 
 # Alltoall.
