@@ -159,7 +159,7 @@ def _may_succeed_again(supervisor: Supervisor) -> bool:
 def _run_elsewhere(options: argparse.Namespace, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
     """Print what starts the job elsewhere, or replace this process by it."""
     # Imported here because few ask for it, and every job would wait for it.
-    from kvdist_launch.emit.export import address_towards, require_understood, run_script, script_of
+    from kvdist_launch.emit import address_towards, require_understood, run_script, script_of
 
     require_understood(options, asked(options))
     others = [host for host in hosts if not host.is_local]

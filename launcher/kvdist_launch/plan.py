@@ -170,6 +170,8 @@ UNKNOWN = "-"
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 NUM_SERVERS = "DMLC_NUM_SERVER"
+PLACES = ("KVDIST_LOCAL_RANK", "KVDIST_LOCAL_SIZE", "KVDIST_CROSS_RANK", "KVDIST_CROSS_SIZE")
+"""The variables of a worker's position among the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,15 +338,12 @@ def worker_lines(processes: Sequence[Process], hosts: Sequence[Host]) -> list[st
     lines = []
     for process in processes:
         if process.node.role is Role.WORKER:
-            rank, size, across, machines = (process.environment.settings[f"KVDIST_{name}"] for name in _PLACES)
+            rank, size, across, machines = (process.environment.settings[name] for name in PLACES)
             lines.append(
                 f"{process.node} on {hosts[process.host]}: local rank {rank} of {size}, cross rank {across} of"
                 f" {machines}"
             )
     return lines
-
-
-_PLACES = ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
 def share_of_devices(devices: Sequence[str], local_rank: int, workers: int) -> Sequence[str]:
@@ -380,7 +379,8 @@ def _environment(
         overlay(settings, {INTERFACES[0]: host.iface})
     defaults = {"PYTHONUNBUFFERED": "1"}
     if position is not None:
-        settings |= _position_settings(one, position)
+        numbers = (one.local_rank, position.local_size, position.cross_rank, position.cross_size)
+        settings |= dict(zip(PLACES, map(str, numbers), strict=True))
         if own.cores:
             defaults["OMP_NUM_THREADS"] = str(threads_per_worker(own.cores, position.local_size))
         given = Environment(settings=settings).over(own.environ).get(DEVICES, "")
@@ -388,15 +388,6 @@ def _environment(
         if devices:
             settings[DEVICES] = ",".join(share_of_devices(devices, one.local_rank, position.local_size))
     return Environment(defaults, front, settings)
-
-
-def _position_settings(one: ProcessPlace, position: WorkerPosition) -> dict[str, str]:
-    return {
-        "KVDIST_LOCAL_RANK": str(one.local_rank),
-        "KVDIST_LOCAL_SIZE": str(position.local_size),
-        "KVDIST_CROSS_RANK": str(position.cross_rank),
-        "KVDIST_CROSS_SIZE": str(position.cross_size),
-    }
 
 
 def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping[str, str]) -> dict[str, str]:
@@ -441,35 +432,30 @@ def preview(processes: Sequence[Process], hosts: Sequence[Host]) -> str:
 
 def _process_text(process: Process, hosts: Sequence[Host]) -> str:
     layers = process.environment
-    lines = [f"{process.node} on {_place_text(process, hosts)}"]
+    folder = "" if process.cwd is None else f" in {quoted(process.cwd)}"
+    lines = [f"{process.node} on {place_name(process, hosts)}{folder}"]
     for label, variables in (("default", layers.defaults), ("front", layers.front), ("set", layers.settings)):
-        lines += [f"  {label:7} {text}" for text in _assignments(redacted(variables))]
+        lines += [f"  {label:7} {name}={quoted(value)}" for name, value in sorted(redacted(variables).items())]
     lines.append(f"  run     {' '.join(quoted(word) for word in process.argv)}")
     return "".join(line + "\n" for line in lines)
 
 
-def _place_text(process: Process, hosts: Sequence[Host]) -> str:
-    name = "the launching machine" if process.host == LAUNCHER else str(hosts[process.host])
-    return name if process.cwd is None else f"{name} in {quoted(process.cwd)}"
-
-
-def _assignments(variables: Mapping[str, str]) -> list[str]:
-    return [f"{name}={quoted(value)}" for name, value in sorted(variables.items())]
+def place_name(process: Process, hosts: Sequence[Host]) -> str:
+    """The host of a process, for people."""
+    return "the launching machine" if process.host == LAUNCHER else str(hosts[process.host])
 
 
 def quoted(text: str) -> str:
     """A word for a shell; control characters are written as bash and zsh do, ``$'\\n'``."""
     if text.isprintable():
         return shlex.quote(text)
-    return f"$'{''.join(_escaped_letter(letter, SHELL_ESCAPES) for letter in text)}'"
+    return f"$'{''.join(map(_escaped_letter, text))}'"
 
 
-def _escaped_letter(letter: str, escapes: Mapping[str, str]) -> str:
-    """A letter as quoted text has it: as `escapes` says, as it is if it can be seen, else its bytes in hexadecimal."""
-    if letter in escapes:
-        return escapes[letter]
-    if letter.isprintable():
-        return letter
+def _escaped_letter(letter: str) -> str:
+    """A letter as it is if it can be seen, else by its escape, or its bytes in hexadecimal."""
+    if letter in SHELL_ESCAPES or letter.isprintable():
+        return SHELL_ESCAPES.get(letter, letter)
     return "".join(f"\\x{byte:02x}" for byte in letter.encode(errors="surrogateescape"))
 
 

@@ -14,10 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.errors import ConfigError
-from kvdist_launch.emit.kubernetes import document, kubernetes
-from kvdist_launch.emit.roles import OF_ONE_PROCESS, PLACES, roles_of
-from kvdist_launch.emit.shell import exports, heredoc, manual, mpi
-from kvdist_launch.emit.slurm import SET_PLACES, sbatch
+from kvdist_launch.emit import (
+    OF_ONE_PROCESS,
+    PLACES,
+    SET_PLACES,
+    document,
+    exports,
+    heredoc,
+    kubernetes,
+    manual,
+    mpi,
+    roles_of,
+    sbatch,
+)
 from kvdist_launch.environment import Environment
 from kvdist_launch.hosts import Host, parse_hostfile
 from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, plan
