@@ -65,14 +65,20 @@ def text_of(row: Mapping[str, Any]) -> str:
 def pairs(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return few rows that hold every pair of values of any two options, always the same ones.
 
-    The rows are chosen greedily, in the order of the full product: the one with the most pairs that no row has yet.
+    Each row begins with the first pair that no row has yet; every other option takes the value with the most new pairs.
     """
     columns = [list(values) for values in options]
-    every_row = list(itertools.product(*(range(len(values)) for values in columns)))
-    open_pairs = {pair for row in every_row for pair in itertools.combinations(enumerate(row), 2)}
+    cells = [[(column, at) for at in range(len(values))] for column, values in enumerate(columns)]
+    missing = dict.fromkeys(
+        frozenset(pair) for left, right in itertools.combinations(cells, 2) for pair in itertools.product(left, right)
+    )
     chosen: list[tuple[Any, ...]] = []
-    while open_pairs:
-        row = max(every_row, key=lambda row: len(open_pairs.intersection(itertools.combinations(enumerate(row), 2))))
-        open_pairs.difference_update(itertools.combinations(enumerate(row), 2))
-        chosen.append(tuple(column[at] for column, at in zip(columns, row, strict=True)))
+    while missing:
+        row = dict(next(iter(missing)))
+        for column in (column for column in range(len(columns)) if column not in row):
+            new = [sum(frozenset([cell, other]) in missing for other in row.items()) for cell in cells[column]]
+            row[column] = new.index(max(new))
+        for pair in itertools.combinations(row.items(), 2):
+            missing.pop(frozenset(pair), None)
+        chosen.append(tuple(values[row[column]] for column, values in enumerate(columns)))
     return chosen

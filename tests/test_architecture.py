@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import pytest
+from tests.cases import each
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -404,7 +404,7 @@ def modules_loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("statement", ["import kvdist", "import kvdist.__main__", "import kvdist_launch.cli"])
+@each("statement", ["import kvdist", "import kvdist.__main__", "import kvdist_launch.cli"])
 def test_importing_it_draws_in_nothing_heavy(statement: str) -> None:
     assert modules_loaded_by(statement).isdisjoint(HEAVY)
 
@@ -432,8 +432,8 @@ SOME_MODULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("module", "text"),
+@each(
+    "module, text",
     [
         ("kvdist.core.server.block", "from kvdist.kvstore.dist import DistKVStore"),
         ("kvdist.core.server.block", "def late():\n    import kvdist.runtime.node"),
@@ -449,7 +449,7 @@ def test_an_upward_or_sideways_import_is_found(module: str, text: str) -> None:
     assert len(floor_faults(wrong(text, module), SOME_MODULES)) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["from kvdist.errors import ConfigError", "from kvdist import errors", "from . import server", "import numpy"],
 )
@@ -467,8 +467,8 @@ def test_a_launcher_that_knows_too_much_is_found() -> None:
     assert len(launcher_faults(wrong(text, "kvdist_launch.cli"), SOME_MODULES)) == 1
 
 
-@pytest.mark.parametrize(
-    ("module", "text"),
+@each(
+    "module, text",
     [
         ("kvdist.runtime.node", "import zmq"),
         ("kvdist.protocol.messages", "import msgpack"),
@@ -483,17 +483,17 @@ def test_a_library_in_the_wrong_place_is_found(module: str, text: str) -> None:
     assert len(importer_faults(wrong(text, module))) == 1
 
 
-@pytest.mark.parametrize("text", ["__import__('zmq')", "import importlib\nimportlib.import_module('zmq')"])
+@each("text", ["__import__('zmq')", "import importlib\nimportlib.import_module('zmq')"])
 def test_an_import_that_hides_in_a_string_is_found(text: str) -> None:
     assert len(by_name_faults(wrong(text))) == 1
 
 
-@pytest.mark.parametrize("text", ["import os\nos.environ['A']", "import os\nos.getenv('A')", "from os import environ"])
+@each("text", ["import os\nos.environ['A']", "import os\nos.getenv('A')", "from os import environ"])
 def test_a_second_reader_of_the_environment_is_found(text: str) -> None:
     assert len(environment_faults(wrong(text))) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "import pickle",

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cases import each
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -49,20 +51,20 @@ def test_the_expected_weights_follow_momentum_and_adam(workload: ModuleType) -> 
     assert [adam.after_step(), adam.after_step()] == pytest.approx([-0.01, -0.02], rel=1e-6)
 
 
-@pytest.mark.parametrize("text", ["25", "x25", "25x", "25xx4", "-1x4", "named=", "1x2+", "a=b=1x2x3"])
+@each("text", ["25", "x25", "25x", "25xx4", "-1x4", "named=", "1x2+", "a=b=1x2x3"])
 def test_a_spec_that_is_none_is_refused(workload: ModuleType, text: str) -> None:
     with pytest.raises(Exception, match="is not COUNTxELEMENTS"):
         workload.Spec.parse(text)
 
 
-@pytest.mark.parametrize(("text", "name"), [("25x1048576", "25x1048576"), ("net=1x7+3x5+1x7", "net")])
+@each("text, name", [("25x1048576", "25x1048576"), ("net=1x7+3x5+1x7", "net")])
 def test_a_spec_reads_what_it_writes(workload: ModuleType, text: str, name: str) -> None:
     spec = workload.Spec.parse(text)
     assert (spec.name, spec.text, workload.Spec.parse(spec.text)) == (name, text, spec)
 
 
-@pytest.mark.parametrize(
-    ("model", "tensors", "parameters"),
+@each(
+    "model, tensors, parameters",
     [("resnet50", 161, 25_557_032), ("vgg16", 32, 138_357_544), ("bert-base", 199, 109_482_240)],
 )
 def test_a_model_has_its_published_number_of_parameters(model: str, tensors: int, parameters: int) -> None:
@@ -203,8 +205,8 @@ def test_a_row_says_whether_its_ratio_is_reached_and_why_it_is_missing() -> None
     assert "| title | kvdist | 1000.0 | MXNet 1.9.1 | 3500.0 | 3.5 | 2 to 3.5 | 3 (4) | yes |" in report.markdown()
 
 
-@pytest.mark.parametrize(
-    ("workers", "servers", "layout", "passes"),
+@each(
+    "workers, servers, layout, passes",
     [(2, 2, "colocated", 1.0), (4, 4, "colocated", 1.5), (4, 2, "colocated", 2.0), (4, 4, "separate", 1.0)],
 )
 def test_the_bounds_are_those_of_the_cost_model(workers: int, servers: int, layout: str, passes: float) -> None:
@@ -241,7 +243,7 @@ def test_threads_share_cores_and_who_has_had_least_comes_first() -> None:
     assert done == [("g1", 1.0), ("g2", 1.0), ("m1", 2.0), ("g3", 2.0)]
 
 
-@pytest.mark.parametrize(("leaving", "coming", "took"), [(100, 100, 1.5), (300, 100, 3.5), (100, 300, 3.5)])
+@each("leaving, coming, took", [(100, 100, 1.5), (300, 100, 3.5), (100, 300, 3.5)])
 def test_a_crossing_takes_as_long_as_the_slower_of_both_cards(leaving: float, coming: float, took: float) -> None:
     modelled = load("modelled")
     clock, done = modelled.Clock(), []

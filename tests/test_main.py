@@ -16,6 +16,7 @@ from kvdist.kernels import gpu
 from kvdist.kvstore import registry as store_registry
 from kvdist.nodes import SCHEDULER, server, worker
 from kvdist.optimizer import create, registry
+from tests.cases import each
 
 CLUSTER = {
     "DMLC_ROLE": "scheduler",
@@ -26,8 +27,8 @@ CLUSTER = {
 }
 
 
-@pytest.mark.parametrize(
-    ("line", "event"),
+@each(
+    "line, event",
     [
         ("ended worker 0 exit 0\n", ChildEnded(worker(0), "exited with code 0", clean=True)),
         ("ended worker 12 exit 3", ChildEnded(worker(12), "exited with code 3", clean=False)),
@@ -45,7 +46,7 @@ def test_a_launchers_line_tells_what_it_did_and_saw(line, event):
     assert command.parse_report(line) == event
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         "",

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.cases import each
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -81,7 +83,7 @@ def test_the_extras_that_users_were_promised_exist() -> None:
     assert {"torch", "gpu", "test", "bench", "dev"} <= set(PROJECT["optional-dependencies"])
 
 
-@pytest.mark.parametrize("name", sorted(PROJECT["scripts"]))
+@each("name", sorted(PROJECT["scripts"]))
 def test_a_command_leads_to_a_function(name: str) -> None:
     entry = importlib.metadata.EntryPoint(name, PROJECT["scripts"][name], "console_scripts")
     assert callable(entry.load())

@@ -13,6 +13,7 @@ import pytest
 
 import kvdist
 from kvdist import KVStore, Trainer, kv
+from tests.cases import each
 
 STORE = [
     "average",
@@ -67,7 +68,7 @@ def public(owner):
     return sorted(name for name in dir(owner) if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("name", kvdist.__all__)
+@each("name", kvdist.__all__)
 def test_an_exported_name_exists_and_is_documented(name):
     value = getattr(kvdist, name)
     if name == "__version__":
@@ -93,8 +94,8 @@ def test_every_error_is_exported_and_can_be_caught_by_its_root():
     assert all(issubclass(value, kvdist.KvdistError) and getattr(kvdist, value.__name__) is value for value in classes)
 
 
-@pytest.mark.parametrize(
-    ("error", "builtin"),
+@each(
+    "error, builtin",
     [
         (kvdist.ConfigError, ValueError),
         (kvdist.KeyNotInitialised, KeyError),
@@ -117,7 +118,7 @@ def test_a_key_error_prints_as_a_sentence():
     assert str(kvdist.KeyNotInitialised("key 'a' has not been initialised")) == "key 'a' has not been initialised"
 
 
-@pytest.mark.parametrize("name", STORE)
+@each("name", STORE)
 def test_a_method_of_a_store_is_documented(name):
     assert inspect.getdoc(getattr(KVStore, name))
 
@@ -126,7 +127,7 @@ def test_stores_have_the_promised_names():
     assert set(STORE) <= set(public(KVStore))
 
 
-@pytest.mark.parametrize("name", TRAINER)
+@each("name", TRAINER)
 def test_a_method_of_the_trainer_is_documented(name):
     assert inspect.getdoc(getattr(Trainer, name))
 
@@ -147,18 +148,18 @@ def test_arguments_of_the_mirrored_systems_calls_keep_names_order_and_defaults()
         assert ", ".join(map(str, positional)) == wanted
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_the_promised_optimizers_are_created_by_name(name):
     assert kvdist.optimizer.create(name).name == name
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_an_optimizer_says_its_formula(name):
     documented = inspect.getdoc(type(kvdist.optimizer.create(name)))
     assert "w ←" in documented and documented.split("\n")[0]
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@each("name", SCHEDULERS)
 def test_the_promised_schedules_are_documented(name):
     assert inspect.getdoc(getattr(kvdist.lr_scheduler, name))
     assert name in kvdist.lr_scheduler.__all__

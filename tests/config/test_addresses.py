@@ -17,6 +17,7 @@ from kvdist.config.addresses import (
 )
 from kvdist.config.endpoints import split_endpoint
 from kvdist.errors import ConfigError
+from tests.cases import each
 
 MACHINE = [
     OwnAddress("lo", ipaddress.ip_address("127.0.0.1")),
@@ -34,8 +35,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(addresses, "own_addresses", lambda: MACHINE)
 
 
-@pytest.mark.parametrize(
-    ("text", "prefers_ipv6", "address"),
+@each(
+    "text, prefers_ipv6, address",
     [
         ("eth0", False, "192.0.2.7"),
         ("eth0", True, "fd00:1::7"),
@@ -56,8 +57,8 @@ def test_an_interface_or_a_network_stands_for_an_address(machine, text, prefers_
     assert address_of_interface(text, prefers_ipv6) == address
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
+@each(
+    "text, says",
     [
         ("eth1", "is 'eth1', which has no address here; interfaces: lo 127.0.0.1, eth0 192.0.2.7, "),
         (
@@ -92,7 +93,7 @@ def resolving(monkeypatch, *found):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: rows)
 
 
-@pytest.mark.parametrize("host", ["192.0.2.9", "::1", "fe80::1%eth0", "*"])
+@each("host", ["192.0.2.9", "::1", "fe80::1%eth0", "*"])
 def test_an_address_is_taken_as_it_is(machine, host):
     assert own_addresses_of(host) == [host]
 
@@ -137,7 +138,7 @@ def test_a_name_that_means_nothing_is_refused(monkeypatch):
         own_addresses_of("node-7")
 
 
-@pytest.mark.parametrize("host", ["x..y", f"{'x' * 64}.example", "x" * 300])
+@each("host", ["x..y", f"{'x' * 64}.example", "x" * 300])
 def test_a_name_that_cannot_be_one_is_refused_in_a_sentence(host):
     with pytest.raises(ConfigError, match=rf"DMLC_PS_ROOT_URI is '{host}', a name that does not resolve here"):
         own_addresses_of(host)
@@ -145,8 +146,8 @@ def test_a_name_that_cannot_be_one_is_refused_in_a_sentence(host):
         local_address_towards(host, 9)
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "parts"),
+@each(
+    "endpoint, parts",
     [("tcp://127.0.0.1:80", ("127.0.0.1", 80)), ("tcp://[::1]:9", ("::1", 9)), ("tcp://node:1", ("node", 1))],
 )
 def test_an_endpoint_is_taken_apart(endpoint, parts):

@@ -18,6 +18,7 @@ from kvdist.config.environment import (
     world_of,
 )
 from kvdist.errors import ConfigError
+from tests.cases import each
 
 PARENT = 4242
 KVDIST = {
@@ -133,7 +134,7 @@ WORLDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@each("name", WORLDS)
 def test_a_process_is_who_its_launcher_says(name):
     env, world = WORLDS[name]
     assert found(env) == world
@@ -178,7 +179,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_half_of_a_description_and_an_impossible_one_are_refused_by_name(name):
     env, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
@@ -214,8 +215,8 @@ def test_both_names_of_a_variable_are_read_from_the_environment():
 # Where the ranks are, once they have met.
 
 
-@pytest.mark.parametrize(
-    ("hosts", "places"),
+@each(
+    "hosts, places",
     [
         ("aabb", [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]),
         ("abab", [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]),
@@ -242,8 +243,8 @@ def test_each_place_among_hosts_is_taken_once(hosts):
 # Slurm's lists.
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
+@each(
+    "text, hosts",
     [
         ("vm", ["vm"]),
         ("a,b", ["a", "b"]),
@@ -257,7 +258,7 @@ def test_hosts_of_slurm_are_written_out(text, hosts):
     assert hosts_of(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["a[", "a]", "a[]", "a[1-]", "a[x]", "a,,b", "a[3-1]", "n[0-999999999]", "a[[1]]"])
+@each("text", ["a[", "a]", "a[]", "a[1-]", "a[x]", "a,,b", "a[3-1]", "n[0-999999999]", "a[[1]]"])
 def test_what_is_no_list_of_hosts_is_refused(text):
     with pytest.raises(ConfigError):
         hosts_of(text)

@@ -35,6 +35,7 @@ from kvdist.config.settings import (
 from kvdist.config.sockets import local_endpoint, port_of_local, scheduler_endpoint
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
+from tests.cases import each
 
 MXNET = {
     "DMLC_ROLE": "worker",
@@ -59,7 +60,7 @@ def refused(**changes: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("environ", [MXNET, OURS], ids=["DMLC names", "KVDIST names"])
+@each("environ", [MXNET, OURS])
 def test_both_families_of_names_describe_the_same_cluster(environ):
     assert cluster_from_env(environ) == ClusterConfig(Role.WORKER, "10.0.0.1", 9091, 2, 3)
 
@@ -72,7 +73,7 @@ def test_our_name_does_not_win_when_it_is_empty():
     assert read(KVDIST_NUM_WORKER="").num_workers == 2
 
 
-@pytest.mark.parametrize("environ", [{}, {"DMLC_ROLE": "worker"}, {"HOME": "/", "KVDIST_PLACEMENT": "hash"}])
+@each("environ", [{}, {"DMLC_ROLE": "worker"}, {"HOME": "/", "KVDIST_PLACEMENT": "hash"}])
 def test_an_environment_without_a_cluster_describes_none(environ):
     assert cluster_from_env(environ) is None
 
@@ -83,7 +84,7 @@ def test_without_an_argument_the_environment_of_the_process_is_read(monkeypatch)
     assert cluster_from_env() == read()
 
 
-@pytest.mark.parametrize("missing", MXNET)
+@each("missing", MXNET)
 def test_half_a_cluster_is_refused_and_what_is_missing_is_named(missing):
     message = refused(**{missing: ""})
     assert "half a cluster" in message
@@ -91,14 +92,14 @@ def test_half_a_cluster_is_refused_and_what_is_missing_is_named(missing):
     assert "kvdist-launch" in message
 
 
-@pytest.mark.parametrize("role", ["server", "scheduler"])
+@each("role", ["server", "scheduler"])
 def test_a_server_without_a_cluster_is_refused_and_everything_missing_is_named(role):
     with pytest.raises(ConfigError, match=r"DMLC_ROLE is set.*DMLC_PS_ROOT_URI.*DMLC_NUM_SERVER are missing"):
         cluster_from_env({"DMLC_ROLE": role})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
+@each(
+    "name, value, message",
     [
         ("DMLC_ROLE", "boss", "DMLC_ROLE is 'boss'; it must be scheduler, server or worker"),
         ("DMLC_NUM_WORKER", "two", "DMLC_NUM_WORKER is 'two'; it must be a whole number"),
@@ -136,7 +137,7 @@ def test_an_impossible_value_is_refused_by_the_name_of_its_variable(name, value,
     assert message in refused(**{name: value})
 
 
-@pytest.mark.parametrize(("role", "count"), [("worker", 2), ("server", 3), ("scheduler", 1)])
+@each("role, count", [("worker", 2), ("server", 3), ("scheduler", 1)])
 def test_ranks_count_within_the_role(role, count):
     assert read(DMLC_ROLE=role, KVDIST_RANK=str(count - 1)).rank == count - 1
     assert f"has only {count} {role}(s)" in refused(DMLC_ROLE=role, KVDIST_RANK=str(count))
@@ -146,7 +147,7 @@ def test_a_role_is_read_whatever_its_case():
     assert read(DMLC_ROLE=" Server ").role is Role.SERVER
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS[1:], ids=lambda launcher: launcher.name)
+@each("launcher", LAUNCHERS[1:])
 def test_several_tasks_of_another_launcher_are_refused_when_there_is_no_cluster(launcher):
     size, rank = launcher.size, launcher.rank
     with pytest.raises(ConfigError) as caught:
@@ -155,7 +156,7 @@ def test_several_tasks_of_another_launcher_are_refused_when_there_is_no_cluster(
     assert "kvdist-launch" in str(caught.value)
 
 
-@pytest.mark.parametrize(("size", "rank"), [(launcher.size, launcher.rank) for launcher in LAUNCHERS[1:]])
+@each("size, rank", [(launcher.size, launcher.rank) for launcher in LAUNCHERS[1:]])
 def test_a_single_task_or_a_described_cluster_is_no_matter_for_another_launcher(size, rank):
     assert cluster_from_env({size: "1", rank: "0"}) is None
     assert cluster_from_env({size: "4"}) is None
@@ -218,8 +219,8 @@ def test_jobs_of_different_names_have_different_tags_of_32_bits():
     assert all(0 <= tag < 1 << 32 for tag in tags)
 
 
-@pytest.mark.parametrize(
-    ("host", "answer"),
+@each(
+    "host, answer",
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("10.0.0.1", False),
      ("0.0.0.0", False), ("node-7", False), ("", False)],
 )  # fmt: skip
@@ -227,8 +228,8 @@ def test_only_loopback_addresses_are_private(host, answer):
     assert is_loopback(host) is answer
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "answer"),
+@each(
+    "endpoint, answer",
     [("tcp://127.0.0.1:5", True), ("tcp://127.0.0.1:5;shm=a:b", True), ("tcp://[::1]:5", True),
      ("tcp://10.0.0.1:5", False), ("tcp://[fe80::1]:5", False), ("memory://scheduler", False), ("127.0.0.1:5", False)],
 )  # fmt: skip
@@ -245,16 +246,16 @@ def test_an_open_address_needs_an_explicit_word():
     read().require_private("127.0.0.1")
 
 
-@pytest.mark.parametrize(
-    ("security", "path", "encrypts"),
-    [("", "", False), ("none", "", False), ("", "/run/secret", True), ("Curve", "/run/secret", True),    ],
-)  # fmt: skip
+@each(
+    "security, path, encrypts",
+    [("", "", False), ("none", "", False), ("", "/run/secret", True), ("Curve", "/run/secret", True)],
+)
 def test_a_secret_means_encryption(security, path, encrypts):
     assert read(KVDIST_SECURITY=security, KVDIST_SECRET_FILE=path).encrypts is encrypts
 
 
-@pytest.mark.parametrize(
-    ("security", "path", "sentence"),
+@each(
+    "security, path, sentence",
     [("none", "/s", "KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is '/s': unset the one that is not meant"),
      ("curve", "", "KVDIST_SECURITY is 'curve', but there is no secret to make keys from: set KVDIST_SECRET_FILE")],
 )  # fmt: skip
@@ -262,9 +263,7 @@ def test_settings_about_security_that_contradict_each_other_are_refused(security
     assert sentence in refused(KVDIST_SECURITY=security, KVDIST_SECRET_FILE=path)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"KVDIST_SECURITY": "tls"}, {"KVDIST_SECURITY": "none", "KVDIST_SECRET_FILE": "/s"}]
-)
+@each("settings", [{"KVDIST_SECURITY": "tls"}, {"KVDIST_SECURITY": "none", "KVDIST_SECRET_FILE": "/s"}])
 def test_a_process_on_its_own_refuses_what_a_cluster_would(settings):
     with pytest.raises(ConfigError, match="KVDIST_SECURITY is"):
         embedded_cluster_from_env(settings)
@@ -320,7 +319,7 @@ def test_reading_changes_nothing_in_the_environment_of_the_process():
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize(("environ", "setting"), [({}, "auto"), ({"KVDIST_KERNELS": ""}, "auto")] + [
+@each("environ, setting", [({}, "auto"), ({"KVDIST_KERNELS": ""}, "auto")] + [
     ({"KVDIST_KERNELS": word}, word.lower()) for word in ("auto", "numpy", "NUMBA")
 ])  # fmt: skip
 def test_the_kernels_are_chosen_by_one_word(environ, setting):
@@ -356,8 +355,8 @@ def test_a_variable_that_changes_nothing_is_told_with_what_there_is_instead():
     assert sentence.startswith("DMLC_PS_VAN_TYPE has no effect: except for p3; ")
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
+@each(
+    "environ, expected",
     [
         ({}, False),
         ({"DMLC_PS_VAN_TYPE": "zmq"}, False),
@@ -385,8 +384,8 @@ def test_the_size_of_priority_slices_is_read_in_elements_or_in_bytes_and_survive
     assert both.limits.priority_slice_bytes == 512
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
+@each(
+    "name, value, message",
     [
         (
             "MXNET_KVSTORE_SLICE_THRESHOLD",
@@ -406,7 +405,7 @@ def test_priority_slices_of_no_size_are_refused(name, value, message):
     assert message in refused(**{name: value})
 
 
-@pytest.mark.parametrize(("setting", "expected"), [(None, True), ("", True), ("1", True), ("0", False)])
+@each("setting, expected", [(None, True), ("", True), ("1", True), ("0", False)])
 def test_who_updates_by_default_is_read_by_either_name(setting, expected):
     env = {} if setting is None else {"MXNET_UPDATE_ON_KVSTORE": setting}
     assert read_setting("KVDIST_UPDATE_ON_KVSTORE", env) is expected
@@ -421,8 +420,8 @@ def test_another_word_for_who_updates_is_refused():
 # Where servers compute.
 
 
-@pytest.mark.parametrize(
-    ("text", "devices"),
+@each(
+    "text, devices",
     [
         ("", ("cpu",)),
         ("cpu", ("cpu",)),
@@ -447,13 +446,13 @@ def test_servers_take_the_devices_in_turn_by_their_ranks():
     assert read().server_device(None) == read().server_device(7) == "cpu"
 
 
-@pytest.mark.parametrize("text", ["cuda", "gpu:0", "cuda:", "cuda:-1", "cuda:0,", "0", "cuda:0;cuda:1", "cuda:1234"])
+@each("text", ["cuda", "gpu:0", "cuda:", "cuda:-1", "cuda:0,", "0", "cuda:0;cuda:1", "cuda:1234"])
 def test_what_is_no_device_is_named(text):
     message = refused(KVDIST_SERVER_DEVICE=text)
     assert message.startswith(f"KVDIST_SERVER_DEVICE is {text if text == '0' else repr(text)}; it must be cpu, cuda:0")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+@each("address", ["127.0.0.1", "::1", "localhost"])
 def test_a_cluster_on_loopback_addresses_meets_at_a_file_of_its_user_unless_it_asks_for_tcp(address):
     config = read(DMLC_PS_ROOT_URI=address)
     assert config.is_local and scheduler_endpoint(config) == local_endpoint(9091)
@@ -492,8 +491,8 @@ def test_every_setting_of_a_process_has_one_row_and_says_what_it_means():
     assert {row.variable for view in (ClusterConfig, CollectiveSettings, Limits) for row in rows_of(view).values()}
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
+@each(
+    "env, expected",
     [
         ({"KVDIST_X": "3", "MXNET_X": "4", "X": "5"}, 3),
         ({"KVDIST_X": "", "MXNET_X": "4", "X": "5"}, 4),
@@ -529,8 +528,8 @@ def test_a_table_takes_the_place_of_an_older_one():
 # What follows from the patience.
 
 
-@pytest.mark.parametrize(
-    ("patience_s", "heartbeat_s", "quiet_s", "silence_s", "graces_s"),
+@each(
+    "patience_s, heartbeat_s, quiet_s, silence_s, graces_s",
     [(1, 0.125, 0.25, 0.75, (0.4, 1.025)), (4, 0.5, 1, 3, (0.4, 2.9)), (3600, 1, 2, 2700, (0.4, 2250.4))],
 )
 def test_what_follows_from_the_patience(patience_s, heartbeat_s, quiet_s, silence_s, graces_s):
@@ -539,7 +538,7 @@ def test_what_follows_from_the_patience(patience_s, heartbeat_s, quiet_s, silenc
     assert (limits.reconnect_grace_s(False), limits.reconnect_grace_s(True)) == pytest.approx(graces_s)
 
 
-@pytest.mark.parametrize("patience_s", [1, 1.5, 2, 4, 10, 30, 60, 3600, 1e6])
+@each("patience_s", [1, 1.5, 2, 4, 10, 30, 60, 3600, 1e6])
 def test_who_is_back_within_the_patience_has_the_time_to_dial(patience_s):
     """The last word came a heartbeat before the network went; when it is back, a dial has just begun in vain."""
     limits = Limits(patience_s=patience_s)
@@ -554,8 +553,8 @@ def test_no_variable_gives_the_defaults():
     assert collective_settings_from_env({}) == CollectiveSettings()
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
+@each(
+    "env, expected",
     [
         ({"KVDIST_STALL_CHECK_S": "2.5"}, {"stall_check_s": 2.5}),
         ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "60"}, {"stall_check_s": 60.0}),
@@ -577,7 +576,7 @@ def test_a_variable_sets_one_setting_of_a_job_without_servers(env, expected):
     assert made == CollectiveSettings(**expected)
 
 
-@pytest.mark.parametrize(
+@each(
     "env",
     [
         {"KVDIST_STALL_CHECK_S": "soon"},

@@ -12,12 +12,13 @@ from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.optimizer import Updater, create
 from kvdist.optimizer.offload import require_runs_on
-from tests.kernels.device_battery import FLOATS, by_label, up
+from tests.cases import each
+from tests.kernels.device_battery import FLOATS, up
 from tests.kernels.update_battery import check_update
 
 
-@by_label("dtype", FLOATS)
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
+@each("dtype", FLOATS)
+@each("rule", ["sgd", "momentum", "adam"])
 def test_an_update_has_the_bits_of_the_reference(device, rule, dtype):
     for size, count, kind in ((0, 1, "ones"), (1, 1, "equal"), (17, 0, "ones"), (65, 2, "unequal"), (65, 17, "equal")):
         check_update(device, rule, dtype, size, count, kind=kind, wd=0.01, clip_gradient=0.5)

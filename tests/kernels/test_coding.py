@@ -9,6 +9,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.choice import choose
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Kernels
 from kvdist.kernels.reference import REFERENCE
+from tests.cases import each
 
 SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 1001, 4095, 4096, 4097, CHUNK_ELEMENTS + 5]
 HALVES = [DType.FLOAT16, DType.BFLOAT16]
@@ -37,8 +38,8 @@ def assert_same_bits(actual, expected):
     np.testing.assert_array_equal(actual.view(np.uint32)[~both_nan], expected.view(np.uint32)[~both_nan])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("quantise", "dequantise", "word"), CODERS)
+@each("size", SIZES)
+@each("quantise, dequantise, word", CODERS)
 def test_codes_residuals_and_what_they_are_worth_have_the_bits_of_the_reference(
     numba, quantise, dequantise, word, size
 ):
@@ -56,8 +57,8 @@ def test_codes_residuals_and_what_they_are_worth_have_the_bits_of_the_reference(
         assert_same_bits(worth, should)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", HALVES)
+@each("size", SIZES)
+@each("dtype", HALVES)
 def test_rounding_with_a_residual_has_the_bits_of_the_reference(numba, dtype, size):
     gradient, ours, theirs = values(size, size), values(size, size + 1), values(size, size + 1)
     halves, expected = np.empty(size, dtype.storage), np.empty(size, dtype.storage)
@@ -67,13 +68,13 @@ def test_rounding_with_a_residual_has_the_bits_of_the_reference(numba, dtype, si
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@each("dtype", HALVES)
 def test_every_half_is_widened_as_by_the_reference(numba, dtype):
     halves = np.arange(1 << 16, dtype=np.uint16).view(dtype.storage)
     assert_same_bits(numba.to_float32(halves, dtype), REFERENCE.to_float32(halves, dtype))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@each("dtype", HALVES)
 def test_any_float32_is_narrowed_as_by_the_reference(numba, dtype):
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1_000_003, dtype=np.uint32)
     edges = np.arange(1 << 16, dtype=np.uint32) << 16
@@ -87,8 +88,8 @@ def test_any_float32_is_narrowed_as_by_the_reference(numba, dtype):
     np.testing.assert_array_equal(out.view(np.uint16), ours.view(np.uint16))
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
-@pytest.mark.parametrize(("quantise", "dequantise", "word"), CODERS)
+@each("backend", ["numpy", "numba"])
+@each("quantise, dequantise, word", CODERS)
 def test_wrong_types_and_lengths_are_refused_and_nothing_is_written(quantise, dequantise, word, backend):
     if backend == "numba":
         pytest.importorskip("numba")

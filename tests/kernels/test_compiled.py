@@ -10,6 +10,7 @@ from kvdist.kernels.choice import choose
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create
+from tests.cases import each, pairs
 
 pytest.importorskip("numba")
 
@@ -57,9 +58,9 @@ def scales_of(kind, count):
     }[kind]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("kind", ["ones", "equal", "unequal"])
-@pytest.mark.parametrize("count", COUNTS)
+@each("dtype", FLOATS)
+@each("kind", ["ones", "equal", "unequal"])
+@each("count", COUNTS)
 def test_a_sum_has_the_bits_of_the_reference(numba, count, kind, dtype):
     for size in SIZES:
         contributions = [values(size, seed, dtype) for seed in range(count)]
@@ -92,27 +93,13 @@ def assert_equal_runs(numba, *arguments, **settings):
         assert_same_bits(ours, theirs, settings.get("dtype", DType.FLOAT32))
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("rule", RULES)
-def test_an_update_has_the_bits_of_the_reference_at_every_size(numba, rule, count):
-    for size in SIZES:
-        assert_equal_runs(numba, rule, size, count)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("wd", [0.0, 0.01])
-@pytest.mark.parametrize("kind", ["ones", "unequal"])
-@pytest.mark.parametrize("rule", RULES)
-def test_an_update_has_the_bits_of_the_reference_with_every_setting(numba, rule, kind, wd, clip, dtype):
-    for count in (1, 2, 5):
-        assert_equal_runs(numba, rule, 1001, count, kind=kind, wd=wd, clip_gradient=clip, dtype=dtype)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_weight_may_be_updated_in_place(numba, rule):
-    for count in (1, 2, 9):
-        assert_equal_runs(numba, rule, CHUNK_ELEMENTS + 5, count, wd=0.01, in_place=True)
+@each(
+    "rule, count, size, kind, wd, clip, dtype, in_place",
+    pairs(RULES, COUNTS, SIZES, ["ones", "equal", "unequal"], [0.0, 0.01], [None, 0.5], FLOATS, [False, True]),
+)
+def test_an_update_has_the_bits_of_the_reference(numba, rule, count, size, kind, wd, clip, dtype, in_place):
+    settings = {"kind": kind, "wd": wd, "clip_gradient": clip, "dtype": dtype, "in_place": in_place}
+    assert_equal_runs(numba, rule, size, count, **settings)
 
 
 def read_only(array):
@@ -127,8 +114,8 @@ def off_by_a_byte(array):
     return np.frombuffer(b"x" + array.tobytes(), array.dtype, offset=1) if array.size else array
 
 
-@pytest.mark.parametrize("prepare", [read_only, inside_a_larger_array, off_by_a_byte])
-@pytest.mark.parametrize("rule", RULES)
+@each("prepare", [read_only, inside_a_larger_array, off_by_a_byte])
+@each("rule", RULES)
 def test_inputs_may_lie_anywhere_and_be_read_only(numba, rule, prepare):
     for size, count in ((1001, 2), (CHUNK_ELEMENTS + 5, 5)):
         assert_equal_runs(numba, rule, size, count, prepare=prepare)
@@ -139,7 +126,7 @@ def test_inputs_may_lie_anywhere_and_be_read_only(numba, rule, prepare):
     assert_same_bits(out, expected)
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.INT32], ids=lambda dtype: dtype.label)
+@each("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.INT32])
 def test_what_is_not_compiled_goes_the_way_of_the_reference(numba, dtype):
     contributions = [np.arange(1001).astype(dtype.storage)] * 3
     out, expected = np.empty(1001, dtype.storage), np.empty(1001, dtype.storage)
@@ -164,7 +151,7 @@ def test_a_wrong_argument_is_refused_before_anything_is_written(numba):
     assert (out == 5).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each("rule", RULES)
 def test_a_rule_of_this_package_is_taken_up_by_the_compiled_kernels(numba, rule):
     name, numbers = RULES[rule]
     optimizer = create(name, **numbers)

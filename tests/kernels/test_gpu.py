@@ -17,8 +17,9 @@ from kvdist.errors import DeviceError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create
 from kvdist.optimizer.base import Extent
+from tests.cases import each
 from tests.kernels.device_battery import *  # noqa: F403
-from tests.kernels.device_battery import HALVES, LONG, assert_same, by_label, down, tame, up
+from tests.kernels.device_battery import HALVES, LONG, assert_same, down, tame, up
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +74,7 @@ def torch(device):
     return torch_on_gpu()
 
 
-@by_label("dtype", [DType.FLOAT32, *HALVES, DType.INT64])
+@each("dtype", [DType.FLOAT32, *HALVES, DType.INT64])
 def test_a_tensor_and_its_view_are_the_same_memory(device, torch, dtype):
     tensor = torch.arange(12, device=device.name).to(getattr(torch, dtype.label)).reshape(3, 4)
     view = device.view(tensor, dtype)
@@ -141,14 +142,14 @@ def test_a_full_memory_is_told_and_survived(device):
     assert not down(device, device.kernels.zeros(5, SINGLE)).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_there_is_no_device_of_a_number_too_high(backend):
     opened(backend, 0)
     with pytest.raises(DeviceError, match="no cuda:4711"):
         importlib.import_module(BACKENDS[backend]).open_device(4711)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("backend", BACKENDS)
 def test_devices_copy_to_each_other(backend):
     one, other = opened(backend, 0), opened(backend, 1)
     array, out = up(one, np.arange(1001, dtype=np.float32)), other.kernels.zeros(1001, SINGLE)
@@ -157,8 +158,8 @@ def test_devices_copy_to_each_other(backend):
     assert one.reaches(other) == other.reaches(one)
 
 
-@by_label("dtype", [DType.FLOAT32, DType.BFLOAT16])
-@pytest.mark.parametrize("name", NOT_IN_ONE_PIECE)
+@each("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@each("name", NOT_IN_ONE_PIECE)
 def test_rules_without_a_kernel_of_their_own_run_as_cupy_s_functions(name, dtype):
     device = opened("cupy", 0)
     finals = []

@@ -8,6 +8,7 @@ import pytest
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.kernels.reference import REFERENCE
+from tests.cases import each
 
 torch = pytest.importorskip("torch")
 
@@ -46,8 +47,8 @@ def expected_sum(contributions, scales, dtype):
     return total
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@each("dtype", list(DType))
+@each("count", [1, 2, 3, 4, 5])
 def test_a_sum_in_the_accumulating_type_equals_the_sum_in_float64(dtype, count):
     scale_sets = [[1.0] * count]
     if dtype.is_floating:
@@ -65,8 +66,8 @@ def test_a_sum_in_the_accumulating_type_equals_the_sum_in_float64(dtype, count):
                 np.testing.assert_array_equal(out, expected.astype(dtype.storage))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("scales", [[1.0], [0.3], [1.0, 1.0, 1.0], [0.5, 2.0, 1.0]], ids=str)
+@each("dtype", HALVES)
+@each("scales", [[1.0], [0.3], [1.0, 1.0, 1.0], [0.5, 2.0, 1.0]])
 def test_a_sum_of_halves_is_rounded_once_from_float32(dtype, scales):
     for size in SIZES:
         contributions = [contribution(dtype, size, seed) for seed in range(len(scales))]
@@ -93,7 +94,7 @@ def test_float32_is_summed_in_float32_in_the_order_given():
     assert out[0] == np.float32(1 + 2.0**-23)
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
+@each("dtype", list(DType))
 def test_contributions_may_be_read_only_and_unaligned(dtype):
     aligned = [contribution(dtype, 1001, seed) for seed in range(3)]
     odd = [np.frombuffer(b"x" + values.tobytes(), dtype.storage, offset=1) for values in aligned]
@@ -105,7 +106,7 @@ def test_contributions_may_be_read_only_and_unaligned(dtype):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
+@each("dtype", list(DType))
 def test_no_contributions_sum_to_zero(dtype):
     out = np.ones(5, dtype.storage)
     REFERENCE.weighted_sum([], [], dtype, out)
@@ -130,8 +131,8 @@ def test_integers_take_no_scale():
         REFERENCE.weighted_sum([np.ones(2, np.int32)], [0.5], DType.INT32, np.empty(2, np.int32))
 
 
-@pytest.mark.parametrize(
-    ("contributions", "scales", "out", "error", "words"),
+@each(
+    "contributions, scales, out, error, words",
     [
         ([np.ones(2, np.float32)], [], np.empty(2, np.float32), ValueError, "as many scales"),
         ([np.ones(3, np.float32)], [1.0], np.empty(2, np.float32), ValueError, "3 elements where the sum has 2"),
@@ -146,7 +147,7 @@ def test_a_wrong_argument_is_named_before_anything_is_written(contributions, sca
     assert (out == 5).all()
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+@each("dtype", HALVES)
 def test_every_half_widens_to_the_value_torch_gives_it(dtype):
     bits = np.arange(65536, dtype=np.uint16).view(dtype.storage)
     values = REFERENCE.to_float32(bits, dtype)
@@ -154,7 +155,7 @@ def test_every_half_widens_to_the_value_torch_gives_it(dtype):
     np.testing.assert_array_equal(values, widen(bits, dtype))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+@each("dtype", HALVES)
 def test_every_half_survives_the_way_there_and_back(dtype):
     bits = np.arange(65536, dtype=np.uint16).view(dtype.storage)
     values = REFERENCE.to_float32(bits, dtype)
@@ -164,7 +165,7 @@ def test_every_half_survives_the_way_there_and_back(dtype):
     assert np.isnan(widen(back, dtype)[~number]).all()
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+@each("dtype", HALVES)
 def test_rounding_to_halves_agrees_with_torch(dtype):
     rng = np.random.default_rng(3)
     upper = np.arange(65536, dtype=np.uint32) << 16

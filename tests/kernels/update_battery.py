@@ -6,13 +6,13 @@ Used as `tests.kernels.device_battery`.
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Equation
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create
-from tests.kernels.device_battery import FLOATS, HALVES, assert_same, by_label, down, scales_of, tame, up, values
+from tests.cases import each
+from tests.kernels.device_battery import FLOATS, HALVES, assert_same, down, scales_of, tame, up, values
 
 RULES = {
     "sgd": ("sgd", {}),
@@ -56,41 +56,41 @@ def check_update(device, rule, dtype, size, count, shift=0, **settings):
         assert_same(down(device, ours), theirs, dtype)
 
 
-@by_label("dtype", [*FLOATS, *HALVES])
-@pytest.mark.parametrize("rule", RULES)
+@each("dtype", [*FLOATS, *HALVES])
+@each("rule", RULES)
 def test_an_update_has_the_bits_of_the_reference(device, sizes, rule, dtype):
     for size in sizes[-3:]:
         check_update(device, rule, dtype, size, 3, wd=0.01, clip_gradient=0.5)
 
 
-@by_label("dtype", HALVES)
-@pytest.mark.parametrize("rule", RULES)
+@each("dtype", HALVES)
+@each("rule", RULES)
 def test_a_half_weight_may_have_a_master(device, sizes, rule, dtype):
     for size in sizes[-2:]:
         check_update(device, rule, dtype, size, 2, wd=0.01, multi_precision=True)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each("rule", RULES)
 def test_an_update_knows_every_kind_of_scale(device, rule):
     for count, kind in ((1, "ones"), (1, "equal"), (2, "unequal"), (5, "unequal"), (9, "ones")):
         check_update(device, rule, DType.FLOAT32, 257, count, kind=kind)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each("rule", RULES)
 def test_an_update_takes_no_gradients_and_many(device, rule):
     for count in (0, 33):
         check_update(device, rule, DType.FLOAT32, 17, count, wd=0.01)
 
 
-@by_label("dtype", [DType.FLOAT32, DType.BFLOAT16])
-@pytest.mark.parametrize("rule", RULES)
+@each("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@each("rule", RULES)
 def test_arrays_of_an_update_may_start_anywhere_and_the_weight_may_be_written_in_place(device, rule, dtype):
     for shift in (1, 4):
         check_update(device, rule, dtype, 259, 2, shift=shift, in_place=True, multi_precision=True)
 
 
-@by_label("dtype", [*FLOATS, *HALVES])
-@pytest.mark.parametrize("name", EQUATIONS)
+@each("dtype", [*FLOATS, *HALVES])
+@each("name", EQUATIONS)
 def test_the_rules_that_backends_may_know_are_done_in_one_piece(device, name, dtype):
     numbers, count = EQUATIONS[name]
     weight, grad = (up(device, tame(17, seed, dtype)) for seed in (1, 2))
@@ -106,7 +106,7 @@ def test_a_rule_that_is_not_known_changes_nothing(device):
     assert_same(down(device, weight), tame(17, 1), DType.FLOAT32)
 
 
-@by_label("dtype", HALVES)
+@each("dtype", HALVES)
 def test_a_master_follows_a_weight_that_somebody_else_has_changed(device, dtype):
     finals = []
     for kernels, lift in ((REFERENCE, np.copy), (device.kernels, lambda host: up(device, host))):

@@ -12,6 +12,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical
 from kvdist.optimizer.initializer import Normal, Zeros
+from tests.cases import each
 
 torch = pytest.importorskip("torch")
 
@@ -35,7 +36,7 @@ def test_rows_are_kept_as_they_were_given_and_nothing_is_copied():
     assert RowSparse(ids, tensor).values.data_ptr() == tensor.data_ptr()
 
 
-@pytest.mark.parametrize("ids", [[3, 1], (3, 1), np.array([3, 1], np.uint8), torch.tensor([3, 1], dtype=torch.int32)])
+@each("ids", [[3, 1], (3, 1), np.array([3, 1], np.uint8), torch.tensor([3, 1], dtype=torch.int32)])
 def test_ids_may_be_any_integers(ids):
     sparse = RowSparse(ids, rows(2))
     assert sparse.indices.dtype == np.int64
@@ -49,8 +50,8 @@ def test_there_may_be_no_rows_and_rows_may_have_any_shape():
     assert RowSparse([2], np.array([5.0]), (4,)).to_dense().tolist() == [0, 0, 5, 0]
 
 
-@pytest.mark.parametrize(
-    ("ids", "values", "shape", "error", "said"),
+@each(
+    "ids, values, shape, error, said",
     [
         (np.array([1.0]), rows(1), None, TypeError, "row ids must be integers, not float64: cast them"),
         (torch.tensor([1.0]), rows(1), None, TypeError, "row ids must be integers, not float32"),
@@ -95,7 +96,7 @@ def test_repeated_rows_have_their_sum_when_dense():
     np.testing.assert_array_equal(sparse.to_dense(), [[0, 0], [3, 4], [0, 0], [6, 8], [0, 0]])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int32", "bfloat16"])
+@each("dtype", ["float32", "float64", "float16", "int32", "bfloat16"])
 def test_dense_arrays_and_tensors_come_back_as_they_were(dtype):
     dense = torch.zeros(6, 2, 3, dtype=getattr(torch, dtype))
     dense[1, 0, 2], dense[4] = -2, 7
@@ -166,8 +167,8 @@ def test_values_stay_of_the_kind_that_they_were():
     assert torch.equal(half.values, torch.full((1, 2), 3.0, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    ("ids", "values", "error"),
+@each(
+    "ids, values, error",
     [
         ([9], rows(1), ValueError),
         ([0], rows(2), ValueError),
@@ -208,9 +209,9 @@ def one_by_one(ids, values, dtype):
     return np.array(sorted(sums)), total
 
 
-@pytest.mark.parametrize("dtype", [F32, DType.FLOAT64, F16, BF16, DType.INT8], ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("length", [1, 2, 5])
-@pytest.mark.parametrize(
+@each("dtype", [F32, DType.FLOAT64, F16, BF16, DType.INT8])
+@each("length", [1, 2, 5])
+@each(
     "ids",
     [
         np.array([3, 3]),
@@ -219,7 +220,6 @@ def one_by_one(ids, values, dtype):
         np.random.default_rng(1).integers(0, 500, 3000),
         np.concatenate([np.zeros(2000, np.int64), np.arange(60)]),
     ],
-    ids=["twice", "unsorted", "few", "many", "one row everywhere"],
 )
 def test_repeated_rows_are_summed_in_the_order_given(dtype, length, ids):
     rng = np.random.default_rng(2)
@@ -247,8 +247,8 @@ def test_a_declared_table_costs_nothing_and_knows_what_it_would_take():
     assert LazyRows([3, 2], torch.bfloat16) == LazyRows((3, 2), "bfloat16", Zeros())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+@each(
+    "arguments, error, said",
     [
         (((), "float32"), ValueError, "at least one whole number"),
         (((3.5, 2), "float32"), ValueError, "whole number"),

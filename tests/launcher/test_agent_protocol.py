@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdist_launch.agent_protocol import HEADER_BYTES_MAX, PIPE_FULL_BYTES, Frame, FrameDecoder, FrameError, FrameWriter
+from tests.cases import each
 
 FRAMES = [
     Frame("alive", {}),
@@ -31,7 +32,7 @@ def test_frames_are_the_same_however_the_pipe_cuts_them(sizes):
     assert found == FRAMES
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"hello\n",

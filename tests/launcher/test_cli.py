@@ -13,11 +13,12 @@ import pytest
 from kvdist_launch.cli import main
 from kvdist_launch.hosts import EXAMPLE_HOSTFILE
 from kvdist_launch.options import OPTIONS
+from tests.cases import each
 from tests.ports import held_port
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
+@each(
+    "words, code, message",
     [
         (["-n", "2", "no-such-program-at-all"], 127, "the command 'no-such-program-at-all' does not exist"),
         (["-n", "2", "/"], 126, "/ is a directory, not a command"),
@@ -75,8 +76,8 @@ def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, 
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@each(
+    "words, message",
     [
         (["-n", "1", "--grace", "-1", "true"], "'-1' is not a number of seconds; write a number of at least 0"),
         (["-n", "two", "true"], "invalid int value: 'two'"),
@@ -107,7 +108,7 @@ def test_schedulers_and_servers_are_told_of_server_modules_too(capfd):
     }
 
 
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         ["--server-device", "cuda:0,cuda:1"],
@@ -196,7 +197,7 @@ def test_the_example_hostfile_is_printed(capsys):
     assert capsys.readouterr().out == EXAMPLE_HOSTFILE
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@each("shell", ["bash", "zsh"])
 def test_a_shell_can_be_taught_the_options(capsys, shell):
     pytest.importorskip("shtab", reason="SHELL COMPLETION IS NOT TESTED: pip install 'kvdist[completion]'")
     with pytest.raises(SystemExit) as caught:

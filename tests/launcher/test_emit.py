@@ -30,6 +30,7 @@ from kvdist_launch.emit import (
 from kvdist_launch.environment import Environment
 from kvdist_launch.hosts import Host, parse_hostfile
 from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, plan
+from tests.cases import each
 
 GOLDEN = Path(__file__).with_name("golden") / "emit"
 AWKWARD = 'it\'s a "value" with\nlines, %i, = and : and $HOME;`id` $(touch pwned)\\ é \U0001f600 \x7f\u2028'
@@ -69,7 +70,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@each("name", TEXTS)
 def test_a_text_is_what_its_file_says(name):
     text, path = TEXTS[name](), GOLDEN / name
     if os.environ.get("WRITE_GOLDEN"):
@@ -77,21 +78,21 @@ def test_a_text_is_what_its_file_says(name):
     assert text == path.read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["manual.sh", "sbatch.sh", "mpi.sh"])
+@each("name", ["manual.sh", "sbatch.sh", "mpi.sh"])
 def test_a_script_is_valid_for_its_shell(name):
     shell = "bash" if name == "sbatch.sh" else "sh"
     done = subprocess.run([shell, "-n"], input=TEXTS[name](), text=True, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", ["sbatch.sh", "mpi.sh"])
+@each("name", ["sbatch.sh", "mpi.sh"])
 def test_no_value_stands_in_an_argument_of_what_starts_the_processes(name):
     (line,) = [line for line in TEXTS[name]().splitlines() if "srun " in line or line.startswith("mpirun ")]
     assert "TEXT" not in line and "100%" not in line and "secret=" not in line
 
 
-@pytest.mark.parametrize(
-    ("tasks", "places"),
+@each(
+    "tasks, places",
     [
         ("2", {(0, 0): "0 2 0 1", (0, 1): "1 2 0 1"}),
         ("2(x2),1", {(0, 1): "1 2 0 2", (1, 0): "0 2 1 3", (1, 1): "1 2 1 2", (2, 0): "0 1 2 3"}),

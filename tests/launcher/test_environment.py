@@ -20,6 +20,7 @@ from kvdist_launch.environment import (
     read_env_file,
     redacted,
 )
+from tests.cases import each
 
 ANY_NAME = st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True).filter(lambda name: name not in OWNED_VARIABLES)
 NAMES = ANY_NAME | st.sampled_from(["PATH", "PYTHONPATH", "DMLC_INTERFACE", "KVDIST_INTERFACE"])
@@ -47,8 +48,8 @@ def test_applying_an_environment_twice_is_applying_it_once(base, defaults, front
     assert environment.over(environment.over(base)) == environment.over(base)
 
 
-@pytest.mark.parametrize(
-    ("base", "expected"),
+@each(
+    "base, expected",
     [
         ({}, "/venv/bin:/bin:/usr/bin"),
         ({"PATH": ""}, "/venv/bin:/bin:/usr/bin"),
@@ -97,7 +98,7 @@ def test_what_concerns_training_is_forwarded_and_the_rest_is_not():
     assert left_out == []
 
 
-@pytest.mark.parametrize("name", ["MXNET_API_TOKEN", "KVDIST_X_SECRET", "CUDA_KEY", "DMLC_PASSWORD", "PS_credentials"])
+@each("name", ["MXNET_API_TOKEN", "KVDIST_X_SECRET", "CUDA_KEY", "DMLC_PASSWORD", "PS_credentials"])
 def test_what_looks_secret_is_left_out_and_told(name):
     environment, left_out = forwarded({name: "x", "MXNET_A": "1"})
     assert environment.settings == {"MXNET_A": "1"}
@@ -108,16 +109,15 @@ def test_values_that_look_secret_are_hidden():
     assert redacted({"AWS_SECRET_ACCESS_KEY": "s", "A": "b"}) == {"AWS_SECRET_ACCESS_KEY": "(hidden)", "A": "b"}
 
 
-@pytest.mark.parametrize(
-    ("python", "front"),
-    [("/venv/bin/python", {"PATH": "/venv/bin"}), ("/usr/bin/python3", {}), ("python3", {}), ("", {})],
+@each(
+    "python, front", [("/venv/bin/python", {"PATH": "/venv/bin"}), ("/usr/bin/python3", {}), ("python3", {}), ("", {})]
 )
 def test_the_folder_of_an_interpreter_goes_first_unless_it_is_the_systems(python, front):
     assert interpreter_front(python) == front
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "value"),
+@each(
+    "text, name, value",
     [
         ("A=b", "A", "b"),
         ("A:b", "A", "b"),
@@ -132,13 +132,13 @@ def test_the_first_separator_after_the_name_decides(text, name, value):
     assert parse_assignments([text]) == {name: value}
 
 
-@pytest.mark.parametrize("text", ["A", "", "=b", "1A=b", "A-B=c", "A B=c", "Ä=b", "A;id=b", "A\n=b"])
+@each("text", ["A", "", "=b", "1A=b", "A-B=c", "A B=c", "Ä=b", "A;id=b", "A\n=b"])
 def test_a_text_that_sets_no_variable_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match="write NAME=VALUE"):
         parse_assignments([text])
 
 
-@pytest.mark.parametrize("name", sorted(OWNED_VARIABLES - set(SECURITY_VARIABLES)))
+@each("name", sorted(OWNED_VARIABLES - set(SECURITY_VARIABLES)))
 def test_variables_that_the_launcher_sets_cannot_be_given_in_any_way(name):
     for refused in (
         lambda: parse_assignments([f"{name}=1"]),
@@ -164,8 +164,8 @@ def test_an_export_takes_a_variable_as_it_is_here_or_sets_it():
     assert parse_exports(["A", "B=x=y", "C="], {"A": "a\nb"}) == {"A": "a\nb", "B": "x=y", "C": ""}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("ABSENT", "no such variable is set here; set it, or write -x ABSENT=VALUE"),
         ("A-B", "is not the name of a variable"),
@@ -206,8 +206,8 @@ NOT_EXPANDED=$HOME
     }
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
+@each(
+    "line, message",
     [
         ("NOTHING", "not an assignment"),
         ("A='b", "quotes do not"),

@@ -13,6 +13,7 @@ import kvdist
 import kvdist_launch
 from kvdist_launch.cli import main
 from kvdist_launch.options import FORMATS
+from tests.cases import each
 from tests.ports import held_port
 
 PACKAGES = [str(Path(package.__file__).parents[1]) for package in (kvdist, kvdist_launch)]
@@ -49,8 +50,8 @@ def run(argv: list[str], env: dict[str, str], **settings: object) -> subprocess.
     return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, **settings)  # type: ignore
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@each(
+    "words, message",
     [
         (["--launcher", "slurm", "-H", "d1"], "--launcher slurm leaves the choice of hosts to others; leave out -H"),
         (["--emit", "sbatch", "-H", "d1"], "--emit sbatch leaves the choice of hosts to others; leave out -H d1"),
@@ -84,7 +85,7 @@ def test_what_is_not_installed_or_no_allocation_is_told(capfd, monkeypatch, name
     assert "--launcher slurm needs an allocation of Slurm" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@each("form", FORMATS)
 def test_every_format_is_printed_and_nothing_is_started(capfd, form):
     image = ["--image", "me/train:1"] if form == "kubernetes" else []
     assert main(["-n", "2", "-s", "1", "--emit", form, *image, "python", "train.py"]) == 0

@@ -20,6 +20,7 @@ import kvdist_launch
 from kvdist.errors import ConfigError, DeadlineExceeded
 from kvdist_launch.function import WorkerCall
 from kvdist_launch.serialization import SerializationError, pack_call, pack_result, unpack_call
+from tests.cases import each
 
 pytest.importorskip("cloudpickle", reason="functions are sent by cloudpickle, which is not installed")
 
@@ -222,8 +223,8 @@ def test_without_cloudpickle_the_error_says_what_to_install(monkeypatch):
         kvdist_launch.run(print)
 
 
-@pytest.mark.parametrize(
-    ("counts", "message"),
+@each(
+    "counts, message",
     [
         ({"np": 0}, "np is 0; a job needs at least 1"),
         ({"num_proc": 0}, "np is 0; a job needs at least 1"),
@@ -240,7 +241,7 @@ def test_a_job_that_takes_too_long_is_ended():
         kvdist_launch.run(time.sleep, (60,), np=1, servers=1, timeout_s=0.5)
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, 1e-6])
+@each("timeout_s", [0.0, 1e-6])
 def test_a_deadline_that_is_over_before_the_job_has_started_is_kept(timeout_s):
     with pytest.raises(DeadlineExceeded):
         kvdist_launch.run(time.sleep, (8,), np=1, servers=1, timeout_s=timeout_s)

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.hosts import EXAMPLE_HOSTFILE, HOSTS_MAX, Host, parse_host_list, parse_hostfile, read_hosts
+from tests.cases import each
 
 
 def names(text: str) -> list[str]:
     return [host.name for host in parse_hostfile(text, "hosts")]
 
 
-@pytest.mark.parametrize(
-    ("line", "host"),
+@each(
+    "line, host",
     [
         ("d1", Host("d1")),
         ("d1:2222", Host("d1", port=2222)),
@@ -44,8 +45,8 @@ def test_a_line_describes_a_host(line, host):
     assert parse_hostfile(line, "hosts") == [host]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
+@each(
+    "text, expected",
     [
         ("host[01-03]", ["host01", "host02", "host03"]),
         ("host[8-11]", ["host8", "host9", "host10", "host11"]),
@@ -79,7 +80,7 @@ HOSTILE_HOSTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", HOSTILE_HOSTS)
+@each("line", HOSTILE_HOSTS)
 def test_what_is_no_host_is_refused_with_file_line_and_text(line):
     with pytest.raises(ConfigError) as caught:
         parse_hostfile(f"# first\n{line}\n", "my hosts")
@@ -88,7 +89,7 @@ def test_what_is_no_host_is_refused_with_file_line_and_text(line):
     assert told.isprintable() and len(told) < 500
 
 
-@pytest.mark.parametrize("entry", [line for line in HOSTILE_HOSTS if " " not in line and line != "d1,d2"])
+@each("entry", [line for line in HOSTILE_HOSTS if " " not in line and line != "d1,d2"])
 def test_what_is_no_host_is_refused_in_a_list_too(entry):
     with pytest.raises(ConfigError) as caught:
         parse_host_list(f"ok,{entry}")
@@ -106,8 +107,8 @@ def test_no_name_of_a_host_can_be_an_option_or_reach_a_shell(text):
         assert not set(host.name) & set(" \t\n\"'`$;&|<>(){}*?!\\/~#@")
 
 
-@pytest.mark.parametrize(
-    ("line", "advice"),
+@each(
+    "line, advice",
     [
         ("fd00::17", r"write \[fd00::17\]"),
         ("d1 colour=red", "known are slots, port, user, python, gpus, iface, role"),
@@ -130,9 +131,8 @@ def test_a_long_wrong_line_is_cut_off():
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["d1\nd1", "d1\nD1 slots=2", "me@d1\nyou@d1", "h[1-3]\nh2", "localhost\n127.0.0.1", "LocalHost\nlocalhost"],
+@each(
+    "text", ["d1\nd1", "d1\nD1 slots=2", "me@d1\nyou@d1", "h[1-3]\nh2", "localhost\n127.0.0.1", "LocalHost\nlocalhost"]
 )
 def test_a_host_that_stands_twice_is_refused_and_told_of_slots(text):
     with pytest.raises(ConfigError, match="is named twice; write it once, with slots="):
@@ -149,7 +149,7 @@ def test_more_hosts_than_anybody_has_are_refused_over_several_lines_too():
         parse_hostfile("h[1-4000]\ni[1-97]", "hosts")
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# all\n  # comments"])
+@each("text", ["", "\n\n", "# all\n  # comments"])
 def test_a_file_without_hosts_is_refused(text):
     with pytest.raises(ConfigError, match="my/hosts contains no host; kvdist-launch --example-hostfile"):
         parse_hostfile(text, "my/hosts")
@@ -173,8 +173,8 @@ def test_a_list_knows_users_ranges_addresses_and_blanks():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("a,,b", "not a valid host name"),
         ("", "not a valid host name"),
@@ -187,8 +187,8 @@ def test_a_list_that_is_none_is_refused(text, message):
         parse_host_list(text)
 
 
-@pytest.mark.parametrize(
-    ("host", "is_local"),
+@each(
+    "host, is_local",
     [
         (Host("localhost"), True),
         (Host("127.0.0.1", slots=3), True),

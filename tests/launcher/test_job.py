@@ -22,6 +22,7 @@ from kvdist_launch.job import (
     summary,
     write_summary,
 )
+from tests.cases import each
 
 NODES = [SCHEDULER, server(0), server(1), worker(0), worker(1)]
 GRACE = GracePeriods(grace_s=5.0, farewell_s=4.0, terminate_s=2.0)
@@ -95,8 +96,8 @@ def test_those_that_do_not_notice_a_failure_are_terminated_then_killed():
     assert (job.is_over, job.exit_code()) == (True, 3)
 
 
-@pytest.mark.parametrize(
-    ("ends", "named", "exit_code"),
+@each(
+    "ends, named, exit_code",
     [
         ([(worker(0), 1), (worker(1), -11)], worker(1), 139),
         ([(SCHEDULER, EXIT_PEER_LOST), (worker(1), 1)], worker(1), 1),
@@ -146,8 +147,8 @@ def test_a_last_worker_that_lost_a_peer_still_fails_the_job():
     assert job.exit_code() == EXIT_PEER_LOST
 
 
-@pytest.mark.parametrize(
-    ("code", "last_line"),
+@each(
+    "code, last_line",
     [
         (75, b"whatever the program prints"),
         (75, b"kvdist.errors.PeerLostError: worker-1 was lost\n"),
@@ -268,8 +269,8 @@ def test_one_worker_and_one_server_are_counted_in_the_singular():
     assert sentence(job, 1.04) == "1 worker and 1 server finished in 1.0 s"
 
 
-@pytest.mark.parametrize(
-    ("ending", "report"),
+@each(
+    "ending, report",
     [
         (ProcessExit(worker(1), 7, 3), "ended worker 1 exit 3"),
         (ProcessExit(server(0), 7, -9), "ended server 0 signal 9"),
@@ -328,8 +329,8 @@ def test_a_process_that_said_nothing_has_no_last_lines():
     assert len(failed_job().conclude(110.0)) == 2
 
 
-@pytest.mark.parametrize(
-    ("ends", "told"),
+@each(
+    "ends, told",
     [
         ([(worker(0), 0)], "1 worker finished"),
         ([(worker(0), 0), (worker(2), 0), (server(0), 0)], "2 workers and 1 server finished"),
@@ -384,9 +385,12 @@ def test_the_summary_has_everything_that_a_program_wants_to_know():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("code", "reason", "outcome"), [
+@each(
+    "code, reason, outcome",
+    [
     (0, "", "finished"), (130, "", "interrupted"), (127, "on d2, no such program", "failed"),
-])  # fmt: skip
+],
+)  # fmt: skip
 def test_the_outcome_is_one_word(code, reason, outcome):
     job = running_job()
     job.conclude(102.0)
@@ -399,7 +403,7 @@ def test_a_job_of_which_nothing_was_started_says_so():
     assert (fields["outcome"], fields["sentence"]) == ("not started", "no such program")
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
+@each("has_begun", [False, True])
 def test_a_job_that_could_not_be_started_again_keeps_its_failure(has_begun):
     jobs = [failed_job()]
     jobs[0].conclude(110.0, ["ValueError"])

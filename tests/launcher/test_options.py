@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvdist_launch.options import OPTIONS, asked, parse_options, split_command
+from tests.cases import each
 
 
-@pytest.mark.parametrize(
-    ("words", "own", "command"),
+@each(
+    "words, own, command",
     [
         ("-n 2 python train.py -n 5 --env x", "-n 2", "python train.py -n 5 --env x"),
         ("-n 2 -s 1 -- python train.py -- -n 5", "-n 2 -s 1", "python train.py -- -n 5"),
@@ -29,8 +30,8 @@ def test_options_after_the_command_belong_to_the_command(words, own, command):
     assert split_command(words.split()) == (own.split(), command.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "value"),
+@each(
+    "words, name, value",
     [
         (["--port-range", "20000-20100"], "port_range", (20000, 20100)),
         (["--port-range", "7:7"], "port_range", (7, 7)),
@@ -55,8 +56,8 @@ def test_an_options_text_becomes_a_value(words, name, value):
     assert getattr(parse_options(words), name) == value
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@each(
+    "words, message",
     [
         (["--port-range", "20100-20000"], "write FIRST-LAST, as in 20000-20100"),
         (["--server-device", "gpu0"], "--server-device is 'gpu0'; it must be cpu, cuda:0 for"),

@@ -24,6 +24,7 @@ from kvdist_launch.output import (
     all_printable,
     printable,
 )
+from tests.cases import each
 
 
 def split(*chunks: bytes) -> list[bytes]:
@@ -31,8 +32,8 @@ def split(*chunks: bytes) -> list[bytes]:
     return [line for chunk in chunks for line in splitter.feed(chunk)] + splitter.finish()
 
 
-@pytest.mark.parametrize(
-    ("chunks", "lines"),
+@each(
+    "chunks, lines",
     [
         ([], []),
         ([b"a\nb\n"], [b"a\n", b"b\n"]),
@@ -287,8 +288,8 @@ def test_a_prompt_is_shown_at_once_without_a_prefix_and_lines_of_others_begin_af
 # Text of other machines.
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
+@each(
+    "text, shown",
     [
         ("d1: Größe 3 │ ok", "d1: Größe 3 │ ok"),
         ("\x1b]0;title\x07\x1b[2Jred", "\\x1b]0;title\\x07\\x1b[2Jred"),

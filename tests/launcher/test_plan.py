@@ -40,6 +40,7 @@ from kvdist_launch.plan import (
     workers_of_slots,
 )
 from kvdist_launch.security import Security
+from tests.cases import each
 
 GOLDEN = Path(__file__).with_name("golden")
 TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
@@ -145,7 +146,7 @@ def shown(process: Process) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@each("name", PLANS)
 def test_a_plan_is_what_its_file_says(name):
     path, processes = GOLDEN / f"{name}.json", [shown(process) for process in PLANS[name]()]
     if os.environ.get("WRITE_GOLDEN"):
@@ -158,7 +159,7 @@ def test_processes_that_others_wait_for_are_started_first():
     assert names == ["scheduler", "server-0", "server-1", "server-2", "worker-0", "worker-1"]
 
 
-@pytest.mark.parametrize(("num_workers", "num_servers"), [(1, 1), (1, 3), (5, 2)])
+@each("num_workers, num_servers", [(1, 1), (1, 3), (5, 2)])
 def test_every_process_reads_its_own_seat_from_its_environment(num_workers, num_servers):
     for process in plan_here(new_job(num_workers, num_servers)):
         config = cluster_from_env(process.environment.over({}))
@@ -272,8 +273,8 @@ def test_the_interface_of_a_host_is_that_of_its_processes_and_replaces_the_commo
     assert processes["server-1"].environment.over({})["DMLC_INTERFACE"] == "eth0"
 
 
-@pytest.mark.parametrize(
-    ("devices", "workers", "shares"),
+@each(
+    "devices, workers, shares",
     [
         ("0,1", 1, ["0,1"]),
         ("0,1", 2, ["0", "1"]),
@@ -296,13 +297,13 @@ def test_workers_of_a_host_share_its_devices(devices, workers, shares):
         assert given == shares
 
 
-@pytest.mark.parametrize("environ", [{}, {"CUDA_VISIBLE_DEVICES": ""}])
+@each("environ", [{}, {"CUDA_VISIBLE_DEVICES": ""}])
 def test_devices_are_never_invented(environ):
     for process in plan_here(new_job(), environ):
         assert "CUDA_VISIBLE_DEVICES" not in process.environment.settings
 
 
-@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (1, 1, 1)])
+@each("cores, workers, threads", [(8, 2, 4), (8, 3, 2), (2, 4, 1), (1, 1, 1)])
 def test_workers_share_the_cores(cores, workers, threads):
     assert threads_per_worker(cores, workers) == threads
 
@@ -375,8 +376,8 @@ def test_without_servers_there_is_no_scheduler_either():
     assert place([Host("a"), Host("b")], 2, 0) == [ProcessPlace(worker(0), 0, 0), ProcessPlace(worker(1), 1, 0)]
 
 
-@pytest.mark.parametrize(
-    ("slots", "count", "rows"),
+@each(
+    "slots, count, rows",
     [
         # Each row: host, local rank, local size, cross rank, cross size.
         ([2, 2], 4, [(0, 0, 2, 0, 2), (0, 1, 2, 0, 2), (1, 0, 2, 1, 2), (1, 1, 2, 1, 2)]),
@@ -409,8 +410,8 @@ def test_local_ranks_count_within_role_and_host():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("hosts", "message"),
+@each(
+    "hosts, message",
     [
         ([Host("a", slots=2), Host("b", slots=1)], r"-n asks for 4 workers, but the hosts have 3 slots \(a: 2, b: 1\)"),
         ([Host("a", role=SERVER)], "no host takes workers: every one has role=server"),
@@ -491,7 +492,7 @@ worker-0 on d1 in '/my job'
 SHELL_AWKWARD = ["", "a", "a b", "it's", "$(id)", "é", "a\nb", "\x1b[31m'", "\\\n", "tab\t", "\udcff\n", "\x01f"]
 
 
-@pytest.mark.parametrize("text", SHELL_AWKWARD)
+@each("text", SHELL_AWKWARD)
 def test_a_quoted_word_is_itself_to_bash_and_cannot_steer_a_terminal(text):
     assert quoted(text).isprintable()
     shown = subprocess.run(["bash", "-c", f"printf %s {quoted(text)}"], capture_output=True, check=True).stdout

@@ -8,6 +8,7 @@ from kvdist.version import __version__
 from kvdist_launch.host_pool import HostConnection
 from kvdist_launch.hosts import Host
 from kvdist_launch.preflight import FREE_BYTES_MIN, HostProblem, explained, judge, require_all, table
+from tests.cases import each
 
 FACTS = {
     "version": __version__,
@@ -30,8 +31,8 @@ def test_a_host_with_everything_has_no_problem():
     assert judged() == ""
 
 
-@pytest.mark.parametrize(
-    ("problem", "words"),
+@each(
+    "problem, words",
     [
         ({"facts": {"version": "0.0.9"}}, ["kvdist 0.0.9", f"pip install kvdist=={__version__}", "/opt/bin/python"]),
         ({"folder": {"free_bytes": 12_000_000, "problem": ""}}, ["/srv/job has 12 MB free"]),
@@ -66,8 +67,8 @@ def test_all_hosts_with_problems_are_named_at_once():
     require_all(stations[:1])
 
 
-@pytest.mark.parametrize(
-    ("last_words", "advice"),
+@each(
+    "last_words, advice",
     [
         ("ann@d1: Permission denied (publickey).", "ssh-copy-id"),
         ("Host key verification failed.", "--accept-new-host-keys"),

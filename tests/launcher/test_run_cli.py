@@ -8,6 +8,7 @@ from kvdist.errors import ConfigError
 from kvdist_launch.hosts import Host
 from kvdist_launch.request import Request
 from kvdist_launch.run_cli import REFUSED, WITHOUT_EFFECT, main, parse, request_of
+from tests.cases import each
 
 MACHINE = "node1.example.org"
 ECHO = ["sh", "-c", 'echo "$0 $KVDIST_RANK/$DMLC_NUM_WORKER"; echo oops >&2']
@@ -54,8 +55,8 @@ def test_a_hostfile_has_lines_with_slots(tmp_path):
     assert requested("-np", "3", "-hostfile", str(path)).hosts == (Host("a", slots=2), Host("b", slots=1))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@each(
+    "words, message",
     [
         (["-H", "a:2,b:1"], r"-np asks for 4 processes, but the hosts have 3 slots \(a: 2, b: 1\); .* -np 3"),
         (["-H", "a:2,b"], "b has no number of slots: write HOST:SLOTS after -H"),
@@ -69,8 +70,8 @@ def test_hosts_that_are_wrong_are_told(words, message):
         requested("-np", "4", *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "variables"),
+@each(
+    "words, variables",
     [
         ([], []),
         (["--timeline-filename", "t.json"], ["KVDIST_TIMELINE=t.json"]),
@@ -92,14 +93,14 @@ def test_the_timeline_and_stalls_are_told_by_variables(words, variables):
     assert requested("-np", "1", *words).options.env == variables
 
 
-@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+@each("name", WITHOUT_EFFECT)
 def test_what_has_no_effect_is_taken_with_a_line_that_says_why(capfd, name):
     count, reason = WITHOUT_EFFECT[name]
     assert main(["-np", "1", name, *["7"] * count, "true"]) == 0
     assert f"kvdist-run: {name} has no effect: {reason}\n" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_what_is_not_possible_is_refused(capsys, name):
     for words in ([name, "2"], [f"{name}=2"]):
         with pytest.raises(SystemExit) as caught:
@@ -108,8 +109,8 @@ def test_what_is_not_possible_is_refused(capsys, name):
         assert f"kvdist-run: error: {name}: {REFUSED[name]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@each(
+    "words, message",
     [
         (["true"], "the number of processes is missing: write -np PROCESSES"),
         (["-np", "0", "true"], "'0' is not a whole number of at least 1"),

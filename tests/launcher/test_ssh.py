@@ -6,8 +6,6 @@ import shlex
 import subprocess
 import sys
 
-import pytest
-
 from kvdist_launch.hosts import Host
 from kvdist_launch.ssh import (
     SshOptions,
@@ -17,6 +15,7 @@ from kvdist_launch.ssh import (
     python_of_hosts,
     rsync_command,
 )
+from tests.cases import each
 
 
 def test_ssh_never_asks_and_the_host_stands_behind_the_options():
@@ -39,7 +38,7 @@ def test_activation_prints_nothing_into_the_protocol_and_its_variables_stay():
     assert done.stderr == "noise\nit's"
 
 
-@pytest.mark.parametrize("line", ["export A=1 # for later", "[ $# = 0 ]", "A='it''s'; export B=\"$A\" #}", "true;"])
+@each("line", ["export A=1 # for later", "[ $# = 0 ]", "A='it''s'; export B=\"$A\" #}", "true;"])
 def test_a_line_of_activation_may_hold_whatever_bash_takes(line):
     command = far_command("echo", line)
     assert "\n" not in command, "csh takes no line end between quotes"

@@ -11,6 +11,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.compression import GradientCompression, Half, OneBit, TopK, TwoBit, decode, from_params
 from kvdist.protocol.arrays import coded_size
+from tests.cases import each
 
 SIZES = [0, 1, 3, 15, 16, 17, 31, 32, 33, 1001]
 
@@ -49,8 +50,8 @@ def simulated(gradient, residual, bits, threshold):
     return bytes(int(text[i : i + 8], 2) for i in range(0, len(text), 8)), np.array(out, np.float32)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("codec", "bits"), [(TwoBit(0.5), 2), (TwoBit(0.1), 2), (OneBit(0.0), 1), (OneBit(-0.3), 1)])
+@each("size", SIZES)
+@each("codec, bits", [(TwoBit(0.5), 2), (TwoBit(0.1), 2), (OneBit(0.0), 1), (OneBit(-0.3), 1)])
 def test_bytes_residuals_and_what_arrives_are_those_of_the_specification(codec, bits, size):
     ours, theirs = np.zeros(size, np.float32), np.zeros(size, np.float32)
     for step in range(5):
@@ -78,7 +79,7 @@ def test_two_bits_send_no_more_than_the_threshold_and_keep_the_rest():
     assert residual.tolist() == [0, 0, 4]
 
 
-@pytest.mark.parametrize("threshold", [1e-7, 0.1, 1 / 3, 123456.789, 1.1754944e-38])
+@each("threshold", [1e-7, 0.1, 1 / 3, 123456.789, 1.1754944e-38])
 def test_a_threshold_is_not_rounded_to_six_decimals(threshold):
     codec = from_params({"type": "2bit", "threshold": threshold}).codec
     _, out = sent(codec, f32(1e6), np.zeros(1, np.float32))
@@ -94,8 +95,8 @@ def test_nan_and_infinity_stay_where_they_are_and_two_bits_send_zero_or_the_thre
     assert sent(OneBit(0.5), f32(np.nan, np.inf, -np.inf), residual)[1].tolist() == [-1, 1, -1]
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
-@pytest.mark.parametrize("size", SIZES)
+@each("dtype", [DType.FLOAT16, DType.BFLOAT16])
+@each("size", SIZES)
 def test_halves_are_rounded_and_what_is_lost_is_sent_later(dtype, size):
     residual, total = np.zeros(size, np.float32), np.zeros(size, np.float64)
     for step in range(4):
@@ -123,7 +124,7 @@ def test_the_largest_of_top_k_travel_and_the_others_wait():
     assert sent(TopK(0.4), np.zeros(5, np.float32), residual)[1].tolist() == [1, 0, 2, 0, 0]
 
 
-@pytest.mark.parametrize(("size", "ratio", "entries"), [(0, 0.01, 0), (1, 0.01, 1), (100, 0.01, 1), (101, 0.01, 2),
+@each("size, ratio, entries", [(0, 0.01, 0), (1, 0.01, 1), (100, 0.01, 1), (101, 0.01, 2),
                                                         (7, 1, 7), (1000, 1e-9, 1)])  # fmt: skip
 def test_top_k_sends_its_share_rounded_up(size, ratio, entries):
     residual = np.zeros(size, np.float32)
@@ -144,8 +145,8 @@ def test_an_index_that_was_changed_on_its_way_writes_nowhere_else():
         decode(5, 0.0, data, 1, np.zeros(3, np.float32), REFERENCE)
 
 
-@pytest.mark.parametrize(
-    ("params", "expected"),
+@each(
+    "params, expected",
     [
         ({"type": "2bit"}, GradientCompression(TwoBit(0.5))),
         ({"type": "2bit", "threshold": 2}, GradientCompression(TwoBit(2.0))),
@@ -162,8 +163,8 @@ def test_parameters_and_their_defaults(params, expected):
     assert from_params(params) == expected
 
 
-@pytest.mark.parametrize(
-    ("params", "complaint"),
+@each(
+    "params, complaint",
     [
         ({}, "no 'type'; known types are '2bit', '1bit', 'fp16', 'bf16', 'topk'"),
         ({"threshold": 0.5}, "no 'type'"),
@@ -191,8 +192,11 @@ def test_what_cannot_be_asked_for_is_refused_with_what_can(params, complaint):
     assert complaint in str(caught.value)
 
 
-@pytest.mark.parametrize("params", [None, "2bit", ["type"], {"type": "2bit", "threshold": "0.5"},
-                                    {"type": "2bit", "threshold": True}, {"type": "topk", "ratio": None}])  # fmt: skip
+@each(
+    "params",
+    [None, "2bit", ["type"], {"type": "2bit", "threshold": "0.5"},
+                                    {"type": "2bit", "threshold": True}, {"type": "topk", "ratio": None}],
+)  # fmt: skip
 def test_parameters_of_a_wrong_type_are_refused(params):
     with pytest.raises(TypeError, match="compression"):
         from_params(params)

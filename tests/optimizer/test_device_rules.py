@@ -10,17 +10,18 @@ from kvdist.errors import DeviceError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater, create
 from kvdist.optimizer.offload import require_runs_on
+from tests.cases import each
 from tests.devices import NumpyDevice
-from tests.optimizer.formulas import IDS, NO_DECAY, TABLE, shape_of
+from tests.optimizer.formulas import NO_DECAY, TABLE, shape_of
 
 SIZE = 1000
 
 
-EVERY = [pytest.param(*case, id=case_id) for case, case_id in zip(TABLE, IDS, strict=True) if case[0] != "sgld"]
+EVERY = [case for case in TABLE if case[0] != "sgld"]
 
 
-@pytest.mark.parametrize(("name", "numbers", "formula"), EVERY)
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda dtype: dtype.label)
+@each("name, numbers, formula", EVERY)
+@each("dtype", [DType.FLOAT32, DType.BFLOAT16])
 def test_a_rule_gives_the_bits_of_the_host_on_a_device(name, numbers, formula, dtype):
     device = NumpyDevice()
     rule = create(name, clip_gradient=0.5, multi_precision=True, **numbers)
@@ -39,13 +40,13 @@ def test_a_rule_gives_the_bits_of_the_host_on_a_device(name, numbers, formula, d
         assert other.memory.tobytes() == own.tobytes()
 
 
-@pytest.mark.parametrize(("name", "kernels_only"), [("sgld", False), ("sgld", True), ("ftrl", True), ("lamb", True)])
+@each("name, kernels_only", [("sgld", False), ("sgld", True), ("ftrl", True), ("lamb", True)])
 def test_a_rule_that_a_device_cannot_run_is_refused_in_a_sentence(name, kernels_only):
     with pytest.raises(DeviceError, match=f"{name} cannot run on cuda:0 .*: use another optimizer, or keep"):
         require_runs_on(create(name), NumpyDevice(kernels_only=kernels_only))
 
 
-@pytest.mark.parametrize("name", ["sgd", "nag", "adam", "adamw", "adagrad"])
+@each("name", ["sgd", "nag", "adam", "adamw", "adagrad"])
 def test_a_rule_with_a_kernel_runs_on_every_device(name):
     require_runs_on(create(name), NumpyDevice(kernels_only=True))
 

@@ -10,6 +10,7 @@ import pytest
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.initializer import Constant, Initializer, Normal, Uniform, Zeros, initializer_from, to_bfloat16
+from tests.cases import each
 
 F32, F64, F16, BF16 = DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16
 RANDOM = [Normal(2.0, 5), Uniform(2.0, 5)]
@@ -17,7 +18,7 @@ NORMAL_OF_SEED_3 = [1.4800235, -0.16713794, 2.0070877, 0.59065616, -0.010422966,
 UNIFORM_OF_SEED_3 = [-0.34035611, -0.78579485, -0.9080053, 0.67976773, -0.75561643, -0.0909077]
 
 
-@pytest.mark.parametrize("initializer", RANDOM, ids=str)
+@each("initializer", RANDOM)
 def test_a_row_does_not_depend_on_the_others_nor_on_their_order(initializer):
     ids = np.array([7, 0, 2**62, 123_456_789, 3])
     together = initializer.rows(ids, 5, F32).reshape(5, 5)
@@ -26,13 +27,13 @@ def test_a_row_does_not_depend_on_the_others_nor_on_their_order(initializer):
     np.testing.assert_array_equal(initializer.rows(ids[::-1], 5, F32).reshape(5, 5), together[::-1])
 
 
-@pytest.mark.parametrize("initializer", RANDOM, ids=str)
+@each("initializer", RANDOM)
 def test_a_column_does_not_depend_on_the_length_of_the_row(initializer):
     short, long = (initializer.rows(np.arange(4), length, F32).reshape(4, length) for length in (3, 8))
     np.testing.assert_array_equal(short, long[:, :3])
 
 
-@pytest.mark.parametrize("initializer", RANDOM, ids=str)
+@each("initializer", RANDOM)
 def test_chunks_do_not_show(initializer):
     whole = initializer.rows(np.arange(5000), 33, F32).reshape(5000, 33)
     np.testing.assert_array_equal(initializer.rows(np.arange(4000, 4100), 33, F32), whole[4000:4100].reshape(-1))
@@ -66,7 +67,7 @@ def test_uniform_numbers_fill_their_range_evenly():
     assert np.abs(counts / values.size - 0.05).max() < 0.002
 
 
-@pytest.mark.parametrize("initializer", RANDOM, ids=str)
+@each("initializer", RANDOM)
 def test_columns_rows_and_seeds_are_independent(initializer):
     rows = initializer.rows(np.arange(50_000), 4, F64).reshape(-1, 4)
     other = type(initializer)(initializer.scale, initializer.seed + 1).rows(np.arange(50_000), 4, F64).reshape(-1, 4)
@@ -75,8 +76,8 @@ def test_columns_rows_and_seeds_are_independent(initializer):
     assert np.abs(correlated).max() < 0.02
 
 
-@pytest.mark.parametrize("initializer", [*RANDOM, Constant(0.1), Zeros()], ids=str)
-@pytest.mark.parametrize("dtype", [F16, BF16, F64], ids=lambda dtype: dtype.label)
+@each("initializer", [*RANDOM, Constant(0.1), Zeros()])
+@each("dtype", [F16, BF16, F64])
 def test_other_types_hold_the_float32_values_rounded(initializer, dtype):
     ids = np.arange(100)
     wide, other = initializer.rows(ids, 7, F32), initializer.rows(ids, 7, dtype)
@@ -94,25 +95,24 @@ def test_bfloat16_is_rounded_as_the_kernels_round_it():
     np.testing.assert_array_equal(to_bfloat16(matrix), REFERENCE.from_float32(values, BF16).reshape(100, 1000))
 
 
-@pytest.mark.parametrize("length", [0, 1])
+@each("length", [0, 1])
 def test_no_rows_and_rows_without_elements(length):
     for initializer in (*RANDOM, Zeros(), Constant(1)):
         assert initializer.rows(np.zeros(0, np.int64), length, F32).size == 0
         assert initializer.rows(np.arange(3), length, F32).size == 3 * length
 
 
-@pytest.mark.parametrize(
+@each(
     "initializer",
     [Zeros(), Constant(-1.5e-8), Constant(3), Uniform(0.07, 3), Normal(1e-300), Normal(123.25, 2**53 - 1)],
-    ids=str,
 )
 def test_the_text_means_the_same_again(initializer):
     assert initializer_from(initializer.describe()) == initializer
     assert initializer_from(initializer) is initializer
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"),
+@each(
+    "text, meant",
     [
         ("normal(0.01)", Normal(0.01, 0)),
         ("normal( 1 , seed = 4 )", Normal(1.0, 4)),
@@ -124,22 +124,19 @@ def test_people_may_write_it_shorter(text, meant):
     assert initializer_from(text) == meant
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+@each("text", [
         "", "ones", "Zeros", "zeros()", "constant()", "constant(nan)", "constant(inf)", "constant(1e999)",
         "normal(-1)", "normal(1e39)", "normal(1,seed=-1)", "normal(1,seed=1.5)", "normal(1,3)",
         "normal(1,seed=9999999999999999)",
         "uniform(1);import os", "normal(1)\n", "constant(١)", "constant(" + "1" * 200 + ")", None, 3, b"zeros",
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_any_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"an initialiser is written|must be"):
         initializer_from(text)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "said"),
+@each(
+    "make, error, said",
     [
         (lambda: Constant(math.nan), ValueError, "must be finite"),
         (lambda: Constant("1"), TypeError, "must be a number"),
@@ -153,9 +150,7 @@ def test_numbers_that_mean_nothing_are_refused(make, error, said):
         make()
 
 
-@pytest.mark.parametrize(
-    ("initializer", "fits"), [(Zeros(), True), (Constant(3), True), (Constant(0.5), False), (Constant(300), False)]
-)
+@each("initializer, fits", [(Zeros(), True), (Constant(3), True), (Constant(0.5), False), (Constant(300), False)])
 def test_integers_start_as_whole_numbers_in_range(initializer, fits):
     if fits:
         initializer.check(DType.INT8)
@@ -165,7 +160,7 @@ def test_integers_start_as_whole_numbers_in_range(initializer, fits):
             initializer.check(DType.INT8)
 
 
-@pytest.mark.parametrize("initializer", RANDOM, ids=str)
+@each("initializer", RANDOM)
 def test_integers_are_not_random(initializer):
     with pytest.raises(ValueError, match="rows of int32 cannot start as"):
         initializer.check(DType.INT32)

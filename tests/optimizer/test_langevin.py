@@ -10,6 +10,7 @@ import pytest
 from kvdist.dtypes import DType
 from kvdist.optimizer import Extent, Updater, create
 from kvdist.optimizer.sgd import normal_noise
+from tests.cases import each
 
 
 def test_noise_is_normal_to_the_fourth_moment():
@@ -19,14 +20,14 @@ def test_noise_is_normal_to_the_fourth_moment():
     assert abs((np.abs(noise) < 1).mean() - 0.682689) < 0.004
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 1000])
-@pytest.mark.parametrize("start", [0, 1, 2, 3, 4, 5, 999])
+@each("length", [1, 2, 3, 4, 5, 1000])
+@each("start", [0, 1, 2, 3, 4, 5, 999])
 def test_an_element_has_the_same_noise_in_every_stretch(start, length):
     whole = normal_noise(7, "w", 3, 0, 2000)
     np.testing.assert_array_equal(normal_noise(7, "w", 3, start, length), whole[start : start + length])
 
 
-@pytest.mark.parametrize("other", [(8, "w", 3), (7, "v", 3), (7, "w", 4), (7, 0, 3), (7, "0", 3)])
+@each("other", [(8, "w", 3), (7, "v", 3), (7, "w", 4), (7, 0, 3), (7, "0", 3)])
 def test_seed_key_and_count_each_make_other_noise(other):
     one, another = normal_noise(7, "w", 3, 0, 10_000), normal_noise(*other, 0, 10_000)
     assert abs(np.corrcoef(one, another)[0, 1]) < 0.05

@@ -18,6 +18,7 @@ from kvdist.lr_scheduler import (
 )
 from kvdist.optimizer import Updater, create
 from kvdist.optimizer import from_description as optimizer_from
+from tests.cases import each
 
 EVERY = [
     FactorScheduler(2, 0.5, base_lr=1.0),
@@ -30,8 +31,8 @@ EVERY = [
 every_schedule = pytest.mark.parametrize("schedule", EVERY, ids=lambda one: f"{one.name}-{one.warmup_steps}")
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
+@each(
+    "schedule, rates",
     [
         (FactorScheduler(2, 0.5, base_lr=1), [1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]),
         (MultiFactorScheduler([2, 5], 0.1, base_lr=1), [1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01]),
@@ -39,14 +40,13 @@ every_schedule = pytest.mark.parametrize("schedule", EVERY, ids=lambda one: f"{o
         (CosineScheduler(4, base_lr=1), [1, (2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4, 0, 0]),
         (PolyScheduler(4, base_lr=1, pwr=1, final_lr=0.5), [1, 0.875, 0.75, 0.625, 0.5, 0.5]),
     ],
-    ids=["factor", "multifactor", "poly", "cosine", "poly-final"],
 )
 def test_the_first_rates_are_those_of_the_mirrored_system(schedule, rates):
     np.testing.assert_allclose([schedule(k) for k in range(len(rates))], rates, rtol=1e-14, atol=1e-16)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
+@each(
+    "schedule, rates",
     [
         (
             FactorScheduler(100, 0.1, 1e-4, 1, warmup_steps=20, warmup_begin_lr=0.1, warmup_mode="constant"),
@@ -59,7 +59,6 @@ def test_the_first_rates_are_those_of_the_mirrored_system(schedule, rates):
         (PolyScheduler(1000, 3, 2, 0, warmup_steps=100), {0: 0, 50: 1.5, 100: 3, 1000: 0, 5000: 0}),
         (CosineScheduler(1000, 3, 0.1), {0: 3, 1000: 0.1, 5000: 0.1}),
     ],
-    ids=["factor", "multifactor", "poly", "cosine"],
 )
 def test_the_mirrored_systems_own_tests_hold(schedule, rates):
     for count, rate in rates.items():
@@ -78,8 +77,8 @@ def test_a_rate_depends_on_the_count_alone(schedule):
     assert all(0 <= rate <= schedule.base_lr for rate in forwards)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
+@each(
+    "make, error, words",
     [
         (lambda: FactorScheduler(0), ValueError, "step must be at least 1"),
         (lambda: FactorScheduler(1.5), TypeError, "step must be a whole number"),
@@ -116,7 +115,7 @@ def test_an_optimizer_takes_its_first_rate_from_the_schedule():
     assert [optimizer.lr_at(1.0, count) for count in (1, 2, 3)] == [0.5, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.25])
+@each("rate", [0.1, 0.25])
 def test_a_rate_that_is_given_beside_the_schedule_replaces_its_base(rate):
     # 0.1 is the default of sgd, and given all the same.
     optimizer = create("sgd", learning_rate=rate, lr_scheduler=CosineScheduler(10, base_lr=0.5))
@@ -132,7 +131,7 @@ def test_with_a_schedule_nobody_else_sets_the_rate():
     optimizer.learning_rate = 0.5  # what it is already
 
 
-@pytest.mark.parametrize("wrong", [lambda count: 0.1, 0.1, "cosine", FactorScheduler])
+@each("wrong", [lambda count: 0.1, 0.1, "cosine", FactorScheduler])
 def test_what_cannot_travel_is_no_schedule(wrong):
     with pytest.raises(TypeError, match=r"lr_scheduler must be a schedule of kvdist\.lr_scheduler.*learning_rate"):
         create("sgd", lr_scheduler=wrong)
@@ -178,8 +177,8 @@ def test_a_description_makes_an_equal_schedule(schedule):
 GOOD = create("sgd", lr_scheduler=MultiFactorScheduler([2, 5])).describe()
 
 
-@pytest.mark.parametrize(
-    ("description", "words"),
+@each(
+    "description, words",
     [
         ({**GOOD, "lr_scheduler": "warp"}, "unknown schedule 'warp'"),
         ({**GOOD, "lr_scheduler": 3}, "unknown schedule 3"),
@@ -202,7 +201,7 @@ def test_a_description_that_no_schedule_wrote_is_a_value_error(description, word
 # Where the weights live.
 
 
-@pytest.mark.parametrize("kind", ["local", "dist"])
+@each("kind", ["local", "dist"])
 def test_a_store_computes_the_rate_from_the_number_of_updates(kind):
     schedule = FactorScheduler(1, 0.5, base_lr=1.0)
     with kvdist.kv.create(kind) as store:

@@ -13,6 +13,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater, create
 from kvdist.optimizer.base import Piece
 from kvdist.optimizer.states import Part
+from tests.cases import each
 
 F32, F64 = DType.FLOAT32, DType.FLOAT64
 NORMS = ["lars", "lamb", "lans"]
@@ -25,7 +26,7 @@ def piece(index, weight, grad, start, shape=(10,)):
 # Lengths of the whole.
 
 
-@pytest.mark.parametrize("name", NORMS)
+@each("name", NORMS)
 def test_a_part_of_a_parameter_is_refused_and_the_error_says_what_to_do(name):
     updater, weight = Updater(create(name)), np.ones(4)
     for parts in (
@@ -39,7 +40,7 @@ def test_a_part_of_a_parameter_is_refused_and_the_error_says_what_to_do(name):
     np.testing.assert_array_equal(weight, np.ones(4))
 
 
-@pytest.mark.parametrize("name", NORMS)
+@each("name", NORMS)
 def test_all_pieces_use_the_lengths_of_the_whole(name):
     """One part has a gradient 1000 times the other's: with lengths of its own each would take another step."""
     rng = np.random.default_rng(1)
@@ -61,22 +62,22 @@ def test_all_pieces_use_the_lengths_of_the_whole(name):
     assert np.abs(alone - once).max() > 1e-5
 
 
-@pytest.mark.parametrize("name", NORMS)
+@each("name", NORMS)
 def test_rules_that_need_norms_do_not_go_on_as_one(name):
     updater = Updater(create(name))
     assert updater.optimizer.needs_norms
     assert not updater.joinable(["a", "b"])
 
 
-@pytest.mark.parametrize("name", NORMS)
+@each("name", NORMS)
 def test_not_a_number_stays_in_its_parameter_and_gives_no_warning(name):
     updater, weight = Updater(create(name)), np.array([1.0, np.nan, 3e38], np.float32)
     updater("w", np.array([np.inf, 1, 3e38], np.float32), weight)
     assert np.isnan(weight[1])
 
 
-@pytest.mark.parametrize(
-    ("key", "shape", "scaled"),
+@each(
+    "key, shape, scaled",
     [
         ("fc.weight", (8,), True),
         ("fc.bias", (8,), False),
@@ -110,7 +111,7 @@ def test_a_row_longer_than_a_chunk_has_one_history():
     np.testing.assert_allclose(weight.reshape(2, row), -grad.reshape(2, row) / np.sqrt(history)[:, None], rtol=1e-13)
 
 
-@pytest.mark.parametrize("shape", [(), (6,), (1, 2, 3)])
+@each("shape", [(), (6,), (1, 2, 3)])
 def test_group_adagrad_refuses_what_is_no_matrix(shape):
     weight = np.ones(math.prod(shape))
     with pytest.raises(ValueError, match="updates matrices, and the parameter 'w' has shape"):
@@ -126,7 +127,7 @@ def test_group_adagrad_refuses_weight_decay_and_torn_rows():
     assert not updater.states
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+@each("shape", [(0, 5), (5, 0), (0, 0)])
 def test_a_matrix_without_elements_is_updated_to_itself(shape):
     weight = np.ones(0)
     updater = Updater(create("groupadagrad"))
@@ -137,7 +138,7 @@ def test_a_matrix_without_elements_is_updated_to_itself(shape):
 # Learning rates that a rule divides by.
 
 
-@pytest.mark.parametrize("name", ["ftrl", "ftml"])
+@each("name", ["ftrl", "ftml"])
 def test_rules_that_divide_by_the_learning_rate_refuse_0_and_change_nothing(name):
     updater, weight = Updater(create(name)), np.ones(3)
     with pytest.raises(ValueError, match="divides by the learning rate, and that of 'w' is 0"):
@@ -182,7 +183,7 @@ def half(values, dtype):
     return REFERENCE.from_float32(np.asarray(values, np.float32), dtype)
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda one: one.label)
+@each("dtype", [DType.FLOAT16, DType.BFLOAT16])
 def test_steps_too_small_for_a_half_add_up_in_its_master(dtype):
     small = 2.0**-14  # less than half of the last bit of 1
     grad = half([1.0], dtype)
@@ -199,7 +200,7 @@ def half_value(value, dtype):
     return REFERENCE.to_float32(half([value], dtype), dtype)
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda one: one.label)
+@each("dtype", [DType.FLOAT16, DType.BFLOAT16])
 def test_a_weight_that_somebody_else_has_written_counts_and_its_neighbours_masters_stay(dtype):
     updater = Updater(create("sgd", learning_rate=2.0**-14, multi_precision=True))
     weight, grad = half([1.0, 1.0], dtype), half([1.0, 1.0], dtype)
@@ -209,7 +210,7 @@ def test_a_weight_that_somebody_else_has_written_counts_and_its_neighbours_maste
     np.testing.assert_array_equal(updater.states["w"].master, np.array([1 - 2 * 2.0**-14, 5 - 2.0**-14], np.float32))
 
 
-@pytest.mark.parametrize("dtype", [F32, F64], ids=lambda one: one.label)
+@each("dtype", [F32, F64])
 def test_full_widths_need_no_master(dtype):
     updater, weight = Updater(create("adam", multi_precision=True)), np.ones(3, dtype.storage)
     updater("w", weight.copy(), weight)

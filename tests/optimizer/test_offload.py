@@ -15,12 +15,13 @@ from kvdist.optimizer import Extent, Optimizer, Updater, create
 from kvdist.optimizer.base import Piece
 from kvdist.optimizer.offload import SUMMED_BYTES_MIN, DeviceUpdater, arithmetic_on, offloaded
 from kvdist.optimizer.states import Part
+from tests.cases import each
 from tests.devices import NumpyDevice
-from tests.optimizer.formulas import IDS, NO_DECAY, TABLE, shape_of
+from tests.optimizer.formulas import NO_DECAY, TABLE, shape_of
 
 F32 = DType.FLOAT32
 SIZE = 1000
-EVERY = [pytest.param(*case, id=case_id) for case, case_id in zip(TABLE, IDS, strict=True) if case[0] != "sgld"]
+EVERY = [case for case in TABLE if case[0] != "sgld"]
 ELEMENTWISE = [("sgd", {}), ("sgd", {"momentum": 0.9}), ("adam", {"clip_gradient": 2.0}), ("ftrl", {}), ("test", {})]
 
 
@@ -54,10 +55,8 @@ def require_equal_states(one, other):
             assert found.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize(("name", "numbers", "formula"), EVERY)
-@pytest.mark.parametrize(
-    ("dtype", "masters"), [(DType.FLOAT32, False), (DType.FLOAT16, True), (DType.BFLOAT16, False)], ids=str
-)
+@each("name, numbers, formula", EVERY)
+@each("dtype, masters", [(DType.FLOAT32, False), (DType.FLOAT16, True), (DType.BFLOAT16, False)])
 def test_every_rule_gives_the_bits_and_states_of_the_host(name, numbers, formula, dtype, masters):
     rule = create(name, clip_gradient=0.5, multi_precision=masters, **numbers)
     here, there = Updater(rule), DeviceUpdater(rule, NumpyDevice())
@@ -70,7 +69,7 @@ def test_every_rule_gives_the_bits_and_states_of_the_host(name, numbers, formula
     require_equal_states(there, here)
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 65])
+@each("size", [0, 1, 7, 65])
 def test_awkward_sizes_do_not_disturb_each_other(size):
     rule = create("adam")
     here, there = Updater(rule), DeviceUpdater(rule, NumpyDevice())
@@ -142,8 +141,8 @@ def test_nothing_is_under_way_when_a_call_has_returned_or_refused():
     assert not device.pending
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
+@each(
+    "changes, error, words",
     [
         ({"dtype": DType.INT32}, TypeError, "optimizers update floating types only"),
         ({"out": np.ones(4, np.float32)}, ValueError, "3 elements, the array for the new one 4"),
@@ -173,20 +172,20 @@ def test_a_refused_first_update_leaves_no_state():
 # Parameters of several pieces, and arrays that go on as one.
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("lars", {"momentum": 0.9}), ("lamb", {}), ("lans", {}), ("adam", {})])
+@each("name, numbers", [("lars", {"momentum": 0.9}), ("lamb", {}), ("lans", {}), ("adam", {})])
 def test_the_pieces_of_a_parameter_are_updated_together(name, numbers):
     here, there = Updater(create(name, **numbers)), DeviceUpdater(create(name, **numbers), NumpyDevice())
     sizes, starts = (5, 1, 300), (0, 5, 6)
-    present = {each: [drawn(i, size=size) for i, size in enumerate(sizes)] for each in (here, there)}
+    present = {side: [drawn(i, size=size) for i, size in enumerate(sizes)] for side in (here, there)}
     for turn in range(3):
-        for each, weights in present.items():
+        for side, weights in present.items():
             outs = [np.empty_like(weight) for weight in weights]
             pieces = [
                 Piece(i, old, [drawn(10 * turn + i, size=old.size)] * 2, [0.5, 0.5], new, Extent("w", (306,), start))
                 for i, (old, new, start) in enumerate(zip(weights, outs, starts, strict=True))
             ]
-            each.update_together(pieces, F32, 0.1, 0.01)
-            present[each] = outs
+            side.update_together(pieces, F32, 0.1, 0.01)
+            present[side] = outs
         assert [a.tobytes() for a in present[here]] == [a.tobytes() for a in present[there]]
     require_equal_states(there, here)
 
@@ -194,28 +193,28 @@ def test_the_pieces_of_a_parameter_are_updated_together(name, numbers):
 PARTS = (Part("a", 0, 3), Part("b", 4, 1), Part("c", 6, 0), Part("d", 6, 5))
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16], ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize(("name", "numbers"), ELEMENTWISE)
+@each("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
+@each("name, numbers", ELEMENTWISE)
 def test_states_are_joined_and_split_as_on_the_host(name, numbers, dtype):
     rule = create(name, multi_precision=True, **numbers)
     here, there = Updater(rule), DeviceUpdater(rule, NumpyDevice())
-    present = {each: {part.index: drawn(part.start, dtype, part.count) for part in PARTS} for each in (here, there)}
+    present = {side: {part.index: drawn(part.start, dtype, part.count) for part in PARTS} for side in (here, there)}
 
     def train_apart(turn):
-        for each, weights in present.items():
+        for side, weights in present.items():
             for index in weights:
-                weights[index] = updated(each, weights[index], turn, dtype, index)
+                weights[index] = updated(side, weights[index], turn, dtype, index)
 
     def train_joined(turn):
-        for each, weights in present.items():
-            assert each.joinable(weights)
+        for side, weights in present.items():
+            assert side.joinable(weights)
             whole = np.zeros(12, dtype.storage)
             for part in PARTS:
                 whole[part.start : part.start + part.count] = weights[part.index]
-            each.join("all", PARTS, 12, dtype)
+            side.join("all", PARTS, 12, dtype)
             for more in range(2):
-                whole = updated(each, whole, turn + more, dtype, "all")
-            each.split("all", PARTS)
+                whole = updated(side, whole, turn + more, dtype, "all")
+            side.split("all", PARTS)
             for part in PARTS:
                 weights[part.index] = whole[part.start : part.start + part.count]
 
@@ -241,9 +240,9 @@ def test_what_was_joined_or_split_holds_no_memory_of_the_device_for_former_array
 # Saving.
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize(("name", "numbers"), [*ELEMENTWISE, ("nadam", {}), ("lars", {"momentum": 0.5})])
-@pytest.mark.parametrize("to_device", [False, True])
+@each("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@each("name, numbers", [*ELEMENTWISE, ("nadam", {}), ("lars", {"momentum": 0.5})])
+@each("to_device", [False, True])
 def test_states_move_between_host_and_device(name, numbers, dtype, to_device):
     rule = create(name, multi_precision=True, **numbers)
     here, there = Updater(rule), DeviceUpdater(rule, NumpyDevice())
@@ -283,7 +282,7 @@ def test_states_are_shown_as_copies_that_stay_as_they_were():
 # Rules and devices that do not fit, and memory that is full.
 
 
-@pytest.mark.parametrize("name", ["ftrl", "lamb"])
+@each("name", ["ftrl", "lamb"])
 def test_a_rule_without_a_kernel_is_refused_where_numpys_functions_do_not_work(name):
     with pytest.raises(DeviceError, match=f"{name} cannot run on cuda:0"):
         arithmetic_on(NumpyDevice(kernels_only=True), REFERENCE).new_updater(create(name))
@@ -322,8 +321,8 @@ def test_a_rule_that_finds_the_memory_full_is_told_in_a_sentence():
 LONG = SUMMED_BYTES_MIN // 4
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("wide", [False, True])
+@each("dtype", list(DType))
+@each("wide", [False, True])
 def test_long_sums_are_made_on_the_device_with_the_bits_of_the_host(dtype, wide):
     device = NumpyDevice()
     kernels = offloaded(device, REFERENCE)
@@ -342,7 +341,7 @@ def test_long_sums_are_made_on_the_device_with_the_bits_of_the_host(dtype, wide)
     assert device.allocated_bytes < 2 * (sum(one.nbytes for one in sources) + ours.nbytes), "memory is used again"
 
 
-@pytest.mark.parametrize(("size", "count"), [(LONG - 1, 2), (LONG, 1), (0, 2), (LONG, 0)])
+@each("size, count", [(LONG - 1, 2), (LONG, 1), (0, 2), (LONG, 0)])
 def test_sums_that_are_not_worth_the_trip_stay_on_the_host(size, count):
     device = NumpyDevice()
     sources = [drawn(i, size=size) for i in range(count)]
@@ -353,8 +352,8 @@ def test_sums_that_are_not_worth_the_trip_stay_on_the_host(size, count):
     assert device.uploaded_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("sources", "scales", "dtype", "error"),
+@each(
+    "sources, scales, dtype, error",
     [
         ([np.ones(LONG, np.float32), np.ones(LONG + 1, np.float32)], [1.0, 1.0], F32, ValueError),
         ([np.ones(LONG, np.float32), np.ones(LONG)], [1.0, 1.0], F32, TypeError),

@@ -13,6 +13,7 @@ import pytest
 from kvdist.lr_scheduler import CosineScheduler
 from kvdist.optimizer import NAG, SGD, Adam, AdamW, Optimizer, Test, create, from_description, register
 from kvdist.optimizer.registry import registered
+from tests.cases import each
 
 DEFAULTS = {
     "sgd": {"learning_rate": 0.1, "momentum": 0.0},
@@ -48,9 +49,7 @@ DEFAULTS = {
 NAMES = list(DEFAULTS)
 
 
-@pytest.mark.parametrize(
-    ("spelling", "cls"), [("SGD", SGD), ("nag", NAG), ("Adam", Adam), ("AdamW", AdamW), ("TEST", Test)]
-)
+@each("spelling, cls", [("SGD", SGD), ("nag", NAG), ("Adam", Adam), ("AdamW", AdamW), ("TEST", Test)])
 def test_a_name_is_found_in_any_case(spelling, cls):
     assert type(create(spelling)) is cls
 
@@ -69,8 +68,8 @@ def test_an_unknown_name_lists_the_known_ones():
         create("adma")
 
 
-@pytest.mark.parametrize(
-    ("name", "numbers", "words"),
+@each(
+    "name, numbers, words",
     [
         ("sgd", {"beta1": 0.9}, "sgd has no hyper-parameter beta1; it takes learning_rate, wd, .*momentum"),
         ("adam", {"lr": 0.1}, "no hyper-parameter lr .*called learning_rate"),
@@ -96,8 +95,8 @@ def test_an_unknown_or_mistyped_hyper_parameter_is_named(name, numbers, words):
         create(name, **numbers)
 
 
-@pytest.mark.parametrize(
-    ("name", "numbers", "words"),
+@each(
+    "name, numbers, words",
     [
         ("sgd", {"momentum": 1.0}, "momentum must be below 1, not 1"),
         ("sgd", {"momentum": -0.1}, "momentum must be at least 0"),
@@ -117,7 +116,7 @@ def test_a_number_out_of_range_is_named(name, numbers, words):
         create(name, **numbers)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_defaults_are_those_of_the_mirrored_system(name):
     common = {
         "wd": 0.0,
@@ -191,7 +190,7 @@ def test_multipliers_act_on_their_key_only():
     assert optimizer.pushed_lr("bias") == 1.0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_a_description_makes_an_equal_optimizer(name):
     optimizer = create(name, learning_rate=0.5, wd=0.1, rescale_grad=0.125, clip_gradient=3)
     description = optimizer.describe()
@@ -204,8 +203,8 @@ def test_a_description_makes_an_equal_optimizer(name):
 GOOD = create("adamw").describe()
 
 
-@pytest.mark.parametrize(
-    ("description", "words"),
+@each(
+    "description, words",
     [
         (None, "a table, not NoneType"),
         ([], "a table, not list"),

@@ -8,6 +8,7 @@ import pytest
 from kvdist.dtypes import DType
 from kvdist.optimizer import Extent, Updater, create, from_description
 from kvdist.optimizer.registry import registered
+from tests.cases import each
 
 SHAPE = (6, 4)
 SIZE = 24
@@ -57,9 +58,9 @@ def moved_by_zeros(optimizer, wd, dtype):
     return moved
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64], ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("wd", [0.0, 0.1])
-@pytest.mark.parametrize(("name", "numbers"), VARIANTS, ids=[name_of(*one) for one in VARIANTS])
+@each("dtype", [DType.FLOAT32, DType.FLOAT64])
+@each("wd", [0.0, 0.1])
+@each("name, numbers", VARIANTS)
 def test_a_rule_rests_only_where_a_zero_gradient_changes_no_bit(name, numbers, wd, dtype):
     optimizer = create(name, **numbers)
     if name == "groupadagrad" and wd:
@@ -71,7 +72,7 @@ def test_a_rule_rests_only_where_a_zero_gradient_changes_no_bit(name, numbers, w
         assert not moved_by_zeros(optimizer, wd, dtype)
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("adam", {}), ("nag", {"momentum": 0.0}), ("sgd", {"momentum": 0.9})])
+@each("name, numbers", [("adam", {}), ("nag", {"momentum": 0.0}), ("sgd", {"momentum": 0.9})])
 def test_the_check_above_sees_rules_that_do_not_rest(name, numbers):
     assert moved_by_zeros(create(name, **numbers), 0.0, DType.FLOAT32)
     assert moved_by_zeros(create("sgd"), 0.1, DType.FLOAT32)

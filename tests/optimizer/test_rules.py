@@ -10,7 +10,8 @@ from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater, create
 from kvdist.optimizer.base import Piece
-from tests.optimizer.formulas import IDS, NO_DECAY, TABLE, shape_of
+from tests.cases import each
+from tests.optimizer.formulas import NO_DECAY, TABLE, shape_of
 
 torch = pytest.importorskip("torch")
 
@@ -19,7 +20,7 @@ FLOATS = [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64]
 HALVES = FLOATS[:2]
 STEPS = 50
 
-every_rule = pytest.mark.parametrize(("name", "numbers", "formula"), TABLE, ids=IDS)
+every_rule = each("name, numbers, formula", TABLE)
 
 
 def lr_at(step):
@@ -79,15 +80,14 @@ def assert_follows(actual, expected, tolerance, name):
 
 
 @every_rule
-@pytest.mark.parametrize(
-    ("dtype", "clip", "wd"),
+@each(
+    "dtype, clip, wd",
     [
         (DType.FLOAT32, None, 0.0),
         (DType.FLOAT64, 0.5, 0.1),
         (DType.FLOAT16, 0.5, 0.0),
         (DType.BFLOAT16, None, 0.1),
     ],
-    ids=str,
 )
 def test_fifty_steps_follow_the_formula_with_a_learning_rate_that_changes(name, numbers, formula, dtype, clip, wd):
     updater = Updater(create(name, clip_gradient=clip, **numbers))
@@ -98,7 +98,7 @@ def test_fifty_steps_follow_the_formula_with_a_learning_rate_that_changes(name, 
 
 
 @every_rule
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+@each("dtype", HALVES)
 def test_halves_with_a_master_follow_the_formula_as_float32_does(name, numbers, formula, dtype):
     updater = Updater(create(name, multi_precision=True, **numbers))
     wd = wd_of(name, 0.1)
@@ -118,17 +118,16 @@ def test_awkward_sizes_follow_the_formula(name, numbers, formula):
 
 
 @every_rule
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32], ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("size", [CHUNK_ELEMENTS + 1])
-def test_in_place_and_out_of_place_give_the_same_bits(name, numbers, formula, dtype, size):
-    arguments = (formula, dtype, size, 4, (1.0, 0.5), wd_of(name, 0.1), 0.5, numbers)
+@each("dtype", [DType.BFLOAT16, DType.FLOAT32])
+def test_in_place_and_out_of_place_give_the_same_bits(name, numbers, formula, dtype):
+    arguments = (formula, dtype, CHUNK_ELEMENTS + 1, 4, (1.0, 0.5), wd_of(name, 0.1), 0.5, numbers)
     apart, _, _ = run(Updater(create(name, clip_gradient=0.5, **numbers)), *arguments)
     in_place, _, _ = run(Updater(create(name, clip_gradient=0.5, **numbers)), *arguments, in_place=True)
     np.testing.assert_array_equal(apart.view(np.uint8), in_place.view(np.uint8))
 
 
 @every_rule
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64], ids=lambda dtype: dtype.label)
+@each("dtype", [DType.FLOAT32, DType.FLOAT64])
 def test_slices_give_the_same_bits_as_one_piece(name, numbers, formula, dtype):
     size, row = 2 * CHUNK_ELEMENTS + 4, 6
     shape, wd = (size // row, row), wd_of(name, 0.1)
@@ -191,8 +190,8 @@ def test_a_sum_that_float64_would_keep_is_rounded_as_float32():
     assert out[0] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("name", "numbers", "peer"),
+@each(
+    "name, numbers, peer",
     [
         ("sgd", {}, lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.1)),
         ("sgd", {"momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1)),
@@ -211,9 +210,8 @@ def test_a_sum_that_float64_would_keep_is_rounded_as_float32():
             ),
         ),
     ],
-    ids=["sgd", "momentum", "nag", "adam", "adamax", "nadam", "adagrad", "adadelta", "rmsprop", "centered"],
 )
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64], ids=lambda dtype: dtype.label)
+@each("dtype", [DType.FLOAT32, DType.FLOAT64])
 def test_fifty_steps_at_one_learning_rate_equal_torch(name, numbers, peer, dtype):
     # Without epsilon the two places where it may stand agree.
     rng = np.random.default_rng(11)
@@ -245,8 +243,8 @@ def test_adamw_without_weight_decay_equals_torch():
     np.testing.assert_allclose(weight, parameter.detach().numpy(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("name", ["sgd", "test"])
+@each("dtype", FLOATS)
+@each("name", ["sgd", "test"])
 def test_integer_gradients_with_learning_rate_one_give_exact_weights(dtype, name):
     updater = Updater(create(name, learning_rate=1.0))
     weight = stored(np.arange(50.0), dtype)

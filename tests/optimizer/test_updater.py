@@ -12,6 +12,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.optimizer import Optimizer, Updater, create
 from kvdist.optimizer.states import Part
+from tests.cases import each
 
 F32 = DType.FLOAT32
 
@@ -65,7 +66,7 @@ def test_no_contribution_is_a_gradient_of_zeros():
     np.testing.assert_array_equal(weight, np.full(3, 0.75))
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
+@each("order", ["C", "F"])
 def test_local_weights_of_any_shape_and_layout_are_updated_in_place(order):
     weight = np.asarray(np.arange(12, dtype=np.float32).reshape(3, 4), order=order)
     grad = np.asarray(np.ones((3, 4), np.float32), order="C")
@@ -90,8 +91,8 @@ def test_overflow_and_not_a_number_pass_without_a_warning():
     assert half[0] == np.inf
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
+@each(
+    "changes, error, words",
     [
         ({"dtype": DType.INT32}, TypeError, "int32: optimizers update floating types only"),
         ({"weight": np.ones(3)}, TypeError, "not float64"),
@@ -203,9 +204,9 @@ def of_parts(array):
     return np.concatenate([array[part.start : part.start + part.count] for part in PARTS])
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64, DType.FLOAT16])
-@pytest.mark.parametrize(
-    ("name", "numbers"),
+@each("dtype", [DType.FLOAT32, DType.FLOAT64, DType.FLOAT16])
+@each(
+    "name, numbers",
     [("sgd", {}), ("sgd", {"momentum": 0.9}), ("adam", {}), ("adam", {"clip_gradient": 2.0}), ("test", {})],
 )
 def test_states_that_are_joined_and_split_go_on_to_the_bit(name, numbers, dtype):

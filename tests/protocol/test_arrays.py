@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvdist.dtypes import DType
 from kvdist.protocol.arrays import ITEMSIZES, Arrays, PayloadView, offsets, padded, views
+from tests.cases import each
 
 COUNTS = [0, 1, 3, 7, 8, 9, 64, 1001]
 
@@ -52,8 +53,8 @@ def test_sizes_of_the_largest_counts_do_not_wrap():
     assert total == 24 * 0xFFFFFFFF
 
 
-@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
-@pytest.mark.parametrize("shift", range(8))
+@each("wrap", [bytes, bytearray, memoryview])
+@each("shift", range(8))
 def test_views_show_every_array_at_any_address(wrap, shift):
     arrays, expected = filled(MIXED)
     moved = wrap(b"#" * shift + bytes(arrays.payload))
@@ -105,8 +106,8 @@ def in_frames(entries, cuts, shift=0):
 CUTS = [[], [1], [8, 9], [0, 5, 40], range(len(MIXED)), [len(MIXED) - 1]]
 
 
-@pytest.mark.parametrize("shift", [0, 1, 4, 8])
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@each("shift", [0, 1, 4, 8])
+@each("cuts", CUTS)
 def test_views_show_every_array_wherever_the_frames_begin(cuts, shift):
     arrays, expected = in_frames(MIXED, cuts, shift)
     for view, want in zip(views(arrays), expected, strict=True):
@@ -142,7 +143,7 @@ def test_arrays_without_elements_at_the_edges_of_frames_are_shown():
 F32S = [(DType.FLOAT32, count) for count in (3, 0, 1, 8, 5, 2)]
 
 
-@pytest.mark.parametrize("cuts", [[], [2], [3], [1, 4], [0, 1, 2, 3, 4, 5]], ids=str)
+@each("cuts", [[], [2], [3], [1, 4], [0, 1, 2, 3, 4, 5]])
 def test_a_stretch_shows_the_padding_and_crosses_frames(cuts):
     whole, expected = in_frames(F32S, [])
     arrays, _ = in_frames(F32S, cuts)

@@ -34,6 +34,7 @@ from kvdist.protocol.collective import (
     decode,
     encode,
 )
+from tests.cases import each
 
 EXAMPLES = [
     RankHello("token", 3, 5, "höst", "1.0"),
@@ -57,12 +58,12 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+@each("message", EXAMPLES)
 def test_a_message_comes_back_as_it_was(message):
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+@each("message", EXAMPLES)
 def test_a_message_that_is_cut_or_has_more_behind_it_is_refused(message):
     data = encode(message)
     for cut in range(len(data)):

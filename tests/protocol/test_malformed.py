@@ -15,6 +15,7 @@ from kvdist.errors import ProtocolError
 from kvdist.protocol import messages as m
 from kvdist.protocol import wire
 from kvdist.protocol.arrays import Encoding
+from tests.cases import each
 
 TELLING_BYTES = bytes.fromhex("00 01 7f 80 90 c0 c1 c7 dd df ff")
 """Numbers at their ends, and those with which msgpack's lists, maps, nil, extensions and the unused code begin."""
@@ -47,7 +48,7 @@ def with_header(packet, fields) -> list[bytes]:
     return frames
 
 
-@pytest.mark.parametrize("name", kinds())
+@each("name", kinds())
 def test_every_truncation_of_the_envelope_or_the_header_is_refused(name, examples):
     frames = frames_of(examples[name])
     assert attempt(frames) == ""
@@ -56,14 +57,14 @@ def test_every_truncation_of_the_envelope_or_the_header_is_refused(name, example
             assert attempt([*frames[:index], frame[:end], *frames[index + 1 :]])
 
 
-@pytest.mark.parametrize("name", sorted(kind.message.__name__ for kind in wire.KINDS.values() if kind.has_payload))
+@each("name", sorted(kind.message.__name__ for kind in wire.KINDS.values() if kind.has_payload))
 def test_a_payload_one_byte_too_short_or_too_long_is_refused(name, examples):
     frames = frames_of(examples[name])
     for payload in (frames[2][:-1], frames[2] + b"\0", b"", frames[2] * 2):
         assert "payload" in attempt([*frames[:2], payload])
 
 
-@pytest.mark.parametrize("name", kinds())
+@each("name", kinds())
 def test_every_changed_byte_gives_a_packet_or_a_protocol_error(name, examples):
     frames = frames_of(examples[name])
     outcomes = set()
@@ -106,7 +107,7 @@ def test_random_frames_are_refused(frames):
     assert attempt(frames)
 
 
-@pytest.mark.parametrize("name", kinds())
+@each("name", kinds())
 def test_any_other_number_of_frames_is_refused(name, examples):
     frames = frames_of(examples[name])
     for wrong in ([], frames[:1], frames[:-1], [*frames, b""], [b"", *frames], [b""] * len(frames), frames * 50):
@@ -117,21 +118,21 @@ def test_an_http_request_is_refused_as_not_a_message():
     assert "not a kvdist message" in attempt([b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n"])
 
 
-@pytest.mark.parametrize("rest", [b"", b"\xff" * 59, b"anything of any length, even of later versions" * 9])
+@each("rest", [b"", b"\xff" * 59, b"anything of any length, even of later versions" * 9])
 def test_another_version_is_told_apart_and_named(rest):
     with pytest.raises(wire.VersionMismatch, match="version 2 .* version 1") as caught:
         wire.decode([b"KVDI\x02" + rest])
     assert caught.value.version == 2
 
 
-@pytest.mark.parametrize(("at", "complaint"), [(6, "reserved"), (7, "reserved"), (61, "reserved"), (63, "reserved")])
+@each("at, complaint", [(6, "reserved"), (7, "reserved"), (61, "reserved"), (63, "reserved")])
 def test_reserved_bytes_that_are_not_zero_are_refused(at, complaint, examples):
     frames = frames_of(examples["Alive"])
     frames[0] = frames[0][:at] + b"\x01" + frames[0][at + 1 :]
     assert complaint in attempt(frames)
 
 
-@pytest.mark.parametrize("code", [0, 5, 18, 38, 255])
+@each("code", [0, 5, 18, 38, 255])
 def test_an_unknown_kind_is_refused(code, examples):
     frames = frames_of(examples["Alive"])
     frames[0] = frames[0][:5] + bytes([code]) + frames[0][6:]
@@ -144,7 +145,7 @@ def test_an_unknown_role_or_a_scheduler_of_another_rank_is_refused(examples):
     assert "the scheduler has rank 0" in attempt([frames[0][:60] + b"\0\0\0\0", frames[1]])
 
 
-@pytest.mark.parametrize(("name", "seq"), [("Push", 0), ("Alive", 1)])
+@each("name, seq", [("Push", 0), ("Alive", 1)])
 def test_a_sequence_number_that_the_kind_does_not_have_is_refused(name, seq, examples):
     frames = frames_of(examples[name])
     frames[0] = frames[0][:40] + struct.pack("<Q", seq) + frames[0][48:]
@@ -157,7 +158,7 @@ def test_bytes_after_the_last_field_are_refused(examples):
         assert "left over" in attempt([frames[0], frames[1] + b"\xc0", *frames[2:]])
 
 
-@pytest.mark.parametrize(
+@each(
     "header",
     [
         b"\x93\x01\x00\x82\xa1a\x01\xa1a\x02",
@@ -168,8 +169,8 @@ def test_a_map_with_the_same_name_twice_is_refused(header, examples):
     assert "same name twice" in attempt(with_header(examples["Configure"], header))
 
 
-@pytest.mark.parametrize(
-    ("description", "complaint"),
+@each(
+    "description, complaint",
     [
         (b"\x81\x01\x01", "not readable"),
         (b"\x81\xc4\x01a\x01", "expected text"),
@@ -191,7 +192,7 @@ def test_descriptions_hold_nothing_but_distinct_names_and_scalars(description, c
     assert any(part in found for part in complaint.split("|")), found
 
 
-@pytest.mark.parametrize("infinity", [float("inf"), float("-inf")])
+@each("infinity", [float("inf"), float("-inf")])
 def test_settings_may_be_nan_and_never_infinite(infinity, examples):
     header = msgpack.unpackb(frames_of(examples["Push"])[1])
     header[7][0] = [infinity, 0.0, 1.0]
@@ -216,8 +217,8 @@ def declare(keys=KEY, shapes=SHAPE, dtypes=b"\1", pulled_as=b"\1", forms=FORM, r
     return [request, 0, "sync", keys, shapes, dtypes, pulled_as, forms]
 
 
-@pytest.mark.parametrize(
-    ("name", "header"),
+@each(
+    "name, header",
     [
         ("Declare", declare(shapes=[b"\2", u64s(1 << 32, 1 << 32)])),
         ("Declare", declare(shapes=[b"\2", u64s((1 << 64) - 1, 2)])),
@@ -293,25 +294,24 @@ def test_a_compressed_push_that_is_right_is_taken(examples):
     assert compressed(examples, [5], [0], 5, 0.0, b"") == ""
 
 
-@pytest.mark.parametrize("encoding", [-1, 0, max(Encoding) + 1, 255, 1 << 40, None, 1.0, True, "1"])
+@each("encoding", [-1, 0, max(Encoding) + 1, 255, 1 << 40, None, 1.0, True, "1"])
 def test_an_encoding_that_there_is_not_is_refused(encoding, examples):
     refusal = compressed(examples, [5], [5], encoding, 0.5, bytes(8))
     assert "encoding" in refusal and "parameter" not in refusal
 
 
-@pytest.mark.parametrize(
-    ("encoding", "parameter"),
+@each(
+    "encoding, parameter",
     [(1, 0.0), (1, -0.5), (1, 0.1), (1, 1e300), (2, -1e300), (1, float("nan")), (1, float("inf")), (2, float("nan")),
-     (2, -float("inf")), (3, 1.0),
-     (4, -1.0), (5, 0.01), (1, 1), (1, None), (1, True)],
+     (2, -float("inf")), (3, 1.0), (4, -1.0), (5, 0.01), (1, 1), (1, None), (1, True)],
 )  # fmt: skip
 def test_a_parameter_that_the_encoding_does_not_have_is_refused(encoding, parameter, examples):
     sizes = {1: 8, 2: 8, 3: 16, 4: 16, 5: 40}
     assert compressed(examples, [5], [5], encoding, parameter, bytes(sizes[encoding]))
 
 
-@pytest.mark.parametrize(
-    ("counts", "entries", "encoding", "complaint"),
+@each(
+    "counts, entries, encoding, complaint",
     [
         ([5], [4], 1, "another number of entries"),
         ([4], [5], 3, "another number of entries"),
@@ -329,7 +329,7 @@ def test_counts_and_entries_that_do_not_fit_the_payload_are_refused(counts, entr
     assert complaint in found
 
 
-@pytest.mark.parametrize("indices", [[0, 5], [4, 0], [1, 1], [0, 0xFFFFFFFF], [0xFFFFFFFF, 1]])
+@each("indices", [[0, 5], [4, 0], [1, 1], [0, 0xFFFFFFFF], [0xFFFFFFFF, 1]])
 def test_indices_that_do_not_ascend_or_are_no_elements_are_refused(indices, examples):
     payload = np.array(indices, "<u4").tobytes() + bytes(8)
     assert "indices" in compressed(examples, [5], [2], 5, 0.0, payload)
@@ -354,7 +354,7 @@ def test_an_empty_compressed_contribution_has_no_elements(examples):
     assert "unknown flags" in compressed(examples, [0], [0], 1, 0.5, b"", flags=b"\x10")
 
 
-@pytest.mark.parametrize("pulled_as", [0, 2, 5, 99])
+@each("pulled_as", [0, 2, 5, 99])
 def test_values_come_back_as_their_own_type_or_as_halves_of_float32(pulled_as, examples):
     assert attempt(with_header(examples["Declare"], declare(pulled_as=bytes([pulled_as]))))
     assert attempt(with_header(examples["Declare"], declare(dtypes=b"\2", pulled_as=b"\3")))
@@ -390,7 +390,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@each("name", BOMBS)
 def test_claimed_sizes_and_deep_nesting_are_refused_without_memory(name, examples):
     frames = with_header(examples["Declare"], BOMBS[name])
     assert attempt(frames).startswith("Declare, ")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvdist.errors import ProtocolError
 from kvdist.protocol.objects import Leaf, decode, encode
+from tests.cases import each
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 keys = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text() | st.tuples(st.integers(0, 9))
@@ -42,7 +43,7 @@ def test_dictionaries_keep_their_order_and_ordered_ones_are_dictionaries():
     assert type(result) is dict and list(result.items()) == [("b", 1), ("a", 2), (3, [math.inf])]
 
 
-@pytest.mark.parametrize(
+@each(
     "array",
     [
         np.arange(6, dtype=np.int16).reshape(2, 3),
@@ -87,8 +88,8 @@ class Loud(str):
 Point = namedtuple("Point", "x")
 
 
-@pytest.mark.parametrize(
-    ("value", "sentence"),
+@each(
+    "value, sentence",
     [
         ({"a": [1, 2, {3}]}, r"obj\['a'\]\[2\] is a set, which cannot be sent"),
         (object(), "obj is a object,"),
@@ -115,7 +116,7 @@ def test_an_object_that_contains_itself_is_nested_too_deeply():
         encode(endless)
 
 
-@pytest.mark.parametrize("make", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"a": inner}])
+@each("make", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"a": inner}])
 def test_what_may_be_sent_may_also_be_read_however_deep(make):
     value = 1
     for _ in range(64):
@@ -147,8 +148,8 @@ def nested(depth):
     return np.frombuffer(len(tree).to_bytes(8, "little") + tree, np.uint8)
 
 
-@pytest.mark.parametrize(
-    ("octets", "sentence"),
+@each(
+    "octets, sentence",
     [
         (nested(900), "nested more than 64 deep"),
         (packed(array("numpy", "|S0", [1 << 45])), "without a size"),

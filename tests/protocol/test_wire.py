@@ -20,6 +20,7 @@ from kvdist.protocol import wire
 from kvdist.protocol.arrays import Arrays, Coded, Encoding, coded_sizes, offsets, padded, views
 from kvdist.protocol.limits import DEFAULT, WireLimits
 from kvdist.protocol.messages import CompressedPush, Peer
+from tests.cases import each
 
 U32_MAX, U64_MAX = (1 << 32) - 1, (1 << 64) - 1
 U32, U64 = st.integers(0, U32_MAX), st.integers(0, U64_MAX)
@@ -377,15 +378,15 @@ REFUSED_CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "complaint"), REFUSED_CHANGES)
+@each("name, change, complaint", REFUSED_CHANGES)
 def test_a_sender_refuses_what_a_receiver_would(name, change, complaint, examples):
     packet = m.Packet(examples[name].stamp, dataclasses.replace(examples[name].message, **change))
     with pytest.raises(ValueError, match=f"cannot send this {name}.*{complaint}"):
         wire.encode(packet)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
+@each(
+    "name, change",
     [
         ("Push", {"seq": 0}),
         ("Alive", {"seq": 1}),
@@ -401,7 +402,7 @@ def test_a_sender_refuses_an_impossible_stamp(name, change, examples):
         wire.encode(packet)
 
 
-@pytest.mark.parametrize("limit", ["header_bytes_max", "payload_bytes_max", "slices_max", "settings_max"])
+@each("limit", ["header_bytes_max", "payload_bytes_max", "slices_max", "settings_max"])
 def test_both_sides_obey_the_limits_they_are_given(limit, examples):
     tight = WireLimits(**{limit: 1})
     with pytest.raises(ValueError, match="Push"):
@@ -427,8 +428,8 @@ def values_in(examples, counts, lengths, dtype=1):
     return m.Packet(examples["Values"].stamp, said)
 
 
-@pytest.mark.parametrize(
-    ("counts", "lengths"),
+@each(
+    "counts, lengths",
     [
         ([2], [8]),
         ([2, 4], [8, 16]),
@@ -448,8 +449,8 @@ def test_several_frames_arrive_as_they_were_sent(counts, lengths, examples):
     assert [view.tobytes() for view in views(received)] == [view.tobytes() for view in views(packet.message.arrays)]
 
 
-@pytest.mark.parametrize(
-    ("counts", "lengths", "complaint"),
+@each(
+    "counts, lengths, complaint",
     [
         ([2, 4], [16, 8], "ends within an array"),
         ([2, 4], [4, 20], "ends within an array"),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import kvdist.protocol
 from kvdist.dtypes import DType
@@ -19,6 +18,7 @@ from kvdist.protocol import messages as m
 from kvdist.protocol import wire
 from kvdist.protocol.arrays import Arrays, Coded, Encoding, coded_size, coded_sizes, padded
 from kvdist.protocol.limits import DEFAULT
+from tests.cases import each
 
 DOCUMENT = Path(kvdist.protocol.__file__).with_name("WIRE.md").read_text(encoding="utf-8")
 SENDERS = {
@@ -59,7 +59,7 @@ def test_the_table_has_every_kind_once_under_its_code():
     assert len(ROWS) == len(wire.KINDS)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["message"])
+@each("row", ROWS)
 def test_a_row_has_the_fields_of_the_class_and_their_types_in_order(row):
     form = wire.KINDS[int(row["code"])]
     assert fields_of(row) == [(name, field.name) for name, field in form.fields]
@@ -77,7 +77,7 @@ def test_every_limit_that_the_document_names_is_in_its_table():
     assert set(re.findall(r"`(\w+_max)`", DOCUMENT)) == {row["limit"] for row in table("limit")}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["message"])
+@each("row", ROWS)
 def test_a_row_says_who_sends_to_whom_and_which_messages_answer(row):
     sender, receiver = row["direction"].split(" → ")
     assert sender in SENDERS
@@ -177,7 +177,7 @@ def test_the_examples_are_a_hello_and_three_pushes_with_a_setting_left_to_the_se
     assert math.isnan(push["fields"]["settings"][0][1])
 
 
-@pytest.mark.parametrize(("told", "frames"), examples(), ids=["Hello", "Push", "JoinedPush", "CompressedPush"])
+@each("told, frames", examples())
 def test_an_example_is_encoded_to_its_hex_and_decoded_to_its_text(told, frames, difference):
     packet = told_packet(told)
     assert [bytes(frame) for frame in wire.encode(packet)] == frames

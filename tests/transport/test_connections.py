@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvdist.transport.connections import Connections, is_older
+from tests.cases import each
 
 
 def name(number: int) -> bytes:
@@ -81,7 +80,7 @@ def test_strangers_whom_several_threads_refuse_at_the_same_time_are_counted_once
     assert connections.strangers == 2
 
 
-@pytest.mark.parametrize("start", [7, (1 << 32) - 1])
+@each("start", [7, (1 << 32) - 1])
 def test_of_two_routes_on_one_descriptor_the_older_is_over_whoever_is_heard_first(start: int) -> None:
     old, new = name(start), name(start + 1)
     for order in ([old, new], [new, old]):

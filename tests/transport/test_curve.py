@@ -20,6 +20,7 @@ from kvdist.transport.base import Arrived, Connected, DialRefused, Disconnected,
 from kvdist.transport.curve import ZAP_DOMAIN, ZAP_ENDPOINT, ZapAuthenticator, hkdf_sha256
 from kvdist.transport.handshake import SUSPICIOUS_FAILURES, Suspicion, mechanism_at
 from kvdist.transport.zeromq import ZeroMQTransport
+from tests.cases import each
 from tests.ports import free_port
 from tests.transport.encrypted import EVERYBODY, SECRET, credentials
 from tests.transport.patience import PATIENCE_S, PATIENT
@@ -43,7 +44,7 @@ RFC_5869 = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("secret", "salt", "info", "nbytes", "expected"), RFC_5869)
+@each("secret, salt, info, nbytes, expected", RFC_5869)
 def test_keys_are_derived_as_the_standard_says(secret, salt, info, nbytes, expected):
     assert hkdf_sha256(secret, salt, info, nbytes).hex() == expected
 
@@ -100,12 +101,12 @@ def request(key: bytes) -> list[bytes]:
     return [b"1.0", b"17", ZAP_DOMAIN, b"192.0.2.1", b"", b"CURVE", key]
 
 
-@pytest.mark.parametrize("node", sorted(EVERYBODY, key=str), ids=str)
+@each("node", sorted(EVERYBODY, key=str))
 def test_a_key_of_the_cluster_is_let_in_by_its_name(door, node):
     assert door(request(key_of(node))) == [b"1.0", b"17", b"200", b"OK", str(node).encode(), b""]
 
 
-@pytest.mark.parametrize(
+@each(
     "asked",
     [
         request(key_of(worker(0), b"another" * 9)),
@@ -125,7 +126,7 @@ def test_nobody_else_is_and_the_doorkeeper_stays_at_his_place(door, asked):
     assert door(request(key_of(worker(0))))[2] == b"200"
 
 
-@pytest.mark.parametrize("caller", [worker(0), worker(7)], ids=["a key of the cluster", "another key"])
+@each("caller", [worker(0), worker(7)])
 def test_nobody_is_let_in_when_the_doorkeeper_is_gone(caller):
     ends = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
     with zmq.Context() as context, context.socket(zmq.ROUTER) as guarded, context.socket(zmq.DEALER) as dialling:
@@ -250,7 +251,7 @@ def greeting(major: int, mechanism: bytes) -> bytes:
     return b"\xff" + bytes(8) + b"\x7f" + bytes([major]) + b"\0" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
-@pytest.mark.parametrize(
+@each(
     "bytes_said",
     [
         b"\x01\x00" + b"\x06\x00hello",  # ZMTP 1.0: no handshake at all
@@ -261,7 +262,6 @@ def greeting(major: int, mechanism: bytes) -> bytes:
         greeting(3, b"CURVE") + bytes(range(256)),
         b"",
     ],
-    ids=["ZMTP 1", "ZMTP 2", "NULL", "PLAIN", "CURVE without a key", "CURVE and noise", "nothing"],
 )
 def test_no_older_protocol_and_no_weaker_mechanism_gets_a_message_in(bytes_said):
     bound = transport(SCHEDULER)
@@ -304,7 +304,7 @@ class Shy:
         self.socket.close()
 
 
-@pytest.mark.parametrize("me", [worker(0), None], ids=["encrypted", "plain"])
+@each("me", [worker(0), None])
 def test_a_peer_that_is_not_up_yet_is_not_taken_for_one_that_refuses(me):
     caller = transport(me)
     bound = transport(None if me is None else SCHEDULER)
@@ -403,8 +403,8 @@ def test_suspicion_is_certain_of_what_fails_after_a_greeting_alone():
 # An inherited descriptor.
 
 
-@pytest.mark.parametrize("me", [SCHEDULER, None], ids=["encrypted", "plain"])
-@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+@each("me", [SCHEDULER, None])
+@each("host, family", [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
 def test_a_listening_descriptor_is_served_and_belongs_to_the_transport(me, host, family):
     listening = socket.create_server((host, 0), family=family)
     port = listening.getsockname()[1]

@@ -16,6 +16,7 @@ from kvdist.nodes import SCHEDULER, Role, server, worker
 from kvdist.transport.endpoints import AddressInUse, bind_error, owner_of_port
 from kvdist.transport.factory import bind_port, credentials_of, open_sockets
 from kvdist.transport.inproc import InprocNetwork
+from tests.cases import each
 
 CONFIG = ClusterConfig(Role.SERVER, "127.0.0.1", 9, 2, 3, rank=1, security="none")
 
@@ -62,8 +63,8 @@ class Taken(InprocNetwork):
         self.transport_.bind = bind  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    ("role", "rank", "order"),
+@each(
+    "role, rank, order",
     [
         (Role.SCHEDULER, 0, [50, 51, 52, 53, 54, 55, 56]),
         (Role.SERVER, 0, [51, 52, 53, 54, 55, 56, 50]),
