@@ -51,10 +51,7 @@ with kv.create("dist") as store:
 """
 
 
-NOT_YET = {"devices": pytest.mark.xfail(reason="kvstore/device.py is woven into the stores", strict=True)}
-
-
-@pytest.mark.parametrize("feature", [pytest.param(name, marks=NOT_YET.get(name, ())) for name in FEATURES])
+@pytest.mark.parametrize("feature", FEATURES)
 def test_dense_values_are_pushed_and_pulled_without(feature: str) -> None:
     command = [sys.executable, "-c", PROGRAM, FEATURES[feature], *(f"kvdist.{name}" for name in ATTACHED)]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}

@@ -15,9 +15,9 @@ from kvdist.kernels.choice import choose
 from kvdist.kvstore import registry
 from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.device import Devices
 from kvdist.kvstore.dist import DistBackend
 from kvdist.kvstore.local import LocalBackend
+from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.registry import (
     COLLECTIVE_NAMES,
     DEVICE_NAMES,

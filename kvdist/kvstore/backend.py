@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.core.worker.requests import KeyInfo
-from kvdist.kernels.gpu import HOST
-from kvdist.kvstore.device import Devices
 from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows
+from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.values import Bits, Key, Keys, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
@@ -255,7 +254,7 @@ class Backend(abc.ABC):
         self.rank = rank
         self.num_workers = num_workers
         self.num_servers = num_servers
-        self.devices = devices or Devices(HOST, insists=False)
+        self.devices = devices or Devices()
         self.errors: deque[BaseException] = deque()
         self.table_keys = KeyTable()
         self.rows: TableTransfers | None = None

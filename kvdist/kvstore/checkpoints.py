@@ -66,8 +66,8 @@ from kvdist.core.worker.requests import (
 )
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError, PeerLostError
-from kvdist.kvstore.arguments import named
 from kvdist.kvstore.backend import LoadJob, SaveJob
+from kvdist.kvstore.keys import named
 from kvdist.kvstore.values import Key, Shape
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, has_master, state_size

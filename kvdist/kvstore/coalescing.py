@@ -14,17 +14,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdist.core.machine import NEVER
 from kvdist.core.worker.requests import KeyInfo, RunData, RunKind, Transfer
-from kvdist.kvstore.arguments import EncodedSlices, Hyperparameters, PushArgs, named
 from kvdist.kvstore.backend import PushOptions
-from kvdist.kvstore.staging import Payloads
+from kvdist.kvstore.keys import named
 from kvdist.kvstore.values import Key
 from kvdist.protocol.arrays import Bits, padded
 from kvdist.runtime.node import AnswerByKey, Finish, Growing
 from kvdist.runtime.waits import AwaitedFuture
+
+if TYPE_CHECKING:
+    from kvdist.kvstore.compression import EncodedSlices
 
 # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
 _LOCK = threading.RLock()
@@ -156,8 +158,13 @@ PATIENCE_S = 0.03
 BATCH_S = 0.05
 """And no longer than this in all: a loop that takes longer does something else besides, or is a very long one."""
 
-LayOut = Callable[[PushArgs, PushOptions, Sequence[Hyperparameters]], Payloads]
-"""Makes the runs of a push, given the setting of each key."""
+Hyperparameters = tuple[float, float, float]
+"""Learning rate, weight decay and rescale of one key."""
+LayOut = Callable[
+    [list[KeyInfo], Sequence[Sequence[Bits]], "list[EncodedSlices | None]", PushOptions, Sequence[Hyperparameters]],
+    tuple[Sequence[RunData], Finish],
+]
+"""Makes the runs of a push, and what follows when it is counted, given per key bits, codes and hyper-parameters."""
 PlanPull = Callable[[Sequence[KeyInfo], Sequence[Bits]], Sequence[RunData]]
 """Makes the runs of a pull into these arrays."""
 Failed = Callable[[BaseException], None]
@@ -231,22 +238,22 @@ class _PushBatch(_Batch):
         """Under way with it; under the lock."""
         self._leave = leave
         self._lay_out = lay_out
-        self.terms = options
+        self.options = options
         self.bits: list[list[Bits]] = []
         self.encoded: list[EncodedSlices | None] = []
         self.settings: list[Hyperparameters] = []
         self._failed = failed
-        self._contribution: Payloads | None = None
+        self._release: Finish | None = None
 
     def make(self, number: int) -> Transfer:
         infos = list(self.infos.values())
-        self._contribution = own = self._lay_out(PushArgs(infos, self.bits, self.encoded), self.terms, self.settings)
+        runs, self._release = self._lay_out(infos, self.bits, self.encoded, self.options, self.settings)
         self.bits, self.encoded = [], []  # they lie in the staging buffers now
-        return Transfer(number, RunKind.PUSH, f"push of {named(infos)}", own.runs, self.priority)
+        return Transfer(number, RunKind.PUSH, f"push of {named(infos)}", runs, self.priority)
 
     def set_result(self, result: Any) -> None:  # no thread waits for it
-        assert self._contribution is not None
-        self._contribution.release()
+        assert self._release is not None
+        self._release()
         self._leave(self.nbytes)
 
     def set_exception(self, exception: BaseException) -> None:
@@ -346,7 +353,7 @@ class Coalescer:
         copy, key = [bits.copy() if encoded is None else bits], info.key
         with self._lock:
             into, pulls = self._pushes, self._pulls
-            if into is None or not into.takes(key) or into.terms != options or (pulls and key in pulls.infos):
+            if into is None or not into.takes(key) or into.options != options or (pulls and key in pulls.infos):
                 into = self._begin_pushes(key, options)
             into.add(info, priority)
             into.bits.append(copy)
@@ -401,10 +408,3 @@ class Coalescer:
             return gathering.make(number)
 
         return make
-
-
-def is_small(given: PushArgs) -> bool:
-    """Whether this is one small array of one key, in the host's memory."""
-    if len(given.infos) != 1 or len(given.bits[0]) != 1 or given.is_on_gpus:
-        return False
-    return given.bits[0][0].nbytes <= SMALL_BYTES_MAX

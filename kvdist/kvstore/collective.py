@@ -55,9 +55,9 @@ from kvdist.kvstore.backend import (
     UpdateByFunction,
     resolved,
 )
-from kvdist.kvstore.device import Devices
 from kvdist.kvstore.keys import KeyArrays, as_dense, as_table, is_sparse
 from kvdist.kvstore.local import LocalBackend
+from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.values import Key, Keys, Shape, UpdaterFunction, Value
 from kvdist.optimizer.base import LIVE, Optimizer

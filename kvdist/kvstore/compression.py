@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvdist.core.worker.requests import Encoded, KeyInfo, Plan, RunData, RunPlan
+from kvdist.core.worker.requests import Encoded, KeyInfo, Plan, RunPlan
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
-from kvdist.kvstore.arguments import EncodedSlices, PushArgs, Settings
-from kvdist.kvstore.backend import PushOptions
-from kvdist.kvstore.device import Download, OnDevice, Part, as_host_bits, moved, summed, uploaded
-from kvdist.kvstore.staging import Payloads, Reads, Staging, lay_out
+from kvdist.kvstore.placement import OnDevice, Part, as_host_bits
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.compression import EachCodec, GradientCompression, Half, TopK, TwoBit, decode, from_params, room
-from kvdist.protocol.arrays import U32, Bits, coded_size
+from kvdist.protocol.arrays import Bits, coded_size
 
 KEYS_NAMED_MAX = 5
+
+EncodedSlices = dict[int, tuple[Bits, int]]
+"""The encoded contribution to a key: start of a slice → its bytes, padded, and the number of entries in them."""
+EncodedRun = tuple[memoryview, Encoded]
+"""The payload of a run, and how it is encoded."""
 
 
 class StoreCompression:
@@ -142,6 +143,76 @@ class StoreCompression:
         with self._lock:
             return [self._through(part, self._residual((key, device), part.size)) for device, part in enumerate(parts)]
 
+    def encoded_runs(
+        self,
+        plan: Plan,
+        bits: Sequence[Sequence[Part]],
+        encoded: Sequence[EncodedSlices | None] | None = None,
+    ) -> list[EncodedRun | None]:
+        """The payload of each run of a plan whose keys are compressed; None for the others.
+
+        One pass over gradient and residual of each key. A slice that travels alone is not copied. What lies on GPUs is
+        summed and encoded there; the codes of all keys are waited for once.
+
+        Args:
+            plan: how the keys travel.
+            bits: per key of the plan the contributions of its devices; none where there is no gradient.
+            encoded: per key what `encode` has made of it already; None if that is still to be done.
+        """
+        if encoded is None:
+            marks: list[DeviceEvent] = []
+            encoded = [
+                self._encoded(info, parts, marks) if info.is_compressed and parts else None
+                for info, parts in zip(plan.keys, bits, strict=True)
+            ]
+            for mark in marks:
+                mark.wait()
+        return [
+            self._assembled(run, encoded) if plan.keys[run.pieces[0].index].is_compressed else None for run in plan.runs
+        ]
+
+    def _encoded(self, info: KeyInfo, parts: Sequence[Part], marks: list[DeviceEvent]) -> EncodedSlices:
+        on_gpus = [part for part in parts if isinstance(part, OnDevice)]
+        codec = self.compression.codec
+        if not on_gpus or isinstance(codec, TopK):
+            return self.encode(info, as_host_bits(parts))
+        from kvdist.kvstore.device import summed  # a feature at a seam: loaded where it is used
+
+        total = summed(on_gpus[0].device, on_gpus, DType.FLOAT32)
+        residual = self._residual_on(info.key, total)
+        codes: EncodedSlices = {}
+        for piece in info.slices:
+            stretch = slice(piece.start, piece.stop)
+            codes[piece.start] = _encoded_there(codec, total[stretch], residual[stretch])
+        marks.append(total.device.mark())
+        return codes
+
+    def _assembled(self, run: RunPlan, encoded: Sequence[EncodedSlices | None]) -> EncodedRun:
+        codec = self.compression.codec
+        found = [None if (own := encoded[piece.index]) is None else own[piece.start] for piece in run.pieces]
+        entries = np.array([0 if one is None else one[1] for one in found], np.uint32)
+        present = [one[0].data for one in found if one is not None]
+        payload = present[0] if len(present) == 1 else memoryview(b"".join(present))
+        return payload, Encoded(codec.encoding, codec.parameter, entries)
+
+    def through_on_devices(self, key: Key, parts: Sequence[OnDevice], home: Device) -> list[Array]:
+        """What the contributions of a key become on their way to its home, each with a residual of its own.
+
+        Codes cross, and are added up at home: what is worth ±t goes straight into one sum.
+        """
+        from kvdist.kvstore.device import moved, uploaded  # a feature at a seam: loaded where it is used
+
+        codec = self.compression.codec
+        if isinstance(codec, TopK):
+            return [uploaded(bits, home).array for bits in self.through(key, as_host_bits(parts))]
+        codes = []
+        for place, part in enumerate(parts):
+            own = part.device.kernels.empty(coded_size(codec.encoding, part.size), np.dtype(np.uint8))
+            codec.write(part.array, self._residual_on((key, place), part), part.device.kernels, own)
+            codes.append(OnDevice(part.device, own))
+        # One by one: codes are not numbers, so GPUs that reach each other have nothing to sum.
+        return _decoded(codec, [moved(one, home) for one in codes], parts[0].size, home)
+
     def _encode(self, parts: Sequence[Bits], residual: Bits) -> tuple[Bits, int]:
         gradient = parts[0]
         if len(parts) > 1:
@@ -157,7 +228,7 @@ class StoreCompression:
         decode(codec.encoding, codec.parameter, data, entries, decoded, self._kernels)
         return decoded
 
-    def residual_on(self, name: Any, part: OnDevice) -> Array:
+    def _residual_on(self, name: Any, part: OnDevice) -> Array:
         """The residual of a key, or of a key and the place of a contribution in its list, on the gradient's GPU."""
         device = part.device
         with self._lock:
@@ -186,39 +257,6 @@ def _key_of(name: Any) -> Any:
     return name[0] if isinstance(name, tuple) else name
 
 
-def encode_all(compressing: StoreCompression, given: PushArgs) -> list[EncodedSlices | None]:
-    """Per key what is sent of its contributions; None for keys that travel as they are, or have none.
-
-    One pass over gradient and residual of each key. What lies on GPUs is summed and encoded there; the codes of all
-    keys are waited for once.
-    """
-    marks: list[DeviceEvent] = []
-    encoded = [
-        _encode(compressing, info, parts, marks) if info.is_compressed and parts else None
-        for info, parts in zip(given.infos, given.bits, strict=True)
-    ]
-    for mark in marks:
-        mark.wait()
-    return encoded
-
-
-def _encode(
-    compressing: StoreCompression, info: KeyInfo, parts: Sequence[Part], marks: list[DeviceEvent]
-) -> EncodedSlices:
-    codec = compressing.compression.codec
-    on_gpus = [part for part in parts if isinstance(part, OnDevice)]
-    if not on_gpus or isinstance(codec, TopK):
-        return compressing.encode(info, as_host_bits(parts))
-    total = summed(on_gpus[0].device, on_gpus, DType.FLOAT32)
-    residual = compressing.residual_on(info.key, total)
-    codes: EncodedSlices = {}
-    for piece in info.slices:
-        stretch = slice(piece.start, piece.stop)
-        codes[piece.start] = _encoded_there(codec, total[stretch], residual[stretch])
-    marks.append(total.device.mark())
-    return codes
-
-
 def _encoded_there(codec: EachCodec, part: OnDevice, residual: Array) -> tuple[Bits, int]:
     """The codes of a slice, in host memory that has them when a mark made behind this has been waited for."""
     whole, data = room(codec.encoding, part.size)
@@ -226,24 +264,6 @@ def _encoded_there(codec: EachCodec, part: OnDevice, residual: Array) -> tuple[B
     codec.write(part.array, residual, part.device.kernels, codes)
     part.device.download(codes, data)
     return whole, part.size
-
-
-def through_on_devices(compressing: StoreCompression, key: Key, parts: Sequence[OnDevice], home: Device) -> list[Array]:
-    """What the contributions of a key become on their way to its home, each with a residual of its own.
-
-    Codes cross, and are added up at home: what is worth ±t goes straight into one sum.
-    """
-    codec = compressing.compression.codec
-    if isinstance(codec, TopK):
-        through = compressing.through(key, as_host_bits(parts))
-        return [home_part.array for home_part in (uploaded(bits, home) for bits in through)]
-    codes = []
-    for place, part in enumerate(parts):
-        own = part.device.kernels.empty(coded_size(codec.encoding, part.size), np.dtype(np.uint8))
-        codec.write(part.array, compressing.residual_on((key, place), part), part.device.kernels, own)
-        codes.append(OnDevice(part.device, own))
-    # One by one: codes are not numbers, so GPUs that reach each other have nothing to sum.
-    return _decoded(codec, [moved(one, home) for one in codes], parts[0].size, home)
 
 
 def _decoded(codec: EachCodec, codes: Sequence[Array], count: int, home: Device) -> list[Array]:
@@ -262,61 +282,3 @@ def _decoded(codec: EachCodec, codes: Sequence[Array], count: int, home: Device)
         else:
             home.add_dequantised_1bit(one, codec.parameter, total)
     return [total]
-
-
-EncodedRun = tuple[memoryview, U32]
-"""The payload of a run, and the entries of each slice."""
-
-
-def encoded_payloads(
-    compressing: StoreCompression,
-    staging: Staging,
-    given: PushArgs,
-    settings: Settings,
-    options: PushOptions,
-    kernels: Kernels,
-    lent: Sequence[memoryview | None],
-    reads: Reads,
-    download: Download,
-) -> Payloads:
-    """As `lay_out`, with the runs of compressed keys encoded."""
-    encoded = given.encoded
-    if encoded is None:
-        encoded = encode_all(compressing, given)
-    payloads = assembled(staging.plan, encoded)
-    lent = [own if found is None else found[0] for own, found in zip(lent, payloads, strict=True)]
-    contribution = lay_out(staging, given, settings, options, kernels, lent, reads, download)
-    contribution.runs = as_encoded(contribution.runs, payloads, compressing.compression)
-    return contribution
-
-
-def assembled(plan: Plan, encoded: Sequence[EncodedSlices | None]) -> list[EncodedRun | None]:
-    """The payload and the entries of each run of a plan whose keys are compressed; None for the others.
-
-    A slice that travels alone is not copied.
-
-    Args:
-        plan: how the keys travel.
-        encoded: per key of the plan what `StoreCompression.encode` made of it; None where it has no value.
-    """
-    return [_assembled(run, encoded) if plan.keys[run.pieces[0].index].is_compressed else None for run in plan.runs]
-
-
-def _assembled(run: RunPlan, encoded: Sequence[EncodedSlices | None]) -> EncodedRun:
-    found = [None if (own := encoded[piece.index]) is None else own[piece.start] for piece in run.pieces]
-    entries = np.array([0 if one is None else one[1] for one in found], np.uint32)
-    present = [one[0].data for one in found if one is not None]
-    return present[0] if len(present) == 1 else memoryview(b"".join(present)), entries
-
-
-def as_encoded(
-    runs: Sequence[RunData],
-    payloads: Sequence[EncodedRun | None],
-    compression: GradientCompression,
-) -> list[RunData]:
-    """The runs of a push; those that are encoded have `encoded` set. They are sent from ordinary memory."""
-    codec = compression.codec
-    return [
-        run if own is None else replace(run, encoded=Encoded(codec.encoding, codec.parameter, own[1]), stays=False)
-        for run, own in zip(runs, payloads, strict=True)
-    ]

@@ -8,13 +8,12 @@ where the call was made, and not waited for there.
 
 from __future__ import annotations
 
-import logging
 import math
 import mmap
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -25,140 +24,14 @@ import numpy as np
 from kvdist.core.sharding import row_length
 from kvdist.core.worker.requests import KeyInfo, Plan, RunPlan, RunSlice
 from kvdist.dtypes import DType
-from kvdist.errors import DeviceError
-from kvdist.kernels.gpu import HOST, has_library, open_gpu
 from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.values import Bits, Key, Shape
+from kvdist.kvstore.local_values import DeviceCodec, LocalValue, Updaters
+from kvdist.kvstore.placement import Devices, Matched, OnDevice, Part, as_host_bits, first_place, home_of
+from kvdist.kvstore.values import Bits, Key, Shape, UpdaterFunction
+from kvdist.optimizer.base import Extent
 from kvdist.protocol.arrays import padded
-
-LOG = logging.getLogger("kvdist")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OnDevice:
-    """Bits that lie on a GPU."""
-
-    device: Device
-    array: Array
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return int(self.array.size)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return int(self.array.nbytes)
-
-    def on_host(self) -> Bits:
-        """A copy in the host's memory. Waits for the GPU."""
-        bits: Bits = np.empty(self.size, self.array.dtype)
-        self.device.download(self.array, bits)
-        self.device.mark().wait()
-        return bits
-
-    def __getitem__(self, place: slice) -> OnDevice:
-        return OnDevice(self.device, self.array[place])
-
-
-Part = Bits | OnDevice
-"""What one device contributes to a key."""
-
-
-class Devices:
-    """The GPUs of one store.
-
-    Args:
-        setting: ``KVDIST_GPU``.
-        insists: whether the store's name asks for sums on GPUs, so that a library for them may not be missing.
-        open_device: gives the GPU of a number, driven as the setting says.
-    """
-
-    def __init__(self, setting: str, insists: bool, open_device: Callable[[int, str], Device] = open_gpu) -> None:
-        self._setting = setting
-        self._insists = insists
-        self._open = open_device
-        self._opened: dict[int, Device] = {}
-        self._lock = threading.Lock()  # results are brought to GPUs on the thread of the node
-        self._is_off = setting == HOST or not (insists or has_library(setting))
-        self._said = False
-        self._pin_with: Callable[[Device], None] | None = None
-
-    def pin_with(self, pin: Callable[[Device], None]) -> None:
-        """Call this with the first GPU that is used: it pins the memory from which the store sends."""
-        self._pin_with = pin
-
-    def of(self, value: Any) -> Device | None:
-        """The GPU on which a value lies; None for the host, and where values are brought there.
-
-        Raises:
-            DeviceError: the GPU cannot be used.
-        """
-        index = values.gpu_of(value)
-        if index is None:
-            return None
-        if self._is_off:
-            self._say_so(index)
-            return None
-        return self.at(index)
-
-    def at(self, index: int) -> Device:
-        """The GPU of a number."""
-        with self._lock:
-            device = self._opened.get(index)
-            if device is None:
-                device = self._open(index, self._setting)
-                if self._pin_with is not None and not self._opened:
-                    self._pin_with(device)
-                self._opened[index] = device
-            return device
-
-    def read(self, value: Any, dtype: DType) -> Part:
-        """What a value holds, where it lies; no copy of what is contiguous."""
-        device = self.of(value)
-        if device is None:
-            return values.read_bits(value)
-        return OnDevice(device, device.view(values.in_order(value), dtype))
-
-    def place(self, value: Any, dtype: DType) -> OnDevice | None:
-        """The value's own memory on a GPU, to be written into; None where it has none in order.
-
-        Autograd is told that a tensor changes, as by `values.writable_bits`.
-        """
-        device = self.of(value)
-        if device is None or not values.is_in_order(value):
-            return None
-        return OnDevice(device, device.view(values.about_to_change(value), dtype))
-
-    def _say_so(self, index: int) -> None:
-        if not self._said:
-            self._said = True
-            why = "KVDIST_GPU is host" if self._setting == HOST else "no library for GPUs is installed"
-            LOG.warning("values on cuda:%d are brought to the host and summed there: %s", index, why)
-
-
-def require_one_kind(key: Key, parts: Sequence[Any]) -> None:
-    """Check that the values of one key lie all on the host or all on GPUs.
-
-    Raises:
-        DeviceError: some lie here and some there; the message says which.
-    """
-    if len(parts) < 2:
-        return
-    places = [values.gpu_of(part) for part in parts]
-    if None in places and any(place is not None for place in places):
-        said = ", ".join("cpu" if place is None else f"cuda:{place}" for place in places)
-        raise DeviceError(
-            f"the values of key {key!r} lie on {said}: a sum is made on GPUs or on the host, so move all of them to one"
-            " or the other, as with tensor.to(...)"
-        )
-
-
-def as_host_bits(parts: Sequence[Part]) -> list[Bits]:
-    """All of them in the host's memory."""
-    return [part.on_host() if isinstance(part, OnDevice) else part for part in parts]
+from kvdist.runtime.node import Finish
 
 
 def uploaded(bits: Bits, device: Device) -> OnDevice:
@@ -173,16 +46,6 @@ def new_value(kind: str, device: Device, shape: Shape, dtype: DType) -> Any:
     """An array of a kind (`values.kind_of`) on a GPU, whose content means nothing."""
     made = values.empty_tensor(kind, shape, dtype)
     return device.kernels.empty(math.prod(shape), dtype.storage).reshape(shape) if made is None else made
-
-
-def home_of(devices: Sequence[Device], load: Mapping[int, int]) -> Device:
-    """The one with the fewest bytes so far; the first of several.
-
-    Args:
-        devices: those that contribute.
-        load: device index → bytes that are summed there.
-    """
-    return min(devices, key=lambda device: load.get(device.index, 0))
 
 
 def islands(parts: Sequence[OnDevice], home: Device) -> list[list[OnDevice]]:
@@ -445,12 +308,71 @@ class _Item:
         return tuple([part.device.index for part in self.parts])
 
 
-class Download:
-    """Brings the contributions of one store down."""
+class DeviceTransfers:
+    """The ways of one store's values between GPUs and the host's memory.
 
-    def __init__(self) -> None:
+    Args:
+        devices: the GPUs that are used.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+        self._blocks = PinnedBlocks()
         self._load = Counter[int]()
         """GPU → bytes that were summed there."""
+
+    def close(self) -> None:
+        """Nothing is asked any more: let go of what results came in."""
+        self._blocks.close()
+
+    def places(self, matched: Matched) -> tuple[list[Bits], list[tuple[Any, Bits]], Finish]:
+        """Where the results of keys go of which some are wanted on GPUs.
+
+        Args:
+            matched: the keys, and the arrays that take their results.
+
+        Returns:
+            Per key the memory that takes its result; what else of the host's memory wants one; and what brings results
+            to GPUs once they are there.
+        """
+        results: list[Bits | None] = []
+        copies: list[tuple[Any, Bits]] = []
+        wanted: list[tuple[int, list[OnDevice]]] = []
+        written: list[WrittenThere] = []
+        for index, (info, arrays) in enumerate(matched):
+            places = [self._devices.place(array, info.dtype) for array in arrays]
+            if places and all(place is not None for place in places):
+                results.append(None)
+                wanted.append((index, [place for place in places if place is not None]))
+                continue
+            first, rest = first_place(info, arrays)
+            results.append(first)
+            for array in rest:
+                if values.gpu_of(array) is not None:
+                    written.append(WrittenThere.of(array, first))
+                else:
+                    copies.append((array, first))
+        upload = self._upload([info for info, _ in matched], wanted, results) if wanted else None
+
+        def bring() -> None:
+            if upload is not None:
+                upload.start()
+            for one in written:
+                one.write()
+
+        return [one for one in results if one is not None], copies, bring
+
+    def _upload(
+        self, infos: Sequence[KeyInfo], wanted: Sequence[tuple[int, list[OnDevice]]], results: list[Bits | None]
+    ) -> Upload:
+        """What brings these keys' results to GPUs; writes into `results` where they land."""
+        sizes = [(infos[index].size, infos[index].dtype) for index, _ in wanted]
+        upload = Upload(self._blocks, sizes, wanted[0][1][0].device)
+        for number, (index, places) in enumerate(wanted):
+            results[index] = upload.results[number]
+            for place in places:
+                upload.want(number, place)
+        return upload
 
     def bring(
         self,
@@ -603,3 +525,100 @@ def _joined(home: Device, parts: Sequence[OnDevice]) -> Array:
         home.copy(part.array, whole[start : start + part.size], part.device)
         start += part.size
     return whole
+
+
+class DeviceValue(LocalValue):
+    """A key that rests on a GPU.
+
+    Args:
+        key, shape, dtype, kind: as of `LocalValue`.
+        devices: where values lie.
+        device: where it rests.
+        like: a value of the user's on a GPU, whose library makes the one that is kept.
+    """
+
+    def __init__(
+        self, key: Key, shape: Shape, dtype: DType, kind: str, devices: Devices, device: Device, like: Any
+    ) -> None:
+        super().__init__(key, shape, dtype, kind)
+        self._devices = devices
+        self._library = values.kind_of(like).partition(":")[0]
+        self._device = device
+        self._value = self._made()
+        self._bits = device.view(self._value, dtype)
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    def move(self, device: Device) -> None:
+        """Rest on another GPU from now on. It must not have been updated yet."""
+        source, bits = self._device, self._bits
+        self._device = device
+        self._value = self._made()
+        self._bits = device.view(self._value, self.dtype)
+        device.copy(bits, self._bits, source)
+
+    def load(self, bits: Bits) -> None:
+        self._device.upload(bits, self._bits)
+        self._device.mark().wait()
+
+    def replace(self, value: Any) -> None:
+        part = self._devices.read(value, self.dtype)
+        if isinstance(part, OnDevice):
+            self._device.copy(part.array, self._bits, part.device)
+        else:
+            self.load(part)
+
+    def sum(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
+        self._sum_into(self._bits, self._parts(arrays, compression))
+
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
+        updater = updaters.of(self.key)
+        parts = self._parts(arrays, compression)
+        scales = [updater.optimizer.rescale_grad] * len(parts)
+        extent = Extent(self.key, self.shape)
+        updater.update(self.key, self._bits, parts, scales, self.dtype, self._bits, extent=extent)
+
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
+        received = self._made()
+        self._sum_into(self._device.view(received, self.dtype), self._parts(arrays, compression))
+        with self._device.kernels.active():
+            function(self.key, received, self._value)
+
+    def write_to(self, array: Any) -> None:
+        place = self._devices.place(array, self.dtype)
+        if place is None:
+            values.write_bits(array, self.host_bits())
+        else:
+            place.device.copy(self._bits, place.array, self._device)
+
+    def host_bits(self) -> Bits:
+        bits = np.empty(self._bits.size, self.dtype.storage)
+        self._device.download(self._bits, bits)
+        self._device.mark().wait()
+        return bits
+
+    def new(self) -> Any:
+        if self.kind == "numpy" or self.kind == "torch":
+            return super().new()
+        made = self._made()
+        self._device.copy(self._bits, self._device.view(made, self.dtype), self._device)
+        return made
+
+    def _made(self) -> Any:
+        kind = f"torch:{self._device.name}" if self._library == "torch" else self._library
+        return new_value(kind, self._device, self.shape, self.dtype)
+
+    def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Array]:
+        parts = [self._here(self._devices.read(array, self.dtype)) for array in arrays]
+        if compression is not None:
+            return compression.through_on_devices(self.key, parts, self._device)
+        return brought(parts, self._device, self.dtype)
+
+    def _here(self, part: Part) -> OnDevice:
+        """What came from the host, on this GPU."""
+        return part if isinstance(part, OnDevice) else uploaded(part, self._device)
+
+    def _sum_into(self, out: Array, parts: Sequence[Array]) -> None:
+        self._device.kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)

@@ -50,9 +50,9 @@ from kvdist.kvstore.backend import (
     resolved,
 )
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.device import Devices
 from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, as_table, require_no_tables
 from kvdist.kvstore.metrics import MetricsExchange
+from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.push_pull import ArrayTransfers
 from kvdist.kvstore.rowsparse import RowSparse
 from kvdist.kvstore.sparse import MixedTransfers, RowTransfers

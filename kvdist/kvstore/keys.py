@@ -18,9 +18,9 @@ from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values
-from kvdist.kvstore.device import Devices, dense_there, merged_gradient
+from kvdist.kvstore.placement import Devices, Matched, on_gpus
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing
-from kvdist.kvstore.values import Key
+from kvdist.kvstore.values import Bits, Key
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import ROWS
 
@@ -28,11 +28,14 @@ KeyArrays = Sequence[tuple[Key, list[Any]]]
 """Keys and per key the arrays of its devices."""
 Fresh = tuple[Key, Any, tuple[int, ...], DType, str]
 """A new key with its first array, its shape, dtype and form."""
-Matched = Sequence[tuple[KeyInfo, list[Any]]]
-"""The same with what is known of each key, and the arrays found to fit it."""
 
 
 _TABLES = (RowSparse, LazyRows)
+
+_READABLE = 0x101
+"""`ndarray.flags.num` of an array in C order and aligned; asked for each array of each call."""
+_WRITABLE = 0x501
+"""The same of one that may be written."""
 
 
 class KeyTable:
@@ -87,6 +90,38 @@ class KeyTable:
             self.plain[info.key] = (info, info.shape, dtype.storage)
         self.nbytes += info.size * dtype.itemsize
 
+    def plain_one(self, key: Any, value: Any, writable: bool = False) -> tuple[KeyInfo, Bits] | None:
+        """One key and its NumPy array in order, looked at as little as can be, as a loop over keys asks; else None."""
+        if type(key) is not int and type(key) is not str:
+            return None
+        expected = self.plain.get(key)
+        if expected is None or type(value) is not np.ndarray:
+            return None
+        info, shape, dtype = expected
+        flags = _WRITABLE if writable else _READABLE
+        if value.dtype is not dtype or value.shape != shape or value.flags.num & flags != flags:
+            return None
+        return info, value if value.ndim == 1 else value.reshape(-1)
+
+    def plain_list(self, key: Any, value: Any, writable: bool = False) -> tuple[list[KeyInfo], list[Bits]] | None:
+        """The usual case in one short loop: a list of different keys, a NumPy array in order for each. Else None."""
+        if not isinstance(key, list | tuple) or not isinstance(value, list | tuple) or len(key) != len(value):
+            return None
+        if {type(one) for one in key} not in ({int}, {str}) or len(set(key)) != len(key):
+            return None
+        flags = _WRITABLE if writable else _READABLE
+        infos, bits, known = [], [], self.plain
+        for one, array in zip(key, value, strict=True):
+            expected = known.get(one)
+            if expected is None or type(array) is not np.ndarray:
+                return None
+            info, shape, dtype = expected
+            if array.dtype is not dtype or array.shape != shape or array.flags.num & flags != flags:
+                return None
+            infos.append(info)
+            bits.append(array if array.ndim == 1 else array.reshape(-1))
+        return infos, bits
+
     def like(self, info: KeyInfo, bits: Any) -> Any:
         """An array of the key's kind, shape and dtype that shows these bits."""
         return values.like(self._kinds[info.key], info.shape, info.dtype, bits)
@@ -138,6 +173,12 @@ class KeyTable:
             for array in arrays:
                 check(info.key, array, info.shape, info.dtype)
         return matched
+
+
+def named(infos: Sequence[KeyInfo]) -> str:
+    """These keys for people, such as ``key 'fc1'`` or ``3 keys (0, 1, 2)``."""
+    keys = ", ".join([repr(info.key) for info in infos[:3]])
+    return f"key {keys}" if len(infos) == 1 else f"{len(infos)} keys ({keys}{', …' if len(infos) > 3 else ''})"
 
 
 def described(key: Key, arrays: Sequence[Any]) -> tuple[tuple[int, ...], DType, str]:
@@ -241,8 +282,13 @@ def as_dense(array: Any, devices: Devices) -> Any:
     """A sparse value as an array, for a key that is one: where it lies, if that is a GPU that is used."""
     if not is_sparse(array):
         return array
-    dense = dense_there(array, devices)
-    return as_table("", array).to_dense() if dense is None else dense
+    if values.gpu_of(array) is not None:
+        from kvdist.kvstore.device import dense_there  # a feature at a seam: loaded where it is used
+
+        dense = dense_there(array, devices)
+        if dense is not None:
+            return dense
+    return as_table("", array).to_dense()
 
 
 def gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> Rows | None:
@@ -256,9 +302,12 @@ def gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> Rows | N
     Raises:
         TypeError, ValueError: one does not fit the table; the message names the key.
     """
-    there = merged_gradient(info, arrays, devices)
-    if there is not None:
-        return there
+    if on_gpus(arrays):
+        from kvdist.kvstore.device import merged_gradient  # a feature at a seam: loaded where it is used
+
+        there = merged_gradient(info, arrays, devices)
+        if there is not None:
+            return there
     parts = [_rows_of(info, array) for array in arrays]
     if len(parts) < 2:
         return parts[0] if parts else None

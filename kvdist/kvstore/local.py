@@ -40,16 +40,15 @@ from kvdist.kvstore.backend import (
     UpdateByFunction,
     resolved,
 )
-from kvdist.kvstore.device import Devices, home_of, require_one_kind
 from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows, as_dense, as_table, described, require_no_tables
-from kvdist.kvstore.local_values import DeviceValue, HostValue, LocalValue, Updaters
+from kvdist.kvstore.local_values import HostValue, LocalValue, Updaters, require_runs_on
+from kvdist.kvstore.placement import Devices, home_of, require_one_kind
 from kvdist.kvstore.registry import COMPRESSING_NAMES
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.sparse import MixedTransfers
 from kvdist.kvstore.values import Bits, Key, Keys, Shape, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.initializer import initializer_from
-from kvdist.optimizer.offload import require_runs_on
 from kvdist.protocol.messages import ROWS
 
 if TYPE_CHECKING:
@@ -295,8 +294,7 @@ class LocalArrays:
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Update by this one from now on; it follows the same rule as the one before."""
         for entry in self.entries.values():
-            if entry.device is not None:
-                require_runs_on(optimizer, entry.device)
+            require_runs_on(optimizer, entry.device)
         if self.updaters is None:
             self.updaters = Updaters(optimizer, self._kernels, self._home)
         else:
@@ -364,6 +362,8 @@ class LocalArrays:
         device, kind = self._devices.of(first), values.kind_of(first)
         if device is None:
             return HostValue(key, shape, dtype, kind, self._kernels, values.read_bits(first))
+        from kvdist.kvstore.device import DeviceValue  # a feature at a seam: loaded where it is used
+
         entry = DeviceValue(key, shape, dtype, kind, self._devices, device, first)
         entry.replace(first)
         return entry
@@ -385,6 +385,8 @@ class LocalArrays:
         return self._moved(entry, home, next(array for array in arrays if self._devices.of(array) is home))
 
     def _moved(self, entry: LocalValue, home: Device, like: Any) -> LocalValue:
+        from kvdist.kvstore.device import DeviceValue  # a feature at a seam: loaded where it is used
+
         if isinstance(entry, DeviceValue):
             entry.move(home)
             return entry

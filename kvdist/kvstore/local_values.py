@@ -10,22 +10,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.device import Devices, OnDevice, brought, new_value, uploaded
+from kvdist.kvstore.placement import OnDevice
 from kvdist.kvstore.values import Bits, Key, Shape, UpdaterFunction
 from kvdist.optimizer.base import Extent, Optimizer
-from kvdist.optimizer.offload import on_device, on_host, require_runs_on
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
 
-if TYPE_CHECKING:
-    from kvdist.kvstore.compression import StoreCompression
+
+class DeviceCodec(Protocol):
+    """What compresses the contributions of devices, as if they travelled."""
+
+    def through(self, key: Key, parts: Sequence[Bits]) -> list[Bits]:
+        """What contributions from the host's memory become on their way."""
+
+    def through_on_devices(self, key: Key, parts: Sequence[OnDevice], home: Device) -> list[Array]:
+        """What contributions from GPUs become on their way to the one on which the key rests."""
 
 
 class Updaters:
@@ -64,9 +70,9 @@ class Updaters:
         updater = self._on(device)
         before = self._rested.get(key, device)
         if before is not device:
-            state = _lifted(self._on(before).state_of(key), before)
+            state = _moved(self._on(before).state_of(key), before, device)
             self._on(before).restore(key, None)
-            updater.restore(key, _put_down(state, device))
+            updater.restore(key, state)
         self._rested[key] = device
         return updater
 
@@ -75,11 +81,11 @@ class Updaters:
 
         That of a key of the host is live: copy what must not change.
         """
-        return _lifted(self.of(key).state_of(key), self._rested[key])
+        return _moved(self.of(key).state_of(key), self._rested[key], None)
 
     def restore(self, key: Hashable, state: SliceState | None) -> None:
         """Go on from this state; see `Updater.restore`."""
-        self.of(key).restore(key, _put_down(state, self._rested[key]))
+        self.of(key).restore(key, _moved(state, None, self._rested[key]))
 
     def _on(self, device: Device | None) -> Updater:
         if device is None:
@@ -91,12 +97,26 @@ class Updaters:
         return updater
 
 
-def _lifted(state: SliceState | None, device: Device | None) -> SliceState | None:
-    return state if state is None or device is None else on_host(state, device)
+def require_runs_on(optimizer: Optimizer, device: Device | None) -> None:
+    """Check that a rule can run on a GPU; None is the host, which runs all.
+
+    Raises:
+        DeviceError: it cannot.
+    """
+    if device is not None:
+        from kvdist.optimizer import offload  # a feature at a seam: loaded where it is used
+
+        offload.require_runs_on(optimizer, device)
 
 
-def _put_down(state: SliceState | None, device: Device | None) -> SliceState | None:
-    return state if state is None or device is None else on_device(state, device)
+def _moved(state: SliceState | None, source: Device | None, target: Device | None) -> SliceState | None:
+    """A state of one GPU for another; None is the host."""
+    if state is None or source is target:
+        return state
+    from kvdist.optimizer import offload  # a feature at a seam: loaded where it is used
+
+    on_host = state if source is None else offload.on_host(state, source)
+    return on_host if target is None else offload.on_device(on_host, target)
 
 
 class LocalValue(ABC):
@@ -127,15 +147,15 @@ class LocalValue(ABC):
         """Take another value, from wherever the user has it."""
 
     @abstractmethod
-    def sum(self, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def sum(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         """The sum of these becomes the value."""
 
     @abstractmethod
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         """The optimizer changes the value by the sum of these."""
 
     @abstractmethod
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         """The user's function changes the value, told the sum of these."""
 
     @abstractmethod
@@ -174,16 +194,16 @@ class HostValue(LocalValue):
     def replace(self, value: Any) -> None:
         self.load(values.read_bits(value))
 
-    def sum(self, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def sum(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         self._sum_into(self.bits, arrays, compression)
 
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         parts = self._parts(arrays, compression)
         updater = updaters.of(self.key)
         scales = [updater.optimizer.rescale_grad] * len(parts)
         updater.update(self.key, self.bits, parts, scales, self.dtype, self.bits, extent=Extent(self.key, self.shape))
 
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         # A sum of its own, even of one array: the function may write into what it received.
         total = np.empty_like(self.bits)
         self._sum_into(total, arrays, compression)
@@ -197,112 +217,13 @@ class HostValue(LocalValue):
     def host_bits(self) -> Bits:
         return self.bits
 
-    def _parts(self, arrays: Sequence[Any], compression: StoreCompression | None) -> list[Bits]:
+    def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Bits]:
         parts = [values.read_bits(array) for array in arrays]
         return parts if compression is None else compression.through(self.key, parts)
 
-    def _sum_into(self, out: Bits, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def _sum_into(self, out: Bits, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         parts = self._parts(arrays, compression)
         if len(parts) == 1:  # a plain copy, at less than half the cost of a kernel's call
             out[...] = parts[0]
             return
         self._kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)
-
-
-class DeviceValue(LocalValue):
-    """A key that rests on a GPU.
-
-    Args:
-        key, shape, dtype, kind: as of `LocalValue`.
-        devices: where values lie.
-        device: where it rests.
-        like: a value of the user's on a GPU, whose library makes the one that is kept.
-    """
-
-    def __init__(
-        self, key: Key, shape: Shape, dtype: DType, kind: str, devices: Devices, device: Device, like: Any
-    ) -> None:
-        super().__init__(key, shape, dtype, kind)
-        self._devices = devices
-        self._library = values.kind_of(like).partition(":")[0]
-        self._device = device
-        self._value = self._made()
-        self._bits = device.view(self._value, dtype)
-
-    @property
-    def device(self) -> Device:
-        return self._device
-
-    def move(self, device: Device) -> None:
-        """Rest on another GPU from now on. It must not have been updated yet."""
-        source, bits = self._device, self._bits
-        self._device = device
-        self._value = self._made()
-        self._bits = device.view(self._value, self.dtype)
-        device.copy(bits, self._bits, source)
-
-    def load(self, bits: Bits) -> None:
-        self._device.upload(bits, self._bits)
-        self._device.mark().wait()
-
-    def replace(self, value: Any) -> None:
-        part = self._devices.read(value, self.dtype)
-        if isinstance(part, OnDevice):
-            self._device.copy(part.array, self._bits, part.device)
-        else:
-            self.load(part)
-
-    def sum(self, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
-        self._sum_into(self._bits, self._parts(arrays, compression))
-
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
-        updater = updaters.of(self.key)
-        parts = self._parts(arrays, compression)
-        scales = [updater.optimizer.rescale_grad] * len(parts)
-        extent = Extent(self.key, self.shape)
-        updater.update(self.key, self._bits, parts, scales, self.dtype, self._bits, extent=extent)
-
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
-        received = self._made()
-        self._sum_into(self._device.view(received, self.dtype), self._parts(arrays, compression))
-        with self._device.kernels.active():
-            function(self.key, received, self._value)
-
-    def write_to(self, array: Any) -> None:
-        place = self._devices.place(array, self.dtype)
-        if place is None:
-            values.write_bits(array, self.host_bits())
-        else:
-            place.device.copy(self._bits, place.array, self._device)
-
-    def host_bits(self) -> Bits:
-        bits = np.empty(self._bits.size, self.dtype.storage)
-        self._device.download(self._bits, bits)
-        self._device.mark().wait()
-        return bits
-
-    def new(self) -> Any:
-        if self.kind == "numpy" or self.kind == "torch":
-            return super().new()
-        made = self._made()
-        self._device.copy(self._bits, self._device.view(made, self.dtype), self._device)
-        return made
-
-    def _made(self) -> Any:
-        kind = f"torch:{self._device.name}" if self._library == "torch" else self._library
-        return new_value(kind, self._device, self.shape, self.dtype)
-
-    def _parts(self, arrays: Sequence[Any], compression: StoreCompression | None) -> list[Array]:
-        parts = [self._here(self._devices.read(array, self.dtype)) for array in arrays]
-        if compression is not None:
-            from kvdist.kvstore.compression import through_on_devices  # a feature at a seam: loaded where it is used
-
-            return through_on_devices(compression, self.key, parts, self._device)
-        return brought(parts, self._device, self.dtype)
-
-    def _here(self, part: Bits | OnDevice) -> OnDevice:
-        """What came from the host, on this GPU."""
-        return part if isinstance(part, OnDevice) else uploaded(part, self._device)
-
-    def _sum_into(self, out: Array, parts: Sequence[Array]) -> None:
-        self._device.kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)

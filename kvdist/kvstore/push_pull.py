@@ -1,13 +1,22 @@
-"""Pushes and pulls of arrays on a cluster: from checked arguments to requests, and from answers to arrays.
+"""Pushes and pulls of arrays on a cluster: the way of one call from its arguments to its answer.
 
-The user's thread checks, copies where it has to, and lays out; the node's thread does the rest.
+`ArrayTransfers` has the calls; what each does stands below it in this order:
+
+1. *check*: `push_args` (and `results.pull_args`) find that keys, shapes and dtypes fit, and which memory is meant;
+2. *plan*: `Stagings.of` has the plan of this list of keys, which says what travels together to which server;
+3. *lend or copy*: `lend` lets a large slice be sent from where it lies, `Staging.fill` copies the others into buffers;
+4. *request*: `push_runs` adds what travels along, and the request is left for the node's thread;
+5. *finish*: on that thread, once all is counted, results go to their places, and the buffers may be filled again.
 """
 
 from __future__ import annotations
 
+import math
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,39 +32,30 @@ from kvdist.core.worker.requests import (
     RunKind,
     RunPlan,
     Transfer,
+    make_plan,
 )
-from kvdist.kernels.interface import Kernels
+from kvdist.dtypes import DType
+from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.arguments import (
-    Hyperparameters,
-    PullArgs,
-    PushArgs,
-    Settings,
-    cut,
-    gathered,
-    hyperparameters_of,
-    made,
-    named,
-    plain_one,
-    plan_hyperparameters,
-    pull_args,
-    push_args,
-)
 from kvdist.kvstore.backend import Lending, PushOptions, PushPull, combined
-from kvdist.kvstore.coalescing import SMALL_BYTES_MAX, Coalescer, is_small
-from kvdist.kvstore.device import Devices, Download, Part, PinnedBlocks, as_host_bits
-from kvdist.kvstore.keys import KeyTable
-from kvdist.kvstore.staging import Payloads, Reads, Shares, Staging, Stagings, lay_out, lend, reaches_another
+from kvdist.kvstore.coalescing import SMALL_BYTES_MAX, Coalescer, Hyperparameters
+from kvdist.kvstore.keys import KeyTable, as_dense, named
+from kvdist.kvstore.placement import Devices, OnDevice, Part, as_host_bits, on_gpus, require_one_kind
+from kvdist.kvstore.results import PullArgs, SharedResults, cut, new_results, pull_args, reaches_another
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.optimizer.base import Optimizer
-from kvdist.protocol.arrays import Bits, padded
+from kvdist.protocol.arrays import U8, Bits, padded
 from kvdist.protocol.messages import Flag
 from kvdist.runtime.cluster import Cluster
 from kvdist.runtime.node import Finish
 from kvdist.transport.shared_memory.allocator import Allocator
 
 if TYPE_CHECKING:
-    from kvdist.kvstore.compression import StoreCompression
+    from kvdist.kvstore.compression import EncodedRun, EncodedSlices, StoreCompression
+    from kvdist.kvstore.device import DeviceTransfers
+
+Reads = Callable[[RunPlan], bool]
+"""Whether the receiver of a run reads it where it lies."""
 
 
 class ArrayTransfers:
@@ -89,8 +89,9 @@ class ArrayTransfers:
         self._keys = keys
         self._kernels = kernels
         self._devices = devices
-        self._download = Download()
-        self._blocks = PinnedBlocks()
+        self._gpus: DeviceTransfers | None = None
+        """Made by the first value that lies on one."""
+        self._gpus_lock = threading.Lock()
         self._remember = remember
         self.check = check
         self._stagings = Stagings(policy.slice_bytes(cluster.config.limits), cluster.memory, cluster.traffic)
@@ -98,7 +99,7 @@ class ArrayTransfers:
         self._is_summed = policy.has_rounds
         node = self._node = cluster.node
         self._coalescer = Coalescer(
-            self._lay_out,
+            self._lay_out_batch,
             self._plan_pull,
             lambda answer, make, growing: node.submit_for(answer, make, growing=growing),
             node.hurry,
@@ -108,7 +109,8 @@ class ArrayTransfers:
 
     def close(self) -> None:
         """Nothing is asked any more: let go of what results came in."""
-        self._blocks.close()
+        if self._gpus is not None:
+            self._gpus.close()
 
     def submit(self, make: Callable[[int], Request], finish: Finish | None) -> Future[Any]:
         """Leave a request for the node's thread, behind all that was asked before; see `Node.submit`."""
@@ -120,16 +122,18 @@ class ArrayTransfers:
         self._coalescer.close()
         return self._cluster.ask(make)
 
+    # The calls.
+
     def push(self, call: PushPull) -> None:
         """Push; the caller's arrays are free when this returns, and no one waits for the answer."""
-        plain = plain_one(self._keys, call.key, call.value)
+        plain = self._keys.plain_one(call.key, call.value)
         if plain is not None and plain[1].nbytes <= SMALL_BYTES_MAX:
-            self._push_coalesced(*plain, call.priority, call.options)
+            self._push_coalesced(*plain, call)
             return
         given = push_args(self._keys, call.key, call.value, self._devices)
-        if is_small(given):
+        if _is_one_small(given):
             (bits,) = as_host_bits(given.bits[0])
-            self._push_coalesced(given.infos[0], bits, call.priority, call.options)
+            self._push_coalesced(given.infos[0], bits, call)
             return
         self._push(given, call).add_done_callback(self._remember_error)
 
@@ -137,156 +141,28 @@ class ArrayTransfers:
         """Push; the future resolves when it is counted."""
         return self._push(push_args(self._keys, call.key, call.value, self._devices), call)
 
-    def _push_coalesced(self, info: KeyInfo, bits: Bits, priority: int, options: PushOptions) -> None:
-        setting = hyperparameters_of(info, self.optimizer)
-        nbytes, encoded = padded(bits.nbytes), None
-        self._cluster.under_way.enter(nbytes, self.check)
-        try:
-            # Encoded now, not when it leaves: residuals follow the order of the calls.
-            if info.is_compressed and self.compression is not None:
-                encoded = self.compression.encode(info, [bits])
-            self._coalescer.push(info, bits, setting, priority, options, encoded)
-        except BaseException:
-            self._cluster.under_way.leave(nbytes)
-            raise
-
-    def _push(self, given: PushArgs, call: PushPull) -> Future[None]:
-        label, options, priority = f"push of {named(given.infos)}", call.options, call.priority
-
-        def part(some: PushArgs) -> Future[None]:
-            return self._submit_push(
-                RunKind.PUSH, some, options, call.lending, label, priority, lambda own: own.release
-            )
-
-        places = self._parts(given)
-        if len(places) == 1:
-            return part(given)
-        return combined([part(given.part(place)) for place in places])
-
-    def _submit_push(
-        self,
-        kind: RunKind,
-        some: PushArgs,
-        options: PushOptions,
-        lending: Lending,
-        label: str,
-        priority: int,
-        complete: Callable[[Payloads], Finish],
-    ) -> Future[Any]:
-        """Lay out a push and leave it for the node's thread; its bytes are under way until it is counted.
-
-        Args:
-            kind, label, priority: of the request.
-            some: what is pushed.
-            options: how it counts.
-            lending: which arrays of the caller may be sent.
-            complete: adds to the runs of the push what the request needs besides; gives what follows its answer.
-        """
-        staging = self._staging(some.infos)
-
-        def submit() -> Future[Any]:
-            settings = plan_hyperparameters(staging.plan, self.optimizer)
-            lent = self._lent(staging.plan, some.bits, lending, self._reads_pushes)
-            own = self._laid_out(staging, some, settings, options, lent)
-
-            def make(number: int) -> Request:
-                own.settle()
-                return Transfer(number, kind, label, own.runs, priority)
-
-            try:
-                return self.submit(make, complete(own))
-            except BaseException:
-                own.settle()  # the buffers are let go, and a GPU may still be writing into them
-                raise
-
-        return self._cluster.under_way.count(staging.nbytes, self.check, submit)
-
-    def _parts(self, given: PushArgs) -> list[slice]:
-        """In which parts a push leaves: what has to be encoded first should not wait for the rest."""
-        return [slice(None)] if self.compression is None else parts_of(given.infos)
-
-    def _remember_error(self, future: Future[None]) -> None:
-        error = future.exception()
-        if error is not None:
-            self._remember(error)
+    def pushpull(self, call: PushPull) -> Future[Any]:
+        """Push and pull the result; large results are shown where they lie if `shared`, except those of GPUs."""
+        given = push_args(self._keys, call.key, call.value, self._devices)
+        places = self._places(call.key, call.value if call.out is None else call.out)
+        if call.out is not None and reaches_another(given.bits, places.results):
+            call = replace(call, lending=Lending.NOTHING)
+        return self._push(given, call, places)
 
     def pull(self, call: PushPull) -> Future[Any]:
         """Pull into `out`, or into new arrays."""
         if call.out is None:
-            return self._pull_to(*made(self._keys, call.key), call.priority)
-        if call.lending is not Lending.RESIDENT:
-            return self._pull_into(self._places(call.key, call.out), call.priority)
+            return self._pull(*new_results(self._keys, call.key), call.priority)
         # Pulls of small keys that are asked for one by one travel together.
-        plain = plain_one(self._keys, call.key, call.out, writable=True)
+        may_join = call.lending is Lending.RESIDENT
+        plain = self._keys.plain_one(call.key, call.out, writable=True) if may_join else None
         if plain is not None and _is_coalesced(*plain):
             return self._coalescer.pull(*plain, None, call.priority)
         places = self._places(call.key, call.out)
-        if len(places.infos) == 1 and _is_coalesced(places.infos[0], places.results[0]):
+        if may_join and len(places.infos) == 1 and _is_coalesced(places.infos[0], places.results[0]):
             finish = None if places.is_direct else places.spread
             return self._coalescer.pull(places.infos[0], places.results[0], finish, call.priority)
-        return self._pull_into(places, call.priority)
-
-    def _places(self, key: Keys, out: Value) -> PullArgs:
-        return pull_args(self._keys, key, out, self._devices, self._blocks)
-
-    def _pull_into(self, places: PullArgs, priority: int) -> Future[Any]:
-        return self._pull_to(places.infos, places.results, places.spread, priority)
-
-    def _pull_to(self, infos: Sequence[KeyInfo], results: Sequence[Bits], finish: Finish, priority: int) -> Future[Any]:
-        runs = self._plan_pull(infos, results)
-        label = f"pull of {named(infos)}"
-        return self.submit(lambda number: Transfer(number, RunKind.PULL, label, runs, priority), finish)
-
-    def pushpull(self, call: PushPull) -> Future[Any]:
-        """Push and pull the result; large results are shown where they lie if `shared`, except those of GPUs."""
-        contribution = push_args(self._keys, call.key, call.value, self._devices)
-        places = self._places(call.key, call.value if call.out is None else call.out)
-        priority, options, lending, hold = call.priority, call.options, call.lending, call.shared
-        if call.out is not None and reaches_another(contribution.bits, places.results):
-            lending = Lending.NOTHING
-        if not hold and len(parts := self._parts(contribution)) > 1:
-            label = f"pushpull of {named(contribution.infos)}"
-            return combined(
-                [
-                    self._pushpull_part(
-                        contribution.part(part), places.results[part], priority, options, lending, label
-                    )
-                    for part in parts
-                ],
-                places.spread,
-            )
-
-        def complete(own: Payloads) -> Finish:
-            # A result that is shown is not in the memory from which results rise to GPUs.
-            views = SharedResults(own.staging.plan, self._shows_results) if hold and places.upload is None else None
-            own.runs = [
-                views.keeping(run)
-                if views is not None and views.keeps(run.plan)
-                else replace(run, sinks=cut(run.plan, places.results))
-                for run in own.runs
-            ]
-
-            def finish() -> Any:
-                shown = [None] * len(places.infos) if hold else None
-                if views is not None:
-                    shown = views.shown(self._cluster.memory, places.results, self._keys, self._cluster.traffic)
-                places.spread()
-                own.release()
-                return shown
-
-            return finish
-
-        label = f"pushpull of {named(contribution.infos)}"
-        return self._submit_push(RunKind.PUSHPULL, contribution, options, lending, label, priority, complete)
-
-    def _pushpull_part(
-        self, some: PushArgs, results: Sequence[Bits], priority: int, options: PushOptions, lending: Lending, label: str
-    ) -> Future[Any]:
-        def complete(own: Payloads) -> Finish:
-            own.runs = [replace(run, sinks=cut(run.plan, results)) for run in own.runs]
-            return own.release
-
-        return self._submit_push(RunKind.PUSHPULL, some, options, lending, label, priority, complete)
+        return self._pull(places.infos, places.results, places.spread, call.priority)
 
     def give(self, kind: RunKind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
@@ -296,18 +172,133 @@ class ArrayTransfers:
         lent = self._lent(
             staging.plan, arrays, Lending.EVERYTHING, lambda run: self._node.view.shares_memory(run.server)
         )
-        payloads, _, _ = staging.fill(arrays, self._kernels, lent)
-        runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, payloads, strict=True)]
+        own = staging.fill(arrays, self._kernels, lent)
+        runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, own.memory, strict=True)]
         label = f"init of {named(staging.plan.keys)}"
         self.ask(lambda number: Transfer(number, kind, label, runs))
+
+    # From checked arguments to requests.
+
+    def _push(self, given: PushArgs, call: PushPull, places: PullArgs | None = None) -> Future[Any]:
+        """Push, and pull into `places`; in parts where it is encoded first, which should not wait for the rest."""
+        label = f"{'push' if places is None else 'pushpull'} of {named(given.infos)}"
+        parts = [slice(None)] if self.compression is None or call.shared else parts_of(given.infos)
+        if len(parts) == 1:
+            return self._push_part(given, call, label, places, None if places is None else places.spread)
+        return combined(
+            [
+                self._push_part(given.part(part), call, label, None if places is None else places.part(part))
+                for part in parts
+            ],
+            _nothing if places is None else places.spread,
+        )
+
+    def _push_part(
+        self,
+        given: PushArgs,
+        call: PushPull,
+        label: str,
+        places: PullArgs | None,
+        spread: Finish | None = None,
+    ) -> Future[Any]:
+        """Lay out a push and leave it for the node's thread; its bytes are under way until it is counted.
+
+        Args:
+            given: what is pushed.
+            call: how.
+            label: of the request.
+            places: where results go, if it pulls.
+            spread: called when they are there.
+        """
+        kind = RunKind.PUSH if places is None else RunKind.PUSHPULL
+        staging = self._staging(given.infos)
+
+        def submit() -> Future[Any]:
+            settings = plan_hyperparameters(staging.plan, self.optimizer)
+            lent = self._lent(staging.plan, given.bits, call.lending, self._reads_pushes)
+            own = self._laid_out(staging, given, settings, call.options, lent)
+
+            def make(number: int) -> Request:
+                own.settle()
+                return Transfer(number, kind, label, own.runs, call.priority)
+
+            try:
+                finish = own.release if places is None else self._answered(own, call, places, spread)
+                return self.submit(make, finish)
+            except BaseException:
+                own.settle()  # the buffers are let go, and a GPU may still be writing into them
+                raise
+
+        return self._cluster.under_way.count(staging.nbytes, self.check, submit)
+
+    def _answered(self, own: Payloads, call: PushPull, places: PullArgs, spread: Finish | None) -> Finish:
+        """What follows when results have come; tells the runs of a push where they go."""
+        shared = None
+        if call.shared and places.is_direct:  # else a result is wanted in the caller's arrays besides
+            shared = SharedResults(own.staging.plan, self._shows_results)
+        own.runs = [
+            shared.keeping(run)
+            if shared is not None and shared.keeps(run.plan)
+            else replace(run, sinks=cut(run.plan, places.results))
+            for run in own.runs
+        ]
+
+        def finish() -> Any:
+            shown = [None] * len(places.infos) if call.shared else None
+            if shared is not None:
+                shown = shared.shown(self._cluster.memory, places.results, self._keys, self._cluster.traffic)
+            if spread is not None:
+                spread()
+            own.release()
+            return shown
+
+        return finish
+
+    def _push_coalesced(self, info: KeyInfo, bits: Bits, call: PushPull) -> None:
+        setting = hyperparameters_of(info, self.optimizer)
+        nbytes, encoded = padded(bits.nbytes), None
+        self._cluster.under_way.enter(nbytes, self.check)
+        try:
+            # Encoded now, not when it leaves: residuals follow the order of the calls.
+            if info.is_compressed and self.compression is not None:
+                encoded = self.compression.encode(info, [bits])
+            self._coalescer.push(info, bits, setting, call.priority, call.options, encoded)
+        except BaseException:
+            self._cluster.under_way.leave(nbytes)
+            raise
+
+    def _pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits], finish: Finish, priority: int) -> Future[Any]:
+        runs = self._plan_pull(infos, results)
+        label = f"pull of {named(infos)}"
+        return self.submit(lambda number: Transfer(number, RunKind.PULL, label, runs, priority), finish)
+
+    def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
+        return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
+
+    def _places(self, key: Keys, out: Value) -> PullArgs:
+        return pull_args(self._keys, key, out, self._device_transfers)
 
     def _staging(self, infos: Sequence[KeyInfo]) -> Staging:
         return self._stagings.of(infos, self._keys.nbytes)
 
-    def _lay_out(self, given: PushArgs, options: PushOptions, settings: Sequence[Hyperparameters]) -> Payloads:
-        staging = self._staging(given.infos)
+    def _lent(
+        self, plan: Plan, bits: Sequence[Sequence[Part]], lending: Lending, reads: Reads
+    ) -> list[memoryview | None]:
+        return [lend(run, bits, lending, reads, self._cluster.memory) for run in plan.runs]
+
+    def _lay_out_batch(
+        self,
+        infos: list[KeyInfo],
+        bits: Sequence[Sequence[Bits]],
+        encoded: list[EncodedSlices | None],
+        options: PushOptions,
+        settings: Sequence[Hyperparameters],
+    ) -> tuple[Sequence[RunData], Finish]:
+        """The runs of pushes of small keys that travel together, and what follows when they are counted."""
+        staging = self._staging(infos)
         lent: list[memoryview | None] = [None] * len(staging.plan.runs)
-        return self._laid_out(staging, given, gathered(settings), options, lent)
+        own = self._laid_out(staging, PushArgs(infos, bits), gathered(settings), options, lent, encoded)
+        return own.runs, own.release
 
     def _laid_out(
         self,
@@ -315,14 +306,26 @@ class ArrayTransfers:
         given: PushArgs,
         settings: Settings,
         options: PushOptions,
-        lent: Sequence[memoryview | None],
+        lent: list[memoryview | None],
+        encoded: Sequence[EncodedSlices | None] | None = None,
     ) -> Payloads:
-        own = (staging, given, settings, options, self._kernels, lent, self._reads_pushes, self._download)
-        if self.compression is None:
-            return lay_out(*own)
-        from kvdist.kvstore.compression import encoded_payloads  # a feature at a seam: loaded where it is used
+        """A push in the memory from which it is sent; `encoded` is what was encoded already."""
+        codes: Sequence[EncodedRun | None] = [None] * len(lent)
+        if self.compression is not None:
+            codes = self.compression.encoded_runs(staging.plan, given.bits, encoded)
+            lent = [own if code is None else code[0] for own, code in zip(lent, codes, strict=True)]
+        bring = self._device_transfers().bring if given.is_on_gpus else None
+        own = staging.fill(given.bits, self._kernels, lent, bring)
+        own.runs = push_runs(staging.plan, own.memory, given.bits, settings, options, codes, self._reads_pushes)
+        return own
 
-        return encoded_payloads(self.compression, *own)
+    def _device_transfers(self) -> DeviceTransfers:
+        with self._gpus_lock:
+            if self._gpus is None:
+                from kvdist.kvstore.device import DeviceTransfers  # a feature at a seam: loaded where it is used
+
+                self._gpus = DeviceTransfers(self._devices)
+            return self._gpus
 
     def _reads_pushes(self, run: RunPlan) -> bool:
         """Whether a push of this run is read where it lies."""
@@ -334,75 +337,19 @@ class ArrayTransfers:
         view = self._node.view
         return view.shows_results(server) if self._is_summed else view.shares_memory(server)
 
-    def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
-        return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
+    def _remember_error(self, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._remember(error)
 
-    def _lent(
-        self, plan: Plan, bits: Sequence[Sequence[Part]], lending: Lending, reads: Reads
-    ) -> list[memoryview | None]:
-        return [lend(run, bits, lending, reads, self._cluster.memory) for run in plan.runs]
+
+def _nothing() -> None:
+    """Results are wanted nowhere."""
 
 
 def _is_coalesced(info: KeyInfo, result: Bits) -> bool:
     """Whether a pull of this key alone may travel with others: it is small, and one answer brings all of it."""
     return result.nbytes <= SMALL_BYTES_MAX and len(info.slices) == 1
-
-
-class SharedResults:
-    """The keys of one call whose results stay in the servers' memory: large ones, all of whose servers share it.
-
-    Args:
-        plan: the keys and their runs.
-        shares: whether the server of a rank shares memory with this process.
-    """
-
-    def __init__(self, plan: Plan, shares: Shares) -> None:
-        self._plan = plan
-        self._indices = [
-            i
-            for i, info in enumerate(plan.keys)
-            if info.pulled_as is None and _is_large(info) and _all_share(info, shares)
-        ]
-        self._wanted = set(self._indices)
-        self._kept: dict[int, list[tuple[int, int, dict[int, Bits]]]] = {index: [] for index in self._indices}
-        """Key → its slices: (start, stop, the run's values by their place)."""
-
-    def keeps(self, run: RunPlan) -> bool:
-        """Whether the result of this run stays where it is."""
-        return len(run.pieces) == 1 and run.pieces[0].index in self._wanted
-
-    def keeping(self, run: RunData) -> RunData:
-        """The run, asking for a result that may be read where it lies."""
-        kept: dict[int, Bits] = {}
-        (piece,) = run.plan.pieces
-        self._kept[piece.index].append((piece.start, piece.stop, kept))
-        assert run.flags is not None
-        return replace(run, flags=run.flags | np.uint8(Flag.HOLD), kept=kept)
-
-    def shown(self, memory: Allocator, results: Sequence[Bits], keys: KeyTable, traffic: Traffic) -> list[Any]:
-        """The results have come: per key an array that shows it, or None after copying it to `results`."""
-        found: list[Any] = [None] * len(self._plan.keys)
-        for index in self._indices:
-            info = self._plan.keys[index]
-            pieces = sorted(self._kept[index], key=lambda piece: piece[:2])
-            window = memory.show([kept[0].view(np.uint8) for _, _, kept in pieces])
-            if window is not None:
-                found[index] = shown = keys.like(info, window.view(info.dtype.storage))
-                if isinstance(shown, np.ndarray):
-                    shown.flags.writeable = False  # what torch does not know
-                continue
-            for start, stop, kept in pieces:
-                results[index][start:stop] = kept[0]
-                traffic.copied_out += kept[0].nbytes
-        return found
-
-
-def _is_large(info: KeyInfo) -> bool:
-    return all(piece.count * info.dtype.itemsize >= ALONE_BYTES_MIN for piece in info.slices)
-
-
-def _all_share(info: KeyInfo, shares: Shares) -> bool:
-    return all(shares(piece.server) for piece in info.slices)
 
 
 PART_BYTES = 8 << 20
@@ -420,3 +367,363 @@ def parts_of(infos: Sequence[KeyInfo], part_bytes: int = PART_BYTES) -> list[sli
     if begin < len(infos) or not parts:
         parts.append(slice(begin, len(infos)))
     return parts
+
+
+# 1. What is pushed.
+
+
+@dataclass(slots=True)
+class PushArgs:
+    """What is pushed.
+
+    Attributes:
+        infos: the keys.
+        bits: per key the contributions of its devices, where they lie; none where there is no gradient.
+        is_on_gpus: whether some of it lies there.
+    """
+
+    infos: list[KeyInfo]
+    bits: Sequence[Sequence[Part]]
+    is_on_gpus: bool = False
+
+    def part(self, place: slice) -> PushArgs:
+        """Some of the keys."""
+        return PushArgs(self.infos[place], self.bits[place], self.is_on_gpus)
+
+
+def push_args(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> PushArgs:
+    """What a call pushes, checked.
+
+    Raises:
+        DeviceError: a GPU cannot be used, or some values of a key lie on the host and some on GPUs.
+        KeyNotInitialised, TypeError, ValueError: something is wrong; the message names the key.
+    """
+    plain = keys.plain_list(key, value)
+    if plain is not None:
+        return PushArgs(plain[0], [[bits] for bits in plain[1]])
+    pairs = values.pairs(key, value)
+    matched = keys.matched([(one, [as_dense(array, devices) for array in arrays]) for one, arrays in pairs])
+    infos = [info for info, _ in matched]
+    if not any(on_gpus(arrays) for _, arrays in matched):
+        return PushArgs(infos, [[values.read_bits(array) for array in arrays] for _, arrays in matched])
+    for info, arrays in matched:
+        require_one_kind(info.key, arrays)
+    bits = [[devices.read(array, info.dtype) for array in arrays] for info, arrays in matched]
+    return PushArgs(infos, bits, any(isinstance(part, OnDevice) for parts in bits for part in parts))
+
+
+def _is_one_small(given: PushArgs) -> bool:
+    """Whether this is one small array of one key, in the host's memory."""
+    if len(given.infos) != 1 or len(given.bits[0]) != 1 or given.is_on_gpus:
+        return False
+    return given.bits[0][0].nbytes <= SMALL_BYTES_MAX
+
+
+# 2. The plan of a list of keys, and the buffers that are laid out as it says.
+
+STAGED_BYTES_MIN = 64 << 20
+STAGED_MODELS_MAX = 4
+"""Buffers are kept for lists of keys used lately: this many times the bytes of all keys, or at least those."""
+
+SETS_KEPT_MAX = 2
+"""One set is being filled while the other one is under way."""
+
+Buffers = list["RunBuffer | None"]
+"""One for each run of a plan that needed one."""
+
+Bring = Callable[
+    [Plan, RunPlan, memoryview, Sequence[Bits], Sequence[Sequence[Part]], Kernels, list[DeviceEvent]], None
+]
+"""See `DeviceTransfers.bring`."""
+
+PLAN_BYTES = 512
+"""What a plan takes for each of its keys, roughly: where keys are small it is more than their buffers."""
+
+
+class Stagings:
+    """The buffers of the lists of keys that were used lately.
+
+    Args:
+        slice_bytes: the size up to which small slices travel together.
+        memory: where the buffers lie.
+        traffic: where passes are counted.
+    """
+
+    def __init__(self, slice_bytes: int, memory: Allocator, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._slice_bytes = slice_bytes
+        self._memory = memory
+        self._by_keys: OrderedDict[tuple[Key, ...], Staging] = OrderedDict()
+        """The latest last."""
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._by_keys)
+
+    def of(self, infos: Sequence[KeyInfo], all_bytes: int) -> Staging:
+        """The plan and buffers for these keys in this order; `all_bytes` is the size of all keys of the store."""
+        names = tuple([info.key for info in infos])
+        with self._lock:  # the node's thread lays out what was gathered
+            staging = self._by_keys.get(names)
+            if staging is None:
+                return self._made(names, infos, all_bytes)
+            self._by_keys.move_to_end(names)
+            return staging
+
+    def _made(self, names: tuple[Key, ...], infos: Sequence[KeyInfo], all_bytes: int) -> Staging:
+        staging = self._by_keys[names] = Staging(make_plan(infos, self._slice_bytes), self._memory, self._traffic)
+        self._nbytes += staging.nbytes + PLAN_BYTES * len(names)
+        allowed = max(STAGED_BYTES_MIN, STAGED_MODELS_MAX * all_bytes)
+        while self._nbytes > allowed and len(self._by_keys) > 1:
+            # A script that shuffles its list of keys would otherwise keep buffers for every order.
+            keys, oldest = self._by_keys.popitem(last=False)
+            self._nbytes -= oldest.nbytes + PLAN_BYTES * len(keys)
+        return staging
+
+
+class RunBuffer:
+    """The payload of one run, and a typed view of each of its slices."""
+
+    def __init__(self, plan: RunPlan, memory: Allocator) -> None:
+        bytes_ = memory.allocate(max(plan.nbytes, 1))
+        bytes_.fill(0)  # once, so that the padding is defined
+        self.payload = bytes_.data[: plan.nbytes]
+        self.views: list[Bits] = []
+        codes = plan.dtypes.tolist()
+        typed = {code: bytes_[: plan.nbytes].view(DType(code).storage) for code in set(codes)}
+        for piece, code in zip(plan.pieces, codes, strict=True):
+            whole = typed[code]
+            first = piece.offset // whole.itemsize
+            self.views.append(whole[first : first + piece.stop - piece.start])
+
+
+class Staging:
+    """The buffers of one plan: as many sets as are under way at once.
+
+    They are used again and again, because the first touch of fresh memory costs several times a copy.
+    """
+
+    def __init__(self, plan: Plan, memory: Allocator, traffic: Traffic) -> None:
+        self.plan = plan
+        self._traffic = traffic
+        self._memory = memory
+        self.nbytes = sum(run.nbytes for run in plan.runs)
+        """Bytes of one set of buffers."""
+        # What a burst of pushes needed more than this is not kept.
+        self._free: deque[Buffers] = deque(maxlen=SETS_KEPT_MAX)
+
+    def fill(
+        self,
+        arrays: Sequence[Sequence[Part]],
+        kernels: Kernels,
+        lent: Sequence[memoryview | None],
+        bring: Bring | None = None,
+    ) -> Payloads:
+        """Have the payload of each run: what is lent, or a copy of the arrays, summed over devices on the way.
+
+        One pass over the bytes that are copied.
+
+        Args:
+            arrays: per key of the plan its contributions, one per device, as bits.
+            kernels: what sums.
+            lent: per run the caller's own memory, or an encoded payload, or None.
+            bring: asks for what lies on GPUs; None where nothing does.
+        """
+        if not all(arrays):
+            # Some key has no value here. That is rare, so it may be slow, and occupies no buffers.
+            runs = zip(self.plan.runs, lent, strict=True)
+            return Payloads(self, [self._without(run, arrays, kernels) if own is None else own for run, own in runs])
+        try:
+            buffers = self._free.pop()
+        except IndexError:
+            buffers = [None] * len(self.plan.runs)
+        filled = Payloads(self, [], buffers)
+        try:
+            for i, (run, payload) in enumerate(zip(self.plan.runs, lent, strict=True)):
+                if payload is None:
+                    buffer = buffers[i] = buffers[i] or RunBuffer(run, self._memory)
+                    if bring is None:
+                        self._copy(run, buffer, arrays, kernels)
+                    else:
+                        bring(self.plan, run, buffer.payload, buffer.views, arrays, kernels, filled.marks)
+                    self._traffic.copied_in += run.nbytes
+                    payload = buffer.payload
+                filled.memory.append(payload)
+        except BaseException:
+            filled.settle()  # the buffers are let go, and a GPU may still be writing into them
+            raise
+        return filled
+
+    def give_back(self, buffers: Buffers) -> None:
+        """These buffers are counted; they may be filled again. Called from the node's thread."""
+        self._free.append(buffers)
+
+    def _copy(self, run: RunPlan, buffer: RunBuffer, arrays: Sequence[Sequence[Any]], kernels: Kernels) -> None:
+        if run.whole_keys is not None and all(len(arrays[index]) == 1 for index in run.whole_keys):
+            for index, view in zip(run.whole_keys, buffer.views, strict=True):
+                view[...] = arrays[index][0]
+            return
+        for piece, view in zip(run.pieces, buffer.views, strict=True):
+            parts = [part[piece.start : piece.stop] for part in arrays[piece.index]]
+            if len(parts) == 1:
+                view[...] = parts[0]
+            else:
+                kernels.weighted_sum(parts, [1.0] * len(parts), self.plan.keys[piece.index].dtype, view)
+
+    def _without(self, run: RunPlan, arrays: Sequence[Sequence[Part]], kernels: Kernels) -> memoryview:
+        """The payload of a run some of whose keys have no value: those take no bytes."""
+        payload = bytearray()
+        for piece in run.pieces:
+            if not arrays[piece.index]:
+                continue
+            dtype = self.plan.keys[piece.index].dtype
+            total = np.empty(piece.stop - piece.start, dtype.storage)
+            parts = as_host_bits([part[piece.start : piece.stop] for part in arrays[piece.index]])
+            kernels.weighted_sum(parts, [1.0] * len(parts), dtype, total)
+            payload += total.tobytes()
+            payload += b"\0" * (-total.nbytes % 8)
+        return memoryview(payload)
+
+
+@dataclass(slots=True)
+class Payloads:
+    """One push: its runs, and the buffers that they occupy until they are counted."""
+
+    staging: Staging
+    memory: list[memoryview]
+    """The payload of each run."""
+    buffers: Buffers = field(default_factory=list)
+    marks: list[DeviceEvent] = field(default_factory=list)
+    """What GPUs still copy into the payloads."""
+    runs: list[RunData] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Wait until the payloads are filled. To be called before they are sent, on the node's thread.
+
+        The program goes on meanwhile, and the GPU copies one push while the program asks for the next one's sums.
+        """
+        for mark in self.marks:
+            mark.wait()
+        self.marks.clear()
+
+    def release(self) -> None:
+        """It is counted: its buffers may be filled again. Called from the node's thread."""
+        if self.buffers:
+            self.staging.give_back(self.buffers)
+
+
+# 3. What is lent.
+
+
+def lend(
+    run: RunPlan, arrays: Sequence[Sequence[Part]], lending: Lending, reads: Reads, memory: Allocator
+) -> memoryview | None:
+    """The caller's own memory as the payload of a run; None where it has to be copied first.
+
+    Only a large slice of one array can be lent: it travels alone. To a server that shares memory it goes by a copy into
+    that memory, unless it lies there already: one pass instead of the two that a socket makes.
+
+    Args:
+        run: the run.
+        arrays: per key of the plan its contributions as bits.
+        lending: what may be lent.
+        reads: whether its receiver shares memory with this process.
+        memory: what would be shared.
+    """
+    if lending is Lending.NOTHING or len(run.pieces) > 1 or run.nbytes < ALONE_BYTES_MIN:
+        return None
+    piece = run.pieces[0]
+    parts = arrays[piece.index]
+    if len(parts) != 1 or isinstance(parts[0], OnDevice):
+        return None
+    bytes_ = parts[0][piece.start : piece.stop].view(np.uint8)
+    if len(bytes_) < run.nbytes or not (memory.owns(bytes_) or (lending is Lending.EVERYTHING and not reads(run))):
+        return None
+    return bytes_.data
+
+
+# 4. What travels with the payloads.
+
+SERVER_DECIDES: Hyperparameters = (math.nan, math.nan, math.nan)
+"""This worker has no optimizer."""
+
+Settings = tuple[list[Hyperparameters], "np.ndarray[Any, Any] | None"]
+"""Distinct settings, and for each key of a plan the index of its own; None if all have the first."""
+
+
+def hyperparameters_of(info: KeyInfo, optimizer: Optimizer | None) -> Hyperparameters:
+    """The setting of one key."""
+    if optimizer is None:
+        return SERVER_DECIDES
+    numbers = (optimizer.pushed_lr(info.key), optimizer.wd_for(info.key), optimizer.rescale_grad)
+    return _finite(info.key, numbers)
+
+
+def gathered(settings: Sequence[Hyperparameters]) -> Settings:
+    """Settings that were taken key by key."""
+    distinct: dict[Hyperparameters, int] = {}
+    index = [distinct.setdefault(setting, len(distinct)) for setting in settings]
+    return list(distinct), np.array(index) if len(distinct) > 1 else None
+
+
+def plan_hyperparameters(plan: Plan, optimizer: Optimizer | None) -> Settings:
+    """The distinct (learning rate, weight decay, rescale) of a plan's keys; per key an index, None if all alike."""
+    if optimizer is None:
+        return [SERVER_DECIDES], None
+    rescale = optimizer.rescale_grad
+    if not optimizer.lr_mult and not optimizer.wd_mult:
+        return [_finite(None, (optimizer.pushed_lr(None), optimizer.wd, rescale))], None
+    return gathered([hyperparameters_of(info, optimizer) for info in plan.keys])
+
+
+def run_hyperparameters(
+    settings: list[Hyperparameters], index: np.ndarray[Any, Any] | None
+) -> tuple[tuple[Hyperparameters, ...], U8 | None]:
+    """The settings that one run uses, and its slices' indices into them."""
+    if index is None:
+        return (settings[0],), None
+    used, positions = np.unique(index, return_inverse=True)
+    return tuple(settings[i] for i in used.tolist()), positions.astype(np.uint8)
+
+
+def _finite(key: Key | None, setting: Hyperparameters) -> Hyperparameters:
+    if not all(map(math.isfinite, setting)):
+        whose = "the optimizer" if key is None else f"key {key!r}"
+        raise ValueError(f"learning rate, weight decay and rescale of {whose} are {setting}; they must be finite")
+    return setting
+
+
+def push_runs(
+    plan: Plan,
+    payloads: Sequence[memoryview],
+    bits: Sequence[Sequence[Part]],
+    settings: Settings,
+    options: PushOptions,
+    codes: Sequence[EncodedRun | None],
+    reads: Reads,
+) -> list[RunData]:
+    """The runs of a push.
+
+    Args:
+        plan: how the keys travel.
+        payloads: per run its bytes.
+        bits: per key its contributions; none for an empty one.
+        settings: the numbers of the optimizer that travel along.
+        options: how the push counts.
+        codes: per run how it is encoded; None where it is not.
+        reads: whether the receiver of a run shares memory with this process.
+    """
+    distinct, setting_of_key = settings
+    flag = int(Flag.AVERAGE) if options.average else 0
+    empty = None if all(bits) else np.array([Flag.EMPTY * (not parts) for parts in bits], np.uint8)
+    runs = []
+    for run, payload, code in zip(plan.runs, payloads, codes, strict=True):
+        flags = np.full(len(run.ids), flag, np.uint8)
+        if empty is not None:
+            flags |= empty[run.key_of]
+        own, index = run_hyperparameters(distinct, None if setting_of_key is None else setting_of_key[run.key_of])
+        stays = code is None and reads(run)
+        encoded = None if code is None else code[1]
+        runs.append(RunData(run, payload, (), flags, own, index, None, stays, options.samples, encoded=encoded))
+    return runs

@@ -21,10 +21,9 @@ import numpy.typing as npt
 from kvdist.core.sharding import row_length
 from kvdist.core.worker.requests import KeyInfo, RowChunk, RunData, RunKind, RunPlan, Transfer
 from kvdist.kvstore import values
-from kvdist.kvstore.arguments import hyperparameters_of
 from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, TableTransfers, combined
 from kvdist.kvstore.keys import Ids, Rows, as_table, gradient, require_rows, wanted
-from kvdist.kvstore.push_pull import ArrayTransfers
+from kvdist.kvstore.push_pull import ArrayTransfers, hyperparameters_of
 from kvdist.kvstore.rowsparse import RowSparse
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.protocol.arrays import Bits, padded

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
-from kvdist.kernels.gpu import gpu_index
 from kvdist.kvstore.rowsparse import RowSparse
 
 Key: TypeAlias = int | str
@@ -220,7 +219,10 @@ def gpu_of(value: Any) -> int | None:
     # Asked for every array of every call: what is usual is told without asking torch what a tensor is.
     if type(value) is np.ndarray or getattr(value, "is_cuda", None) is False:
         return None
-    return value.device.index if is_tensor(value) else gpu_index(value)
+    if is_tensor(value):
+        index: int = value.device.index
+        return index
+    return _gpu_array_index(value) if _is_gpu_array(value) else None
 
 
 def write_bits(value: Any, bits: Bits) -> None:
@@ -433,6 +435,13 @@ def _is_gpu_array(value: Any) -> bool:
     return getattr(value, "__cuda_array_interface__", None) is not None
 
 
+def _gpu_array_index(value: Any) -> int | None:
+    """The number of its GPU."""
+    from kvdist.kernels.gpu import gpu_index  # a feature at a seam: loaded where it is used
+
+    return gpu_index(value)
+
+
 def _describe_gpu_array(value: Any) -> tuple[Shape, DType]:
     """Shape and element type.
 
@@ -473,7 +482,7 @@ def _write_gpu_array(value: Any, bits: NDArray[Any]) -> None:
 
 def _gpu_kind_of(value: Any) -> str:
     """Its library, and the number of its GPU."""
-    return f"{type(value).__module__.partition('.')[0]}:{gpu_index(value)}"
+    return f"{type(value).__module__.partition('.')[0]}:{_gpu_array_index(value)}"
 
 
 def _gpu_array_like(library: str, index: int, array: NDArray[Any]) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvdist.dtypes import DType
 from kvdist.kvstore import values
-from kvdist.kvstore.device import Devices, OnDevice
+from kvdist.kvstore.placement import Devices, OnDevice
 from kvdist.training.parameters import Parameter
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.adapter import Adapted
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.device import Devices, OnDevice, as_host_bits
 from kvdist.kvstore.local_values import Updaters
+from kvdist.kvstore.placement import Devices, OnDevice, as_host_bits
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.training.parameters import Parameter

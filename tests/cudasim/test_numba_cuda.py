@@ -18,8 +18,8 @@ from kvdist.errors import DeviceError
 from kvdist.kernels.gpu import gpu_index
 from kvdist.kernels.numba_cuda import NumbaDevice, _Owned, _torch_with_cuda, index_of, open_device
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.device import Devices
 from kvdist.kvstore.local import LocalBackend
+from kvdist.kvstore.placement import Devices
 from kvdist.optimizer import Updater, create
 from kvdist.optimizer.states import Part
 

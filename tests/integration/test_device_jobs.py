@@ -11,8 +11,8 @@ import pytest
 from kvdist.core.policy import SYNC
 from kvdist.errors import DeviceError
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.device import Devices
 from kvdist.kvstore.dist import DistBackend
+from kvdist.kvstore.placement import Devices
 from tests.devices import NumpyDevice
 from tests.integration.test_passes import Job, running
 

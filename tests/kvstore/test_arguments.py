@@ -13,9 +13,11 @@ from kvdist.core.sharding import cut
 from kvdist.core.worker.requests import KeyInfo, make_plan
 from kvdist.dtypes import DType
 from kvdist.errors import KeyNotInitialised
-from kvdist.kvstore import arguments as arguments_module
-from kvdist.kvstore.device import Devices, PinnedBlocks
 from kvdist.kvstore.keys import KeyTable
+from kvdist.kvstore.placement import Devices
+from kvdist.kvstore.push_pull import PushArgs, push_args
+from kvdist.kvstore.results import PullArgs, pull_args
+from kvdist.kvstore.results import cut as cut_of
 
 F32 = np.float32
 SHAPES: dict[int | str, tuple[int, ...]] = {1: (3,), 2: (2, 3), 3: (), 4: (0,), 5: (4, 1)}
@@ -35,20 +37,15 @@ def filled(shape: tuple[int, ...], first: int = 1) -> Any:
 
 
 def is_plain(keys: KeyTable, key: Any, value: Any, writable: bool = False) -> bool:
-    return (
-        arguments_module._plain(
-            keys, key, value, arguments_module._WRITABLE if writable else arguments_module._READABLE
-        )
-        is not None
-    )
+    return keys.plain_list(key, value, writable) is not None
 
 
-def push_args_of(keys: KeyTable, key: Any, value: Any) -> arguments_module.PushArgs:
-    return arguments_module.push_args(keys, key, value, Devices("host", insists=False))
+def push_args_of(keys: KeyTable, key: Any, value: Any) -> PushArgs:
+    return push_args(keys, key, value, Devices())
 
 
-def pull_args_of(keys: KeyTable, key: Any, out: Any) -> arguments_module.PullArgs:
-    return arguments_module.pull_args(keys, key, out, Devices("host", insists=False), PinnedBlocks())
+def pull_args_of(keys: KeyTable, key: Any, out: Any) -> PullArgs:
+    return pull_args(keys, key, out, lambda: pytest.fail("nothing lies on a GPU"))
 
 
 def outcome(function: Any, *arguments: Any) -> tuple[Any, ...]:
@@ -57,7 +54,7 @@ def outcome(function: Any, *arguments: Any) -> tuple[Any, ...]:
         result = function(*arguments)
     except (TypeError, ValueError, KeyNotInitialised) as error:
         return type(error), str(error)
-    if isinstance(result, arguments_module.PushArgs):
+    if isinstance(result, PushArgs):
         return [info.key for info in result.infos], [[bits.tolist() for bits in each] for each in result.bits]
     return [info.key for info in result.infos], [bits.size for bits in result.results], len(result.copies)
 
@@ -65,7 +62,7 @@ def outcome(function: Any, *arguments: Any) -> tuple[Any, ...]:
 def both_ways(function: Any, *arguments: Any) -> tuple[Any, ...]:
     """The outcome, which must be the same with the short loop switched off."""
     found = outcome(function, *arguments)
-    with mock.patch.object(arguments_module, "_plain", lambda *_: None):
+    with mock.patch.object(KeyTable, "plain_list", lambda *_, **__: None):
         assert outcome(function, *arguments) == found
     return found
 
@@ -82,7 +79,7 @@ def test_a_list_of_plain_arrays_takes_the_short_way_and_shows_their_own_memory(s
         assert bits.ndim == result.ndim == 1
         result[...] = 77
         assert (array == 77).all() and (bits == 77).all()
-    assert taken.copies == []
+    assert not taken.copies
 
 
 def fortran(shape: tuple[int, ...]) -> Any:
@@ -257,8 +254,8 @@ def test_results_are_cut_as_their_slices_are() -> None:
     ]
     results = [filled((3,)), filled((10,), 11)]
     for run in make_plan(infos, 1 << 20).runs:
-        pieces = arguments_module.cut(run, results)
+        pieces = cut_of(run, results)
         assert [piece.size for piece in pieces] == run.counts.tolist() == [3, 4, 4, 2]
         assert np.concatenate(pieces).tolist() == [*range(1, 4), *range(11, 21)]
     (whole,) = make_plan(infos[:1], 1 << 20).runs
-    assert arguments_module.cut(whole, results)[0] is results[0]
+    assert cut_of(whole, results)[0] is results[0]

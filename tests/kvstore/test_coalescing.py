@@ -11,16 +11,13 @@ import pytest
 
 from kvdist.core.sharding import cut
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import KeyInfo, RunKind, Transfer, make_plan
+from kvdist.core.worker.requests import KeyInfo, RunData, RunKind, Transfer, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import coalescing
-from kvdist.kvstore.arguments import SERVER_DECIDES, PushArgs, gathered
 from kvdist.kvstore.backend import PLAIN, PushOptions
 from kvdist.kvstore.coalescing import BATCH_S, PATIENCE_S, QUIET_S, Coalescer, PullFuture
-from kvdist.kvstore.device import Download
-from kvdist.kvstore.staging import Payloads, Staging
-from kvdist.kvstore.staging import lay_out as lay_out_push
+from kvdist.kvstore.push_pull import SERVER_DECIDES, Staging, gathered, push_runs
 from kvdist.runtime.node import Growing
 from kvdist.transport.shared_memory.allocator import HeapAllocator
 
@@ -54,11 +51,13 @@ class Store:
     gatherings: Coalescer = field(init=False)
 
     def __post_init__(self) -> None:
-        def lay_out(given: PushArgs, options: PushOptions, settings: Sequence[Any]) -> Payloads:
-            staging = Staging(make_plan(given.infos, 1 << 20), HeapAllocator(), Traffic())
-            return lay_out_push(
-                staging, given, gathered(settings), options, REFERENCE, [None], lambda _: False, Download()
-            )
+        def lay_out(
+            infos: list[KeyInfo], bits: Any, encoded: Any, options: PushOptions, settings: Sequence[Any]
+        ) -> tuple[Sequence[RunData], Callable[[], None]]:
+            plan = make_plan(infos, 1 << 20)
+            own = Staging(plan, HeapAllocator(), Traffic()).fill(bits, REFERENCE, [None])
+            runs = push_runs(plan, own.memory, bits, gathered(settings), options, [None], lambda _: False)
+            return runs, own.release
 
         self.gatherings = Coalescer(
             lay_out,

@@ -10,7 +10,8 @@ import pytest
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.kvstore.device import OnDevice, merged, merged_gradient
+from kvdist.kvstore.device import merged, merged_gradient
+from kvdist.kvstore.placement import OnDevice
 from kvdist.kvstore.rowsparse import canonical
 from tests.devices import DeviceArray, NumpyDevice
 

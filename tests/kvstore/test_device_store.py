@@ -13,8 +13,8 @@ import pytest
 from kvdist.errors import DeviceError
 from kvdist.kernels.gpu import open_gpu
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.device import Devices
 from kvdist.kvstore.local import LocalBackend
+from kvdist.kvstore.placement import Devices
 from kvdist.optimizer import create
 from tests.devices import DeviceArray, NumpyDevice
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvdist.dtypes import DType
-from kvdist.kvstore.device import OnDevice, home_of, summed
+from kvdist.kvstore.device import summed
+from kvdist.kvstore.placement import OnDevice, home_of
 from tests.devices import NumpyDevice
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvdist.dtypes import DType
-from kvdist.kvstore.device import KEPT_MAX, PINNED_BYTES_MIN, OnDevice, PinnedBlocks, Upload
+from kvdist.kvstore.device import KEPT_MAX, PINNED_BYTES_MIN, PinnedBlocks, Upload
+from kvdist.kvstore.placement import OnDevice
 from tests.devices import NumpyDevice
 
 SIZES = [nbytes * PINNED_BYTES_MIN for nbytes in (6, 2, 10, 4, 8, 12, 1)]

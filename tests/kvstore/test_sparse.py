@@ -18,7 +18,7 @@ from kvdist.core.worker.requests import KeyInfo, RunKind, Transfer
 from kvdist.dtypes import DType
 from kvdist.kvstore import keys, sparse
 from kvdist.kvstore.backend import PushOptions, combined
-from kvdist.kvstore.device import Devices
+from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.rowsparse import RowSparse
 from kvdist.kvstore.sparse import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BYTES_MAX, RowStaging, RowTransfers
 from kvdist.protocol.messages import ROWS, Flag, Placement

@@ -12,7 +12,8 @@ from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.backend import Lending
-from kvdist.kvstore.staging import SETS_KEPT_MAX, Staging, lend, reaches_another
+from kvdist.kvstore.push_pull import SETS_KEPT_MAX, Staging, lend
+from kvdist.kvstore.results import reaches_another
 from kvdist.transport.shared_memory.allocator import HeapAllocator
 
 LARGE = ALONE_BYTES_MIN // 4
@@ -32,9 +33,9 @@ def arrays_of(plan, *factors: int):
 
 
 def filled(staging: Staging, arrays, lent=None):
-    payloads, buffers, marks = staging.fill(arrays, REFERENCE, lent or [None] * len(staging.plan.runs))
-    assert not marks
-    return payloads, buffers
+    own = staging.fill(arrays, REFERENCE, lent or [None] * len(staging.plan.runs))
+    assert not own.marks
+    return own.memory, own.buffers
 
 
 @pytest.mark.parametrize("sizes", [(1,), (0, 3, 5), (7, LARGE, 2), (3 * LARGE + 1,)])

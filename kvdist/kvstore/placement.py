@@ -1,0 +1,180 @@
+"""Where the values of a store lie: in the host's memory or on GPUs.
+
+Nothing that drives a GPU is loaded before a value lies on one. What is done there is in `kvdist.kvstore.device`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvdist.core.worker.requests import KeyInfo
+from kvdist.dtypes import DType
+from kvdist.errors import DeviceError
+from kvdist.kernels.interface import Array, Device
+from kvdist.kvstore import values
+from kvdist.kvstore.values import Bits, Key
+
+LOG = logging.getLogger("kvdist")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnDevice:
+    """Bits that lie on a GPU."""
+
+    device: Device
+    array: Array
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return int(self.array.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return int(self.array.nbytes)
+
+    def on_host(self) -> Bits:
+        """A copy in the host's memory. Waits for the GPU."""
+        bits: Bits = np.empty(self.size, self.array.dtype)
+        self.device.download(self.array, bits)
+        self.device.mark().wait()
+        return bits
+
+    def __getitem__(self, place: slice) -> OnDevice:
+        return OnDevice(self.device, self.array[place])
+
+
+Part = Bits | OnDevice
+"""What one device contributes to a key."""
+
+
+Matched = Sequence[tuple[KeyInfo, list[Any]]]
+"""The keys of a call, each with the arrays of its devices, which fit it."""
+
+
+class Devices:
+    """The GPUs of one store.
+
+    Args:
+        setting: ``KVDIST_GPU``; by default values of GPUs are brought to the host.
+        insists: whether the store's name asks for sums on GPUs, so that a library for them may not be missing.
+        open_device: gives the GPU of a number, driven as the setting says; None for `kvdist.kernels.gpu.open_gpu`.
+    """
+
+    def __init__(
+        self, setting: str = "host", insists: bool = False, open_device: Callable[[int, str], Device] | None = None
+    ) -> None:
+        self._setting = setting
+        self._insists = insists
+        self._open = open_device
+        self._opened: dict[int, Device] = {}
+        self._lock = threading.Lock()  # results are brought to GPUs on the thread of the node
+        self._is_off: bool | None = None
+        """Whether values are brought to the host; None until one lies on a GPU."""
+        self._pin_with: Callable[[Device], None] | None = None
+
+    def pin_with(self, pin: Callable[[Device], None]) -> None:
+        """Call this with the first GPU that is used: it pins the memory from which the store sends."""
+        self._pin_with = pin
+
+    def of(self, value: Any) -> Device | None:
+        """The GPU on which a value lies; None for the host, and where values are brought there.
+
+        Raises:
+            DeviceError: the GPU cannot be used.
+        """
+        index = values.gpu_of(value)
+        if index is None:
+            return None
+        if self._is_off is None:
+            self._is_off = self._brings_to_host(index)
+        return None if self._is_off else self.at(index)
+
+    def at(self, index: int) -> Device:
+        """The GPU of a number."""
+        with self._lock:
+            device = self._opened.get(index)
+            if device is None:
+                from kvdist.kernels.gpu import open_gpu  # a feature at a seam: loaded where it is used
+
+                device = (self._open or open_gpu)(index, self._setting)
+                if self._pin_with is not None and not self._opened:
+                    self._pin_with(device)
+                self._opened[index] = device
+            return device
+
+    def read(self, value: Any, dtype: DType) -> Part:
+        """What a value holds, where it lies; no copy of what is contiguous."""
+        device = self.of(value)
+        if device is None:
+            return values.read_bits(value)
+        return OnDevice(device, device.view(values.in_order(value), dtype))
+
+    def place(self, value: Any, dtype: DType) -> OnDevice | None:
+        """The value's own memory on a GPU, to be written into; None where it has none in order.
+
+        Autograd is told that a tensor changes, as by `values.writable_bits`.
+        """
+        device = self.of(value)
+        if device is None or not values.is_in_order(value):
+            return None
+        return OnDevice(device, device.view(values.about_to_change(value), dtype))
+
+    def _brings_to_host(self, index: int) -> bool:
+        from kvdist.kernels.gpu import HOST, has_library  # a feature at a seam: loaded where it is used
+
+        if self._setting != HOST and (self._insists or has_library(self._setting)):
+            return False
+        why = "KVDIST_GPU is host" if self._setting == HOST else "no library for GPUs is installed"
+        LOG.warning("values on cuda:%d are brought to the host and summed there: %s", index, why)
+        return True
+
+
+def on_gpus(arrays: Sequence[Any]) -> bool:
+    """Whether one of the values lies on a GPU."""
+    return any(values.gpu_of(array) is not None for array in arrays)
+
+
+def first_place(info: KeyInfo, arrays: Sequence[Any]) -> tuple[Bits, Sequence[Any]]:
+    """The memory in which a result for the host arrives, and the arrays into which it is copied from there."""
+    own = values.writable_bits(arrays[0]) if arrays else None
+    return (np.empty(info.size, info.dtype.storage), arrays) if own is None else (own, arrays[1:])
+
+
+def require_one_kind(key: Key, parts: Sequence[Any]) -> None:
+    """Check that the values of one key lie all on the host or all on GPUs.
+
+    Raises:
+        DeviceError: some lie here and some there; the message says which.
+    """
+    if len(parts) < 2:
+        return
+    places = [values.gpu_of(part) for part in parts]
+    if None in places and any(place is not None for place in places):
+        said = ", ".join("cpu" if place is None else f"cuda:{place}" for place in places)
+        raise DeviceError(
+            f"the values of key {key!r} lie on {said}: a sum is made on GPUs or on the host, so move all of them to one"
+            " or the other, as with tensor.to(...)"
+        )
+
+
+def as_host_bits(parts: Sequence[Part]) -> list[Bits]:
+    """All of them in the host's memory."""
+    return [part.on_host() if isinstance(part, OnDevice) else part for part in parts]
+
+
+def home_of(devices: Sequence[Device], load: Mapping[int, int]) -> Device:
+    """The one with the fewest bytes so far; the first of several.
+
+    Args:
+        devices: those that contribute.
+        load: device index → bytes that are summed there.
+    """
+    return min(devices, key=lambda device: load.get(device.index, 0))

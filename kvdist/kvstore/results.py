@@ -1,0 +1,210 @@
+"""Where the results of a call go: the caller's arrays, new ones, or nowhere, because they are shown where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvdist.core.traffic import Traffic
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Plan, RunData, RunPlan
+from kvdist.kvstore import values
+from kvdist.kvstore.keys import KeyTable
+from kvdist.kvstore.placement import OnDevice, Part, first_place, on_gpus
+from kvdist.kvstore.values import Keys, Value
+from kvdist.protocol.arrays import Bits
+from kvdist.protocol.messages import Flag
+from kvdist.runtime.node import Finish
+from kvdist.transport.shared_memory.allocator import Allocator
+
+if TYPE_CHECKING:
+    from kvdist.kvstore.device import DeviceTransfers
+
+PAIRS_COMPARED_MAX = 1 << 20
+"""Above this it costs more to see whether arrays overlap than to copy them."""
+
+Shares = Callable[[int], bool]
+"""Whether the server of a rank shares memory with this process."""
+
+
+@dataclass(slots=True)
+class PullArgs:
+    """Where results go.
+
+    Attributes:
+        infos: the keys.
+        results: per key the memory that takes its result.
+        copies: what else wants a result: the array, and the memory that has it.
+        upload: brings results to GPUs; None where none is wanted there.
+    """
+
+    infos: list[KeyInfo]
+    results: list[Bits]
+    copies: Sequence[tuple[Any, Bits]] = ()
+    upload: Finish | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether results are wanted nowhere else than where they arrive."""
+        return not self.copies and self.upload is None
+
+    def part(self, place: slice) -> PullArgs:
+        """Where the results of some of the keys arrive."""
+        return PullArgs(self.infos[place], self.results[place])
+
+    def spread(self) -> None:
+        """The results are there: bring them to where else they are wanted."""
+        if self.upload is not None:
+            self.upload()
+        for array, bits in self.copies:
+            values.write_bits(array, bits)
+
+
+def pull_args(keys: KeyTable, key: Keys, out: Value, gpus: Callable[[], DeviceTransfers]) -> PullArgs:
+    """Where a call wants its results, checked.
+
+    Args:
+        keys: the initialised keys.
+        key, out: as the caller gave them.
+        gpus: gives what brings results to GPUs; called if one is wanted there.
+
+    Raises:
+        DeviceError: a GPU cannot be used.
+        KeyNotInitialised, TypeError, ValueError: something is wrong; the message names the key.
+    """
+    plain = keys.plain_list(key, out, writable=True)
+    if plain is not None:
+        return PullArgs(*plain)
+    matched = keys.matched(values.pairs(key, out), writable=True)
+    infos = [info for info, _ in matched]
+    if any(on_gpus(arrays) for _, arrays in matched):
+        return PullArgs(infos, *gpus().places(matched))
+    results: list[Bits] = []
+    copies: list[tuple[Any, Bits]] = []
+    for info, arrays in matched:
+        first, rest = first_place(info, arrays)
+        results.append(first)
+        copies += [(array, first) for array in rest]
+    return PullArgs(infos, results, copies)
+
+
+def new_results(table: KeyTable, key: Keys) -> tuple[list[KeyInfo], list[Bits], Callable[[], Any]]:
+    """For a pull without `out`: the keys, memory for their values, and what makes arrays of it once it is filled.
+
+    Raises:
+        KeyNotInitialised: a key is not known.
+    """
+    names = values.keys(key)
+    order = {one: i for i, one in enumerate(dict.fromkeys(names))}
+    infos = [table[one] for one in order]
+    results: list[Bits] = [np.empty(info.size, info.dtype.storage) for info in infos]
+
+    def finish() -> Any:
+        arrays = {info.key: table.like(info, bits) for info, bits in zip(infos, results, strict=True)}
+        if not isinstance(key, (list, tuple)):
+            return arrays[names[0]]
+        # A key that is named twice gives two arrays.
+        return [arrays.pop(one) if one in arrays else _copy(table, infos, results, order[one]) for one in names]
+
+    return infos, results, finish
+
+
+def _copy(table: KeyTable, infos: Sequence[KeyInfo], results: Sequence[Bits], index: int) -> Any:
+    return table.like(infos[index], results[index].copy())
+
+
+def cut(run: RunPlan, results: Sequence[Bits]) -> list[Bits]:
+    """Per slice of a run the stretch of its key's result."""
+    if run.whole_keys is not None:
+        return [results[index] for index in run.whole_keys]
+    return [results[piece.index][piece.start : piece.stop] for piece in run.pieces]
+
+
+def reaches_another(arrays: Sequence[Sequence[Part]], results: Sequence[Bits]) -> bool:
+    """Whether the result of some key is written where the array of another key lies, which must not be lent then.
+
+    Args:
+        arrays: per key its contributions.
+        results: per key where its result goes.
+    """
+    large = [
+        (i, part)
+        for i, parts in enumerate(arrays)
+        for part in parts
+        if part.nbytes >= ALONE_BYTES_MIN and not isinstance(part, OnDevice)
+    ]
+    if not large:
+        return False
+    if len(large) * len(results) > PAIRS_COMPARED_MAX:
+        return True
+    sources = np.array([_extent(part) for _, part in large], np.int64).reshape(-1, 2)
+    targets = np.array([_extent(result) for result in results], np.int64).reshape(-1, 2)
+    meets = (sources[:, None, 0] < targets[None, :, 1]) & (targets[None, :, 0] < sources[:, None, 1])
+    keys = np.array([i for i, _ in large], np.intp)
+    meets[np.arange(len(large)), keys] = False  # its own value comes back only after it was counted
+    return bool(meets.any())
+
+
+def _extent(array: Bits) -> tuple[int, int]:
+    """The first address of a contiguous array, and the one behind it."""
+    start: int = array.__array_interface__["data"][0]
+    return start, start + array.nbytes
+
+
+class SharedResults:
+    """The keys of one call whose results stay in the servers' memory: large ones, all of whose servers share it.
+
+    Args:
+        plan: the keys and their runs.
+        shares: whether the server of a rank shares memory with this process.
+    """
+
+    def __init__(self, plan: Plan, shares: Shares) -> None:
+        self._plan = plan
+        self._indices = [
+            i
+            for i, info in enumerate(plan.keys)
+            if info.pulled_as is None and _is_large(info) and _all_share(info, shares)
+        ]
+        self._wanted = set(self._indices)
+        self._kept: dict[int, list[tuple[int, int, dict[int, Bits]]]] = {index: [] for index in self._indices}
+        """Key → its slices: (start, stop, the run's values by their place)."""
+
+    def keeps(self, run: RunPlan) -> bool:
+        """Whether the result of this run stays where it is."""
+        return len(run.pieces) == 1 and run.pieces[0].index in self._wanted
+
+    def keeping(self, run: RunData) -> RunData:
+        """The run, asking for a result that may be read where it lies."""
+        kept: dict[int, Bits] = {}
+        (piece,) = run.plan.pieces
+        self._kept[piece.index].append((piece.start, piece.stop, kept))
+        assert run.flags is not None
+        return replace(run, sinks=(), flags=run.flags | np.uint8(Flag.HOLD), kept=kept)
+
+    def shown(self, memory: Allocator, results: Sequence[Bits], keys: KeyTable, traffic: Traffic) -> list[Any]:
+        """The results have come: per key an array that shows it, or None after copying it to `results`."""
+        found: list[Any] = [None] * len(self._plan.keys)
+        for index in self._indices:
+            info = self._plan.keys[index]
+            pieces = sorted(self._kept[index], key=lambda piece: piece[:2])
+            window = memory.show([kept[0].view(np.uint8) for _, _, kept in pieces])
+            if window is not None:
+                found[index] = shown = keys.like(info, window.view(info.dtype.storage))
+                if isinstance(shown, np.ndarray):
+                    shown.flags.writeable = False  # what torch does not know
+                continue
+            for start, stop, kept in pieces:
+                results[index][start:stop] = kept[0]
+                traffic.copied_out += kept[0].nbytes
+        return found
+
+
+def _is_large(info: KeyInfo) -> bool:
+    return all(piece.count * info.dtype.itemsize >= ALONE_BYTES_MIN for piece in info.slices)
+
+
+def _all_share(info: KeyInfo, shares: Shares) -> bool:
+    return all(shares(piece.server) for piece in info.slices)
