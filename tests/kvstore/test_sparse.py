@@ -36,6 +36,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.memory, self.traffic, self.optimizer = HeapAllocator(), Traffic(), None
+        self.node = self.view = self
         self.far = False
         self.config = SimpleNamespace(limits=Limits())
         self.transfers: list[Transfer] = []
