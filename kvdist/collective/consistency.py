@@ -11,11 +11,10 @@ Threads of users and groups ask, the control thread brings answers. Groups are c
 
 from __future__ import annotations
 
-import abc
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Protocol
 
 from kvdist.collective.signature import ALWAYS_AGREED, Signature
@@ -97,14 +96,15 @@ class ResponseCache:
         self._agreed.clear()
 
 
-class ConsistencyCheck(abc.ABC):
-    """Checks that the ranks of a group are at the same operation, and explains failures."""
+class ConsistencyCheck:
+    """Checks that the ranks of a group are at the same operation, and explains failures; for a rank alone all is well.
 
-    @abc.abstractmethod
+    With several ranks it is a `CoordinatedCheck`.
+    """
+
     def called(self, group: int, signature: Signature) -> None:
         """Record the next operation that the program calls in a group. Does not block."""
 
-    @abc.abstractmethod
     def admit(self, group: int, sequence: int) -> None:
         """Block on the group's thread until the operation may begin.
 
@@ -112,36 +112,19 @@ class ConsistencyCheck(abc.ABC):
             CollectiveError: the ranks are at different operations, or one is gone.
         """
 
-    @abc.abstractmethod
     def done(self, group: int) -> None:
         """Record that an operation has ended, successfully or not."""
 
-    @abc.abstractmethod
     def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
         """Return the error for the user in place of torch's; may wait a moment for the cause."""
+        return CollectiveError(f"{signature} failed: {error}")
 
-    @abc.abstractmethod
     def stand_in(self, group: int, sequence: int) -> Participate | AllJoined:
         """Wait for what this rank, which has joined, must do next.
 
         Raises:
             CollectiveError: a rank is gone, or the group has failed.
         """
-
-
-class SingleRankCheck(ConsistencyCheck):
-    """The check of a job with one rank: everything is admitted at once."""
-
-    def called(self, group: int, signature: Signature) -> None: ...
-
-    def admit(self, group: int, sequence: int) -> None: ...
-
-    def done(self, group: int) -> None: ...
-
-    def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
-        return CollectiveError(f"{signature} failed: {error}")
-
-    def stand_in(self, group: int, sequence: int) -> Participate | AllJoined:
         return AllJoined(group, sequence, 0)
 
 
@@ -372,10 +355,15 @@ class CoordinatedCheck(ConsistencyCheck):
                     self._refuse(group, sequence, text)
             case GroupFailed(group=group, text=text):
                 self._end(group, lambda _: CollectiveError(text))
-            case RankGone():
-                self._lose(message)
+            case RankGone(rank=rank, host=host, cause=cause, counts=counts):
+                self.lose(rank, host, cause or LEFT, None if cause else dict(counts))
             case RankLeaving(rank=rank, host=host, counts=counts):
-                self._hear_last_calls(rank, _error_of(self.rank, rank, host, LEFT), dict(counts))
+                error_of = _error_of(self.rank, rank, host, LEFT)
+                with self._changed:
+                    self._leaving.append((rank, error_of, dict(counts)))
+                    groups = list(self._groups.values())
+                for of_rank in groups:
+                    self._limit(of_rank, rank, error_of, dict(counts))
             case Participate(group=group) | AllJoined(group=group):
                 with self._changed:
                     self._calls_of[group].orders.append(message)
@@ -404,13 +392,6 @@ class CoordinatedCheck(ConsistencyCheck):
             if rank in group.ranks and not still_connects:
                 self._end(number, error_of, counts.get(number, 0))
 
-    def _hear_last_calls(self, rank: int, error_of: Callable[[str], BaseException], counts: dict[int, int]) -> None:
-        with self._changed:
-            self._leaving.append((rank, error_of, counts))
-            groups = list(self._groups.values())
-        for group in groups:
-            self._limit(group, rank, error_of, counts)
-
     def _limit(
         self, group: Failable, rank: int, error_of: Callable[[str], BaseException], counts: Mapping[int, int]
     ) -> None:
@@ -428,9 +409,7 @@ class CoordinatedCheck(ConsistencyCheck):
         if len(self._defined) >= DEFINED_MAX:
             self._defined.clear()
         self._defined.add(digest)
-        self._outbox.append(
-            DefineOperation(signature.kind, signature.name, signature.tensors, signature.detail, signature.device)
-        )
+        self._outbox.append(DefineOperation(*astuple(signature)))
 
     def _report(self, number: int, calls: _GroupCalls) -> CallReport:
         report = CallReport(number, calls.reported, calls.done, bytes(calls.unreported))
@@ -451,10 +430,6 @@ class CoordinatedCheck(ConsistencyCheck):
             self._calls_of[group].refused[sequence] = text
             self._calls_of[group].cache.restart()
             self._changed.notify_all()
-
-    def _lose(self, message: RankGone) -> None:
-        cause = message.cause or LEFT
-        self.lose(message.rank, message.host, cause, None if message.cause else dict(message.counts))
 
     def _end(self, number: int, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
         with self._changed:

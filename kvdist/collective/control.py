@@ -105,7 +105,12 @@ _KEY = "control"
 
 
 def open_control(world: World, store: Store, address: str, settings: CollectiveSettings, met: set[str]) -> Control:
-    """Open this rank's end of the channel.
+    """Open this rank's end of the channel; arguments and errors as those of `Control`."""
+    return (Hub if world.rank == 0 else Spoke)(world, store, address, settings, met)
+
+
+class Control(abc.ABC):
+    """One rank's end of the channel, with its thread.
 
     Args:
         world: this process's rank, size and machine.
@@ -114,20 +119,21 @@ def open_control(world: World, store: Store, address: str, settings: CollectiveS
         settings: the user's.
         met: the tokens of earlier meetings; the new one is added.
 
-    Raises:
-        CollectiveError: rank 0 has not begun in time.
-    """
-    return (Hub if world.rank == 0 else Spoke)(world, store, address, settings, met)
-
-
-class Control(abc.ABC):
-    """One rank's end of the channel, with its thread. `open_control` makes it.
-
     Attributes:
         check: the consistency check of this rank's groups.
         token: drawn by rank 0 for this meeting alone.
         hosts: of all ranks, once all have connected.
+        is_alone: whether the connection to rank 0 has ended.
+        is_needed: whether other ranks still need this end of the channel after this rank has left.
+
+    Raises:
+        CollectiveError: rank 0 has not begun in time.
     """
+
+    is_alone = False
+    is_needed = False
+    patience_s: float
+    """How long to wait for the other ranks."""
 
     def __init__(self, world: World, store: Store, address: str, settings: CollectiveSettings, met: set[str]) -> None:
         self.world = world
@@ -172,11 +178,6 @@ class Control(abc.ABC):
         self.check.say_goodbye(failure)
         self._thread.join()
 
-    @property
-    @abc.abstractmethod
-    def patience_s(self) -> float:
-        """How long to wait for the other ranks."""
-
     @abc.abstractmethod
     def meet(self, store: Store, address: str) -> str:
         """Listen or connect; return the token."""
@@ -185,15 +186,10 @@ class Control(abc.ABC):
     def missing(self) -> str:
         """Say who has not connected in time."""
 
-    @abc.abstractmethod
-    def withdraw(self) -> None:
+    def withdraw(self) -> None:  # noqa: B027 (rank 0 alone can)
         """Keep further ranks away from this meeting."""
 
     # On the control thread.
-
-    @abc.abstractmethod
-    def begin(self) -> None:
-        """Introduce this rank."""
 
     @abc.abstractmethod
     def handle(self, event: Event) -> None:
@@ -203,19 +199,8 @@ class Control(abc.ABC):
     def send(self, message: ToCoordinator, now: float) -> None:
         """Send a message to rank 0."""
 
-    @abc.abstractmethod
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> None:  # noqa: B027 (rank 0 alone has to)
         """Handle the passing of time."""
-
-    @property
-    @abc.abstractmethod
-    def is_alone(self) -> bool:
-        """Whether the connection to rank 0 has ended."""
-
-    @property
-    @abc.abstractmethod
-    def is_needed(self) -> bool:
-        """Whether other ranks still need this end of the channel after this rank has left."""
 
     def hear(self, message: Message) -> None:
         """Handle a message from rank 0."""
@@ -240,7 +225,9 @@ class Control(abc.ABC):
 
     def _run(self) -> None:
         try:
-            self.begin()
+            self.send(
+                RankHello(self.token, self.world.rank, self.world.size, host_name(), __version__), time.monotonic()
+            )
             while not self._may_end():
                 for event in self.transport.recv(TICK_S):
                     self.handle(event)
@@ -271,15 +258,12 @@ class Hub(Control):
     def meet(self, store: Store, address: str) -> str:
         settings = self.settings
         self._coordinator = Coordinator(self.world.size, settings.stall_check_s, settings.stall_shutdown_s)
+        self.patience_s = settings.start_timeout_s
         self._routes: dict[int, Route] = {}
         self._ranks: dict[Route, int] = {}
         token = secrets.token_hex(8)
         store.set(_KEY, f"{listen(self.transport, address, self.settings)} {token}")
         return token
-
-    @property
-    def patience_s(self) -> float:
-        return self.settings.start_timeout_s
 
     def missing(self) -> str:
         size, missing = self.world.size, self._coordinator.missing
@@ -292,10 +276,6 @@ class Hub(Control):
         with contextlib.suppress(RuntimeError):  # the store is gone, and the meeting point with it
             self._store.delete_key(_KEY)
 
-    def begin(self) -> None:
-        hello = RankHello(self.token, 0, self.world.size, host_name(), __version__)
-        self._answer(self._coordinator.hear(0, hello, time.monotonic()))
-
     def send(self, message: ToCoordinator, now: float) -> None:
         try:
             self._answer(self._coordinator.hear(0, message, now))
@@ -306,11 +286,7 @@ class Hub(Control):
         self._answer(self._coordinator.tick(now))
 
     @property
-    def is_alone(self) -> bool:
-        return False
-
-    @property
-    def is_needed(self) -> bool:
+    def is_needed(self) -> bool:  # type: ignore[override]
         return self._coordinator.is_needed
 
     def handle(self, event: Event) -> None:
@@ -370,6 +346,8 @@ class Spoke(Control):
 
     def meet(self, store: Store, address: str) -> str:
         timeout_s = self.settings.start_timeout_s
+        # Rank 0 names the missing ranks when its own time is over, which may have begun later.
+        self.patience_s = timeout_s + FAREWELL_S
         self._is_connected = False
         deadline = time.monotonic() + timeout_s
         try:
@@ -388,14 +366,9 @@ class Spoke(Control):
                 f"rank {self.world.rank} on {host_name()} has found the meeting point, but rank 0 has not called init()"
                 f"{again} within {timeout_s:g} s (KVDIST_START_TIMEOUT_S)"
             ) from error
-        self._home: Route | None = self.transport.connect(endpoint, worker(0))
+        self._home = self.transport.connect(endpoint, worker(0))
         self._endpoint = endpoint
         return str(token)
-
-    @property
-    def patience_s(self) -> float:
-        # Rank 0 names the missing ranks when its own time is over, which may have begun later.
-        return self.settings.start_timeout_s + FAREWELL_S
 
     def missing(self) -> str:
         return (
@@ -403,24 +376,9 @@ class Spoke(Control):
             f" {self.settings.start_timeout_s:g} s (KVDIST_START_TIMEOUT_S)"
         )
 
-    def withdraw(self) -> None: ...
-
-    def begin(self) -> None:
-        self.send(RankHello(self.token, self.world.rank, self.world.size, host_name(), __version__), 0.0)
-
     def send(self, message: ToCoordinator, now: float) -> None:
-        if self._home is not None:
+        if not self.is_alone:
             self.transport.send(self._home, [encode(message)])
-
-    def tick(self, now: float) -> None: ...
-
-    @property
-    def is_alone(self) -> bool:
-        return self._home is None
-
-    @property
-    def is_needed(self) -> bool:
-        return False
 
     def handle(self, event: Event) -> None:
         match event:
@@ -431,14 +389,14 @@ class Spoke(Control):
                     has_left = isinstance(message, RankGone) and message.rank == 0
                     # Rank 0 stays, if it can, to compare operations in process sets without it.
                     if has_left and (self.check.has_failed or not self.check.has_groups_without_rank_0):
-                        self._home = None
+                        self.is_alone = True
             case Connected():
                 self._is_connected = True
                 self._met.add(self.token)
             case DialRefused(reason=reason):
                 self.refuse(f"rank 0 refuses rank {self.world.rank} on {host_name()}: {reason}")
-            case Disconnected() if self._home is not None and self._is_connected:
-                self._home = None
+            case Disconnected() if self._is_connected and not self.is_alone:
+                self.is_alone = True
                 if self._has_begun.is_set():
                     self.check.lose(0, self.host_of(0), BROKEN)
                 else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, REMOVE_SET, Signature
 from kvdist.errors import ProtocolError
@@ -146,7 +146,6 @@ SILENT_S = 3.0
 """Silence beyond this is mentioned: a waiting rank reports every `kvdist.collective.consistency.ALIVE_S`."""
 STALL_REPEAT = 2.0
 """A warning about the same wait is repeated when it has lasted this many times as long."""
-STALL_RANKS_SHOWN = 6
 EXPLAIN_S = 2.0
 """How long the news of a lost rank may arrive after the errors that it causes on other ranks."""
 SIGNATURES_MAX = 65_536
@@ -204,7 +203,7 @@ class Coordinator:
             case RankHello():
                 self._welcome(rank, message)
             case DefineOperation():
-                self._define(Signature(message.kind, message.name, message.tensors, message.detail, message.device))
+                self._define(Signature(*astuple(message)))
             case GroupMembers():
                 self._add_group(rank, message)
             case CallReport():
@@ -255,9 +254,7 @@ class Coordinator:
         if not (is_due or is_fatal):
             return
         group.warned_s = waited_s
-        where = f" (operation {sequence}" + (f" of process set {group.number})" if group.number else ")")
-        text = f"rank {first} has waited {waited_s:.0f} s for {self._name(group, sequence)}{where}: "
-        text += self._stall_cause(group, sequence, now)
+        text = f"waiting {waited_s:.1f} s for {self._stall_cause(group, sequence, now)}; rank {first} has called it"
         if is_fatal:
             limit = f"{self._stall_shutdown_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)"
             self._fail(WHOLE_JOB, f"{text}; the job ends after {limit}")
@@ -265,34 +262,38 @@ class Coordinator:
             self._answers += [(rank, StallWarning(text)) for rank in sorted({0, first}) if self._is_alive(rank)]
 
     def _stall_cause(self, group: GroupProgress, sequence: int, now: float) -> str:
-        def silence_s(rank: int) -> float:
-            return now - self._heard.get(rank, now)
+        """Who has to call or to finish the operation, and what these ranks do instead."""
 
+        def silence(rank: int) -> str:
+            silent_s = now - self._heard.get(rank, now)
+            return f"rank {rank} has been silent for {silent_s:.0f} s" if silent_s >= SILENT_S else ""
+
+        where = f"operation {sequence}" + (f" of process set {group.number}" if group.number else "")
+        operation = f"{self._name(group, sequence)} ({where})"
         behind = [rank for rank in group.active() if group.of[rank].called <= sequence]
-        silent = [rank for rank in group.active() if silence_s(rank) >= SILENT_S and rank not in behind]
-        causes = []
-        for rank in (behind or silent)[:STALL_RANKS_SHOWN]:
-            state, text = group.of[rank], f"rank {rank} on host {self._alive_host(rank)} "
-            if not behind:
-                causes.append(f"{text}called it and is silent for {silence_s(rank):.0f} s")
-                continue
-            last = f"its last was {self._name(group, state.called - 1)}" if state.called else "nor any before"
-            text += f"has not called it, {last}"
-            if state.waits and silence_s(rank) >= SILENT_S:
-                text += f", and it has been silent for {silence_s(rank):.0f} s"
-            causes.append(text)
-        if len(behind) > STALL_RANKS_SHOWN:
-            causes.append(f"{len(behind) - STALL_RANKS_SHOWN} more")
-        return "; ".join(causes) or "all ranks have called it and are alive; the network or a device is slow"
+        culprits = behind or [rank for rank in group.active() if silence(rank)]
+        if not culprits:
+            return f"{operation} to end: all ranks are alive, and the network or a device is slow"
+        notes = []
+        for rank in culprits[:RANKS_SHOWN]:
+            called = group.of[rank].called
+            if behind:
+                last = f"rank {rank} called {self._name(group, called - 1)} last" if called else ""
+                notes.append(last or f"rank {rank} has called nothing before")
+            if not behind or group.of[rank].waits:
+                notes.append(silence(rank))
+        deed = "call" if behind else "finish"
+        return "; ".join([f"{self._who(culprits)} to {deed} {operation}", *filter(None, notes)])
+
+    def _who(self, ranks: list[int]) -> str:
+        """Such as ``rank 1 (host-a) and rank 2 (host-b)``."""
+        return joined([f"rank {rank} ({self._host(rank)})" for rank in ranks])
 
     def _name(self, group: GroupProgress, sequence: int) -> str:
         return str(self._signatures.get(group.digest_of(sequence) or b"", f"operation {sequence}"))
 
     def _is_alive(self, rank: int) -> bool:
         return rank in self._hosts and rank not in self._left
-
-    def _alive_host(self, rank: int) -> str:
-        return self._hosts[rank] if self._is_alive(rank) else "?"
 
     # The beginning and the end.
 
@@ -455,15 +456,7 @@ class Coordinator:
             return
         order = Participate(group.number, group.agreed)
         if signature is not None and signature.kind != REFUSED:
-            order = Participate(
-                group.number,
-                group.agreed,
-                signature.kind,
-                signature.name,
-                signature.tensors,
-                signature.detail,
-                signature.device,
-            )
+            order = Participate(group.number, group.agreed, *astuple(signature))
         self._tell([rank for rank in group.ranks if rank not in active], order)
 
     def _end_join(self, group: GroupProgress) -> None:
@@ -495,7 +488,12 @@ class Coordinator:
 
 def named(ranks: Sequence[int]) -> str:
     """Such as ``ranks 1 and 2``."""
-    shown = [str(rank) for rank in ranks[:RANKS_SHOWN]]
-    if len(ranks) > RANKS_SHOWN:
-        shown.append(f"{len(ranks) - RANKS_SHOWN} more")
-    return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {joined([str(rank) for rank in ranks])}"
+
+
+def joined(words: list[str]) -> str:
+    """Such as ``a, b and c``, or the first few of many."""
+    shown = words[:RANKS_SHOWN]
+    if len(words) > RANKS_SHOWN:
+        shown.append(f"{len(words) - RANKS_SHOWN} more")
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))

@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from kvdist.collective.channel import Channel, ConnectingGroup
-from kvdist.collective.consistency import ConsistencyCheck, SingleRankCheck
+from kvdist.collective.consistency import ConsistencyCheck
 from kvdist.collective.control import Control, open_control
 from kvdist.collective.group import Group
 from kvdist.collective.operations import MarkerOperation, Operation, zeros_operation
@@ -63,7 +63,7 @@ class CollectiveEngine:
         self._address = own_address(world, settings)
         self._control, self._store = self._meet(set() if met is None else met, find, settings)
         self.board.set(_local_size_of(self.world.rank), str(self.world.local_size))
-        self._check: ConsistencyCheck = SingleRankCheck() if self._control is None else self._control.check
+        self._check = ConsistencyCheck() if self._control is None else self._control.check
         try:
             self._new_group(ALL_RANKS, self.sets[ALL_RANKS])
         except BaseException as error:

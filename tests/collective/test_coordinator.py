@@ -353,8 +353,8 @@ def test_a_rank_that_is_awaited_is_named_with_the_operation_and_again_at_twice_t
     coordinator.hear(1, CallReport(0, 1, 1, b""), 5.0)
     assert coordinator.tick(14.9) == []
     text = (
-        "rank 0 has waited 10 s for allreduce 'a' of float32[3] (Sum) (operation 1): rank 1 on host h1 has not called"
-        " it, its last was allgather of float32[*]"
+        "waiting 10.0 s for rank 1 (h1) to call allreduce 'a' of float32[3] (Sum) (operation 1); rank 1 called"
+        " allgather of float32[*] last; rank 0 has called it"
     )
     assert coordinator.tick(15.0) == [(0, StallWarning(text))]
     assert coordinator.tick(20.0) == []
@@ -372,7 +372,10 @@ def test_a_stopped_rank_is_told_by_its_silence():
     for second_s in range(2, 12):
         coordinator.hear(0, CallReport(0, 1, 0, b""), float(second_s))
     ((_, told),) = coordinator.tick(11.0)
-    assert told.text.endswith("rank 1 on host h1 called it and is silent for 10 s")
+    assert told.text == (
+        "waiting 10.0 s for rank 1 (h1) to finish allreduce 'a' of float32[3] (Sum) (operation 0); rank 1 has been"
+        " silent for 10 s; rank 0 has called it"
+    )
 
 
 def test_a_wait_of_other_ranks_than_0_is_told_to_rank_0_too():
@@ -387,7 +390,9 @@ def test_a_stall_that_may_not_last_ends_the_job():
     assert coordinator.tick(4.9) == []
     answers = coordinator.tick(5.0)
     assert [(rank, type(message)) for rank, message in answers] == [(0, GroupFailed), (1, GroupFailed)]
-    assert "rank 1 on host h1 has not called it, nor any before; the job ends after 5 s" in answers[0][1].text
+    text = answers[0][1].text
+    assert text.startswith("waiting 5.0 s for rank 1 (h1) to call allreduce 'a' of float32[3] (Sum) (operation 0); ")
+    assert "rank 1 has called nothing before; rank 0 has called it; the job ends after 5 s" in text
 
 
 def test_nobody_waits_too_long_for_those_who_have_joined():
