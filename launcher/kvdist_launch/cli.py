@@ -12,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvdist.config.addresses import host_name
-from kvdist.config.environment import limits_from_env
 from kvdist.config.exit_codes import EXIT_CONFIG
-from kvdist.config.settings import with_twins
 from kvdist.config.sockets import open_files_warning, raise_open_files_limit
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
-from kvdist_launch.environment import forwarded
+from kvdist_launch.environment import RESTARTS, forwarded
 from kvdist_launch.hosts import Host
 from kvdist_launch.job import SIGNAL_BASE, last_concluded, remove_summary, summary, write_summary
 from kvdist_launch.options import asked, parse_options, split_command, target_of
@@ -31,8 +29,6 @@ from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of,
 from kvdist_launch.security import NONE, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor
 
-RESTARTS = "KVDIST_RESTARTS"
-"""Tells the processes how often the job was started before, if it was."""
 USAGE_ERROR = 2
 
 
@@ -198,36 +194,13 @@ def _run_on_hosts(
     request: Request, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts, supervisor: Supervisor
 ) -> int:
     """Run a job that needs ssh."""
-    options = request.options
     # Imported here because a job on this machine needs none of it.
-    from kvdist_launch.multi_host import LaunchOptions, run_on_hosts
-    from kvdist_launch.ssh import SshOptions, SyncOptions, python_of_hosts
+    from kvdist_launch.multi_host import run_on_hosts
 
     note = _left_out_note(job, launcher)
     if note:
         supervisor.say(note)
-    # What the options say is in the job's variables too; there may be others, which servers follow as well.
-    variables = with_twins({**launcher.environ, **job.env})
-    ssh = SshOptions(
-        options.accept_new_host_keys,
-        tuple(options.ssh_option or ()),
-        options.activate or "",
-        limits_from_env(variables).patience_s,
-    )
-    sync = None
-    if options.sync_dst_dir and RESTARTS not in job.env:  # a job that is started again has its files
-        excluded = tuple(options.sync_exclude or ())
-        sync = SyncOptions(os.getcwd(), options.sync_dst_dir, excluded, options.sync_delete)
-    wanted = LaunchOptions(
-        python=python_of_hosts(options.python, options.activate),
-        ssh=ssh,
-        sync=sync,
-        ports=ports_of(variables),
-        interface=variables.get("KVDIST_INTERFACE") or None,
-        is_checked=not options.no_preflight,
-        is_verbose=options.verbose,
-    )
-    return run_on_hosts(job, hosts, wanted, supervisor, launcher.environ)
+    return run_on_hosts(request.options, job, hosts, supervisor, launcher.environ)
 
 
 def _launcher_facts(hosts: Sequence[Host]) -> HostFacts:

@@ -18,14 +18,13 @@ from typing import Any
 from kvdist.config.addresses import address_of_interface
 from kvdist.errors import ConfigError
 from kvdist_launch.agent_protocol import REPLIES
-from kvdist_launch.host_pool import HostConnection, HostPool, RemoteProcesses
+from kvdist_launch.host_pool import HostConnection, HostPool, RemoteProcesses, judge, table
 from kvdist_launch.hosts import read_hosts
 from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import OPTIONS
 from kvdist_launch.output import JobOutput, TextSink, text_table
-from kvdist_launch.preflight import connect, judge, table
 from kvdist_launch.probe import SERVE_S, TOKEN_BYTES, HostProbe, LinkSpeed
-from kvdist_launch.ssh import SshOptions, python_of_hosts
+from kvdist_launch.ssh import python_of_hosts, ssh_options
 from kvdist_launch.supervisor import Supervisor
 
 PROBLEM = 1
@@ -90,12 +89,10 @@ def _examine(options: argparse.Namespace) -> tuple[str, list[str]]:
     """The tables, and a sentence for each problem."""
     interface = options.interface
     mine = None if interface is None else address_of_interface(interface)
-    python = python_of_hosts(options.python, options.activate)
-    ssh = SshOptions(options.accept_new_host_keys, tuple(options.ssh_option or ()), options.activate or "")
     sink = TextSink(sys.stderr)
     supervisor = Supervisor(JobOutput(sink, sink), sink, GracePeriods())
-    with HostPool(read_hosts(options.hostfile), python, ssh, supervisor) as pool:
-        connect(pool, python)
+    with HostPool(read_hosts(options.hostfile), python_of_hosts(options), ssh_options(options), supervisor) as pool:
+        pool.connect()
         pool.ask(lambda _: {"folder": options.sync_dst_dir, "interface": interface})
         for one in pool.connections:
             one.problem = one.problem or str(one.found.get("no_interface", ""))

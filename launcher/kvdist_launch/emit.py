@@ -80,6 +80,7 @@ def roles_of(job: JobSpec, launcher: HostFacts, python: str) -> list[RoleSpec]:
 # rank 0 alone, so the script of each rank lies in a private folder in the home folder, which every host of an MPI
 # cluster sees; it is removed at the end.
 
+
 def exports(environment: Environment, besides: Iterable[str] = ()) -> list[str]:
     """The lines that change a shell's environment as `Environment.over` does.
 

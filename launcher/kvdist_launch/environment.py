@@ -22,6 +22,9 @@ from kvdist.errors import ConfigError
 SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
 """Set by the user for the job as a whole; the launcher decides by them, and sets them for every process."""
 
+RESTARTS = "KVDIST_RESTARTS"
+"""Tells the processes how often the job was started before, if it was."""
+
 OWNED_VARIABLES = frozenset(
     [
         *CLUSTER_VARIABLES,
@@ -35,7 +38,7 @@ OWNED_VARIABLES = frozenset(
         "KVDIST_SUPERVISED",
         "KVDIST_LISTEN_FD",
         *SECURITY_VARIABLES,
-        "KVDIST_RESTARTS",
+        RESTARTS,
     ]
 )
 """The identity of a process: set by the launcher alone, and never inherited from its environment."""

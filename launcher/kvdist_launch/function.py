@@ -124,6 +124,19 @@ def run(
     own = parse_assignments(f"{name}={value}" for name, value in (env or {}).items())
     security = security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
     calls = _WorkerCalls(pack_call(func, args, kwargs or {}), np)
+    _run_calls(calls, servers, own, security, timeout_s, verbose)
+    return calls.results()
+
+
+def _run_calls(
+    calls: _WorkerCalls,
+    servers: int,
+    env: Mapping[str, str],
+    security: Security,
+    timeout_s: float | None,
+    verbose: bool,
+) -> None:
+    """Run the job; raise what failed it."""
     is_main = threading.current_thread() is threading.main_thread()
     events = SignalPipe() if is_main else EventPipe()
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
@@ -137,8 +150,8 @@ def run(
         deadline.begin(began)
 
     is_local = servers > 0 and not security.word
-    with calls, deadline, raised, listening_here(ports_of({**os.environ, **own}), is_local) as listening:
-        processes = calls.over(_plan_here(np, servers, own, security, port_of(listening)))
+    with calls, deadline, raised, listening_here(ports_of({**os.environ, **env}), is_local) as listening:
+        processes = calls.over(_plan_here(len(calls), servers, env, security, port_of(listening)))
         notes = worker_lines(processes, HERE) if verbose else []
         for note in [*([PLAIN_HERE] if security.word == NONE else []), *notes]:
             supervisor.say(note)
@@ -154,7 +167,6 @@ def run(
         raise DeadlineExceeded(f"not every worker's function had returned after {timeout_s:g} s; the job was ended")
     if code:
         raise KeyboardInterrupt
-    return calls.results()
 
 
 def _plan_here(np: int, servers: int, env: Mapping[str, str], security: Security, port: int) -> list[Process]:
@@ -297,6 +309,9 @@ class _WorkerCalls:
         for call in self._calls:
             call.leave_selector()
             call.close()
+
+    def __len__(self) -> int:
+        return len(self._calls)
 
     def over(self, processes: Sequence[Process]) -> list[Process]:
         """The processes, in which each worker inherits its ends of the pipes."""

@@ -10,23 +10,26 @@ machine and not to a router in between.
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvdist.config.addresses import address_of_interface
+from kvdist.config.environment import limits_from_env
+from kvdist.config.settings import with_twins
 from kvdist.config.sockets import open_files_warning
 from kvdist.errors import ConfigError
-from kvdist_launch.host_pool import HostConnection, HostPool
+from kvdist_launch.environment import RESTARTS
+from kvdist_launch.host_pool import HostConnection, HostPool, judge, require_all, table
 from kvdist_launch.hosts import Host
 from kvdist_launch.plan import LAUNCHER, HostFacts, JobSpec, Process, plan, root_host, thread_note, worker_lines
-from kvdist_launch.preflight import connect, judge, require_all, table
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import HostProcesses, LocalProcesses
-from kvdist_launch.root_socket import listen, port_of, turn_away
-from kvdist_launch.ssh import RsyncRun, SshOptions, SyncError, SyncOptions, progress_bars
+from kvdist_launch.root_socket import listen, port_of, ports_of, turn_away
+from kvdist_launch.ssh import RsyncRun, SyncError, SyncOptions, progress_bars, python_of_hosts, ssh_options
 from kvdist_launch.supervisor import Supervisor
 from kvdist_launch.watchdog import Watchdog
 
@@ -94,52 +97,47 @@ def is_address_of_this_machine(address: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """How the user wants a job to be brought to its hosts.
-
-    Attributes:
-        python: the interpreter of hosts that name none.
-        sync: what is copied to every host first; None is nothing.
-        ports: the ports to choose from; none is any.
-        interface: the network card, or the network, that all processes use; None is the route that there is.
-        is_checked: whether hosts are checked before anything starts there.
-        is_verbose: whether to say where each worker runs.
-    """
-
-    python: str
-    ssh: SshOptions
-    sync: SyncOptions | None = None
-    ports: tuple[int, ...] = ()
-    interface: str | None = None
-    is_checked: bool = True
-    is_verbose: bool = False
-
-
 def run_on_hosts(
-    job: JobSpec, hosts: Sequence[Host], options: LaunchOptions, supervisor: Supervisor, environ: Mapping[str, str]
+    options: argparse.Namespace, job: JobSpec, hosts: Sequence[Host], supervisor: Supervisor, environ: Mapping[str, str]
 ) -> int:
     """Run a job on hosts. Returns its exit code.
 
     Args:
+        options: those of ``kvdist-launch``.
         job: what is wanted; its port and addresses are found here.
         environ: the launcher's variables.
 
     Raises:
         ConfigError: a host cannot take part, a copy failed, or the plan does not fit; nothing runs then.
     """
-    with supervisor, HostPool(hosts, options.python, options.ssh, supervisor) as pool:
-        return _HostJob(job, options, pool, supervisor, environ).run()
+    # What the options say is in the job's variables too; there may be others, which servers follow as well.
+    variables = with_twins({**environ, **job.env})
+    ssh = ssh_options(options, limits_from_env(variables).patience_s)
+    with supervisor, HostPool(hosts, python_of_hosts(options), ssh, supervisor) as pool:
+        return _HostJob(job, options, variables, pool, supervisor, environ).run()
 
 
 class _HostJob:
     """The steps, in order, and what they have found out."""
 
     def __init__(
-        self, job: JobSpec, options: LaunchOptions, pool: HostPool, supervisor: Supervisor, environ: Mapping[str, str]
+        self,
+        job: JobSpec,
+        options: argparse.Namespace,
+        variables: Mapping[str, str],
+        pool: HostPool,
+        supervisor: Supervisor,
+        environ: Mapping[str, str],
     ) -> None:
         self._job = job
-        self._options = options
+        self._is_checked = not options.no_preflight
+        self._is_verbose = options.verbose
+        self._ports = ports_of(variables)
+        self._interface = variables.get("KVDIST_INTERFACE") or None
+        self._sync = None
+        if options.sync_dst_dir and RESTARTS not in job.env:  # a job that is started again has its files
+            excluded = tuple(options.sync_exclude or ())
+            self._sync = SyncOptions(os.getcwd(), options.sync_dst_dir, excluded, options.sync_delete)
         self._pool = pool
         self._supervisor = supervisor
         self._environ = environ
@@ -152,16 +150,16 @@ class _HostJob:
 
     def run(self) -> int:
         self._connect()
-        interface = self._options.interface
+        interface = self._interface
         if interface is not None:
             self._pool.ask(lambda one: {"interface": interface} if one is self._root else {})
         has_servers = self._job.num_servers > 0
         self._addresses = root_addresses(self._connections, self._root, interface, has_servers=has_servers)
         port = self._listen()
-        if self._options.is_checked:
+        if self._is_checked:
             self._check(port)
-        if self._options.sync is not None:
-            self._copy(self._options.sync)
+        if self._sync is not None:
+            self._copy(self._sync)
         facts = self._facts()
         launcher = HostFacts(usable_cores(), sys.executable, self._addresses[0], self._environ)
         processes = plan(replace(self._job, port=port), self._hosts, facts, launcher)
@@ -175,8 +173,8 @@ class _HostJob:
 
     def _connect(self) -> None:
         """Reach all hosts. If one cannot be reached, all that is wrong with any of them is reported at once."""
-        connect(self._pool, self._options.python)
-        if self._options.is_checked and any(one.problem for one in self._connections):
+        self._pool.connect()
+        if self._is_checked and any(one.problem for one in self._connections):
             self._check(None)
         require_all(self._connections)
 
@@ -184,9 +182,9 @@ class _HostJob:
         """Bind the root's port, on the machine where it will run."""
         root = self._root
         if root is None or root.is_here:
-            self._listening = listen(listening_address(self._addresses), self._options.ports)
+            self._listening = listen(listening_address(self._addresses), self._ports)
             return port_of(self._listening)
-        where = [self._addresses[0], self._options.ports]
+        where = [self._addresses[0], self._ports]
         self._pool.ask(lambda one: {"listen": where} if one is root else {})
         require_all(self._connections)
         if "port" not in root.found:
@@ -199,7 +197,7 @@ class _HostJob:
         Args:
             port: where the root listens; None while that is not known.
         """
-        sync = self._options.sync
+        sync = self._sync
         destination = None if sync is None else sync.destination
         addresses = self._addresses or [""] * len(self._connections)
         address_of = {id(one): address for one, address in zip(self._connections, addresses, strict=True)}
@@ -209,7 +207,7 @@ class _HostJob:
                 "folder": destination,
                 "cwd": None if sync else self._job.cwd,  # rsync makes its folder
                 "dial": None if port is None else [address_of[id(connection)], port],
-                "ports": self._options.ports,
+                "ports": self._ports,
             }
 
         self._pool.ask(questions)
@@ -226,7 +224,7 @@ class _HostJob:
         try:
             for one in self._connections:
                 if not one.is_here or os.path.realpath(sync.destination) != os.path.realpath(sync.source):
-                    runs.append(RsyncRun(sync, one.host, self._options.ssh, self._supervisor.selector))
+                    runs.append(RsyncRun(sync, one.host, self._pool.ssh, self._supervisor.selector))
                     watchdog.watch(runs[-1].pid)
                     self._supervisor.note(runs[-1].line)
             with progress_bars(runs, self._supervisor.is_on_terminal) as update:
@@ -262,7 +260,7 @@ class _HostJob:
         note = thread_note(processes, self._hosts, facts)
         if note is not None:
             yield note
-        if self._options.is_verbose:
+        if self._is_verbose:
             yield from worker_lines(processes, self._hosts)
         yield (
             "traffic between hosts is encrypted"

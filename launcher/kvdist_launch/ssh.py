@@ -10,6 +10,7 @@ the other side unless the user asks for it.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import os
@@ -56,9 +57,15 @@ def agent_command(host: Host, python: str, wanted: SshOptions) -> list[str]:
     return ["ssh", "-T", *_ssh_words(host, wanted), "--", host.name, far_command(python, wanted.activate)]
 
 
-def python_of_hosts(python: str | None, activate: str | None) -> str:
+def ssh_options(options: argparse.Namespace, patience_s: float = Limits.patience_s) -> SshOptions:
+    """What the command line says about ssh."""
+    more, activate = tuple(options.ssh_option or ()), options.activate or ""
+    return SshOptions(options.accept_new_host_keys, more, activate, patience_s)
+
+
+def python_of_hosts(options: argparse.Namespace) -> str:
     """The interpreter of hosts that name none: the user's, or after an activation the one that it put into the path."""
-    return python or ("python" if activate else sys.executable)
+    return options.python or ("python" if options.activate else sys.executable)
 
 
 def far_command(python: str, activate: str) -> str:

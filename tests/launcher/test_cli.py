@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from kvdist_launch.cli import main
 from kvdist_launch.hosts import EXAMPLE_HOSTFILE
 from kvdist_launch.options import OPTIONS
+from kvdist_launch.root_socket import ports_of
 from tests.cases import each
 from tests.ports import held_port
 
@@ -324,7 +327,7 @@ def test_a_job_that_was_started_again_has_one_log_and_one_summary(launch, tmp_pa
 
 def test_the_scheduler_s_host_is_found_in_whatever_case_it_is_written(monkeypatch):
     jobs = []
-    monkeypatch.setattr("kvdist_launch.multi_host.run_on_hosts", lambda job, *_: jobs.append(job) or 0)
+    monkeypatch.setattr("kvdist_launch.multi_host.run_on_hosts", lambda _, job, *__: jobs.append(job) or 0)
     assert main(["-n", "1", "-s", "1", "-H", "d1,GPUBox", "--scheduler-on", "gpubox", "true"]) == 0
     assert jobs[0].scheduler_host == 1
 
@@ -344,11 +347,15 @@ def test_the_scheduler_of_one_machine_keeps_to_the_range_of_ports(launch, way):
 @pytest.mark.parametrize(("variable", "interface"), [("KVDIST_INTERFACE", "eth7"), ("DMLC_INTERFACE", "10.1.0.0/16")])
 def test_the_scheduler_of_several_machines_follows_the_variables_that_servers_follow(monkeypatch, variable, interface):
     wishes = []
-    monkeypatch.setattr(
-        "kvdist_launch.multi_host.run_on_hosts", lambda job, hosts, wanted, *_: wishes.append(wanted) or 0
-    )
+
+    def noted(_, __, variables, *___):
+        wishes.append((variables["KVDIST_INTERFACE"], ports_of(variables)))
+        return SimpleNamespace(run=lambda: 0)
+
+    monkeypatch.setattr("kvdist_launch.multi_host.HostPool", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("kvdist_launch.multi_host._HostJob", noted)
     monkeypatch.setenv(variable, interface)
     monkeypatch.setenv("KVDIST_PORT_RANGE", "20000-20002")
     assert main(["-n", "1", "-s", "1", "-H", "d1", "true"]) == 0
     assert main(["-n", "1", "-s", "1", "-H", "d1", "--interface", "eth0", "--port-range", "7-7", "true"]) == 0
-    assert [(one.interface, one.ports) for one in wishes] == [(interface, (20000, 20001, 20002)), ("eth0", (7,))]
+    assert wishes == [(interface, (20000, 20001, 20002)), ("eth0", (7,))]

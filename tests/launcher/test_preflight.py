@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvdist.version import __version__
-from kvdist_launch.host_pool import HostConnection
+from kvdist_launch.host_pool import (
+    FREE_BYTES_MIN,
+    HostConnection,
+    HostProblem,
+    explained,
+    judge,
+    require_all,
+    table,
+)
 from kvdist_launch.hosts import Host
-from kvdist_launch.preflight import FREE_BYTES_MIN, HostProblem, explained, judge, require_all, table
 from tests.cases import each
 
 FACTS = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from kvdist_launch.hosts import Host
+from kvdist_launch.options import parse_options
 from kvdist_launch.ssh import (
     SshOptions,
     SyncOptions,
@@ -47,9 +48,10 @@ def test_a_line_of_activation_may_hold_whatever_bash_takes(line):
 
 
 def test_an_activation_chooses_the_interpreter_unless_one_is_named():
-    assert python_of_hosts(None, "source /opt/env/bin/activate") == "python"
-    assert python_of_hosts("/opt/bin/python", "source /opt/env/bin/activate") == "/opt/bin/python"
-    assert python_of_hosts(None, None) == python_of_hosts(None, "") == sys.executable
+    activate = ["--activate", "source /opt/env/bin/activate"]
+    assert python_of_hosts(parse_options(activate)) == "python"
+    assert python_of_hosts(parse_options([*activate, "--python", "/opt/bin/python"])) == "/opt/bin/python"
+    assert python_of_hosts(parse_options([])) == sys.executable
 
 
 def test_a_failing_activation_starts_no_agent():
