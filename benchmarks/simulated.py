@@ -27,7 +27,7 @@ from kvdist.core.worker.requests import (
     KeyInfo,
     Plan,
     Register,
-    RunData,
+    Run,
     RunKind,
     SetStoreOptimizer,
     Transfer,
@@ -325,7 +325,7 @@ class Exercise:
         self._run_bytes_max = run_bytes_max
         self._placed: list[KeyInfo] = []
         self.plan: Plan | None = None
-        self.exchanged: list[RunData] = []
+        self.exchanged: list[Run] = []
 
     def take(self, placed: Sequence[KeyInfo]) -> None:
         """These are the keys; all are told the same."""
@@ -335,7 +335,11 @@ class Exercise:
             self.exchanged = carried(self.plan, [np.zeros(info.size, np.float32) for info in placed])
         assert [info.slices[0] for info in placed] == [info.slices[0] for info in self._placed]
 
-    def first_values(self) -> list[RunData]:
+    def exchange(self) -> list[Run]:
+        """What moves in one step."""
+        return [replace(run) for run in self.exchanged]
+
+    def first_values(self) -> list[Run]:
         """What gives the keys their first values."""
         assert self.plan is not None
         return carried(self.plan, None)
@@ -375,7 +379,7 @@ class User:
             if exercise.together:
                 yield submit(lambda number: EnterBarrier(number, STORE))
             start = exercise.clock.now
-            yield submit(lambda number: Transfer(number, RunKind.PUSHPULL, "pushpull", exercise.exchanged))
+            yield submit(lambda number: Transfer(number, RunKind.PUSHPULL, "pushpull", exercise.exchange()))
             self.seconds.append(exercise.clock.now - start)
             self.steps_done = step + 1
 
@@ -395,12 +399,12 @@ class User:
         yield submit(lambda number: EnterBarrier(number, STORE))
 
 
-def carried(plan: Plan, results: list[Array] | None) -> list[RunData]:
+def carried(plan: Plan, results: list[Array] | None) -> list[Run]:
     """What the runs of a plan carry: zeros, and where the answers go."""
     found = []
     for run in plan.runs:
         sinks = () if results is None else [results[piece.index][piece.start : piece.stop] for piece in run.pieces]
         flags, settings = np.zeros(len(run.ids), np.uint8), ((np.nan,) * 3,)
         extra = (flags, settings) if results is not None else ()
-        found.append(RunData(run, memoryview(bytes(run.nbytes)), sinks, *extra))
+        found.append(Run(run, memoryview(bytes(run.nbytes)), sinks, *extra))
     return found

@@ -37,8 +37,8 @@ from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.server import Server
 from kvdist.core.server.sparse_table import RowContribution, SparseTable
-from kvdist.core.worker import outbox, requests
-from kvdist.core.worker.outbox import Ready
+from kvdist.core.worker import requests, transfers
+from kvdist.core.worker.transfers import Ready
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.kernels.interface import Kernels
@@ -147,7 +147,7 @@ def small_messages() -> Iterator[None]:
     with (
         mock.patch.object(offload, "SUMMED_BYTES_MIN", 8),
         mock.patch.object(requests, "ALONE_BYTES_MIN", 48),
-        mock.patch.object(outbox, "ALONE_BYTES_MIN", 48),
+        mock.patch.object(transfers, "ALONE_BYTES_MIN", 48),
         mock.patch.object(answers, "JOIN_BYTES_MAX", 24),
     ):
         yield

@@ -25,9 +25,8 @@ from kvdist.core.machine import NEVER, Connect, Effect, Forget, Send
 from kvdist.core.round import Setting, setting_of
 from kvdist.core.server.buffers import Allocate, ordinary_memory
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.outbox import SETTINGS_PER_MESSAGE_MAX, Ready, Run, RunPart
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, travels_alone
-from kvdist.core.worker.transfers import LEADER, Transfers
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, Run, RunPart, travels_alone
+from kvdist.core.worker.transfers import LEADER, SETTINGS_PER_MESSAGE_MAX, Ready, Transfers
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
@@ -229,7 +228,7 @@ class HostAggregation:
             self._transfers.send_ready(ready)
         own, host_rounds.own_back = host_rounds.own_back, {}
         for run, numbers in own.values():
-            self._transfers.send_directly(RunPart(run, sorted(run.data.plan.positions[number] for number in numbers)))
+            self._transfers.send_directly(RunPart(run, sorted(run.plan.positions[number] for number in numbers)))
         back, host_rounds.back = host_rounds.back, {}
         effects: list[Effect] = []
         for member, slices in back.items():
@@ -426,7 +425,7 @@ class HostRounds:
         arrays = Arrays(part.dtypes, part.counts, part.payload())
         run = part.run
         columns = (part.ids, part.steps, part.versions, part.flags, part.setting_of, part.dtypes)
-        settings = [setting_of(numbers) for numbers in run.data.settings]
+        settings = [setting_of(numbers) for numbers in run.settings]
         values = PayloadView(arrays).arrays(0, len(part.ids))
         for number, step, version, flags, setting, dtype, array in zip(
             *(column.tolist() for column in columns), values, strict=True
@@ -434,8 +433,8 @@ class HostRounds:
             self._offer(
                 number,
                 Share(
-                    self.me, run.number, step, version, run.data.samples, flags, settings[setting], dtype, array,
-                    run.kind.pulls, run,
+                    self.me, run.number, step, version, run.samples, flags, settings[setting], dtype, array,
+                    run.transfer.kind.pulls, run,
                 ),
                 now,
             )  # fmt: skip
@@ -600,7 +599,7 @@ class PushJoiner:
             own = host_round.shares[self._me.node.rank].own
             assert own is not None
             pull = any(share.pull for share in host_round.shares.values())
-            key = (own.data.plan.server, pull, own.priority)
+            key = (own.plan.server, pull, own.transfer.priority)
             rows = self._rows(host_round)
             if _nbytes(rows) >= ALONE_BYTES_MIN:
                 yield self._ready(key, rows)

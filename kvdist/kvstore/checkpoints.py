@@ -57,7 +57,7 @@ from kvdist.core.worker.requests import (
     KeyInfo,
     LoadStore,
     Request,
-    RunData,
+    Run,
     RunKind,
     RunPlan,
     RunSlice,
@@ -1014,7 +1014,7 @@ def _move_states(ask: Ask, kind: RunKind, infos: Sequence[KeyInfo], parts: Any) 
     ask(lambda number: Transfer(number, kind, label, runs))
 
 
-def _state_runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits) -> Iterator[RunData]:
+def _state_runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits) -> Iterator[Run]:
     """One run for each slice; small ones still travel together."""
     dtype = DType.FLOAT64 if part == NUMBERS else state_dtype(info.dtype)
     for place, piece in enumerate(info.slices):
@@ -1034,7 +1034,7 @@ def _state_runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits
             np.array([index], np.intp),
         )
         payload = None if kind is RunKind.PULL_STATE else padded_bytes(own)
-        yield RunData(plan, payload, (own,) if payload is None else (), parts=np.array([part], np.uint8))
+        yield Run(plan, payload, (own,) if payload is None else (), states=np.array([part], np.uint8))
 
 
 def padded_bytes(array: Bits) -> memoryview:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from kvdist.core.machine import NEVER
-from kvdist.core.worker.requests import KeyInfo, RunData, RunKind, Transfer
+from kvdist.core.worker.requests import KeyInfo, Run, RunKind, Transfer
 from kvdist.kvstore.backend import PushOptions
 from kvdist.kvstore.keys import named
 from kvdist.kvstore.values import Key
@@ -162,10 +162,10 @@ Hyperparameters = tuple[float, float, float]
 """Learning rate, weight decay and rescale of one key."""
 LayOut = Callable[
     [list[KeyInfo], Sequence[Sequence[Bits]], "list[EncodedSlices | None]", PushOptions, Sequence[Hyperparameters]],
-    tuple[Sequence[RunData], Finish],
+    tuple[Sequence[Run], Finish],
 ]
 """Makes the runs of a push, and what follows when it is counted, given per key bits, codes and hyper-parameters."""
-PlanPull = Callable[[Sequence[KeyInfo], Sequence[Bits]], Sequence[RunData]]
+PlanPull = Callable[[Sequence[KeyInfo], Sequence[Bits]], Sequence[Run]]
 """Makes the runs of a pull into these arrays."""
 Failed = Callable[[BaseException], None]
 """Gets the error of pushes."""

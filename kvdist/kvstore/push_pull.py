@@ -28,7 +28,7 @@ from kvdist.core.worker.requests import (
     KeyInfo,
     Plan,
     Request,
-    RunData,
+    Run,
     RunKind,
     RunPlan,
     Transfer,
@@ -173,7 +173,7 @@ class ArrayTransfers:
             staging.plan, arrays, Lending.EVERYTHING, lambda run: self._node.view.shares_memory(run.server)
         )
         own = staging.fill(arrays, self._kernels, lent)
-        runs = [RunData(plan, payload) for plan, payload in zip(staging.plan.runs, own.memory, strict=True)]
+        runs = [Run(plan, payload) for plan, payload in zip(staging.plan.runs, own.memory, strict=True)]
         label = f"init of {named(staging.plan.keys)}"
         self.ask(lambda number: Transfer(number, kind, label, runs))
 
@@ -272,8 +272,8 @@ class ArrayTransfers:
         label = f"pull of {named(infos)}"
         return self.submit(lambda number: Transfer(number, RunKind.PULL, label, runs, priority), finish)
 
-    def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[RunData]:
-        return [RunData(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
+    def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[Run]:
+        return [Run(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
 
     def _places(self, key: Keys, out: Value) -> PullArgs:
         return pull_args(self._keys, key, out, self._device_transfers)
@@ -293,7 +293,7 @@ class ArrayTransfers:
         encoded: list[EncodedSlices | None],
         options: PushOptions,
         settings: Sequence[Hyperparameters],
-    ) -> tuple[Sequence[RunData], Finish]:
+    ) -> tuple[Sequence[Run], Finish]:
         """The runs of pushes of small keys that travel together, and what follows when they are counted."""
         staging = self._staging(infos)
         lent: list[memoryview | None] = [None] * len(staging.plan.runs)
@@ -596,7 +596,7 @@ class Payloads:
     buffers: Buffers = field(default_factory=list)
     marks: list[DeviceEvent] = field(default_factory=list)
     """What GPUs still copy into the payloads."""
-    runs: list[RunData] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
 
     def settle(self) -> None:
         """Wait until the payloads are filled. To be called before they are sent, on the node's thread.
@@ -702,7 +702,7 @@ def push_runs(
     options: PushOptions,
     codes: Sequence[EncodedRun | None],
     reads: Reads,
-) -> list[RunData]:
+) -> list[Run]:
     """The runs of a push.
 
     Args:
@@ -725,5 +725,5 @@ def push_runs(
         own, index = run_hyperparameters(distinct, None if setting_of_key is None else setting_of_key[run.key_of])
         stays = code is None and reads(run)
         encoded = None if code is None else code[1]
-        runs.append(RunData(run, payload, (), flags, own, index, None, stays, options.samples, encoded=encoded))
+        runs.append(Run(run, payload, (), flags, own, index, None, stays, options.samples, encoded=encoded))
     return runs

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Plan, RunData, RunPlan
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Plan, Run, RunPlan
 from kvdist.kvstore import values
 from kvdist.kvstore.keys import KeyTable
 from kvdist.kvstore.placement import OnDevice, Part, first_place, on_gpus
@@ -176,7 +176,7 @@ class SharedResults:
         """Whether the result of this run stays where it is."""
         return len(run.pieces) == 1 and run.pieces[0].index in self._wanted
 
-    def keeping(self, run: RunData) -> RunData:
+    def keeping(self, run: Run) -> Run:
         """The run, asking for a result that may be read where it lies."""
         kept: dict[int, Bits] = {}
         (piece,) = run.plan.pieces

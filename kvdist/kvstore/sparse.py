@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.core.sharding import row_length
-from kvdist.core.worker.requests import KeyInfo, RowChunk, RunData, RunKind, RunPlan, Transfer
+from kvdist.core.worker.requests import KeyInfo, RowChunk, Run, RunKind, RunPlan, Transfer
 from kvdist.kvstore import values
 from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, TableTransfers, combined
 from kvdist.kvstore.keys import Ids, Rows, as_table, gradient, require_rows, wanted
@@ -132,7 +132,7 @@ class RowTransfers:
                 high = min(low + step, end)
                 chunk = RowChunk(high - low, ids[low:high].view(np.uint8).data)
                 sinks = [out[low * length : high * length]]
-                runs.append(RunData(plan, sinks=sinks, chunks=(chunk,), row_length=length))
+                runs.append(Run(plan, sinks=sinks, chunks=(chunk,), row_length=length))
         label = f"pull of rows of key {info.key!r}"
         return self._moves.submit(lambda number: Transfer(number, RunKind.PULL_ROWS, label, runs, priority), _nothing)
 
@@ -146,7 +146,7 @@ class RowTransfers:
         flags: int | None,
         settings: tuple[tuple[float, float, float], ...],
         samples: int,
-    ) -> tuple[list[RunData], list[npt.NDArray[np.uint8]]]:
+    ) -> tuple[list[Run], list[npt.NDArray[np.uint8]]]:
         """What every server of the table gets, be it no rows, and the memory that it lies in."""
         ids, values = _NO_ROWS if rows is None else rows
         length = row_length(info.shape)
@@ -170,7 +170,7 @@ class RowTransfers:
                 chunks.append(RowChunk(count, buffer[:nbytes].data))
                 self._cluster.traffic.copied_in += values_bytes
             stays = self._cluster.node.view.shares_memory(plan.server)
-            runs.append(RunData(plan, None, (), own_flags, settings, None, None, stays, samples, chunks, length))
+            runs.append(Run(plan, None, (), own_flags, settings, None, None, stays, samples, chunks, length))
         return runs, buffers
 
 

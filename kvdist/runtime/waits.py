@@ -188,7 +188,7 @@ class UnderWay:
 
 
 class UserThreads:
-    """The threads of the user's program, as `kvdist.core.worker.blocking.Threads` asks for them.
+    """The threads of the user's program, as `kvdist.core.worker.pending.Threads` asks for them.
 
     Args:
         under_way: where pushes wait for room.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.core.sharding import Slice
-from kvdist.core.worker.requests import DeclareKeys, KeyInfo, RowChunk, RunData, RunKind, RunPlan, Transfer
+from kvdist.core.worker.requests import DeclareKeys, KeyInfo, RowChunk, Run, RunKind, RunPlan, Transfer
 from kvdist.dtypes import from_name
 from kvdist.protocol.messages import ROWS, Flag
 from tests.core.wired import SERVER_DECIDES, Wired
@@ -28,7 +28,7 @@ def push_runs(
     flag: int = 0,
     settings: tuple[tuple[float, float, float], ...] = (SERVER_DECIDES,),
     stays: bool = False,
-) -> tuple[list[RunData], list[bytearray]]:
+) -> tuple[list[Run], list[bytearray]]:
     """A run for every server of the table, and the memory that they are sent from.
 
     Args:
@@ -51,11 +51,11 @@ def push_runs(
             memory.append(buffer)
             chunks.append(RowChunk(high - low, memoryview(buffer)))
         plan, length = _plan(info, piece), _row_length(info)
-        runs.append(RunData(plan, None, (), flags, settings, stays=stays, chunks=chunks, row_length=length))
+        runs.append(Run(plan, None, (), flags, settings, stays=stays, chunks=chunks, row_length=length))
     return runs, memory
 
 
-def pull_runs(info: KeyInfo, ids: Array, out: Array, rows_max: int) -> list[RunData]:
+def pull_runs(info: KeyInfo, ids: Array, out: Array, rows_max: int) -> list[Run]:
     """Runs that bring the rows `ids` into `out`, (k, row length); servers without any of them are not asked."""
     runs, flat, length = [], out.reshape(-1), _row_length(info)
     for piece, begin, end in _shares(info, ids):
@@ -63,7 +63,7 @@ def pull_runs(info: KeyInfo, ids: Array, out: Array, rows_max: int) -> list[RunD
             high = min(low + rows_max, end)
             chunk = RowChunk(high - low, memoryview(ids[low:high].tobytes()))
             sinks = [flat[low * length : high * length]]
-            runs.append(RunData(_plan(info, piece), sinks=sinks, chunks=(chunk,), row_length=length))
+            runs.append(Run(_plan(info, piece), sinks=sinks, chunks=(chunk,), row_length=length))
     return runs
 
 

@@ -18,7 +18,7 @@ from kvdist.checkpoint.format import read_manifest
 from kvdist.checkpoint.shards import Shards
 from kvdist.checkpoint.snapshot import EVERYTHING, Manifest, SavedKey, WantedSlice
 from kvdist.core.sharding import row_length
-from kvdist.core.worker.requests import DeclareKeys, KeyInfo, RowChunk, RunData, RunKind, RunPlan, Transfer
+from kvdist.core.worker.requests import DeclareKeys, KeyInfo, RowChunk, Run, RunKind, RunPlan, Transfer
 from kvdist.dtypes import DType
 from kvdist.protocol.messages import ROWS
 from tests.core.training import SMALL, set_optimizer
@@ -146,7 +146,7 @@ def pull(wired: Wired, rank: int, key: int | str, rows: Sequence[int]) -> npt.ND
     runs = []
     for plan, begin, end in shares(info, ids):
         chunk = RowChunk(end - begin, ids[begin:end].view(np.uint8).data)
-        runs.append(RunData(plan, sinks=[out[begin:end].reshape(-1)], chunks=(chunk,), row_length=out.shape[1]))
+        runs.append(Run(plan, sinks=[out[begin:end].reshape(-1)], chunks=(chunk,), row_length=out.shape[1]))
     request = wired.ask(rank, lambda n: Transfer(n, RunKind.PULL_ROWS, f"pull of {key}", runs))
     wired.settle()
     assert request in wired.completed, wired.failed.get(request)
@@ -165,7 +165,7 @@ def send(wired: Wired, rank: int, kind: RunKind, key: int | str, rows: Rows) -> 
         part = values[begin * length : end * length].tobytes()
         payload = ids[begin:end].tobytes() + part + b"\0" * (-len(part) % 8)
         chunk = RowChunk(end - begin, memoryview(payload))
-        runs.append(RunData(plan, flags=flags, settings=settings, chunks=(chunk,), row_length=length))
+        runs.append(Run(plan, flags=flags, settings=settings, chunks=(chunk,), row_length=length))
     return wired.ask(rank, lambda n: Transfer(n, kind, f"{kind.value} of {key}", runs))
 
 

@@ -17,7 +17,7 @@ from kvdist.core.server import replies as answers
 from kvdist.core.server.block import ROUNDS_WORTH_IT, Block
 from kvdist.core.server.buffers import BufferPool
 from kvdist.core.server.table import Table
-from kvdist.core.worker import outbox, requests
+from kvdist.core.worker import requests, transfers
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.protocol.arrays import Arrays
@@ -421,7 +421,7 @@ def test_first_values_may_come_slice_by_slice_while_others_wait_for_them(mode: s
 
 def test_small_keys_between_large_ones_are_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "ALONE_BYTES_MIN", 64)
-    monkeypatch.setattr(outbox, "ALONE_BYTES_MIN", 64)
+    monkeypatch.setattr(transfers, "ALONE_BYTES_MIN", 64)
     wired = Wired(2, 1)
     keys = {f"{kind}{i}": [0.0] * (20 if kind == "large" else 2) for i in range(4) for kind in ("large", "s", "t")}
     wired.initialise(keys)

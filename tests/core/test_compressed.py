@@ -11,8 +11,8 @@ from kvdist.core.policy import SYNC
 from kvdist.core.server.block import Block
 from kvdist.core.server.decoding import decoded
 from kvdist.core.sharding import cut
-from kvdist.core.worker.outbox import DECODED_BYTES_MAX, Outbox, Run, RunPart
-from kvdist.core.worker.requests import DeclareKeys, Encoded, KeyInfo, RunData, RunKind, Transfer, make_plan
+from kvdist.core.worker.requests import DeclareKeys, Encoded, KeyInfo, Run, RunKind, RunPart, Transfer, make_plan
+from kvdist.core.worker.transfers import DECODED_BYTES_MAX, Outbox
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.base import Extent
@@ -39,23 +39,27 @@ def encoded_run(infos, values, codec=TWO_BIT):
             entries.append(own)
         flags = np.array([0 if values[i] is not None else Flag.EMPTY for i in run.key_of], np.uint8)
         how = Encoded(codec.encoding, codec.parameter, np.array(entries, np.uint32))
-        data.append(RunData(run, memoryview(payload), (), flags, OWN, encoded=how))
+        data.append(Run(run, memoryview(payload), (), flags, OWN, encoded=how))
     return data
 
 
 def one(number, size, codec=TWO_BIT, kind=RunKind.PUSH, value=1.0):
     """A run of one slice; slice and run have the same number."""
     info = KeyInfo(f"k{number}", (size,), DType.FLOAT32, tuple(cut(size, 4, 0, 1, number, 1 << 30)), is_compressed=True)
-    (data,) = encoded_run([info], [np.full(size, value, np.float32)], codec)
-    steps = np.array([number], np.uint32)
-    return Run(number, 1, kind, data, steps, steps, 1)
+    (run,) = encoded_run([info], [np.full(size, value, np.float32)], codec)
+    return begun(run, number, kind)
+
+
+def begun(run, number, kind=RunKind.PUSH):
+    steps = np.arange(number, number + len(run.plan.ids), dtype=np.uint32)
+    run.begin(number, Transfer(1, kind, kind.value, [run]), steps, steps)
+    return run
 
 
 def plain(number, size):
     info = KeyInfo(f"k{number}", (size,), DType.FLOAT32, tuple(cut(size, 4, 0, 1, number, 1 << 30)))
-    (run,) = make_plan([info], 1 << 30).runs
-    steps = np.array([number], np.uint32)
-    return Run(number, 1, RunKind.PUSH, RunData(run, memoryview(bytes(run.nbytes)), (), None, OWN), steps, steps, 1)
+    (plan,) = make_plan([info], 1 << 30).runs
+    return begun(Run(plan, memoryview(bytes(plan.nbytes)), settings=OWN), number)
 
 
 def taken(*runs):
@@ -96,10 +100,9 @@ def test_some_slices_of_a_run_leave_alone():
              for n, size in enumerate([3, 40, 5, 16])]  # fmt: skip
     values = [np.full(info.size, info.key - 1.0, np.float32) for info in infos]
     values[2] = None
-    (data,) = encoded_run(infos, values, TopK(0.5))
-    steps = np.arange(4, dtype=np.uint32)
+    (run,) = encoded_run(infos, values, TopK(0.5))
     outbox = Outbox(0, 1 << 30, 1 << 20)
-    outbox.add(RunPart(Run(1, 1, RunKind.PUSH, data, steps, steps, 4), [1, 2, 3]))
+    outbox.add(RunPart(begun(run, 1), [1, 2, 3]))
     (message, credit) = outbox.take()
     assert message.ids.tolist() == [1, 2, 3] and message.arrays.entries.tolist() == [20, 0, 8]
     assert credit.nbytes == message.arrays.nbytes == 8 * 28

@@ -24,7 +24,7 @@ from kvdist.core.worker.requests import (
     KeyInfo,
     Leave,
     Register,
-    RunData,
+    Run,
     RunKind,
     Transfer,
     make_plan,
@@ -169,9 +169,7 @@ class User:
             case "pull":
                 plan = make_plan([self._infos[key]], 64)
                 result = np.zeros(ELEMENTS)
-                runs = [
-                    RunData(run, sinks=[result[piece.start : piece.stop] for piece in run.pieces]) for run in plan.runs
-                ]
+                runs = [Run(run, sinks=[result[piece.start : piece.stop] for piece in run.pieces]) for run in plan.runs]
                 self._wait_for(lambda number: Transfer(number, RunKind.PULL, f"pull of {key}", runs))
             case "barrier":
                 self._wait_for(lambda number: EnterBarrier(number, 0))
@@ -189,9 +187,9 @@ class User:
             self._wait_for(lambda number: Transfer(number, RunKind.INITIALISE, "init", self._runs(str(info.key))))
         return info.giver == self.rank
 
-    def _runs(self, key: str) -> list[RunData]:
+    def _runs(self, key: str) -> list[Run]:
         plan = make_plan([self._infos[key]], 64)
-        return [RunData(run, memoryview(bytes(run.nbytes)), settings=SERVER_DECIDES) for run in plan.runs]
+        return [Run(run, memoryview(bytes(run.nbytes)), settings=SERVER_DECIDES) for run in plan.runs]
 
     def _submit(self, make: Any) -> Future[Any]:
         assert self.process is not None

@@ -11,8 +11,8 @@ from kvdist.core.round import Setting
 from kvdist.core.server.buffers import ordinary_memory
 from kvdist.core.server.decoding import joined_slices
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.outbox import Ready, Run
-from kvdist.core.worker.requests import RunData, RunKind, RunPlan
+from kvdist.core.worker.requests import Run, RunKind, RunPlan, Transfer
+from kvdist.core.worker.transfers import Ready
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker
@@ -30,7 +30,9 @@ def joiner(join_bytes_max: int = 1 << 20, payload_bytes_max: int = 1 << 26) -> P
 def own_run(server: int = 0, priority: int = 0) -> Run:
     ids = np.zeros(1, np.uint32)
     plan = RunPlan(server, ids, ids, np.zeros(1, np.uint8), (), 0, {0: 0}, np.zeros(1, np.intp))
-    return Run(70, 5, RunKind.PUSH, RunData(plan), ids, ids, 1, priority)
+    run = Run(plan)
+    run.begin(70, Transfer(5, RunKind.PUSH, "push", [run], priority), ids, ids)
+    return run
 
 
 def host_round(

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.core.sharding import cut
-from kvdist.core.worker import outbox as module
-from kvdist.core.worker.outbox import Credit, Outbox, Run, RunPart
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, RunData, RunKind, make_plan
+from kvdist.core.worker import transfers as module
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Run, RunKind, RunPart, Transfer, make_plan
+from kvdist.core.worker.transfers import Credit, Outbox
 from kvdist.dtypes import DType
 from kvdist.protocol.arrays import views
 from kvdist.protocol.limits import DEFAULT
@@ -39,9 +39,10 @@ def run(
     if flags is not None and flags & Flag.EMPTY:
         payload = memoryview(b"")
     column = None if flags is None else np.array([flags], np.uint8)
-    data = RunData(plan, payload, (), column, settings, samples=samples, stays=stays)
+    made = Run(plan, payload, (), column, settings, samples=samples, stays=stays)
     steps = np.array([number + 1], np.uint32)
-    return Run(number, 1, kind, data, steps, steps + 1, 1, priority=priority)
+    made.begin(number, Transfer(1, kind, kind.value, [made], priority), steps, steps + 1)
+    return made
 
 
 def filled(*runs: Run, window: int = 1 << 20, join: int = 1 << 16, near: bool = False) -> Outbox:
@@ -105,8 +106,8 @@ def test_large_slices_travel_together_up_to_a_limit_each_where_it_lies() -> None
     outbox = filled(*runs, window=1 << 24)
     pair = outbox.take()
     assert pair is not None and isinstance(pair[0], Push)
-    assert list(pair[0].arrays.payload) == [one.data.payload for one in runs[:3]]
-    assert all(frame is one.data.payload for frame, one in zip(pair[0].arrays.payload, runs, strict=False))
+    assert list(pair[0].arrays.payload) == [one.payload for one in runs[:3]]
+    assert all(frame is one.payload for frame, one in zip(pair[0].arrays.payload, runs, strict=False))
     assert taken(outbox) == [[3, 4]]
 
 
@@ -115,7 +116,7 @@ def test_a_large_slice_travels_without_small_ones_and_without_a_copy() -> None:
     outbox = filled(large, run(2))
     pair = outbox.take()
     assert pair is not None and isinstance(pair[0], Push)
-    assert pair[0].arrays.payload is large.data.payload
+    assert pair[0].arrays.payload is large.payload
     assert taken(outbox) == [[2]]
 
 
@@ -231,9 +232,9 @@ def test_a_part_of_a_run_takes_only_its_slices_and_their_bytes() -> None:
     payload = memoryview(np.array([0, 0, 0, 9, 1, 1, 1, 9, 3, 3, 3, 9], np.float32).tobytes())
     flags = np.array([0, 0, int(Flag.EMPTY), 0], np.uint8)
     settings = ((0.1, 0.0, 1.0), (0.5, 0.0, 1.0))
-    data = RunData(plan, payload, (), flags, settings, np.array([0, 1, 0, 1], np.uint8))
+    whole = Run(plan, payload, (), flags, settings, np.array([0, 1, 0, 1], np.uint8))
     steps = np.arange(4, dtype=np.uint32)
-    whole = Run(7, 1, RunKind.PUSH, data, steps, steps, 4)
+    whole.begin(7, Transfer(1, RunKind.PUSH, "push", [whole]), steps, steps)
     outbox = Outbox(3, 1 << 20, 1 << 16)
     outbox.add(RunPart(whole, [1, 2, 3]))
     pair = outbox.take()
@@ -266,7 +267,7 @@ def test_large_runs_that_stay_where_they_are_leave_together_each_as_its_own_fram
     message = one_message(filled(*runs))
     assert message.ids.tolist() == [0, 1, 2]
     assert isinstance(message.arrays.payload, tuple)
-    assert all(frame is one.data.payload for frame, one in zip(message.arrays.frames, runs, strict=True))
+    assert all(frame is one.payload for frame, one in zip(message.arrays.frames, runs, strict=True))
     assert [array[0] for array in views(message.arrays)] == [0, 1, 2]
 
 
@@ -279,7 +280,7 @@ def test_large_runs_to_a_near_server_leave_together_without_a_copy() -> None:
     outbox = filled(*runs, near=True)
     assert taken(outbox) == [[1], [2, 3, 4, 5]]
     message = one_message(filled(*runs[1:], near=True))
-    assert all(frame is one.data.payload for frame, one in zip(message.arrays.frames, runs[1:4], strict=False))
+    assert all(frame is one.payload for frame, one in zip(message.arrays.frames, runs[1:4], strict=False))
     assert [array[0] for array in views(message.arrays)] == [2, 3, 4, 5]
 
 
@@ -408,6 +409,6 @@ def test_whatever_is_queued_leaves_once_within_the_window_and_the_credit_is_exac
 
 def _check_values(message: Push | InitValues | ReplaceValues, runs: list[Run]) -> None:
     for number, array in zip(message.runs.tolist(), views(message.arrays), strict=True):
-        flags = runs[number].data.flags
-        expected = 0 if flags is not None and flags[0] & Flag.EMPTY else runs[number].data.plan.counts[0]
+        flags = runs[number].flags
+        expected = 0 if flags is not None and flags[0] & Flag.EMPTY else runs[number].plan.counts[0]
         assert len(array) == expected and (array == number).all()

@@ -22,7 +22,7 @@ from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, RowPull, SparseTable
-from kvdist.core.worker.outbox import RunPart
+from kvdist.core.worker.requests import RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, Role

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvdist.core.worker.outbox import Run, RunPart
-from kvdist.core.worker.requests import RunData, RunKind, RunPlan
+from kvdist.core.worker.requests import Run, RunKind, RunPart, RunPlan, Transfer
 from kvdist.core.worker.transfers import SliceTable
 
 
@@ -16,8 +15,9 @@ def run(number: int, *ids: int) -> Run:
     column = np.array(ids, np.uint32)
     positions = {number: i for i, number in enumerate(ids)}
     plan = RunPlan(0, column, column, column.astype(np.uint8), (), 0, positions, np.zeros(len(ids), np.intp))
-    data = RunData(plan, None, (), None, ((math.nan,) * 3,))
-    return Run(number, number, RunKind.PUSH, data, column, column, len(ids))
+    made = Run(plan, settings=((math.nan,) * 3,))
+    made.begin(number, Transfer(number, RunKind.PUSH, "push", [made]), column, column)
+    return made
 
 
 def ids(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
@@ -89,7 +89,7 @@ def test_overlapping_runs_in_any_order_all_leave(table: SliceTable) -> None:
         seen += [(part.run.number, number) for number in part.ids.tolist()]
         sent += table.counted(part.ids)
         table.validate()
-    assert sorted(seen) == sorted((one.number, number) for one in runs for number in one.data.plan.ids.tolist())
+    assert sorted(seen) == sorted((one.number, number) for one in runs for number in one.plan.ids.tolist())
     assert not table.has_lines
 
 

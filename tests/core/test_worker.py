@@ -8,8 +8,8 @@ import pytest
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import ACK_BYTES_MAX, PeerConnected, PeerDisconnected
-from kvdist.core.worker.outbox import FAR_BYTES_MAX
-from kvdist.core.worker.requests import Register, RunData, RunKind, Transfer, make_plan
+from kvdist.core.worker.requests import Register, Run, RunKind, Transfer, make_plan
+from kvdist.core.worker.transfers import FAR_BYTES_MAX
 from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
 from tests.core.wired import Wired
 
@@ -83,8 +83,9 @@ def test_a_transfer_of_nothing_is_finished_at_once(wired: Wired) -> None:
 
 
 def test_pulls_that_were_asked_for_together_leave_in_one_message(wired: Wired) -> None:
-    runs = [RunData(plan, sinks=[np.empty(3, np.float32)]) for plan in make_plan([wired.infos["w"]], 1024).runs]
-    wired.submit(0, [Transfer(number, RunKind.PULL, "pull", runs) for number in (900, 901)])
+    (plan,) = make_plan([wired.infos["w"]], 1024).runs
+    runs = {number: Run(plan, sinks=[np.empty(3, np.float32)]) for number in (900, 901)}
+    wired.submit(0, [Transfer(number, RunKind.PULL, "pull", [run]) for number, run in runs.items()])
     wired.settle()
     assert {900, 901} <= wired.completed.keys()
     assert said_by(wired, "worker-0", "Pull") == said_by(wired, "server-0", "Values") == 1

@@ -49,7 +49,7 @@ from kvdist.core.worker.requests import (
     LoadStore,
     Register,
     Request,
-    RunData,
+    Run,
     RunKind,
     RunPlan,
     SaveStore,
@@ -410,7 +410,7 @@ class Wired:
             flags = [flag if arrays[i] is not None else flag | Flag.EMPTY for i in run.key_of]
             sinks = [results[infos[piece.index].key][piece.start : piece.stop] for piece in run.pieces]
             payload = None if kind is RunKind.PULL else memoryview(_payload(run, arrays))
-            runs.append(RunData(run, payload, sinks, np.array(flags, np.uint8), (setting,)))
+            runs.append(Run(run, payload, sinks, np.array(flags, np.uint8), (setting,)))
         label = f"{kind.value} of key {', '.join(map(repr, values))}"
         request = self.ask(rank, lambda number: Transfer(number, kind, label, runs, priority, key_by_key))
         self.results[request] = results

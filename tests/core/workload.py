@@ -30,7 +30,7 @@ from kvdist.core.worker.requests import (
     Leave,
     LoadStore,
     Register,
-    RunData,
+    Run,
     RunKind,
     RunPlan,
     SaveStore,
@@ -322,7 +322,7 @@ class User:
 
     def _initialise(self) -> Future[Any]:
         plan = make_plan(list(self.infos.values()), 64)
-        runs = [RunData(run, memoryview(_payload(run, plan.keys, self.oracle.firsts))) for run in plan.runs]
+        runs = [Run(run, memoryview(_payload(run, plan.keys, self.oracle.firsts))) for run in plan.runs]
         return self._ask(lambda number: Transfer(number, RunKind.INITIALISE, "init", runs))
 
     def _take_turn(self, turn: int) -> Program:
@@ -403,7 +403,7 @@ class User:
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
         plan = make_plan(list(self.infos.values()), 64)
         ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}
-        runs = [RunData(run, memoryview(_payload(run, plan.keys, ones)), settings=SERVER_DECIDES) for run in plan.runs]
+        runs = [Run(run, memoryview(_payload(run, plan.keys, ones)), settings=SERVER_DECIDES) for run in plan.runs]
         runs = [replace(run, flags=np.zeros(len(run.plan.ids), np.uint8)) for run in runs]
         yield [self._ask(lambda number: Transfer(number, RunKind.PUSH, "encore", runs))]
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
@@ -447,7 +447,7 @@ class User:
         stays = self.random.random() < 0.5
         hold = int(Flag.HOLD) if holds else 0
         runs = [
-            RunData(
+            Run(
                 run,
                 memoryview(payload),
                 _sinks(run, reading.results) if pull else (),
@@ -482,7 +482,7 @@ class User:
     def _pull_key_by_key(self, names: list[int | str]) -> dict[int | str, Future[Any]]:
         infos = [self.infos[name] for name in names]
         reading = self._reading(infos)
-        runs = [RunData(run, sinks=_sinks(run, reading.results)) for run in make_plan(infos, 64).runs]
+        runs = [Run(run, sinks=_sinks(run, reading.results)) for run in make_plan(infos, 64).runs]
         futures: list[Future[Any]] = [Future() for _ in infos]
         self.asked += futures
         answer = KeyByKey(reading, futures, self._check)
@@ -494,7 +494,7 @@ class User:
     def _read(self, names: list[int | str], is_checked: bool = True) -> tuple[Reading, Future[Any]]:
         infos = [self.infos[name] for name in names]
         reading = self._reading(infos)
-        runs = [RunData(run, sinks=_sinks(run, reading.results)) for run in make_plan(infos, 64).runs]
+        runs = [Run(run, sinks=_sinks(run, reading.results)) for run in make_plan(infos, 64).runs]
         priority = self.random.randint(-2, 2)
         future = self._ask(
             lambda number: Transfer(number, RunKind.PULL, "pull", runs, priority),

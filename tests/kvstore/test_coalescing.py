@@ -11,7 +11,7 @@ import pytest
 
 from kvdist.core.sharding import cut
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import KeyInfo, RunData, RunKind, Transfer, make_plan
+from kvdist.core.worker.requests import KeyInfo, Run, RunKind, Transfer, make_plan
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import coalescing
@@ -53,7 +53,7 @@ class Store:
     def __post_init__(self) -> None:
         def lay_out(
             infos: list[KeyInfo], bits: Any, encoded: Any, options: PushOptions, settings: Sequence[Any]
-        ) -> tuple[Sequence[RunData], Callable[[], None]]:
+        ) -> tuple[Sequence[Run], Callable[[], None]]:
             plan = make_plan(infos, 1 << 20)
             own = Staging(plan, HeapAllocator(), Traffic()).fill(bits, REFERENCE, [None])
             runs = push_runs(plan, own.memory, bits, gathered(settings), options, [None], lambda _: False)

@@ -1,6 +1,6 @@
 """The scheduler's search for deadlocks: workers all of whose threads wait for each other. Pure.
 
-A worker that reports (`core.worker.blocking`) waits with all its threads. It is in a deadlock if everything that it
+A worker that reports (`core.worker.pending`) waits with all its threads. It is in a deadlock if everything that it
 waits for needs another worker of the deadlock to act: to push a slice once more, to initialise a key, to arrive at a
 barrier. So from all that report, workers that can go on are removed until none can; the rest wait for ever.
 

@@ -32,7 +32,7 @@ from kvdist.core.server.snapshots import Restoring, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, SparseTables
 from kvdist.core.server.table import Table
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.outbox import PRIORITY_MESSAGES_PER_WINDOW
+from kvdist.core.worker.transfers import PRIORITY_MESSAGES_PER_WINDOW
 from kvdist.errors import DeviceError, KvdistError
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role, host_of

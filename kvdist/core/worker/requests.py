@@ -1,15 +1,17 @@
-"""Requests of the user's threads to the worker: one frozen dataclass per call, and the plan of a transfer.
+"""Requests of the user's threads to the worker: one frozen dataclass per call, and what a transfer moves.
 
-A *plan* says for a list of keys which slices they have, which of them travel together (a *run*), and where each
-slice lies in the run's payload. It depends on the keys only, so it is made once and used at every step.
+* A *run* is slices of one server that travel together. A *plan* says for a list of keys which runs they make, and where
+  in its run each slice lies, as a *piece* of it. It depends on the keys only, so it is made once and used at every
+  step; a `Run` is what one transfer moves by it.
+* A *part* is what of a run may leave at once: nearly always all of it.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +19,11 @@ import numpy.typing as npt
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
-from kvdist.protocol.arrays import U8, U32, Bits, offsets, padded
-from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Command, Configure, Declare, SavedFile
+from kvdist.protocol.arrays import U8, U32, Bits, Payload, coded_sizes, offsets, padded
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX, MORE, Command, Configure, Declare, Flag, SavedFile
+
+Column = TypeVar("Column", U8, U32)
+"""One number per slice."""
 
 KEYS_PER_MESSAGE = 4096
 """Of new keys: few enough that one process reads a message while another writes the next, and that it is short."""
@@ -26,6 +31,7 @@ SLICES_PER_RUN_MAX = 256
 """Enough to make messages rare, few enough that a server sums one run while the next is on its way."""
 ALONE_BYTES_MIN = 64 << 10
 """A slice of at least this size is a run of its own, and is never copied together with others."""
+_EMPTY = int(Flag.EMPTY)
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as of `Slice`
@@ -53,7 +59,7 @@ class KeyInfo:
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as of `Slice`
 class RunSlice:
-    """One slice inside a run: elements `start` to `stop` of the `index`-th key of the plan, at byte `offset`."""
+    """A piece of a run: a slice of it, elements `start` to `stop` of the plan's `index`-th key, at byte `offset`."""
 
     index: int
     start: int
@@ -196,9 +202,9 @@ class Encoded:
     entries: U32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RunData:
-    """What one run carries besides its plan.
+@dataclass(slots=True, eq=False)
+class Run:
+    """What one transfer moves by a plan. It belongs to the worker once it is submitted, and to that one transfer.
 
     payload: the contribution's bytes, laid out as the plan says; belongs to the worker until the run is counted.
     sinks: for a pull, per slice the 1-D array that takes the value.
@@ -222,8 +228,143 @@ class RunData:
     """Elements of a row."""
     encoded: Encoded | None = None
     """How the payload is encoded; None for the elements themselves."""
-    parts: U8 | None = None
-    """Of `PULL_STATE` and `REPLACE_STATE`, per slice: which part of the optimizer's state."""
+    states: U8 | None = None
+    """Of `PULL_STATE` and `REPLACE_STATE`, per slice: which array of the optimizer's state."""
+
+    # What the worker knows of it while it is under way.
+
+    number: int = field(init=False)
+    transfer: Transfer = field(init=False)
+    steps: U32 = field(init=False)
+    """(n,) the worker's push counters."""
+    versions: U32 = field(init=False)
+    """(n,) the versions that were seen."""
+    left: int = field(init=False)
+    """Slices without an answer."""
+
+    def begin(self, number: int, transfer: Transfer, steps: U32, versions: U32) -> None:
+        """Take a run over: it is under way, as part of a transfer."""
+        self.number, self.transfer = number, transfer
+        self.steps, self.versions, self.left = steps, versions, len(self.plan.ids)
+
+    @property
+    def batch_key(self) -> tuple[RunKind, int, float]:
+        """Equal for runs that may travel in one message: what they do, and their encoding."""
+        encoded = self.encoded
+        kind = self.transfer.kind
+        return (kind, 0, 0.0) if encoded is None else (kind, encoded.encoding, encoded.parameter)
+
+
+class RunPart:
+    """What of a run may leave: those of its slices, nearly always all; or a chunk of its rows.
+
+    Args:
+        run: the run.
+        positions: which of its slices, in ascending order; None for all.
+        chunk: which of its chunks, if it is one of rows.
+    """
+
+    __slots__ = ("_chunk", "_more", "_positions", "nbytes", "run")
+
+    def __init__(self, run: Run, positions: Sequence[int] | None = None, chunk: int | None = None) -> None:
+        self.run = run
+        whole = positions is None or len(positions) == len(run.plan.ids)
+        self._positions = None if whole else np.array(positions, np.intp)
+        self._chunk = None if chunk is None else run.chunks[chunk]
+        self._more = MORE if chunk is not None and chunk < len(run.chunks) - 1 else 0
+        payload = run.payload if self._chunk is None else self._chunk.payload
+        self.nbytes = 0 if payload is None else len(payload) if whole else sum(map(len, self._stretches()))
+
+    @property
+    def ids(self) -> U32:
+        """(n,) the slices."""
+        return self._of(self.run.plan.ids)
+
+    @property
+    def steps(self) -> U32:
+        """(n,) the worker's push counters."""
+        return self._of(self.run.steps)
+
+    @property
+    def versions(self) -> U32:
+        """(n,) the versions that were seen."""
+        return self._of(self.run.versions)
+
+    @property
+    def dtypes(self) -> U8:
+        """(n,) codes of element types; of rows (2,), of ids and values, or (1,) of ids, for a pull."""
+        dtypes = self.run.plan.dtypes
+        return self._of(dtypes) if self._chunk is None else np.array([DType.INT64, *dtypes][: self._width], np.uint8)
+
+    @property
+    def counts(self) -> U32:
+        """As many elements in the payload; 0 for an empty contribution."""
+        if self._chunk is None:
+            return self._of(self._run_counts())
+        rows = self._chunk.rows
+        return np.array([rows, rows * self.run.row_length][: self._width], np.uint32)
+
+    @property
+    def flags(self) -> U8:
+        """(n,) flags."""
+        flags = self.run.flags
+        if flags is None:
+            flags = np.zeros(len(self.run.plan.ids), np.uint8)
+        return flags | np.uint8(MORE) if self._more else self._of(flags)
+
+    @property
+    def setting_of(self) -> U8:
+        """(n,) indices into the run's own settings."""
+        own = self.run.setting_of
+        return self._of(np.zeros(len(self.run.plan.ids), np.uint8) if own is None else own)
+
+    @property
+    def states(self) -> U8:
+        """(n,) which arrays of an optimizer's state."""
+        assert self.run.states is not None
+        return self._of(self.run.states)
+
+    @property
+    def entries(self) -> U32:
+        """(n,) entries in the encoded payload."""
+        assert self.run.encoded is not None
+        return self._of(self.run.encoded.entries)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of an encoded payload once it is decoded, at most, and those of rows; 0 for plain slices."""
+        if self._chunk is not None:
+            return self.nbytes
+        return 0 if self.run.encoded is None else self.run.plan.nbytes
+
+    def payload(self) -> Payload:
+        """The bytes: the memory of the run, or copies of the stretches of a part."""
+        payload = self.run.payload if self._chunk is None else self._chunk.payload
+        if payload is None:
+            return b""
+        return payload if self._positions is None else b"".join(self._stretches())
+
+    @property
+    def _width(self) -> int:
+        return 1 if self.run.transfer.kind is RunKind.PULL_ROWS else 2
+
+    def _of(self, column: Column) -> Column:
+        return column if self._positions is None else column[self._positions]
+
+    def _run_counts(self) -> U32:
+        flags, counts = self.run.flags, self.run.plan.counts
+        return counts if flags is None else np.where(flags & _EMPTY, np.uint32(0), counts)
+
+    def _stretches(self) -> list[memoryview]:
+        assert self.run.payload is not None and self._positions is not None
+        encoded = self.run.encoded
+        if encoded is None:
+            starts, total = offsets(self.run.plan.dtypes, self._run_counts())
+        else:
+            sizes = coded_sizes(encoded.encoding, encoded.entries)
+            starts, total = offsets(np.full(len(sizes), DType.UINT8, np.uint8), sizes.astype(np.uint32))
+        bounds = [*starts.tolist(), total]
+        return [self.run.payload[bounds[i] : bounds[i + 1]] for i in self._positions.tolist()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,7 +413,7 @@ class Transfer:
     kind: RunKind
     label: str
     """What is moved, for people, such as ``push of key 'fc1'``."""
-    runs: Sequence[RunData]
+    runs: Sequence[Run]
     priority: int = 0
     key_by_key: bool = False
     """Each key is answered as soon as it can be (`CompleteKeys`), before the whole is; then every key is one slice."""

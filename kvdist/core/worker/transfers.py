@@ -1,36 +1,215 @@
-"""Transfers of a worker: runs on their way to the servers, and the replies that come back.
+"""Transfers of a worker: runs on their way to the servers, the outboxes, and the replies that come back.
 
 A slice has at most one push of this worker under way; the next one waits in line until the first is counted. Runs take
 their places in the lines of all their slices at once, in the order of the user's calls. Each slice goes on by itself:
 a free one never waits for another of its run, or workers that group their keys differently would wait for each other.
-
 A transfer is finished when every slice of every run has its reply: counted, valued or refused.
+
+An outbox is what this worker sends to one server, by priority, joined, and within the window:
+
+* Higher priority first, then first come, first served. Order never decides correctness: a pull says which pushes it
+  must see, and a slice has at most one push under way.
+* Small runs of one kind leave in one message, up to `join_bytes_max`, so that a thousand small pushes are a handful
+  of messages. Larger ones leave together up to `FAR_BYTES_MAX`, without being copied: where many servers cut each
+  key into many slices, messages would otherwise cost more than bytes.
+* Bytes that the server has not acknowledged never exceed the window, unless a single message does.
+* A message that has left cannot be overtaken. So with priority slices the window of a line is small, and messages are a
+  small part of it: enough to spare both sides a message for each slice. Memory that the server reads in place has the
+  whole window.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdist.config.settings import Limits
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.outbox import Credit, DataMessage, Outbox, Ready, RowPart, Run, RunPart
-from kvdist.core.worker.requests import RunKind, Transfer
+from kvdist.core.worker.requests import ALONE_BYTES_MIN, Column, Run, RunKind, RunPart, Transfer
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.protocol.arrays import U32, Bits, stretches, views
-from kvdist.protocol.messages import Counted, HandedBack, Refused, RowValues, Values
+from kvdist.nodes import Member
+from kvdist.protocol.arrays import U8, U32, Arrays, Bits, Coded, Payload, stretches, views
+from kvdist.protocol.messages import (
+    CompressedPush,
+    Counted,
+    HandedBack,
+    InitRows,
+    InitValues,
+    JoinedPush,
+    Message,
+    Pull,
+    PullRows,
+    PullState,
+    Push,
+    PushRows,
+    Refused,
+    ReplaceState,
+    ReplaceValues,
+    RowValues,
+    Values,
+)
 
+PARTS_PER_MESSAGE_MAX = 4096
+NEAR_BYTES_MAX = 16 << 20
+"""Large parts that stay on this host travel together up to this size, whether the server reads them where they lie or a
+socket takes them there at the speed of memory: enough to make messages rare, little enough for the server to begin
+while the next ones are made."""
+FAR_BYTES_MAX = 1 << 20
+"""Large parts that cross a network travel together only up to this size, because the server cannot sum what has not
+arrived: a message of 16 MiB is a seventh of a second of a line of 1 Gbit/s."""
+DECODED_BYTES_MAX = 4 << 20
+"""Encoded parts travel together only up to this size of their elements: a server decodes a message as a whole, and the
+values that answer it go back together."""
+PRIORITY_MESSAGES_PER_WINDOW = 4
+"""Into how many messages the window of priority slices goes, so that the line is busy while one is acknowledged."""
+FRAMES_MAX = 64
+"""Payload frames of a message."""
+SETTINGS_PER_MESSAGE_MAX = 256
+"""`Push.setting_of` is one byte per slice."""
 LEADER = -1
 """In place of a server's rank: the worker of this host that pushes to servers for the others."""
 
 
 _HALVES = (int(DType.FLOAT16), int(DType.BFLOAT16))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A complete message: the joined push of a host."""
+
+    server: int
+    priority: int
+    message: JoinedPush
+    nbytes: int
+    members: tuple[Member, ...]
+    """The workers whose contributions it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """The token of a message: its bytes are back in the window once it is acknowledged."""
+
+    server: int
+    nbytes: int
+    members: tuple[Member, ...] = ()
+    """Of a joined push: the workers whose contributions it has."""
+
+
+@dataclass(slots=True)
+class Outbox:
+    """The queue towards one server."""
+
+    server: int
+    window_bytes: int
+    join_bytes_max: int
+    is_near: bool = False
+    """Whether the server is on this host."""
+    far_window_bytes: int = 0
+    """The window for what crosses a network."""
+    far_bytes_max: int = 0
+    """Up to how many bytes large parts join there; 0 is `FAR_BYTES_MAX`."""
+    flying_bytes: int = 0
+    _heaps: dict[tuple[RunKind, int, float], list[tuple[int, int, RunPart]]] = field(default_factory=dict)
+    """By `Run.batch_key`."""
+    _ready: list[tuple[int, int, Ready]] = field(default_factory=list)
+    _arrivals: int = 0
+
+    def __post_init__(self) -> None:
+        self.far_window_bytes = self.far_window_bytes or self.window_bytes
+
+    def keep_little_flying(self, window_bytes: int) -> None:
+        """Shrink the window of a line, so that urgent slices wait for few bytes; messages are a quarter of it."""
+        self.far_window_bytes = min(self.window_bytes, window_bytes)
+        self.far_bytes_max = self.far_window_bytes // PRIORITY_MESSAGES_PER_WINDOW
+        self.join_bytes_max = min(self.join_bytes_max, self.far_bytes_max)
+
+    def add(self, part: RunPart) -> None:
+        """Queue slices that may leave."""
+        self._arrivals += 1
+        heap = self._heaps.setdefault(part.run.batch_key, [])
+        heapq.heappush(heap, (-part.run.transfer.priority, self._arrivals, part))
+
+    def add_ready(self, ready: Ready) -> None:
+        """Queue a complete message."""
+        self._arrivals += 1
+        heapq.heappush(self._ready, (-ready.priority, self._arrivals, ready))
+
+    def take(self) -> tuple[Message, Credit] | None:
+        """The next message that may leave, and the credit that it uses."""
+        heaps = [heap for heap in self._heaps.values() if heap]
+        heap = min(heaps, key=lambda heap: heap[0][:2], default=None)
+        if self._ready and (heap is None or self._ready[0][:2] < heap[0][:2]):
+            return self._take_ready()
+        if heap is None:
+            return None
+        window_bytes = self._window(heap[0][2])
+        if self.flying_bytes >= window_bytes:
+            return None
+        if self.flying_bytes and self.flying_bytes + heap[0][2].nbytes > window_bytes:
+            return None
+        parts = self._joinable(heap, window_bytes - self.flying_bytes)
+        message = _message(parts)
+        nbytes = sum(part.nbytes for part in parts)
+        self.flying_bytes += nbytes
+        return message, Credit(self.server, nbytes)
+
+    def _take_ready(self) -> tuple[Message, Credit] | None:
+        ready = self._ready[0][2]
+        if self.flying_bytes and self.flying_bytes + ready.nbytes > self.far_window_bytes:
+            return None
+        heapq.heappop(self._ready)
+        self.flying_bytes += ready.nbytes
+        return ready.message, Credit(self.server, ready.nbytes, ready.members)
+
+    def _window(self, part: RunPart) -> int:
+        return self.window_bytes if self.is_near or part.run.stays else self.far_window_bytes
+
+    def release(self, credit: Credit) -> None:
+        """Return the credit of a message that the server has received."""
+        self.flying_bytes -= credit.nbytes
+        assert self.flying_bytes >= 0, "credits are released once"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to leave."""
+        return not self._ready and not any(self._heaps.values())
+
+    def forget(self) -> None:
+        """Drop what waits to leave."""
+        self._heaps.clear()
+
+    def _joinable(self, heap: list[tuple[int, int, RunPart]], window_left: int) -> list[RunPart]:
+        first = heapq.heappop(heap)[2]
+        parts = [first]
+        stays, large = first.run.stays, first.nbytes >= ALONE_BYTES_MIN
+        near = stays or self.is_near
+        total, frames, decoded = first.nbytes, 1, first.decoded_nbytes
+        far_max = (self.far_bytes_max or FAR_BYTES_MAX) if large else self.join_bytes_max
+        together_max = NEAR_BYTES_MAX if near else far_max
+        room = min(together_max, window_left)
+        settings = len(first.run.settings)
+        while heap and len(parts) < PARTS_PER_MESSAGE_MAX:
+            part = heap[0][2]
+            settings += len(part.run.settings)
+            frames += part.nbytes >= ALONE_BYTES_MIN
+            decoded += part.decoded_nbytes
+            if part.run.stays is not stays or ((part.nbytes >= ALONE_BYTES_MIN) is not large and not near):
+                break
+            if total + part.nbytes > room or settings > SETTINGS_PER_MESSAGE_MAX or 2 * frames > FRAMES_MAX:
+                break
+            if decoded > DECODED_BYTES_MAX:
+                break
+            parts.append(heapq.heappop(heap)[2])
+            total += part.nbytes
+        return parts
 
 
 class SliceTable:
@@ -66,7 +245,7 @@ class SliceTable:
 
     def enter(self, run: Run) -> RunPart | None:
         """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
-        ids = run.data.plan.ids
+        ids = run.plan.ids
         run.steps = self.pushed[ids]
         self.pushed[ids] += 1
         busy = self._busy[ids]
@@ -92,7 +271,7 @@ class SliceTable:
             run = line.popleft()
             if not line:
                 del self._lines[number]
-            freed.setdefault(run.number, (run, []))[1].append(run.data.plan.positions[number])
+            freed.setdefault(run.number, (run, []))[1].append(run.plan.positions[number])
         return [RunPart(run, sorted(positions)) for run, positions in freed.values()]
 
     def delegate(self, part: RunPart) -> None:
@@ -198,20 +377,10 @@ class Transfers:
     def start(self, request: Transfer) -> None:
         """Queue the runs of a transfer that has some."""
         self._runs_left[request.request] = len(request.runs)
-        for data in request.runs:
-            ids = data.plan.ids
+        for run in request.runs:
+            ids = run.plan.ids
             self._next_run = (self._next_run + 1) & 0xFFFFFFFF
-            run = Run(
-                self._next_run,
-                request.request,
-                request.kind,
-                data,
-                self.slices.pushed[ids],
-                self.slices.versions[ids],
-                len(ids),
-                request.priority,
-                request.key_by_key,
-            )
+            run.begin(self._next_run, request, self.slices.pushed[ids], self.slices.versions[ids])
             self._runs[run.number] = run
             part = self.slices.enter(run) if request.kind.pushes else RunPart(run)
             if part is not None:
@@ -219,20 +388,21 @@ class Transfers:
 
     def _leave(self, part: RunPart) -> None:
         """Send slices of a run to their server, or to the sums of this host."""
-        data = part.run.data
+        run = part.run
         # Encoded contributions cannot be summed, and are small.
-        if part.run.kind.pushes and data.encoded is None and self.slices.aggregated[data.plan.ids[0]]:
+        if run.transfer.kind.pushes and run.encoded is None and self.slices.aggregated[run.plan.ids[0]]:
             self._to_aggregate.append(part)
         else:
             self.send_directly(part)
 
     def send_directly(self, part: RunPart) -> None:
         """Send this to its server."""
-        server, chunks = part.run.data.plan.server, part.run.data.chunks
-        if not chunks:
+        run = part.run
+        server = run.plan.server
+        if not run.chunks:
             self._add(server, part)
-        for index in range(len(chunks)):
-            self._add(server, RowPart(part.run, index))
+        for index in range(len(run.chunks)):
+            self._add(server, RunPart(run, chunk=index))
 
     def send_ready(self, ready: Ready) -> None:
         """Send a complete message to its server."""
@@ -252,7 +422,7 @@ class Transfers:
     def handed_back(self, message: HandedBack) -> None:
         """Send these to their servers, because the leader does not."""
         for run, begin, end in self._segments(message.runs):
-            positions = run.data.plan.positions
+            positions = run.plan.positions
             part = RunPart(run, sorted(positions[number] for number in message.ids[begin:end].tolist()))
             self.slices.reclaim(part.ids)
             self.send_directly(part)
@@ -262,9 +432,9 @@ class Transfers:
         self._outboxes[LEADER].forget()
         for number, positions in self.slices.reclaim_all().items():
             run = self._runs[number]
-            self.send_directly(RunPart(run, sorted(run.data.plan.positions[one] for one in positions)))
+            self.send_directly(RunPart(run, sorted(run.plan.positions[one] for one in positions)))
 
-    def take(self) -> Iterator[tuple[int, DataMessage, Credit]]:
+    def take(self) -> Iterator[tuple[int, Message, Credit]]:
         """Remove and return everything that may leave: (server, message, credit)."""
         for rank in sorted(self._ready):
             outbox = self._outboxes[rank]
@@ -291,7 +461,7 @@ class Transfers:
         """Copy rows to the user's arrays."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
-            for sink, array in zip(run.data.sinks, arrays[begin:end], strict=True):
+            for sink, array in zip(run.sinks, arrays[begin:end], strict=True):
                 sink[...] = array  # one pass: from the transport's memory into the user's
                 self.traffic.copied_out += array.nbytes
 
@@ -299,14 +469,14 @@ class Transfers:
         """Copy values to the user's arrays; returns what is finished."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
-            if not run.kind.pulls:
+            if not run.transfer.kind.pulls:
                 continue  # for another worker of this host
-            positions = run.data.plan.places(message.ids[begin:end])
-            if run.data.kept is not None:
-                run.data.kept.update(zip(positions, arrays[begin:end], strict=True))
+            positions = run.plan.places(message.ids[begin:end])
+            if run.kept is not None:
+                run.kept.update(zip(positions, arrays[begin:end], strict=True))
                 continue
-            sinks = run.data.sinks
-            if (message.arrays.dtypes[begin:end] != run.data.plan.dtypes[positions]).any():
+            sinks = run.sinks
+            if (message.arrays.dtypes[begin:end] != run.plan.dtypes[positions]).any():
                 codes = message.arrays.dtypes[begin:end].tolist()
                 self._widen([sinks[position] for position in positions], arrays[begin:end], codes)
                 continue
@@ -327,11 +497,11 @@ class Transfers:
 
     def refused(self, message: Refused) -> dict[int, int]:
         """The requests with refused slices, each with the server that refused."""
-        return {run.request: run.data.plan.server for run, _, _ in self._segments(message.runs)}
+        return {run.transfer.request: run.plan.server for run, _, _ in self._segments(message.runs)}
 
     def pushed_stretches(self, runs: U32) -> list[tuple[int, int]]:
         """The stretches of an answer that belong to pushes."""
-        return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
+        return [(begin, end) for run, begin, end in self._segments(runs) if run.transfer.kind.pushes]
 
     def answered(self, message: Values | RowValues | Counted | Refused) -> Finished:
         """Note that these slices have their reply; returns what is finished."""
@@ -339,25 +509,25 @@ class Transfers:
             self.slices.saw(message.ids, message.versions)
         finished = Finished()
         for run, begin, end in self._segments(message.runs):
-            if run.kind.pushes:
+            if run.transfer.kind.pushes:
                 self.slices.reclaim(message.ids[begin:end])
                 for freed in self.slices.counted(message.ids[begin:end]):
                     self._leave(freed)
-            if run.key_by_key:
-                plan = run.data.plan
-                finished.keys.append((run.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
+            if run.transfer.key_by_key:
+                plan = run.plan
+                finished.keys.append((run.transfer.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
             run.left -= end - begin
             if run.left == 0:
                 del self._runs[run.number]
-                self._runs_left[run.request] -= 1
-                if not self._runs_left[run.request]:
-                    del self._runs_left[run.request]
-                    finished.requests.append(run.request)
+                self._runs_left[run.transfer.request] -= 1
+                if not self._runs_left[run.transfer.request]:
+                    del self._runs_left[run.transfer.request]
+                    finished.requests.append(run.transfer.request)
         return finished
 
     def awaited_servers(self, request: int) -> Sequence[int]:
         """The ranks of the servers that have not answered a request."""
-        return sorted({run.data.plan.server for run in self._runs.values() if run.request == request})
+        return sorted({run.plan.server for run in self._runs.values() if run.transfer.request == request})
 
     def is_open(self, request: int) -> bool:
         """Whether this is a transfer without all its answers."""
@@ -372,10 +542,10 @@ class Transfers:
         """
         slices, counted = self.slices, self.slices.counted_pushes()
         for run in self._runs.values():
-            ids = run.data.plan.ids
-            if run.kind.pushes:
+            ids = run.plan.ids
+            if run.transfer.kind.pushes:
                 waits = counted[ids] <= run.steps
-            elif run.kind in (RunKind.PULL, RunKind.PULL_ROWS):
+            elif run.transfer.kind in (RunKind.PULL, RunKind.PULL_ROWS):
                 waits = counted[ids] < run.steps
             else:
                 return None
@@ -387,8 +557,8 @@ class Transfers:
     def first_awaited(self, request: int, awaited: U32) -> int:
         """The first slice of a request for whose round it waits; -1 if there is none."""
         for run in self._runs.values():
-            if run.request == request:
-                waited = run.data.plan.ids[awaited[run.data.plan.ids] > 0]
+            if run.transfer.request == request:
+                waited = run.plan.ids[awaited[run.plan.ids] > 0]
                 if len(waited):
                     return int(waited[0])
         return -1
@@ -416,13 +586,13 @@ class Transfers:
         """Check every invariant."""
         self.slices.validate()
         for run in self._runs.values():
-            assert run.request in self._runs_left, "a run belongs to a transfer that is not finished"
-            assert 0 < run.left <= len(run.data.plan.ids)
+            assert run.transfer.request in self._runs_left, "a run belongs to a transfer that is not finished"
+            assert 0 < run.left <= len(run.plan.ids)
         for rank, outbox in self._outboxes.items():
             assert outbox.flying_bytes >= 0
             assert rank in self._ready or outbox.take() is None, "what may leave has left"
 
-    def _add(self, rank: int, part: RunPart | RowPart) -> None:
+    def _add(self, rank: int, part: RunPart) -> None:
         self._outboxes[rank].add(part)
         self._ready.add(rank)
 
@@ -432,3 +602,75 @@ class Transfers:
             run = self._runs.get(int(runs[begin]))
             if run is not None:
                 yield run, begin, end
+
+
+def _message(parts: Sequence[RunPart]) -> Message:
+    ids = [part.ids for part in parts]
+    numbers = _per_slice([part.run.number for part in parts], ids)
+    steps, versions = _joined([part.steps for part in parts]), _joined([part.versions for part in parts])
+    kind = parts[0].run.transfer.kind
+    if kind is RunKind.PULL:
+        return Pull(numbers, _joined(ids), steps, versions)
+    if kind is RunKind.PULL_STATE:
+        return PullState(numbers, _joined(ids), steps, _joined([part.states for part in parts]))
+    counts, payload = _joined([part.counts for part in parts]), _payload(parts)
+    if kind.pushes:
+        settings, setting_of = _settings(parts)
+        samples = _per_slice([part.run.samples for part in parts], ids)
+        flags = _joined([part.flags for part in parts])
+        columns = (numbers, _joined(ids), steps, versions, samples, flags, settings, setting_of)
+        encoded = parts[0].run.encoded
+        if encoded is not None:
+            entries = _joined([part.entries for part in parts])
+            coded = Coded(counts, entries, encoded.encoding, encoded.parameter, payload)
+            return CompressedPush(kind is RunKind.PUSHPULL, *columns, coded)
+        arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
+        if kind is RunKind.PUSH_ROWS:
+            return PushRows(*columns, arrays)
+        return Push(kind is RunKind.PUSHPULL, *columns, arrays)
+    arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
+    if kind is RunKind.INITIALISE:
+        return InitValues(numbers, _joined(ids), arrays)
+    if kind is RunKind.REPLACE:
+        return ReplaceValues(numbers, _joined(ids), arrays)
+    if kind is RunKind.REPLACE_STATE:
+        return ReplaceState(numbers, _joined(ids), _joined([part.states for part in parts]), arrays)
+    if kind is RunKind.PULL_ROWS:
+        return PullRows(numbers, _joined(ids), steps, versions, arrays)
+    return InitRows(numbers, _joined(ids), _joined([part.flags for part in parts]), arrays)
+
+
+def _per_slice(numbers: Sequence[int], ids: Sequence[U32]) -> U32:
+    """One number of each part, repeated for each of its slices."""
+    return _joined([np.full(len(own), number, np.uint32) for number, own in zip(numbers, ids, strict=True)])
+
+
+def _joined(arrays: list[Column]) -> Column:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _payload(parts: Sequence[RunPart]) -> Payload | tuple[Payload, ...]:
+    """The bytes of all parts: a frame for each large one, and one for small ones that are neighbours."""
+    if len(parts) == 1:
+        return parts[0].payload()
+    frames: list[Payload] = []
+    for is_small, group in groupby(parts, lambda part: part.nbytes < ALONE_BYTES_MIN):
+        payloads = [part.payload() for part in group]
+        # Small parts: one more pass over bytes that are few. Arrays are padded, so they stay aligned.
+        frames += [joined] if is_small and (joined := b"".join(payloads)) else [] if is_small else payloads
+    return tuple(frames) if len(frames) > 1 else frames[0] if frames else b""
+
+
+def _settings(parts: Sequence[RunPart]) -> tuple[tuple[tuple[float, float, float], ...], U8]:
+    """One table for all parts: each run's own, one behind the other, but the first one's only once."""
+    first = parts[0].run.settings
+    settings = list(first)
+    columns: list[U8] = []
+    for part in parts:
+        own = part.run.settings
+        if own == first:
+            columns.append(part.setting_of)
+        else:
+            columns.append((part.setting_of + np.uint8(len(settings))).astype(np.uint8))
+            settings += own
+    return tuple(settings), _joined(columns)

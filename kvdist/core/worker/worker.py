@@ -34,9 +34,15 @@ from kvdist.core.machine import (
 from kvdist.core.policy import POLICIES
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.blocking import BlockedReports, Threads, UnknownThreads
-from kvdist.core.worker.outbox import Credit
-from kvdist.core.worker.pending import BarrierCalls, Pending, PendingRequests, SavingCalls
+from kvdist.core.worker.pending import (
+    BarrierCalls,
+    BlockedReports,
+    Pending,
+    PendingRequests,
+    SavingCalls,
+    Threads,
+    UnknownThreads,
+)
 from kvdist.core.worker.requests import (
     ALONE_BYTES_MIN,
     ClaimFolder,
@@ -53,7 +59,7 @@ from kvdist.core.worker.requests import (
     Transfer,
     UseKernels,
 )
-from kvdist.core.worker.transfers import LEADER, Transfers
+from kvdist.core.worker.transfers import LEADER, Credit, Transfers
 from kvdist.errors import DeadlineExceeded, FencedError, KvdistError, StoreClosed
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
