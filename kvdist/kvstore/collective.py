@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
-from kvdist.dtypes import DType
-from kvdist.errors import CollectiveMismatch, InitMismatch, KeyNotInitialised
+from kvdist.core.worker.requests import KeyInfo
+from kvdist.errors import CollectiveMismatch
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -55,13 +55,14 @@ from kvdist.kvstore.backend import (
     UpdateByFunction,
     resolved,
 )
-from kvdist.kvstore.keys import KeyArrays, as_dense, as_table, is_sparse
+from kvdist.kvstore.compression import StoreCompression
+from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, alone, as_dense, is_sparse
 from kvdist.kvstore.local import LocalBackend
-from kvdist.kvstore.placement import Devices
-from kvdist.kvstore.rowsparse import LazyRows, RowSparse
-from kvdist.kvstore.values import Key, Keys, Shape, UpdaterFunction, Value
+from kvdist.kvstore.placement import Devices, Matched
+from kvdist.kvstore.rowsparse import LazyRows
+from kvdist.kvstore.values import Key, Keys, UpdaterFunction, Value
 from kvdist.optimizer.base import LIVE, Optimizer
-from kvdist.optimizer.compression import Half, from_params
+from kvdist.optimizer.compression import Half
 
 if TYPE_CHECKING:
     from kvdist.kvstore.checkpoints import Held, WorkerSaving
@@ -71,9 +72,6 @@ ROWS_ADVICE = (
     " everything else without, or 'dist'"
 )
 
-Info = tuple[Shape, DType]
-Fresh = tuple[Key, Any, Info]
-"""A key that is new, its value, and what it is."""
 Agree = Callable[[str, Callable[[list[str]], str]], None]
 """Compares what all workers say; the second argument makes the sentence where they differ."""
 
@@ -138,14 +136,14 @@ class CollectiveBackend(Backend):
     def declare(self, given: KeyArrays) -> None:
         with self.reporting():
             fresh = self._keys.fresh(given)
-        self._values.place([(one, array, []) for one, array in self._keys.add(fresh, self._ranks.agree)])
+        self._values.place([(one, array, []) for one, array in self._keys.agreed(fresh, self._ranks.agree)])
 
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
         with self.reporting():
             fresh = self._keys.fresh(given)
-        self._keys.add(fresh, self._ranks.agree)
+        self._keys.agreed(fresh, self._ranks.agree)
         with self.reporting():
-            places = dict(self._keys.writable(key, out))
+            places = {info.key: own for info, own in self._keys.writable(key, out)}
         self._settle()
         self._values.place([(one, arrays[0], places.get(one, [])) for one, arrays in given])
 
@@ -161,15 +159,15 @@ class CollectiveBackend(Backend):
             future.add_done_callback(self._note_lost_error)
         return future
 
-    def _matched(self, call: PushPull) -> list[tuple[Key, list[Any], list[Any]]]:
+    def _matched(self, call: PushPull) -> list[tuple[KeyInfo, list[Any], list[Any]]]:
         """The keys of a push, what is given for each, and where its sum goes."""
         if not call.pulls:
-            return [(one, arrays, []) for one, arrays in self._keys.matched(call.key, call.value)]
+            return [(info, arrays, []) for info, arrays in self._keys.contributed(call.key, call.value)]
         if call.out is None and not holds_rows(call.value):
-            return [(one, arrays, arrays) for one, arrays in self._keys.writable(call.key, call.value)]
-        given = self._keys.matched(call.key, call.value)
-        places = dict(self._keys.writable(call.key, call.value if call.out is None else call.out))
-        return [(one, arrays, places[one]) for one, arrays in given]
+            return [(info, arrays, arrays) for info, arrays in self._keys.writable(call.key, call.value)]
+        given = self._keys.contributed(call.key, call.value)
+        out = self._keys.writable(call.key, call.value if call.out is None else call.out)
+        return [(info, arrays, places) for (info, arrays), (_, places) in zip(given, out, strict=True)]
 
     def _note_lost_error(self, future: Future[Any]) -> None:
         error = future.exception()
@@ -197,9 +195,9 @@ class CollectiveBackend(Backend):
                 self._values.call(function)
             case Compress(params):
                 with self.reporting():
-                    half = self._keys.compression(params, self.type)
-                self._ranks.agree(f"gradient compression by {half}")
-                self._keys.half = half
+                    compression = self._keys.compress(params, self.type)
+                self._ranks.agree(compression.statement)
+                self._keys.compression = compression
             case KeyHint(Hint.UNCOMPRESSED, keys):
                 self._keys.leave_uncompressed(keys)
             case KeyHint(Hint.UNKEPT, keys):
@@ -268,121 +266,85 @@ class CollectiveBackend(Backend):
             raise self.errors.popleft()
 
 
-class CollectiveKeys:
-    """The keys of one store.
+class CollectiveKeys(KeyTable):
+    """The keys of one store, and how their values travel.
 
     Args:
         devices: the GPUs that it uses.
     """
 
     def __init__(self, devices: Devices) -> None:
-        self.infos: dict[Key, Info] = {}
+        super().__init__()
         self.types: dict[Key, tuple[torch.dtype, torch.dtype]] = {}
         """Of a key's values, and that in which they travel."""
-        self.half: Half | None = None
-        """As what values of float32 travel, but for those of `uncompressed`."""
+        self.compression: StoreCompression | None = None
+        """By a half, as which values travel."""
         self._uncompressed: set[Key] = set()
         self._devices = devices
 
-    def __len__(self) -> int:
-        return len(self.infos)
-
-    def __getitem__(self, key: Key) -> Info:
-        info = self.infos.get(key)
-        if info is None:
-            raise KeyNotInitialised(values.unknown_key(key, self.infos))
-        return info
-
-    def fresh(self, given: Sequence[tuple[Key, list[Any]]]) -> list[Fresh]:
+    def fresh(self, given: KeyArrays) -> Sequence[Fresh]:
         """Those that are new, with what this worker says of them.
 
         Raises:
             InitMismatch: one has been declared otherwise before.
             TypeError, ValueError: a value cannot be a key's.
         """
-        fresh = []
         for one, arrays in given:
-            if any(isinstance(as_table(one, array), RowSparse | LazyRows) for array in arrays):
+            if any(isinstance(array, LazyRows) or is_sparse(array) for array in arrays):
                 raise TypeError(f"key {one!r}: {ROWS_ADVICE}")
-            info = values.first_shape(one, arrays)
-            known = self.infos.get(one, info)
-            if known != info:
-                raise InitMismatch(f"key {one!r} was initialised with {_said(known)}, and now with {_said(info)}")
-            if one not in self.infos:
-                fresh.append((one, arrays[0], info))
-        values.require_same_type((one for one, _, _ in fresh), self.infos)
-        for one, _, (_, dtype) in fresh:
-            if self._is_compressed(one) and dtype is not DType.FLOAT32:
-                raise TypeError(
-                    f"key {one!r} is {dtype.label}, and this store compresses gradients, which it can do for float32"
-                    " only: convert it, or call leave_uncompressed for this key before"
-                )
+        fresh = self.undeclared(given)
+        if self.compression is not None:
+            self.compression.require((one, dtype) for one, _, _, dtype, _ in fresh)
         return fresh
 
-    def add(self, fresh: Sequence[Fresh], agree: Agree) -> list[tuple[Key, Any]]:
+    def agreed(self, fresh: Sequence[Fresh], agree: Agree) -> list[tuple[Key, Any]]:
         """Know these, which all workers have declared alike when this returns; they, with their values.
 
         Raises:
             InitMismatch: workers have declared different ones.
         """
         if fresh:
-            agree("\n".join(f"key {one!r}: {_said(info)}" for one, _, info in fresh), first_difference)
-        self.infos.update((one, info) for one, _, info in fresh)
-        for one, _, (_, dtype) in fresh:
-            own = dtype_of(dtype.label)
-            is_compressed = self.half is not None and self._is_compressed(one)
-            self.types[one] = own, dtype_of(self.half.dtype.label) if self.half and is_compressed else own
-        return [(one, array) for one, array, _ in fresh]
+            said = [f"key {one!r}: {dtype.label} of shape {shape}" for one, _, shape, dtype, _ in fresh]
+            agree("\n".join(said), first_difference)
+        for new in fresh:
+            one, first, _, dtype, _ = new
+            self.add(alone(new), first)
+            wire = dtype if self.compression is None else self.compression.sent_as(one, dtype)
+            self.types[one] = dtype_of(dtype.label), dtype_of(wire.label)
+        return [(one, first) for one, first, *_ in fresh]
 
-    def matched(self, key: Keys, value: Value) -> list[tuple[Key, list[Any]]]:
+    def contributed(self, key: Keys, value: Value) -> Matched:
         """The keys of a call with what is given for them, which fits; rows as arrays."""
-        found = []
-        for one, arrays in values.pairs(key, value):
-            shape, dtype = self[one]
-            if any(map(is_sparse, arrays)):
-                arrays = [as_dense(as_table(one, array), self._devices) for array in arrays]
-            for array in arrays:
-                values.require(one, array, shape, dtype)
-            found.append((one, arrays))
-        return found
+        pairs = values.pairs(key, value)
+        return self.matched([(one, [as_dense(one, array, self._devices) for array in arrays]) for one, arrays in pairs])
 
-    def writable(self, key: Keys, out: Value) -> list[tuple[Key, list[Any]]]:
+    def writable(self, key: Keys, out: Value) -> Matched:
         """The keys of a call with where it wants its results, which fits."""
-        places = values.pairs(key, out)
-        for one, arrays in places:
-            shape, dtype = self[one]
-            for array in arrays:
-                values.require_writable(one, array, shape, dtype)
-        return places
+        return self.matched(values.pairs(key, out), writable=True)
 
-    def compression(self, params: Mapping[str, Any], store_type: str) -> Half:
+    def compress(self, params: Mapping[str, Any], store_type: str) -> StoreCompression:
         """The compression that is meant.
 
         Raises:
             TypeError, ValueError: none is, or one that comes too late, or one that cannot be summed on its way.
         """
-        chosen = from_params(params)
-        half = chosen.codec
-        if not isinstance(half, Half):
+        chosen = StoreCompression(params, self._uncompressed, REFERENCE)
+        if not isinstance(chosen.compression.codec, Half):
             raise ValueError(
                 f"the store {store_type!r} sums while values travel, so it compresses by 'fp16' or 'bf16' alone, not by"
-                f" {chosen}; 'dist' does the others"
+                f" {chosen.compression}; 'dist' does the others"
             )
-        if self.half is not None and self.half != half:
-            raise ValueError(f"this store compresses by {self.half}; it cannot change to {half}: create a second store")
-        if self.half is None and self.infos:
-            raise ValueError("set the compression before the first key is initialised, on every worker")
-        return half
+        if self.compression is None:
+            chosen.require_no_keys(self.infos)
+            return chosen
+        self.compression.require_equal(chosen)
+        return self.compression
 
     def leave_uncompressed(self, keys: Sequence[Key]) -> None:
         """Let these keys travel as they are."""
-        for one in keys:
-            if one in self.infos and self._is_compressed(one):
-                raise ValueError(f"key {one!r} is initialised and compressed; call leave_uncompressed before its init")
+        if self.compression is not None:
+            self.compression.require_uncompressed(keys, self.infos)
         self._uncompressed.update(keys)
-
-    def _is_compressed(self, key: Key) -> bool:
-        return self.half is not None and key not in self._uncompressed
 
 
 def first_difference(all_said: list[str]) -> str:
@@ -391,10 +353,6 @@ def first_difference(all_said: list[str]) -> str:
     differing = next(one for one in lines if len(set(one)) > 1)
     said = "; ".join(f"worker-{rank}: {line}" for rank, line in enumerate(differing))
     return f"workers declared different keys: {said}. All must declare the same ones in the same order"
-
-
-def _said(info: Info) -> str:
-    return f"{info[1].label} of shape {info[0]}"
 
 
 class ReplicatedValues:
@@ -431,12 +389,12 @@ class ReplicatedValues:
             tensors.append(own.clone(memory_format=torch.contiguous_format) if memory is None else memory.copy_(own))
         self._ranks.broadcast(tensors)
         kept, arrays = [], []
-        for (one, first, places), targets, tensor in zip(given, memories, tensors, strict=True):
+        for (one, _, places), targets, tensor in zip(given, memories, tensors, strict=True):
             for place, memory in zip(places, targets, strict=True):
                 write(place, memory, tensor)
             if one not in self.unkept:
                 kept.append(one)
-                arrays.append(values.like(values.kind_of(first), *self._keys[one], values.read_bits(tensor)))
+                arrays.append(self._keys.like(self._keys[one], values.read_bits(tensor)))
         with self.lock:
             if kept:
                 first = values.pairs(kept, arrays)
@@ -472,13 +430,13 @@ class ReplicatedValues:
         return after(self.last, hand_out)
 
     def begin(
-        self, given: Sequence[tuple[Key, list[Any], list[Any]]], average: bool, keeps: bool = False
+        self, given: Sequence[tuple[KeyInfo, list[Any], list[Any]]], average: bool, keeps: bool = False
     ) -> Future[None]:
         """Have sums made, and then whatever follows from them."""
         parts = []
-        for one, arrays, places in given:
-            own, wire = self._keys.types[one]
-            parts.append(KeySum(one, self._keys[one][0], own, arrays, places, wire))
+        for info, arrays, places in given:
+            own, wire = self._keys.types[info.key]
+            parts.append(KeySum(info.key, info.shape, own, arrays, places, wire))
         numbers = None if self.optimizer is None else {name: getattr(self.optimizer, name) for name in LIVE}
         weight = 1.0 if self.optimizer is None else float(self.optimizer.rescale_grad)
 

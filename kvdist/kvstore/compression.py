@@ -114,6 +114,11 @@ class StoreCompression:
         """The type in which values of a key come back."""
         return self.compression.pulled_as if self.covers(key) else dtype
 
+    def sent_as(self, key: Key, dtype: DType) -> DType:
+        """The type in which values of a key are sent by a codec that rounds them."""
+        codec = self.compression.codec
+        return codec.dtype if isinstance(codec, Half) and self.covers(key) else dtype
+
     def forget(self, keys: Iterable[Key] | None = None) -> None:
         """What is left over of these keys, or of all, is no longer wanted."""
         with self._lock:

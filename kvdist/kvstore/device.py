@@ -26,10 +26,9 @@ from kvdist.core.worker.requests import KeyInfo, Plan, RunPlan, RunSlice
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.local_values import DeviceCodec, LocalValue, Updaters
+from kvdist.kvstore.local_values import DeviceCodec, LocalValue
 from kvdist.kvstore.placement import Devices, Matched, OnDevice, Part, as_host_bits, first_place, home_of
-from kvdist.kvstore.values import Bits, Key, Shape, UpdaterFunction
-from kvdist.optimizer.base import Extent
+from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.protocol.arrays import padded
 from kvdist.runtime.node import Finish
 
@@ -540,12 +539,11 @@ class DeviceValue(LocalValue):
     def __init__(
         self, key: Key, shape: Shape, dtype: DType, kind: str, devices: Devices, device: Device, like: Any
     ) -> None:
-        super().__init__(key, shape, dtype, kind)
         self._devices = devices
         self._library = values.kind_of(like).partition(":")[0]
         self._device = device
-        self._value = self._made()
-        self._bits = device.view(self._value, dtype)
+        self._value = self._made(shape, dtype)
+        super().__init__(key, shape, dtype, kind, device.kernels, device.view(self._value, dtype))
 
     @property
     def device(self) -> Device:
@@ -554,8 +552,8 @@ class DeviceValue(LocalValue):
     def move(self, device: Device) -> None:
         """Rest on another GPU from now on. It must not have been updated yet."""
         source, bits = self._device, self._bits
-        self._device = device
-        self._value = self._made()
+        self._device, self._kernels = device, device.kernels
+        self._value = self._made(self.shape, self.dtype)
         self._bits = device.view(self._value, self.dtype)
         device.copy(bits, self._bits, source)
 
@@ -570,22 +568,6 @@ class DeviceValue(LocalValue):
         else:
             self.load(part)
 
-    def sum(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        self._sum_into(self._bits, self._parts(arrays, compression))
-
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        updater = updaters.of(self.key)
-        parts = self._parts(arrays, compression)
-        scales = [updater.optimizer.rescale_grad] * len(parts)
-        extent = Extent(self.key, self.shape)
-        updater.update(self.key, self._bits, parts, scales, self.dtype, self._bits, extent=extent)
-
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        received = self._made()
-        self._sum_into(self._device.view(received, self.dtype), self._parts(arrays, compression))
-        with self._device.kernels.active():
-            function(self.key, received, self._value)
-
     def write_to(self, array: Any) -> None:
         place = self._devices.place(array, self.dtype)
         if place is None:
@@ -594,31 +576,27 @@ class DeviceValue(LocalValue):
             place.device.copy(self._bits, place.array, self._device)
 
     def host_bits(self) -> Bits:
-        bits = np.empty(self._bits.size, self.dtype.storage)
-        self._device.download(self._bits, bits)
-        self._device.mark().wait()
-        return bits
+        return OnDevice(self._device, self._bits).on_host()
 
     def new(self) -> Any:
         if self.kind == "numpy" or self.kind == "torch":
             return super().new()
-        made = self._made()
+        made = self._made(self.shape, self.dtype)
         self._device.copy(self._bits, self._device.view(made, self.dtype), self._device)
         return made
 
-    def _made(self) -> Any:
+    def _for_function(self) -> tuple[Any, Array, Any]:
+        received = self._made(self.shape, self.dtype)
+        return received, self._device.view(received, self.dtype), self._value
+
+    def _made(self, shape: Shape, dtype: DType) -> Any:
         kind = f"torch:{self._device.name}" if self._library == "torch" else self._library
-        return new_value(kind, self._device, self.shape, self.dtype)
+        return new_value(kind, self._device, shape, dtype)
 
     def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Array]:
-        parts = [self._here(self._devices.read(array, self.dtype)) for array in arrays]
+        read = [self._devices.read(array, self.dtype) for array in arrays]
+        # What came from the host is copied to this GPU.
+        parts = [part if isinstance(part, OnDevice) else uploaded(part, self._device) for part in read]
         if compression is not None:
             return compression.through_on_devices(self.key, parts, self._device)
         return brought(parts, self._device, self.dtype)
-
-    def _here(self, part: Part) -> OnDevice:
-        """What came from the host, on this GPU."""
-        return part if isinstance(part, OnDevice) else uploaded(part, self._device)
-
-    def _sum_into(self, out: Array, parts: Sequence[Array]) -> None:
-        self._device.kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)

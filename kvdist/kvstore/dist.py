@@ -50,7 +50,7 @@ from kvdist.kvstore.backend import (
     resolved,
 )
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, as_table, require_no_tables
+from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, require_no_tables, require_sendable
 from kvdist.kvstore.metrics import MetricsExchange
 from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.push_pull import ArrayTransfers
@@ -127,9 +127,10 @@ class DistBackend(Backend):
     # Keys.
 
     def declare(self, given: KeyArrays) -> None:
-        fresh = self._keys.undeclared([(one, [as_table(one, array) for array in arrays]) for one, arrays in given])
+        fresh = self._keys.undeclared(given)
         if not fresh:
             return
+        require_sendable(fresh)
         infos = self._agreed(fresh)
         compression = self._arrays.compression
         if compression is not None:

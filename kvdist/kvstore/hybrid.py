@@ -109,6 +109,7 @@ class HybridBackend(Backend):
         self._place(given)
         for side, part in self._split(given):
             side.declare(part)
+            self._known.update(one for one, _ in part)
 
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
         self._place(given)
@@ -116,6 +117,7 @@ class HybridBackend(Backend):
         for side, part in self._split(given):
             names = [one for one, _ in part]
             side.replace(part, names, [places[one] for one in names], priority)
+            self._known.update(names)
 
     def _place(self, given: KeyArrays) -> None:
         """Agree with all workers on where new keys go."""
@@ -130,7 +132,6 @@ class HybridBackend(Backend):
             there = sorted((one for one, _ in new if one in self._on_servers or one in tables), key=repr)
             self._workers.meet(statement=f"of {len(new)} new keys these go to the servers: {there or 'none'}")
         self._on_servers.update(tables)
-        self._known.update(one for one, _ in new)
 
     def _side_of(self, key: Key) -> Side:
         return self._servers if key in self._on_servers else self._workers

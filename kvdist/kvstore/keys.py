@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.core.sharding import row_length
+from kvdist.core.sharding import Slice, row_length
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
@@ -138,18 +138,14 @@ class KeyTable:
 
         Raises:
             InitMismatch: a key that is not new has another shape or dtype now.
-            TypeError, ValueError: a key or shape cannot be sent.
+            TypeError, ValueError: the arrays are not the first values of a key; the message names it.
         """
         fresh = []
-        shapes: set[tuple[int, ...]] = set()
         for key, arrays in given:
+            arrays = [as_table(key, array) for array in arrays]
             shape, dtype, form = described(key, arrays)
             info = self.infos.get(key)
             if info is None:
-                _require_sendable_key(key)
-                if shape not in shapes:  # many keys have few shapes
-                    _require_sendable_shape(key, shape)
-                    shapes.add(shape)
                 fresh.append((key, arrays[0], shape, dtype, form))
             elif (shape, dtype, form) != (info.shape, info.dtype, info.form):
                 kinds = [f", as a table of rows ({one})" if one else "" for one in (info.form, form)]
@@ -192,6 +188,26 @@ def described(key: Key, arrays: Sequence[Any]) -> tuple[tuple[int, ...], DType, 
         require_table(key, first.shape, first.dtype.itemsize)
         return first.shape, first.dtype, form_of(first)
     return *values.first_shape(key, arrays), ""
+
+
+def alone(fresh: Fresh) -> KeyInfo:
+    """What is known of a key that lies in this process alone."""
+    key, _, shape, dtype, form = fresh
+    return KeyInfo(key, shape, dtype, (Slice(0, 0, 0, math.prod(shape)),), form=form)
+
+
+def require_sendable(fresh: Sequence[Fresh]) -> None:
+    """Refuse keys and shapes that no message can carry.
+
+    Raises:
+        ValueError: one is too long or too large, or no text; the message names it.
+    """
+    shapes: set[tuple[int, ...]] = set()
+    for key, _, shape, _, _ in fresh:
+        _require_sendable_key(key)
+        if shape not in shapes:  # many keys have few shapes
+            _require_sendable_shape(key, shape)
+            shapes.add(shape)
 
 
 def _require_sendable_key(key: Key) -> None:
@@ -278,7 +294,7 @@ def require_no_tables(tables: Container[Key], replaced: Sequence[tuple[Key, Any]
             )
 
 
-def as_dense(array: Any, devices: Devices) -> Any:
+def as_dense(key: Key, array: Any, devices: Devices) -> Any:
     """A sparse value as an array, for a key that is one: where it lies, if that is a GPU that is used."""
     if not is_sparse(array):
         return array
@@ -288,7 +304,7 @@ def as_dense(array: Any, devices: Devices) -> Any:
         dense = dense_there(array, devices)
         if dense is not None:
             return dense
-    return as_table("", array).to_dense()
+    return as_table(key, array).to_dense()
 
 
 def gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> Rows | None:

@@ -15,10 +15,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from kvdist.core.server.table_rows import TableRows, obstacle
-from kvdist.core.sharding import slices_of
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
-from kvdist.errors import InitMismatch, KeyNotInitialised, PushRefused
+from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Device, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -40,13 +39,13 @@ from kvdist.kvstore.backend import (
     UpdateByFunction,
     resolved,
 )
-from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows, as_dense, as_table, described, require_no_tables
+from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows, alone, as_dense, require_no_tables
 from kvdist.kvstore.local_values import HostValue, LocalValue, Updaters, require_runs_on
 from kvdist.kvstore.placement import Devices, home_of, require_one_kind
 from kvdist.kvstore.registry import COMPRESSING_NAMES
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.sparse import MixedTransfers
-from kvdist.kvstore.values import Bits, Key, Keys, Shape, UpdaterFunction, Value
+from kvdist.kvstore.values import Bits, Key, Keys, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.initializer import initializer_from
 from kvdist.protocol.messages import ROWS
@@ -72,9 +71,8 @@ class LocalBackend(Backend):
 
     def __init__(self, type_name: str, kernels: Kernels = REFERENCE, devices: Devices | None = None) -> None:
         super().__init__(type_name, devices=devices)
-        self.arrays = LocalArrays(kernels, self.devices)
+        self.arrays = LocalArrays(self.table_keys, kernels, self.devices)
         self.rows: LocalRows = LocalRows(kernels, lambda: self.optimizer)
-        self.table_keys = self.rows.keys
         if type_name not in COMPRESSING_NAMES:
             self.abilities = self.abilities - {Ability.COMPRESSION}
         self._kernels = kernels
@@ -88,34 +86,28 @@ class LocalBackend(Backend):
 
     @property
     def num_keys(self) -> int:
-        return len(self.arrays.entries) + len(self.rows.blocks)
+        return len(self.table_keys)
 
     def require(self, key: Key) -> object:
-        return self.arrays[key]
+        return self.table_keys[key]
 
     def declare(self, given: KeyArrays) -> None:
-        fresh: list[LocalValue] = []
-        given = [(one, [as_table(one, array) for array in arrays]) for one, arrays in given]
-        undeclared = self.table_keys.undeclared([pair for pair in given if self._is_table(*pair)])
-        tables = [(one, table) for one, table, *_ in undeclared]
-        for one, arrays in given:
-            if self._is_table(one, arrays):
-                continue
-            value = self.arrays.fresh(one, arrays)
-            if value is not None:
-                fresh.append(value)
-        values.require_same_type((value.key for value in fresh), [*self.arrays.entries, *self.rows.blocks])
-        values.require_same_type((one for one, _ in tables), self.arrays.entries)
+        fresh = self.table_keys.undeclared(given)
+        tables = [(alone(one), one[1]) for one in fresh if one[-1]]
+        arrays = [(alone(one), one[1]) for one in fresh if not one[-1]]
         if self.arrays.compression is not None:
-            self.arrays.compression.require((value.key, value.dtype) for value in fresh)
+            self.arrays.compression.require((info.key, info.dtype) for info, _ in arrays)
         if tables and self.arrays.function is not None:
             raise TypeError(
-                f"key {tables[0][0]!r} is a table of rows, which only an optimizer updates; this store has an"
+                f"key {tables[0][0].key!r} is a table of rows, which only an optimizer updates; this store has an"
                 " updater: call set_optimizer, or make another store"
             )
-        for one, table in tables:
-            self.rows.add(one, table)
-        self.arrays.entries.update((value.key, value) for value in fresh)
+        made = [self.arrays.made(info, first) for info, first in arrays]
+        for info, first in tables:
+            self.rows.add(info, first)
+        self.arrays.entries.update((value.key, value) for value in made)
+        for info, first in [*tables, *arrays]:
+            self.table_keys.add(info, first)
 
     def transfer(self, call: PushPull) -> Future[Any]:
         """As of `Backend`: all of it is done when this returns."""
@@ -240,56 +232,41 @@ class LocalBackend(Backend):
             raise PushRefused("this store has no optimizer, so there are no states: call set_optimizer before")
         return self.arrays.updaters
 
-    def _is_table(self, key: Key, arrays: Sequence[Any]) -> bool:
-        is_rows = bool(arrays) and isinstance(arrays[0], RowSparse | LazyRows)
-        if (is_rows and key in self.arrays.entries) or (not is_rows and key in self.rows.blocks):
-            kinds = ("an array", "a table of rows")
-            raise InitMismatch(f"key {key!r} was initialised as {kinds[not is_rows]}, and now as {kinds[is_rows]}")
-        return is_rows
-
 
 class LocalArrays:
     """The keys of one store that are arrays.
 
     Args:
+        keys: what is known of them.
         kernels: what does the arithmetic on the host.
         devices: the GPUs that are used.
     """
 
-    def __init__(self, kernels: Kernels, devices: Devices) -> None:
+    def __init__(self, keys: KeyTable, kernels: Kernels, devices: Devices) -> None:
         self.entries: dict[Key, LocalValue] = {}
         self.updaters: Updaters | None = None
         """What a contribution changes the value by; without it, and without `function`, the sum replaces the value."""
         self.function: UpdaterFunction | None = None
         self.compression: StoreCompression | None = None
+        self._keys = keys
         self._kernels = kernels
         self._devices = devices
         self._settled: dict[Key, tuple[int, int]] = {}
         """Key that has had a contribution → the number of its GPU (-1 for the host), and its bytes."""
 
     def __getitem__(self, key: Key) -> LocalValue:
-        entry = self.entries.get(key)
-        if entry is None:
-            raise KeyNotInitialised(values.unknown_key(key, self.entries))
+        return self.entries[self._keys[key].key]
+
+    def made(self, info: KeyInfo, first: Any) -> LocalValue:
+        """A new entry with a copy of its first value."""
+        device, kind = self._devices.of(first), values.kind_of(first)
+        if device is None:
+            return HostValue(info.key, info.shape, info.dtype, kind, self._kernels, values.read_bits(first).copy())
+        from kvdist.kvstore.device import DeviceValue  # a feature at a seam: loaded where it is used
+
+        entry = DeviceValue(info.key, info.shape, info.dtype, kind, self._devices, device, first)
+        entry.replace(first)
         return entry
-
-    def fresh(self, key: Key, arrays: list[Any]) -> LocalValue | None:
-        """A new entry with a copy of the first of these values; None where the key has one, which must fit.
-
-        Raises:
-            InitMismatch: it does not.
-            TypeError, ValueError: the values cannot be a key's.
-        """
-        shape, dtype = values.first_shape(key, arrays)
-        entry = self.entries.get(key)
-        if entry is None:
-            return self._made(key, shape, dtype, arrays[0])
-        if (entry.shape, entry.dtype) != (shape, dtype):
-            raise InitMismatch(
-                f"key {key!r} was initialised with shape {entry.shape} and dtype {entry.dtype.label},"
-                f" and now with shape {shape} and dtype {dtype.label}"
-            )
-        return None
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Update by this one from now on; it follows the same rule as the one before."""
@@ -322,11 +299,7 @@ class LocalArrays:
 
     def writable(self, places: KeyArrays) -> Matched:
         """Where a call wants its results, checked."""
-        matched = [(self[one], arrays) for one, arrays in places]
-        for entry, arrays in matched:
-            for array in arrays:
-                values.require_writable(entry.key, array, entry.shape, entry.dtype)
-        return matched
+        return [(self[info.key], arrays) for info, arrays in self._keys.matched(places, writable=True)]
 
     def write_to(self, results: Matched) -> None:
         """Copy values into these arrays."""
@@ -336,12 +309,12 @@ class LocalArrays:
                 now.write_to(array)
 
     def matched(self, given: KeyArrays) -> Matched:
-        matched = [(self[one], [as_dense(array, self._devices) for array in arrays]) for one, arrays in given]
-        for entry, arrays in matched:
-            for array in arrays:
-                values.require(entry.key, array, entry.shape, entry.dtype)
-            require_one_kind(entry.key, arrays)
-        return matched
+        """What a call contributes, checked."""
+        dense = [(one, [as_dense(one, array, self._devices) for array in arrays]) for one, arrays in given]
+        matched = self._keys.matched(dense)
+        for info, arrays in matched:
+            require_one_kind(info.key, arrays)
+        return [(self.entries[info.key], arrays) for info, arrays in matched]
 
     def contribute(self, contributions: Matched) -> None:
         for entry, arrays in contributions:
@@ -357,16 +330,6 @@ class LocalArrays:
                 home.call(self.function, arrays, compression)
             else:
                 home.sum(arrays, compression)
-
-    def _made(self, key: Key, shape: Shape, dtype: DType, first: Any) -> LocalValue:
-        device, kind = self._devices.of(first), values.kind_of(first)
-        if device is None:
-            return HostValue(key, shape, dtype, kind, self._kernels, values.read_bits(first))
-        from kvdist.kvstore.device import DeviceValue  # a feature at a seam: loaded where it is used
-
-        entry = DeviceValue(key, shape, dtype, kind, self._devices, device, first)
-        entry.replace(first)
-        return entry
 
     def _home_for(self, entry: LocalValue, arrays: Sequence[Any]) -> LocalValue:
         """The entry, which from its first contribution on rests where that comes from."""
@@ -409,29 +372,27 @@ class LocalRows:
     """
 
     def __init__(self, kernels: Kernels, optimizer: Callable[[], Optimizer | None]) -> None:
-        self.keys = KeyTable()
         self.blocks: dict[Key, TableRows] = {}
+        self._forms: dict[Key, str] = {}
         self._kernels = kernels
         self._optimizer = optimizer
 
-    def add(self, key: Key, value: RowSparse | LazyRows) -> None:
+    def add(self, info: KeyInfo, value: RowSparse | LazyRows) -> None:
         """Keep a table that is not known yet; a copy."""
-        shape, dtype, form = described(key, [value])
-        initializer = None if form == ROWS else initializer_from(form)
-        self._require_fit(key, shape, initializer is not None, self._optimizer())
-        block = TableRows(key, len(self.blocks), shape, dtype, 0, shape[0], initializer, self._kernels)
+        initializer = None if info.form == ROWS else initializer_from(info.form)
+        shape = info.shape
+        self._require_fit(info.key, shape, initializer is not None, self._optimizer())
+        block = TableRows(info.key, len(self.blocks), shape, info.dtype, 0, shape[0], initializer, self._kernels)
         if isinstance(value, RowSparse):
             ids, rows = value.canonical()
             block.put(ids, rows.reshape(-1))
-        self.blocks[key] = block
-        slices = tuple(slices_of(shape, dtype.itemsize, form, 0, 1, 0, 1))
-        self.keys.add(KeyInfo(key, shape, dtype, slices, form=form), value)
+        self.blocks[info.key], self._forms[info.key] = block, info.form
 
     def held(self) -> list[Held]:
         """What is to be saved, in the order of initialisation."""
         from kvdist.kvstore.checkpoints import HeldTable
 
-        return [HeldTable(block, self.keys[key].form) for key, block in self.blocks.items()]
+        return [HeldTable(block, self._forms[key]) for key, block in self.blocks.items()]
 
     def require_fit(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that cannot update one of the tables."""

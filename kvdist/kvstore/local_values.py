@@ -125,13 +125,17 @@ class LocalValue(ABC):
     Args:
         key, shape, dtype: of it.
         kind: what came, so what comes back; see `values.kind_of`.
+        kernels: what does the arithmetic where it rests.
+        bits: the value there.
     """
 
-    def __init__(self, key: Key, shape: Shape, dtype: DType, kind: str) -> None:
+    def __init__(self, key: Key, shape: Shape, dtype: DType, kind: str, kernels: Kernels, bits: Array) -> None:
         self.key = key
         self.shape = shape
         self.dtype = dtype
         self.kind = kind
+        self._kernels = kernels
+        self._bits = bits
 
     @property
     @abstractmethod
@@ -147,18 +151,6 @@ class LocalValue(ABC):
         """Take another value, from wherever the user has it."""
 
     @abstractmethod
-    def sum(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        """The sum of these becomes the value."""
-
-    @abstractmethod
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        """The optimizer changes the value by the sum of these."""
-
-    @abstractmethod
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        """The user's function changes the value, told the sum of these."""
-
-    @abstractmethod
     def write_to(self, array: Any) -> None:
         """Copy the value into the user's array."""
 
@@ -170,60 +162,71 @@ class LocalValue(ABC):
         """A copy of the value, of the kind that came."""
         return values.like(self.kind, self.shape, self.dtype, self.host_bits().copy())
 
+    def sum(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
+        """The sum of these becomes the value."""
+        self._sum_into(self._bits, arrays, compression)
+
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
+        """The optimizer changes the value by the sum of these."""
+        updater = updaters.of(self.key)
+        parts = self._parts(arrays, compression)
+        scales = [updater.optimizer.rescale_grad] * len(parts)
+        extent = Extent(self.key, self.shape)
+        updater.update(self.key, self._bits, parts, scales, self.dtype, self._bits, extent=extent)
+
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
+        """The user's function changes the value, given the sum of these."""
+        # A sum of its own, even of one array: the function may write into what it received.
+        received, total, stored = self._for_function()
+        self._sum_into(total, arrays, compression)
+        with self._kernels.active():
+            function(self.key, received, stored)
+
+    @abstractmethod
+    def _for_function(self) -> tuple[Any, Array, Any]:
+        """For the user's function: a new array and its bits, and the value."""
+
+    @abstractmethod
+    def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Array]:
+        """What is contributed, where the value rests."""
+
+    def _sum_into(self, out: Array, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
+        parts = self._parts(arrays, compression)
+        self._kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)
+
 
 class HostValue(LocalValue):
-    """A key that rests in the host's memory.
-
-    Args:
-        key, shape, dtype, kind: as of `LocalValue`.
-        kernels: what does the arithmetic.
-    """
-
-    def __init__(self, key: Key, shape: Shape, dtype: DType, kind: str, kernels: Kernels, first: Bits) -> None:
-        super().__init__(key, shape, dtype, kind)
-        self.bits = first.copy()
-        self._kernels = kernels
+    """A key that rests in the host's memory."""
 
     @property
     def device(self) -> None:
         return None
 
     def load(self, bits: Bits) -> None:
-        self.bits[...] = bits
+        self._bits[...] = bits
 
     def replace(self, value: Any) -> None:
         self.load(values.read_bits(value))
 
-    def sum(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        self._sum_into(self.bits, arrays, compression)
-
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        parts = self._parts(arrays, compression)
-        updater = updaters.of(self.key)
-        scales = [updater.optimizer.rescale_grad] * len(parts)
-        updater.update(self.key, self.bits, parts, scales, self.dtype, self.bits, extent=Extent(self.key, self.shape))
-
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        # A sum of its own, even of one array: the function may write into what it received.
-        total = np.empty_like(self.bits)
-        self._sum_into(total, arrays, compression)
-        library = "torch" if self.kind.startswith("torch") else "numpy"
-        received = values.like(library, self.shape, self.dtype, total)
-        function(self.key, received, values.like(library, self.shape, self.dtype, self.bits))
-
     def write_to(self, array: Any) -> None:
-        values.write_bits(array, self.bits)
+        values.write_bits(array, self._bits)
 
     def host_bits(self) -> Bits:
-        return self.bits
+        bits: Bits = self._bits
+        return bits
+
+    def _for_function(self) -> tuple[Any, Array, Any]:
+        library = "torch" if self.kind.startswith("torch") else "numpy"
+        total = np.empty_like(self._bits)
+        received, stored = (values.like(library, self.shape, self.dtype, bits) for bits in (total, self._bits))
+        return received, total, stored
 
     def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Bits]:
         parts = [values.read_bits(array) for array in arrays]
         return parts if compression is None else compression.through(self.key, parts)
 
-    def _sum_into(self, out: Bits, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
-        parts = self._parts(arrays, compression)
-        if len(parts) == 1:  # a plain copy, at less than half the cost of a kernel's call
-            out[...] = parts[0]
-            return
-        self._kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)
+    def _sum_into(self, out: Array, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
+        if len(arrays) == 1 and compression is None:  # a plain copy, at less than half the cost of a kernel's call
+            out[...] = values.read_bits(arrays[0])
+        else:
+            super()._sum_into(out, arrays, compression)

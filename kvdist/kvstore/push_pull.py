@@ -402,7 +402,7 @@ def push_args(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> Push
     if plain is not None:
         return PushArgs(plain[0], [[bits] for bits in plain[1]])
     pairs = values.pairs(key, value)
-    matched = keys.matched([(one, [as_dense(array, devices) for array in arrays]) for one, arrays in pairs])
+    matched = keys.matched([(one, [as_dense(one, array, devices) for array in arrays]) for one, arrays in pairs])
     infos = [info for info, _ in matched]
     if not any(on_gpus(arrays) for _, arrays in matched):
         return PushArgs(infos, [[values.read_bits(array) for array in arrays] for _, arrays in matched])

@@ -214,7 +214,7 @@ def test_what_the_store_cannot_do_is_refused_with_what_can():
         store.init("a", full(1))
         with pytest.raises(ValueError, match="has shape"):
             store.push("a", full(1, (3,)))
-        with pytest.raises(ValueError, match="first key"):
+        with pytest.raises(ValueError, match="before the first init"):
             store.set_gradient_compression({"type": "fp16"})
         with pytest.raises(ValueError, match="time-out of a barrier is 0"):
             store.barrier(0)

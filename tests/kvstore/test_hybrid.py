@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvdist import RowSparse
-from kvdist.errors import CheckpointError
+from kvdist.errors import CheckpointError, InitMismatch
 
 pytest.importorskip("torch")
 
@@ -111,3 +111,16 @@ def test_the_servers_decide_whether_the_error_of_a_push_of_rows_is_one():
     store._backend.note_error(ValueError("late"))
     assert calls == [("servers", "error", "late")]
     assert not store._backend.errors
+
+
+def test_keys_whose_init_is_refused_are_not_counted(monkeypatch):
+    store = with_keys([])
+
+    def refuse(self, given):
+        raise InitMismatch("workers declared different keys")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Half, "declare", refuse)
+        with pytest.raises(InitMismatch):
+            store.init("other", ARRAY)
+    assert "1 of 2 keys on servers" in repr(store)

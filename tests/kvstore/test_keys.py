@@ -12,7 +12,7 @@ from kvdist.core.sharding import cut
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
-from kvdist.kvstore.keys import KeyTable
+from kvdist.kvstore.keys import KeyTable, require_sendable
 from kvdist.protocol.limits import DEFAULT
 
 
@@ -71,6 +71,11 @@ def test_a_key_that_is_initialised_otherwise_than_before_is_refused(keys: KeyTab
         keys.undeclared([("w", [again])])
 
 
+def declare(*given: Any) -> None:
+    """Declare new keys as a store does that sends them."""
+    require_sendable(KeyTable().undeclared(given))
+
+
 @pytest.mark.parametrize(
     ("key", "shape", "words"),
     [
@@ -82,26 +87,26 @@ def test_a_key_that_is_initialised_otherwise_than_before_is_refused(keys: KeyTab
 )
 def test_what_no_message_can_carry_is_refused(key: str, shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        KeyTable().undeclared([(key, [np.zeros(shape, np.float32)])])
+        declare((key, [np.zeros(shape, np.float32)]))
 
 
 def test_the_limits_themselves_are_allowed() -> None:
     fits = [("x" * DEFAULT.key_bytes_max, [np.zeros(1)]), ("d", [np.zeros((1,) * 32)])]
-    assert len(KeyTable().undeclared(fits)) == 2
+    declare(*fits)
     bounds = [((1 << 63) - 1, [np.zeros(1)]), (-(1 << 63), [np.zeros(1)])]
-    assert len(KeyTable().undeclared(bounds)) == 2
+    declare(*bounds)
     for key in (1 << 63, -(1 << 63) - 1):
         with pytest.raises(ValueError, match="does not fit into 64 bits"):
-            KeyTable().undeclared([(key, [np.zeros(1)])])
+            declare((key, [np.zeros(1)]))
 
 
 def test_more_elements_than_a_key_may_have_are_refused_even_where_one_dimension_is_zero() -> None:
     huge = np.broadcast_to(np.zeros(1, np.float32), (1 << 20, 1 << 19))
     with pytest.raises(ValueError, match="at most 274877906944 elements"):
-        KeyTable().undeclared([("h", [huge])])
+        declare(("h", [huge]))
     nothing = np.broadcast_to(np.zeros((1, 1, 0), np.float32), (1 << 20, 1 << 19, 0))
     with pytest.raises(ValueError, match="at most 274877906944 elements"):
-        KeyTable().undeclared([("n", [nothing])])
+        declare(("n", [nothing]))
 
 
 def test_names_and_numbers_do_not_mix_in_one_store(keys: KeyTable) -> None:
