@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -117,21 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         + "; ".join(f"kvdist {name}: {what}" for name, what in LAUNCHER_COMMANDS.items()),
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--server-module",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import a module that registers optimizers (kvdist.optimizer.register) or handlers of commands"
-        " (kvdist.kv.register_command)",
-    )
-    parser.add_argument(
-        "--optimizer-module",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import a module that registers optimizers (kvdist.optimizer.register)",
-    )
+    for option, what in (
+        ("--server-module", " or handlers of commands (kvdist.kv.register_command)"),
+        ("--optimizer-module", ""),
+    ):
+        about = f"import a module that registers optimizers (kvdist.optimizer.register){what}"
+        parser.add_argument(option, action="append", default=[], metavar="MODULE", help=about)
     parser.add_argument(
         "--server-device",
         metavar="DEVICE",
@@ -172,14 +163,8 @@ def import_optimizers(names: Sequence[str]) -> None:
     Raises:
         ConfigError: one cannot be imported, or registers no optimizer.
     """
-    for name in dict.fromkeys(names):
-        before = None if name in sys.modules else registered()  # one named before it may have imported it
-        _import(f"the optimizer module {name}", name)
-        if registered() == before:
-            raise ConfigError(
-                f"the optimizer module {name} registers no optimizer: decorate its classes with"
-                " @kvdist.optimizer.register"
-            )
+    advice = "registers no optimizer: decorate its classes with @kvdist.optimizer.register"
+    _import("optimizer", names, registered, advice)
 
 
 def import_server_modules(names: Sequence[str]) -> None:
@@ -188,24 +173,25 @@ def import_server_modules(names: Sequence[str]) -> None:
     Raises:
         ConfigError: one cannot be imported, or registers neither.
     """
+    advice = (
+        "registers nothing: decorate optimizers with @kvdist.optimizer.register, and handlers of commands with"
+        " @kvdist.kv.register_command(number)"
+    )
+    _import("server", names, lambda: (registered(), tuple(HANDLERS)), advice)
+
+
+def _import(kind: str, names: Sequence[str], known: Callable[[], object], advice: str) -> None:
     for name in dict.fromkeys(names):
-        before = None if name in sys.modules else (registered(), tuple(HANDLERS))
-        _import(f"the server module {name}", name)
-        if (registered(), tuple(HANDLERS)) == before:
+        before = None if name in sys.modules else known()  # one named before it may have imported it
+        try:
+            import_module(name)
+        except Exception as error:  # whatever went wrong in the module, its name belongs to the message
             raise ConfigError(
-                f"the server module {name} registers nothing: decorate optimizers with @kvdist.optimizer.register, and"
-                " handlers of commands with @kvdist.kv.register_command(number)"
-            )
-
-
-def _import(what: str, name: str) -> None:
-    try:
-        import_module(name)
-    except Exception as error:  # whatever went wrong in the module, its name belongs to the message
-        raise ConfigError(
-            f"{what} cannot be imported ({type(error).__name__}: {error}). It must be installed on this machine, or lie"
-            f" in {Path.cwd()} or on PYTHONPATH"
-        ) from error
+                f"the {kind} module {name} cannot be imported ({type(error).__name__}: {error}). It must be installed"
+                f" on this machine, or lie in {Path.cwd()} or on PYTHONPATH"
+            ) from error
+        if known() == before:
+            raise ConfigError(f"the {kind} module {name} {advice}")
 
 
 def _scheduler(config: ClusterConfig) -> Node:

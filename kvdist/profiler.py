@@ -78,10 +78,9 @@ def set_config(
         )
     name = os.fspath(filename) if isinstance(filename, os.PathLike) else filename
     settings = TraceSettings(name, max_events, dump_period)
-    if _is_for_servers(profile_process):
+    if profile_process == "server":
         require_plain(name)
-        _tell_servers(settings.as_command())
-    else:
+    if not _told_servers(profile_process, "set_config", **settings.as_fields()):
         PROFILERS.worker.set_config(settings)
 
 
@@ -102,9 +101,7 @@ def start(profile_process: str = "worker") -> None:
     Raises:
         KvdistError: the file cannot be written, or ``server`` was given and there is no store on a cluster.
     """
-    if _is_for_servers(profile_process):
-        _tell_servers(json.dumps({"do": "start"}))
-    else:
+    if not _told_servers(profile_process, "start"):
         PROFILERS.worker.start(by_call=True)
 
 
@@ -116,25 +113,19 @@ def stop(profile_process: str = "worker") -> None:
     Raises:
         KvdistError: it cannot be written.
     """
-    if _is_for_servers(profile_process):
-        _tell_servers(json.dumps({"do": "stop"}))
-    else:
+    if not _told_servers(profile_process, "stop"):
         PROFILERS.worker.stop()
 
 
 def pause(profile_process: str = "worker") -> None:
     """Leave out what happens until `resume`."""
-    if _is_for_servers(profile_process):
-        _tell_servers(json.dumps({"do": "pause"}))
-    else:
+    if not _told_servers(profile_process, "pause"):
         PROFILERS.worker.pause()
 
 
 def resume(profile_process: str = "worker") -> None:
     """Record again after `pause`."""
-    if _is_for_servers(profile_process):
-        _tell_servers(json.dumps({"do": "resume"}))
-    else:
+    if not _told_servers(profile_process, "resume"):
         PROFILERS.worker.resume()
 
 
@@ -152,20 +143,19 @@ def dump(finished: bool = True, profile_process: str = "worker") -> None:
         KvdistError: it cannot be written; the file is as it was. What a server finds out only while it writes, such as
             a full disk, it logs.
     """
-    if _is_for_servers(profile_process):
-        _tell_servers(json.dumps({"do": "dump", "finished": bool(finished)}))
-    elif PROFILERS.worker.dump(finished) is None:
+    if not _told_servers(profile_process, "dump", finished=bool(finished)) and PROFILERS.worker.dump(finished) is None:
         LOG.warning("profiler.dump() has nothing to write: start() was not called, or no store is on a cluster")
 
 
-def _is_for_servers(profile_process: str) -> bool:
+def _told_servers(profile_process: str, call: str, **fields: object) -> bool:
+    """Pass a call on to all servers; False where it is for this process."""
     if profile_process not in ("worker", "server"):
         raise ValueError(f"profile_process is 'worker' or 'server', not {profile_process!r}")
-    return profile_process == "server"
-
-
-def _tell_servers(body: str) -> None:
+    if profile_process == "worker":
+        return False
     cluster = PROCESS_CLUSTER.present
     if cluster is None:
         raise KvdistError("servers are told by way of a store: call kv.create('dist') before their profiler is used")
+    body = json.dumps({"do": call, **fields})
     cluster.ask(lambda number: SendCommand(number, PROFILER_HEAD, body))
+    return True

@@ -107,9 +107,9 @@ class TraceSettings:
                 f" {DUMP_PERIOD_MAX_S:.0f} s, which is a day"
             )
 
-    def as_command(self) -> str:
-        """The body of the command that gives these to a server."""
-        return json.dumps({"do": "set_config", **vars(self), "dump_period_s": float(self.dump_period_s)})
+    def as_fields(self) -> dict[str, object]:
+        """The fields of the command that gives these to a server."""
+        return {**vars(self), "dump_period_s": float(self.dump_period_s)}
 
 
 def _require_file_name(name: object) -> None:
