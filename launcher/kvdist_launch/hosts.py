@@ -251,6 +251,7 @@ def _hosts_of_line(words: list[str]) -> Iterator[Host]:
 
 _HOSTNAME = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
+_IFACE = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}"
 _RANGE = r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
 
 
@@ -336,16 +337,15 @@ def _number(text: str, what: str, most: int) -> int:
     return int(text)
 
 
-def _user(text: str) -> str:
-    if not re.fullmatch(_USER, text):
-        raise _Wrong(f"{_shown(text)} is not a valid user name; write letters and digits, and inside also . _ -")
-    return text
+def _matching(what: str, pattern: str, advice: str) -> Callable[[str], str]:
+    """A parser of words of one form."""
 
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text) or not text.isprintable():
+            raise _Wrong(f"{what} is {_shown(text)}; write {advice}")
+        return text
 
-def _python(text: str) -> str:
-    if not text or text.startswith("-") or not text.isprintable():
-        raise _Wrong(f"python= is {_shown(text)}; write a path, as in python=/opt/conda/bin/python")
-    return text
+    return parse
 
 
 def _gpus(text: str) -> tuple[str, ...]:
@@ -357,15 +357,6 @@ def _gpus(text: str) -> tuple[str, ...]:
     return devices
 
 
-_IFACE = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}"
-
-
-def _iface(text: str) -> str:
-    if not re.fullmatch(_IFACE, text):
-        raise _Wrong(f"iface= is {_shown(text)}; write the name of a network interface, as in iface=eth1")
-    return text
-
-
 def _role(text: str) -> Role | None:
     roles = {"server": Role.SERVER, "worker": Role.WORKER, "any": None}
     if text not in roles:
@@ -373,12 +364,14 @@ def _role(text: str) -> Role | None:
     return roles[text]
 
 
+_user = _matching("the user", _USER, "letters and digits, and inside also . _ -")
+
 _ATTRIBUTES: dict[str, Callable[[str], object]] = {
     "slots": lambda text: _number(text, "slots=", HOSTS_MAX),
     "port": lambda text: _number(text, "port=", 65535),
     "user": _user,
-    "python": _python,
+    "python": _matching("python=", "[^-].*", "a path, as in python=/opt/conda/bin/python"),
     "gpus": _gpus,
-    "iface": _iface,
+    "iface": _matching("iface=", _IFACE, "the name of a network interface, as in iface=eth1"),
     "role": _role,
 }

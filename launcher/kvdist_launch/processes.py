@@ -148,7 +148,7 @@ class ProcessListener(Protocol):
 
 
 class HostProcesses(abc.ABC):
-    """The processes of one host.
+    """The processes of one host. What concerns an agent does nothing where there is none.
 
     Attributes:
         host: the host's name, for people; empty for this machine.
@@ -183,12 +183,10 @@ class HostProcesses(abc.ABC):
     def take_exits(self) -> None:
         """Look which processes have ended; to be called after SIGCHLD."""
 
-    @abc.abstractmethod
-    def beat(self, now: float) -> None:
+    def beat(self, now: float) -> None:  # noqa: B027  # only agents need it
         """Send a sign of life to an agent, and see that it sends some; to be called every second."""
 
-    @abc.abstractmethod
-    def dismiss(self) -> None:
+    def dismiss(self) -> None:  # noqa: B027  # only agents need it
         """All processes have ended: pass on what is still on its way."""
 
     @property
@@ -196,8 +194,7 @@ class HostProcesses(abc.ABC):
     def is_silent(self) -> bool:
         """Whether nothing more will come from any output."""
 
-    @abc.abstractmethod
-    def hang_up(self) -> None:
+    def hang_up(self) -> None:  # noqa: B027  # only agents need it
         """Tell an agent that all is over, without waiting for it: `release` comes next."""
 
     @abc.abstractmethod
@@ -349,15 +346,6 @@ class LocalProcesses(HostProcesses):
 
     def tell(self, node: NodeId, line: str) -> None:
         self._children[node].tell(line)
-
-    def beat(self, now: float) -> None:
-        """Does nothing: there is no agent."""
-
-    def dismiss(self) -> None:
-        """Does nothing: what is on its way is in pipes of this machine."""
-
-    def hang_up(self) -> None:
-        """Does nothing: there is no agent."""
 
     def pause(self, paused: bool) -> None:
         if paused == self._is_paused:

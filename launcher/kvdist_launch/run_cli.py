@@ -353,18 +353,16 @@ def _is(host: Host, this_machine: str) -> bool:
 
 def _variables(own: argparse.Namespace) -> dict[str, str]:
     """The variables that carry options to the processes."""
-    found: dict[str, str] = {}
-    if own.timeline_filename is not None:
-        found["KVDIST_TIMELINE"] = own.timeline_filename
-    if own.timeline_mark_cycles:
-        found["KVDIST_TIMELINE_MARK_CYCLES"] = "1"
-    if own.stall_check_warning_time_seconds is not None:
-        found["KVDIST_STALL_CHECK_S"] = f"{own.stall_check_warning_time_seconds:g}"
-    if own.no_stall_check:
-        found["KVDIST_STALL_CHECK_S"] = "0"
-    if own.stall_check_shutdown_time_seconds is not None:
-        found["KVDIST_STALL_SHUTDOWN_S"] = f"{own.stall_check_shutdown_time_seconds:g}"
-    return found
+    check_s = 0.0 if own.no_stall_check else own.stall_check_warning_time_seconds
+    found = {
+        "KVDIST_TIMELINE": own.timeline_filename,
+        "KVDIST_TIMELINE_MARK_CYCLES": "1" if own.timeline_mark_cycles else None,
+        "KVDIST_STALL_CHECK_S": None if check_s is None else f"{check_s:g}",
+        "KVDIST_STALL_SHUTDOWN_S": None
+        if own.stall_check_shutdown_time_seconds is None
+        else f"{own.stall_check_shutdown_time_seconds:g}",
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _say(text: str) -> None:
