@@ -198,12 +198,17 @@ class Roster(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Declare(WireMessage):
-    """Worker → scheduler: this worker initialises these keys next."""
+class _OfStore(WireMessage):
+    """A request about a store."""
 
-    KIND = 10
     request: UInt64
     store: UInt32
+
+
+@dataclass(frozen=True, slots=True)
+class _OfKeys(_OfStore):
+    """A request about new keys of a store."""
+
     mode: Name
     """The name of the store's policy: ``sync`` or ``async``."""
     keys: Keys
@@ -213,6 +218,13 @@ class Declare(WireMessage):
     """Per key the dtype in which its values travel to workers: its own, or a half for a key of float32."""
     forms: Forms
     """Per key: empty for an array, else what the rows of a table begin as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declare(_OfKeys):
+    """Worker → scheduler: this worker initialises these keys next."""
+
+    KIND = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,38 +256,26 @@ class Placed(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Assign(WireMessage):
+class Assign(_OfKeys):
     """Scheduler → server: these keys exist; keep the slices that are yours."""
 
     KIND = 12
-    request: UInt64
-    store: UInt32
-    mode: Name
-    keys: Keys
-    shapes: Shapes
-    dtypes: DTypes
-    pulled_as: DTypes
-    forms: Forms
     placement: Annotated[Placement, _PLACEMENT]
 
 
 @dataclass(frozen=True, slots=True)
-class Configure(WireMessage):
+class Configure(_OfStore):
     """Worker → scheduler: the optimizer of this store, as names and numbers."""
 
     KIND = 13
-    request: UInt64
-    store: UInt32
     description: Description
 
 
 @dataclass(frozen=True, slots=True)
-class SetOptimizer(WireMessage):
+class SetOptimizer(_OfStore):
     """Scheduler → server: update the weights of this store with this optimizer from now on."""
 
     KIND = 14
-    request: UInt64
-    store: UInt32
     description: Description
 
 
@@ -298,15 +298,13 @@ class Failed(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Barrier(WireMessage):
+class Barrier(_OfStore):
     """Worker → scheduler: I am at the `counter`-th barrier of this store. Answered by `Done` when all are.
 
     All of them must say the same in `statement`, or all are answered by `Failed`.
     """
 
     KIND = 17
-    request: UInt64
-    store: UInt32
     counter: UInt64
     statement: Sentence
 
@@ -315,20 +313,35 @@ class Barrier(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InitValues(WireMessage):
+class _OfSlices(WireMessage):
+    """A message about slices: the run of each, and its number."""
+
+    runs: U32s
+    ids: U32s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AfterPushes(_OfSlices):
+    """A message about slices after so many pushes of the worker, at these versions."""
+
+    steps: U32s
+    """The worker's push counter of the slice: 0 for its first push."""
+    versions: U32s
+    """The newest version that the worker has seen, on which it has computed a contribution."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InitValues(_OfSlices):
     """Worker 0 → server: the first values of slices. Repeated, it changes nothing."""
 
     KIND = 20
-    runs: U32s
-    ids: U32s
     arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Push(WireMessage):
-    """Worker → server, or the worker that sums for its host: contributions; with `pull`, the new values are wanted."""
+class _Contributions(WireMessage):
+    """A push of whole slices, one column entry for each; with `pull`, the new values are wanted."""
 
-    KIND = 21
     pull: Boolean
     runs: U32s
     ids: U32s
@@ -343,86 +356,77 @@ class Push(WireMessage):
     """Distinct (learning rate, weight decay, rescale); NaN for what the server's optimizer should decide."""
     setting_of: U8s
     """(n,) index into `settings`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Push(_Contributions):
+    """Worker → server, or the worker that sums for its host: contributions; with `pull`, the new values are wanted."""
+
+    KIND = 21
     arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pull(WireMessage):
+class Pull(_AfterPushes):
     """Worker → server: send the values as soon as my first `steps` pushes are counted and `versions` is reached."""
 
     KIND = 22
-    runs: U32s
-    ids: U32s
-    steps: U32s
-    versions: U32s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Values(WireMessage):
+class Values(_OfSlices):
     """Server → worker: values of slices at a version; answers `Pull`, and `Push` with `pull`."""
 
     KIND = 23
-    runs: U32s
-    ids: U32s
     versions: U32s
     outcomes: Outcomes
     arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Counted(WireMessage):
+class Counted(_OfSlices):
     """Server → worker: what became of contributions or first values."""
 
     KIND = 24
-    runs: U32s
-    ids: U32s
     versions: U32s
     outcomes: Outcomes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Refused(WireMessage):
+class Refused(_OfSlices):
     """Server → worker: these slices of a request failed, for one reason. Their neighbours are not touched."""
 
     KIND = 25
-    runs: U32s
-    ids: U32s
     code: Error
     reason: Sentence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReplaceValues(WireMessage):
+class ReplaceValues(_OfSlices):
     """Worker 0 → server: new values of slices in place of the present ones, while no push is under way."""
 
     KIND = 26
-    runs: U32s
-    ids: U32s
     arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PullState(WireMessage):
+class PullState(_OfSlices):
     """Worker → server: send the optimizer's state of slices as soon as my first `steps` pushes are counted.
 
     Each is answered by `Values` with its part, of the dtype in which states are kept.
     """
 
     KIND = 70
-    runs: U32s
-    ids: U32s
     steps: U32s
     parts: U8s
     """(n,) which part of the state: see WIRE.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReplaceState(WireMessage):
+class ReplaceState(_OfSlices):
     """Worker → server: parts of the optimizer's state in place of the present ones, while no push is under way."""
 
     KIND = 71
-    runs: U32s
-    ids: U32s
     parts: U8s
     arrays: SliceArrays
 
@@ -451,28 +455,17 @@ class JoinedPush(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HandedBack(WireMessage):
+class HandedBack(_OfSlices):
     """Worker that sums for its host → worker of that host: send these contributions to the server yourself."""
 
     KIND = 28
-    runs: U32s
-    ids: U32s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CompressedPush(WireMessage):
+class CompressedPush(_Contributions):
     """Worker → server: contributions of float32, encoded. The columns are those of `Push`, and so are the answers."""
 
     KIND = 29
-    pull: Boolean
-    runs: U32s
-    ids: U32s
-    steps: U32s
-    versions: U32s
-    samples: U32s
-    flags: PushFlags
-    settings: Settings
-    setting_of: U8s
     arrays: CodedArrays
 
 
@@ -484,25 +477,19 @@ class CompressedPush(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InitRows(WireMessage):
+class InitRows(_OfSlices):
     """Worker 0 → server: the first values of rows; rows that are not named are zero. Repeated, it changes nothing."""
 
     KIND = 60
-    runs: U32s
-    ids: U32s
     flags: InitRowsFlags
     arrays: RowArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PushRows(WireMessage):
+class PushRows(_AfterPushes):
     """Worker → server: contributions of rows; one without rows counts, too. The other columns are those of `Push`."""
 
     KIND = 61
-    runs: U32s
-    ids: U32s
-    steps: U32s
-    versions: U32s
     samples: U32s
     flags: PushRowsFlags
     settings: Settings
@@ -511,27 +498,21 @@ class PushRows(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PullRows(WireMessage):
+class PullRows(_AfterPushes):
     """Worker → server: send these rows as soon as my first `steps` pushes are counted and `versions` is reached.
 
     `arrays` has one entry for each slice: the ids.
     """
 
     KIND = 62
-    runs: U32s
-    ids: U32s
-    steps: U32s
-    versions: U32s
     arrays: RowIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowValues(WireMessage):
+class RowValues(_OfSlices):
     """Server → worker: the values of the rows that `PullRows` named, in its order. One entry for each slice."""
 
     KIND = 63
-    runs: U32s
-    ids: U32s
     versions: U32s
     arrays: SliceArrays
 
@@ -652,14 +633,6 @@ class SavedFile:
 
 
 _FILE = record("file", SavedFile)
-
-
-@dataclass(frozen=True, slots=True)
-class _OfStore(WireMessage):
-    """A request about a store."""
-
-    request: UInt64
-    store: UInt32
 
 
 @dataclass(frozen=True, slots=True)
