@@ -17,6 +17,7 @@ from torch.distributed import Work
 from kvdist.collective.api import (
     ProcessSet,
     allreduce,
+    broadcast_async_,
     global_process_set,
     group_of,
     grouped_broadcast_async_,
@@ -62,6 +63,14 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: Pr
         here = [(name, tensor) for name, tensor in named if tensor.device == device]
         label = f"{here[0][0]} to {here[-1][0]}" if here[0][0] else "parameters"
         synchronize(grouped_broadcast_async_([tensor for _, tensor in here], root_rank, label, process_set))
+
+
+def broadcast_each(
+    tensors: Iterable[tuple[str, torch.Tensor]], root_rank: int, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    """Replace named tensors by those of one rank, each by an operation of its own, and return them."""
+    handles = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in tensors]
+    return [handle.result() for handle in handles]
 
 
 def _named(params: Parameters) -> list[tuple[str, Any]]:

@@ -113,6 +113,28 @@ class ReduceOptions:
         )
 
 
+def put_before(instance: Any, front: type, module: str = "") -> None:
+    """Put a base before the class of an object, which keeps its state, and whose class keeps its name.
+
+    Args:
+        instance: such as an optimizer.
+        front: what its class gets as its first base.
+        module: which the new class names as its own; '' for that of the old one.
+
+    Raises:
+        ValueError: a base that averages gradients is there already.
+    """
+    own = type(instance)
+    if isinstance(instance, Distributed):
+        raise ValueError(f"this {own.__name__} is distributed already; wrap it once")
+    names = {"__module__": module or own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    instance.__class__ = type(own.__name__, (front, own), names)
+
+
+class Distributed:
+    """The mark of optimizers and tapes whose gradients are those of all ranks."""
+
+
 @dataclass(frozen=True)
 class _Sent:
     """A gradient that is being reduced."""

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from kvdist.collective.api import ProcessSet, allreduce, global_process_set, grouped_allreduce
-from kvdist.collective.gradients import GradientReducer, Groups, ReduceOptions
+from kvdist.collective.gradients import Distributed, GradientReducer, Groups, ReduceOptions, put_before
 from kvdist.collective.reduction import Adasum, Average, Compression, NoneCompressor, ReduceOp
 
 Named = list[tuple[str, torch.Tensor]]
 
 
-class _Distributed(torch.optim.Optimizer):
+class _Distributed(Distributed, torch.optim.Optimizer):
     """The base that a distributed optimizer has before its own class."""
 
     _options: ReduceOptions
@@ -285,8 +285,6 @@ def DistributedOptimizer(
     Raises:
         ValueError: arguments are invalid or contradict each other.
     """
-    if isinstance(optimizer, _Distributed):
-        raise ValueError("the optimizer is distributed already; DistributedOptimizer is called once for each")
     op = ReduceOp(op)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
@@ -300,8 +298,6 @@ def DistributedOptimizer(
         groups=num_groups or None if groups is None else groups,
     )
     named = _checked_named(optimizer, named_parameters)
-    base = _DistributedAdasum if op is Adasum else _Distributed
-    kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    put_before(optimizer, _DistributedAdasum if op is Adasum else _Distributed)
     optimizer._begin(named, options)  # type: ignore[attr-defined]
     return optimizer

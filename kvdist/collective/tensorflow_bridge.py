@@ -20,7 +20,8 @@ import torch
 
 from kvdist import collective
 from kvdist.collective import Average, ProcessSet, global_process_set
-from kvdist.collective.basics import current, using
+from kvdist.collective.engine import current, using
+from kvdist.collective.functions import broadcast_each
 from kvdist.collective.gradients import ReduceOptions
 from kvdist.errors import CollectiveError
 
@@ -151,11 +152,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
     names = [variable.name if is_deferred() else f"variable {i}" for i, variable in enumerate(variables)]
 
     def work(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        handles = [
-            collective.broadcast_async_(tensor, root_rank, name, process_set)
-            for tensor, name in zip(tensors, names, strict=True)
-        ]
-        return [collective.synchronize(handle) for handle in handles]
+        return broadcast_each(zip(names, tensors, strict=True), root_rank, process_set)
 
     if not variables:
         return tf.group() if is_deferred() else None

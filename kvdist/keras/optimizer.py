@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
-from kvdist.collective.gradients import ReduceOptions
+from kvdist.collective.gradients import Distributed, ReduceOptions, put_before
 from kvdist.collective.reduction import NoneCompressor
 from kvdist.keras.values import averaged
 
@@ -58,8 +58,6 @@ def DistributedOptimizer(
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"DistributedOptimizer takes an optimizer of Keras 3, not a {type(optimizer).__name__}")
-    if is_distributed(optimizer):
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     if backward_passes_per_step > 1 and optimizer.gradient_accumulation_steps:
         raise ValueError(
             "the optimizer has gradient_accumulation_steps, and backward_passes_per_step would add up a second time:"
@@ -79,7 +77,7 @@ def DistributedOptimizer(
     return distribute(optimizer, Distribution(options.require_linear(), average_aggregated_gradients))
 
 
-class Distributing:
+class Distributing(Distributed):
     """A base before the optimizer's own class in the method resolution order."""
 
     kvdist_distribution: Distribution
@@ -95,16 +93,8 @@ def distribute(optimizer: Any, distribution: Distribution) -> Any:
     own = type(optimizer)
     public = getattr(keras.optimizers, own.__name__, None)
     is_public = isinstance(public, type) and issubclass(own, public)
-    optimizer.__class__ = type(
-        own.__name__,
-        (Distributing, own),
-        {
-            # Saved files name this module, which has the optimizer's own class.
-            "__module__": "keras.optimizers" if is_public else own.__module__,
-            "__qualname__": own.__qualname__,
-            "__doc__": own.__doc__,
-        },
-    )
+    # Saved files name this module, which has the optimizer's own class.
+    put_before(optimizer, Distributing, "keras.optimizers" if is_public else "")
     optimizer.kvdist_distribution = distribution
     return optimizer
 
@@ -112,14 +102,9 @@ def distribute(optimizer: Any, distribution: Distribution) -> Any:
 def release(optimizer: Any) -> Distribution:
     """Undo `distribute`."""
     distribution: Distribution = optimizer.kvdist_distribution
-    optimizer.__class__ = type(optimizer).__mro__[2]
+    optimizer.__class__ = type(optimizer).__bases__[1]
     del optimizer.kvdist_distribution
     return distribution
-
-
-def is_distributed(optimizer: Any) -> bool:
-    """Whether this object averages its gradients over the ranks."""
-    return isinstance(optimizer, Distributing)
 
 
 def with_outermost_distributed(optimizer: Any) -> Any:
@@ -129,7 +114,7 @@ def with_outermost_distributed(optimizer: Any) -> Any:
     look at the gradients of its own rank alone.
     """
     scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if scales_loss and not is_distributed(optimizer) and is_distributed(optimizer.inner_optimizer):
+    if scales_loss and not isinstance(optimizer, Distributing) and isinstance(optimizer.inner_optimizer, Distributing):
         return distribute(optimizer, release(optimizer.inner_optimizer))
     return optimizer
 

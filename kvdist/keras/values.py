@@ -15,6 +15,7 @@ import torch
 
 from kvdist import collective
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
+from kvdist.collective.functions import broadcast_each
 from kvdist.collective.gradients import ReduceOptions
 from kvdist.collective.reduction import NoneCompressor
 
@@ -51,12 +52,8 @@ def broadcast_values(variables: Sequence[Any], root_rank: int, process_set: Proc
         broadcast_variables([variable.value for variable in variables], root_rank, process_set=process_set)
         return
     # Not Keras' names: each rank numbers layers and optimizers by itself.
-    handles = [
-        collective.broadcast_async_(variable.value.detach(), root_rank, f"variable {i}", process_set)
-        for i, variable in enumerate(variables)
-    ]
-    for handle in handles:
-        collective.synchronize(handle)
+    named = [(f"variable {i}", variable.value.detach()) for i, variable in enumerate(variables)]
+    broadcast_each(named, root_rank, process_set)
 
 
 def broadcast_global_variables(root_rank: int, model: Any) -> None:

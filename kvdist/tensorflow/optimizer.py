@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
-from kvdist.collective.gradients import ReduceOptions
+from kvdist.collective.gradients import Distributed, ReduceOptions, put_before
 from kvdist.collective.reduction import NoneCompressor
 from kvdist.collective.tensorflow_bridge import averaged_gradients
 from kvdist.keras.optimizer import DistributedOptimizer as OfKeras
@@ -53,8 +53,6 @@ def DistributedOptimizer(
         options = ReduceOptions(
             called, ReduceOp(op), compression, gradient_predivide_factor, process_set, sparse_as_dense
         )
-        if isinstance(optimizer, Averaged):
-            raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
         return _become(optimizer, AveragedOptimizer, options)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
@@ -76,14 +74,10 @@ def DistributedOptimizer(
     )
 
 
-class Averaged:
-    """A base before an optimizer's or tape's own class in the method resolution order."""
+class AveragedOptimizer(Distributed):
+    """The first base of optimizers of `tf.compat.v1`."""
 
     kvdist_options: ReduceOptions
-
-
-class AveragedOptimizer(Averaged):
-    """For optimizers of `tf.compat.v1`."""
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Gradients and variables as the optimizer's own method gives them, the gradients averaged over the ranks."""
@@ -94,8 +88,10 @@ class AveragedOptimizer(Averaged):
         return list(zip(averaged, variables, strict=True))
 
 
-class AveragedTape(Averaged):
-    """For tapes."""
+class AveragedTape(Distributed):
+    """The first base of tapes."""
+
+    kvdist_options: ReduceOptions
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """The gradients as the tape's own method gives them, averaged over the ranks."""
@@ -107,10 +103,8 @@ class AveragedTape(Averaged):
 
 
 def _become(instance: Any, front: type, options: ReduceOptions) -> Any:
-    """Put a base before the class of an object."""
     options.require_linear()
-    own = type(instance)
-    instance.__class__ = type(own.__name__, (front, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+    put_before(instance, front)
     instance.kvdist_options = options
     return instance
 
@@ -137,7 +131,5 @@ def DistributedGradientTape(
     Raises:
         ValueError: it is wrapped already, or the arguments contradict each other.
     """
-    if isinstance(gradtape, Averaged):
-        raise ValueError("this tape is a DistributedGradientTape already; wrap it once")
     options = ReduceOptions("tape", ReduceOp(op), compression, gradient_predivide_factor, process_set, sparse_as_dense)
     return _become(gradtape, AveragedTape, options)

@@ -32,6 +32,7 @@ from kvdist.kvstore import values
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, is_count
 from kvdist.training.parameters import Parameter, require_shapes
+from kvdist.training.step import divide
 
 NUMBERS = {"lr": ("learning_rate", "lr_mult"), "weight_decay": ("wd", "wd_mult")}
 """Hyper-parameters of a group that may change: torch's name → our name and the table of its factors."""
@@ -147,15 +148,15 @@ class TorchOptimizer(torch.optim.Optimizer):
             )
         is_overflow = found_inf is not None and float(found_inf) > 0
         divisor = 1.0 if is_overflow or scale is None else float(scale)
-        grads = [replica.grad for one in self._parameters for replica in one.replicas]
-        _divide(grads, divisor)
+        grads = [[replica.grad for replica in one.replicas if replica.grad is not None] for one in self._parameters]
+        divide(grads, divisor)
         try:
             self._take_step(skip=is_overflow)
         except BaseException:
             # The scaler takes these away only after a step that went well, and would count them in at the next one.
             vars(self).pop("found_inf", None)
             vars(self).pop("grad_scale", None)
-            _divide(grads, 1.0 / divisor)
+            divide(grads, 1.0 / divisor)
             raise
         return loss
 
@@ -346,9 +347,3 @@ def _shaped(array: Array, shape: torch.Size) -> torch.Tensor:
     """The array as a tensor that shows it; of one dimension if it has one element for each row."""
     tensor = torch.from_numpy(array)
     return tensor.reshape(shape) if tensor.numel() == shape.numel() else tensor
-
-
-def _divide(grads: Sequence[torch.Tensor | None], divisor: float) -> None:
-    present = [grad for grad in grads if grad is not None]
-    if present and divisor != 1.0:
-        torch._foreach_div_(present, divisor)

@@ -37,37 +37,38 @@ class TrainingState:
     ) -> None:
         self._parameters = parameters
         self._local = local
-        self._is_updated_there = is_updated_there
         self._store = _able(store)
+        self._updating = self._store if is_updated_there else None
+        """The store where it updates, which then saves and loads."""
         self._workers = WorkerSaving(self._store, self._held, lambda: local.updater)
         if self._store is not None:
             self._store._at_close(self._workers.close)
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.save_states`."""
-        if self._is_updated_there and self._store is not None:
-            self._store.save_optimizer_states(fname)
+        if self._updating is not None:
+            self._updating.save_optimizer_states(fname)
         else:
             self._workers.save(SaveJob(fname, states_only=True))
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.load_states`."""
-        if self._is_updated_there and self._store is not None:
-            self._store.load_optimizer_states(fname)
+        if self._updating is not None:
+            self._updating.load_optimizer_states(fname)
         else:
             self._load_here(LoadJob(fname, values=False))
 
     def states(self, keys: Sequence[int]) -> list[SliceState | None]:
         """The optimizer's state of each key; not a collective call."""
-        if self._is_updated_there and self._store is not None:
-            return self._store.optimizer_states(keys)
+        if self._updating is not None:
+            return self._updating.optimizer_states(keys)
         states = [self._local.updater.state_of(key) for key in keys]
         return [None if state is None else state.copy() for state in states]
 
     def replace_states(self, keys: Sequence[int], states: Sequence[SliceState | None]) -> None:
         """Go on from these; every worker calls it, and has agreed that they are the same everywhere."""
-        if self._is_updated_there and self._store is not None:
-            self._store.replace_optimizer_states(keys, states)
+        if self._updating is not None:
+            self._updating.replace_optimizer_states(keys, states)
         else:
             for key, state in zip(keys, states, strict=True):
                 self._local.updater.restore(key, None if state is None else state.copy())
@@ -80,8 +81,8 @@ class TrainingState:
     ) -> Future[Path]:
         """See `Trainer.save_checkpoint`."""
         names: dict[int | str, str] = {key: parameter.name for key, parameter in enumerate(self._parameters)}
-        if self._is_updated_there and self._store is not None:
-            return self._store.save_checkpoint(directory, step, state=state, keep=keep, names=names)
+        if self._updating is not None:
+            return self._updating.save_checkpoint(directory, step, state=state, keep=keep, names=names)
         return self._workers.save(SaveJob(directory, step, state, keep, names))
 
     def close(self) -> None:
@@ -94,8 +95,8 @@ class TrainingState:
 
     def load_checkpoint(self, directory: str | os.PathLike[str], step: int | None, with_states: bool) -> Checkpoint:
         """See `Trainer.load_checkpoint`. Where the store updates, the weights are still to be pulled."""
-        if self._is_updated_there and self._store is not None:
-            return self._store.load_checkpoint(directory, step, states=with_states)
+        if self._updating is not None:
+            return self._updating.load_checkpoint(directory, step, states=with_states)
         return self._load_here(LoadJob(directory, step, states=with_states))
 
     def _held(self) -> list[HeldArray]:

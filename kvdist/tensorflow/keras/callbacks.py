@@ -1,17 +1,7 @@
 """The callbacks of `kvdist.keras`, which are the same on TensorFlow."""
 
-from kvdist.keras.callbacks import (
-    BestModelCheckpoint,
-    BroadcastGlobalVariablesCallback,
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-    MetricAverageCallback,
-)
-
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
+from kvdist.keras.callbacks import BestModelCheckpoint as BestModelCheckpoint
+from kvdist.keras.callbacks import BroadcastGlobalVariablesCallback as BroadcastGlobalVariablesCallback
+from kvdist.keras.callbacks import LearningRateScheduleCallback as LearningRateScheduleCallback
+from kvdist.keras.callbacks import LearningRateWarmupCallback as LearningRateWarmupCallback
+from kvdist.keras.callbacks import MetricAverageCallback as MetricAverageCallback
