@@ -112,3 +112,8 @@ class FencedError(KvdistError, RuntimeError):
 
 class ProtocolError(KvdistError):
     """Bytes from a peer that are not a valid message. The only exception the decoder raises."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, at most 300 characters, or the name of its class where it has no text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

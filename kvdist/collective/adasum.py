@@ -17,19 +17,14 @@ import torch
 from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
-from kvdist.collective.operations import (
-    Operation,
-    check_writable,
-    checked,
-    writing,
-)
-from kvdist.collective.reduction import Adasum, check_reducible, scale_
+from kvdist.collective.operations import AllReduce, writing
+from kvdist.collective.reduction import Adasum, scale_
 
 TINY = torch.finfo(torch.float64).tiny ** 0.5
 """A squared norm below it counts as zero."""
 
 
-class AdasumOperation(Operation):
+class AdasumOperation(AllReduce):
     """All ranks get the Adasum of their tensors.
 
     Args:
@@ -51,14 +46,7 @@ class AdasumOperation(Operation):
     ) -> None:
         if size & (size - 1):
             raise ValueError(f"Adasum needs a power of two of ranks, got {size}")
-        self._tensors = checked("allreduce", tensors)
-        for dtype in {tensor.dtype for tensor in tensors}:
-            check_reducible("allreduce", dtype, Adasum, is_scaled=False)
-        self._outputs = list(outputs)
-        check_writable("allreduce", self._outputs)
-        self._prescale = prescale
-        self._postscale = postscale
-        self._sign("allreduce", name, tensors, f"{Adasum.name}, prescale {prescale!r}, postscale {postscale!r}")
+        super().__init__(name, tensors, outputs, Adasum, prescale, postscale)
 
     def begin(self, channel: Channel) -> list[Work]:
         with writing(self._outputs):
@@ -67,9 +55,6 @@ class AdasumOperation(Operation):
                 if members:
                     self._reduce(members, dtype, channel)
         return []
-
-    def finish(self) -> list[torch.Tensor]:
-        return self._outputs
 
     def _reduce(self, members: list[int], dtype: torch.dtype, channel: Channel) -> None:
         sizes = [self._tensors[i].numel() for i in members]

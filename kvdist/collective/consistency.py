@@ -19,7 +19,7 @@ from typing import Protocol
 
 from kvdist.collective.signature import ALWAYS_AGREED, Signature
 from kvdist.config.exit_codes import exit_with_peer_lost
-from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
+from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError, first_line
 from kvdist.protocol.collective import (
     DIGEST_BYTES,
     ENTRY_BYTES,
@@ -267,8 +267,8 @@ class CoordinatedCheck(ConsistencyCheck):
         self._calls(group).done += 1
 
     def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        failure = f"{signature} failed on rank {self.rank} on host {self._host}: {type(error).__name__}: {text}"
+        kind = type(error).__name__
+        failure = f"{signature} failed on rank {self.rank} on host {self._host}: {kind}: {first_line(error)}"
         calls = self._calls(group)
         with self._changed:
             # Torch's groups raise RuntimeError when a connection breaks; other errors have their cause here.

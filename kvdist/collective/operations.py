@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -514,16 +514,26 @@ def _zeros(text: str, device: str) -> torch.Tensor:
 
 
 class MarkerOperation(Operation):
-    """Takes a place in the order of operations and moves no data: `join`, or an operation that a rank cannot call."""
+    """Takes a place in the order of operations and moves no data.
 
-    def __init__(self, signature: Signature) -> None:
+    `join`, an operation that a rank cannot call, or a change of the process sets.
+
+    Args:
+        signature: what the ranks must agree on.
+        action: called when they have agreed; its result is the operation's.
+    """
+
+    def __init__(self, signature: Signature, action: Callable[[], Any] = lambda: None) -> None:
         self.signature = signature
+        self._action = action
+        self._result: Any = None
 
     def begin(self, channel: Channel) -> list[Work]:
+        self._result = self._action()
         return []
 
     def finish(self) -> Any:
-        return None
+        return self._result
 
 
 REASON_MAX = 1000

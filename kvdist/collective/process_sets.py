@@ -6,13 +6,9 @@ All ranks add and remove the same sets in the same order; numbers count up from 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from torch.distributed import Work
-
-from kvdist.collective.channel import Channel
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine, current
-from kvdist.collective.operations import Operation
+from kvdist.collective.operations import MarkerOperation
 from kvdist.collective.signature import ADD_SET, REMOVE_SET, Signature
 
 
@@ -96,7 +92,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     except ValueError as error:
         engine.refuse(error)
         raise
-    made.process_set_id = engine.submit(_AddSet(engine, tuple(made.ranks))).result()
+    ranks = tuple(made.ranks)
+    signature = Signature(ADD_SET, "", (), f"ranks {', '.join(map(str, ranks))}")
+    made.process_set_id = engine.submit(MarkerOperation(signature, lambda: engine.open_set(ranks))).result()
     engine.at_close(made._forget)
     return made
 
@@ -106,7 +104,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     engine, number = current(), process_set.process_set_id
     if number is None or number == ALL_RANKS or number not in engine.sets:
         return False
-    engine.submit(_RemoveSet(engine, number)).result()
+    removal = MarkerOperation(Signature(REMOVE_SET, "", (), f"id {number}"), lambda: engine.close_set(number))
+    engine.submit(removal).result()
     process_set._forget()
     engine.not_at_close(process_set._forget)
     return True
@@ -121,36 +120,3 @@ def _check(process_set: ProcessSet, engine: CollectiveEngine) -> None:
     for number, known in engine.sets.items():
         if known == ranks:
             raise ValueError(f"a process set of ranks {list(ranks)} exists already, with the id {number}")
-
-
-class _AddSet(Operation):
-    """All ranks register a set, and its members connect."""
-
-    def __init__(self, engine: CollectiveEngine, ranks: tuple[int, ...]) -> None:
-        self._engine = engine
-        self._ranks = ranks
-        self._number = -1
-        self.signature = Signature(ADD_SET, "", (), f"ranks {', '.join(map(str, ranks))}")
-
-    def begin(self, channel: Channel) -> list[Work]:
-        self._number = self._engine.open_set(self._ranks)
-        return []
-
-    def finish(self) -> Any:
-        return self._number
-
-
-class _RemoveSet(Operation):
-    """All ranks remove a set."""
-
-    def __init__(self, engine: CollectiveEngine, number: int) -> None:
-        self._engine = engine
-        self._number = number
-        self.signature = Signature(REMOVE_SET, "", (), f"id {number}")
-
-    def begin(self, channel: Channel) -> list[Work]:
-        self._engine.close_set(self._number)
-        return []
-
-    def finish(self) -> Any:
-        return None

@@ -25,7 +25,7 @@ from kvdist.config.endpoints import is_loopback
 from kvdist.config.environment import Meeting, World
 from kvdist.config.settings import CollectiveSettings
 from kvdist.config.sockets import private_folder, require_private_folder
-from kvdist.errors import CollectiveError
+from kvdist.errors import CollectiveError, first_line
 
 LOOPBACK = "127.0.0.1"
 
@@ -81,13 +81,12 @@ def meet(world: World, timeout_s: float) -> PrefixStore:
         host = LOOPBACK
         port = 0 if is_master else _left_port(_port_file(meeting), timeout_s)
     try:
-        if not is_master:
-            _await_listener(host, port, deadline)
-        store = _within(deadline, lambda: _open(meeting, host, port, is_master, timeout_s))
+        shared = _open(meeting, host, port, is_master, timeout_s, deadline)
     except (RuntimeError, OSError) as error:
         what = "cannot listen at" if is_master else f"has found no rank 0 within {timeout_s:g} s at"
-        raise CollectiveError(f"rank {world.rank} on {host_name()} {what} {host}:{port}: {_first(error)}") from error
-    shared = _of_job(meeting, store)
+        raise CollectiveError(
+            f"rank {world.rank} on {host_name()} {what} {host}:{port}: {first_line(error)}"
+        ) from error
     leave_port(world, shared)
     return shared
 
@@ -101,32 +100,37 @@ def meet_again(world: World, store: PrefixStore, timeout_s: float) -> PrefixStor
     before: TCPStore = store.underlying_store  # type: ignore[assignment]
     deadline = time.monotonic() + timeout_s
     try:
-        _await_listener(before.host, before.port, deadline)
-        again = _within(deadline, lambda: _open(world.meeting, before.host, before.port, False, timeout_s))
+        return _open(world.meeting, before.host, before.port, False, timeout_s, deadline)
     except (RuntimeError, OSError) as error:
         where = f"{before.host}:{before.port}"
         raise CollectiveError(
             f"rank {world.rank} on {host_name()} cannot reach the rendezvous store of this job at {where} any more"
-            f" within {timeout_s:g} s (KVDIST_START_TIMEOUT_S): {_first(error)}"
+            f" within {timeout_s:g} s (KVDIST_START_TIMEOUT_S): {first_line(error)}"
         ) from error
-    return _of_job(world.meeting, again)
 
 
-def _of_job(meeting: Meeting, store: TCPStore) -> PrefixStore:
-    return PrefixStore(f"kvdist/{meeting.job}", store)
+def _open(meeting: Meeting, host: str, port: int, is_master: bool, timeout_s: float, deadline: float) -> PrefixStore:
+    """Connect to the store of a job, or serve it.
 
-
-def _open(meeting: Meeting, host: str, port: int, is_master: bool, timeout_s: float) -> TCPStore:
-    return TCPStore(
-        host,
-        port,
-        None,
-        is_master,
-        timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=meeting.listen_fd if is_master else None,
+    Raises:
+        OSError, RuntimeError: that cannot be done before the deadline.
+    """
+    if not is_master:
+        _await_listener(host, port, deadline)
+    store = _within(
+        deadline,
+        lambda: TCPStore(
+            host,
+            port,
+            None,
+            is_master,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=meeting.listen_fd if is_master else None,
+        ),
     )
+    return PrefixStore(f"kvdist/{meeting.job}", store)
 
 
 def _await_listener(host: str, port: int, deadline: float) -> None:
@@ -167,10 +171,6 @@ def _within(deadline: float, make: Callable[[], TCPStore]) -> TCPStore:
         raise TimeoutError(
             "a process listens there but does not answer: it is another program, or rank 0 has not called init()"
         ) from None
-
-
-def _first(error: BaseException) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
 def _port_file(meeting: Meeting) -> Path:

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from kvdist.errors import DeviceError
+from kvdist.errors import DeviceError, first_line
 from kvdist.kvstore.base import KVStore
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _copy(net: torch.nn.Module) -> torch.nn.Module:
         return copy.deepcopy(net)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"the network cannot be copied ({_first_line(error)}): make it once for each device and give the Trainer"
+            f"the network cannot be copied ({first_line(error)}): make it once for each device and give the Trainer"
             " list(zip(net0.parameters(), net1.parameters()))"
         ) from error
 
@@ -135,7 +135,7 @@ def _devices(devices: Sequence[Any]) -> list[torch.device]:
             torch.empty(1, device=place)
         except (AssertionError, NotImplementedError, RuntimeError) as error:  # torch without CUDA asserts
             raise DeviceError(
-                f"the device {str(place)!r} cannot be used here ({_first_line(error)}): torch sees"
+                f"the device {str(place)!r} cannot be used here ({first_line(error)}): torch sees"
                 f" {torch.cuda.device_count()} CUDA devices, counted from 0, of those that CUDA_VISIBLE_DEVICES leaves"
             ) from error
         places.append(place)
@@ -163,10 +163,6 @@ def _check(net: torch.nn.Module) -> None:
         )
     if "meta" in lies_on:
         raise ValueError("the network is on the device 'meta' and has no weights yet: give it some, as by to_empty()")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None) -> None:
