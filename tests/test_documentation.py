@@ -263,25 +263,50 @@ def test_there_are_examples_to_run() -> None:
     assert {path for path, _ in PYTHON} >= {README, MANUAL}
 
 
-@pytest.mark.parametrize(("path", "body"), PYTHON, ids=[f"{name_of(path)}-{i}" for i, (path, _) in enumerate(PYTHON)])
-def test_a_python_example_runs_alone_in_the_embedded_cluster(path: Path, body: str, tmp_path: Path) -> None:
-    if "Trainer" in body or "import torch" in body:
-        pytest.importorskip("torch")
-    script = tmp_path / "train.py"
-    script.write_text(body, "utf-8")
-    run = subprocess.run(
-        [sys.executable, "-W", "error", script],
-        cwd=tmp_path,
-        env=plain_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert run.returncode == 0, run.stderr
-    # A module of optimizers, say, makes no store, and what starts a job has a cluster.
-    is_alone = 'create("dist' in body and "kvdist_launch" not in body
-    expected = ["kv.create('dist') found no cluster in the"] * is_alone
-    assert [line.partition(" environment")[0] for line in run.stderr.splitlines()[:1]] == expected
+RUN_EACH = """
+import atexit, os, runpy, sys, threading, traceback
+import kvdist, kvdist.kv, kvdist_launch, numpy, torch
+
+kvdist.Trainer
+for folder in sys.argv[1:]:
+    if child := os.fork():
+        with open(os.path.join(folder, "code"), "w") as file:
+            file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        continue
+    code = 1
+    os.chdir(folder)
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.argv[:] = ["train.py"]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)  # an interpreter with torch takes a second to tear itself down
+"""
+"""A process that has imported what examples need, and forks for each of them."""
+
+
+def test_each_python_example_runs_alone_in_the_embedded_cluster(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    folders = [tmp_path / f"{number}" for number in range(len(PYTHON))]
+    for folder, (_, body) in zip(folders, PYTHON, strict=True):
+        folder.mkdir()
+        (folder / "train.py").write_text(body, "utf-8")
+    argv = [sys.executable, "-W", "error", "-c", RUN_EACH, *map(str, folders)]
+    subprocess.run(argv, env=plain_environment(), timeout=TIMEOUT_S, check=True)
+    for folder, (path, body) in zip(folders, PYTHON, strict=True):
+        said = (folder / "err").read_text("utf-8")
+        assert (folder / "code").read_text() == "0", f"{name_of(path)}:\n{body}\n{said}"
+        # A module of optimizers, say, makes no store, and what starts a job has a cluster.
+        is_alone = 'create("dist' in body and "kvdist_launch" not in body
+        expected = ["kv.create('dist') found no cluster in the"] * is_alone
+        assert [line.partition(" environment")[0] for line in said.splitlines()[:1]] == expected, name_of(path)
 
 
 def shell_words(body: str) -> Iterator[tuple[dict[str, str], list[str]]]:

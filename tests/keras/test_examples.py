@@ -51,6 +51,7 @@ def test_ranks_learn_the_same_network_and_rank_0_writes_it(job, ranks, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{epoch}.keras" for epoch in range(1, 9)]
 
 
+@pytest.mark.slow
 def test_the_cells_of_the_notebook_run_in_their_order(job, tmp_path):
     cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
     program = tmp_path / "cells.py"

@@ -29,9 +29,9 @@ def succeeded(result):
 
 
 @functools.cache
-def compiled(family, architecture):
-    """What the compiler said, the program in PTX, and the names of the kernels there."""
-    names = [name for name in cuda.instances() if cuda.family_of(name) == family]
+def compiled(names, architecture):
+    """What the compiler said, the program in PTX, and the names of these kernels of one file there."""
+    family = cuda.family_of(names[0])
     try:
         program = succeeded(nvrtc.nvrtcCreateProgram(cuda.source(family).encode(), b"kernel.cu", 0, [], []))
     except RuntimeError as error:
@@ -59,32 +59,34 @@ def bodies(ptx, mangled):
     return {mangled[part.partition("(")[0].strip()]: part for part in parts}
 
 
-@pytest.mark.slow_cases("sums", "updates")
-@pytest.mark.parametrize("family", FILES)
-def test_every_kernel_compiles_without_a_warning(family):
-    said, ptx, mangled = compiled(family, PTX)
-    assert said == ""
-    assert sorted(bodies(ptx, mangled)) == sorted(mangled.values())
+def of_family(family):
+    return tuple(name for name in cuda.instances() if cuda.family_of(name) == family)
 
 
-@pytest.mark.parametrize("family", FILES)
-def test_kernels_load_16_bytes_at_a_time(family):
-    _, ptx, mangled = compiled(family, PTX)
+def first_and_last(family):
+    """Two instances of each template of a file."""
+    templates = {name.partition("<")[0]: name for name in reversed(of_family(family))}
+    return tuple(sorted({*templates.values(), *{name.partition("<")[0]: name for name in of_family(family)}.values()}))
+
+
+@pytest.mark.parametrize("chosen", [first_and_last, pytest.param(of_family, marks=pytest.mark.slow)])
+def test_kernels_compile_without_a_warning_load_16_bytes_at_a_time_and_contract_nothing(chosen):
     wide = re.compile(r"ld\.global(\.nc)?\.(v4\.[usbf]32|v2\.[usbf]64)")
-    narrow = [name for name, body in bodies(ptx, mangled).items() if not wide.search(body)]
-    assert [name for name in narrow if not NARROW.match(name)] == []
-
-
-@pytest.mark.parametrize("family", FILES)
-def test_nothing_is_contracted_or_approximated_or_kept_in_local_memory(family):
-    _, ptx, _ = compiled(family, PTX)
-    assert re.findall(r"\b(?:fma\S*|\S*\.approx\S*|\S*\.ftz\S*|\.local\b.*|(?:ld|st)\.local\S*)", ptx) == []
+    unwanted = re.compile(r"\b(?:fma\S*|\S*\.approx\S*|\S*\.ftz\S*|\.local\b.*|(?:ld|st)\.local\S*)")
+    for family in FILES:
+        said, ptx, mangled = compiled(chosen(family), PTX)
+        assert said == "", family
+        texts = bodies(ptx, mangled)
+        assert sorted(texts) == sorted(mangled.values())
+        narrow = [name for name, body in texts.items() if not wide.search(body)]
+        assert [name for name in narrow if not NARROW.match(name)] == []
+        assert unwanted.findall(ptx) == [], family
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FILES)
 def test_no_kernel_spills_its_registers(family):
-    said, _, mangled = compiled(family, CUBIN)
+    said, _, mangled = compiled(of_family(family), CUBIN)
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
     assert len(frames) == len(registers) == len(mangled)
