@@ -31,8 +31,8 @@ from kvdist.core.joining import Introduction
 from kvdist.core.round import Verdict
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import replies as answers
-from kvdist.core.server import server
-from kvdist.core.server.block import Block, Contribution
+from kvdist.core.server import server, shard
+from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.server import Server
@@ -156,12 +156,14 @@ def small_messages() -> Iterator[None]:
 @contextmanager
 def counting(used: Counter[str]) -> Iterator[None]:
     """Count what a run exercises."""
-    apply, hold, join, hand_back = Block.apply, Block.hold, PushJoiner.join, HostRounds.hand_back
+    hold, join, hand_back = Block.hold, PushJoiner.join, HostRounds.hand_back
     offer = SparseTable.offer
 
-    def counted_apply(self: Block, contributions: Sequence[Contribution], updater: SliceUpdater | None) -> None:
-        used["round of several slices"] += len(self) > 1
-        apply(self, contributions, updater)
+    def counted_apply(
+        blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None
+    ) -> None:
+        used["round of several slices"] += any(len(block) > 1 for block in blocks)
+        apply_round(blocks, rounds, updater)
 
     def counted_hold(self: Block, member: Member) -> Buffer | None:
         used["held"] += 1
@@ -185,7 +187,7 @@ def counting(used: Counter[str]) -> Iterator[None]:
 
     with (
         mock.patch.object(SparseTable, "offer", counted_offer),
-        mock.patch.object(Block, "apply", counted_apply),
+        mock.patch.object(shard, "apply_round", counted_apply),
         mock.patch.object(Block, "hold", counted_hold),
         mock.patch.object(PushJoiner, "join", counted_join),
         mock.patch.object(HostRounds, "hand_back", counted_return),

@@ -2,13 +2,13 @@
 
 Synchronous and asynchronous training are its two settings so far. The decisions are pure functions of the state, so
 every server decides alike. A version of k contributions (backup workers, bounded staleness) needs more than a number
-here: a rule for what comes late, in dense, joint and sparse rounds, and its outcome in the answer. The messages have
-the fields for that: samples, the version a contribution was computed on, and the outcome.
+here: a rule for what comes late (`Round.offer`), and its outcome in the answer. The messages have the fields for that:
+samples, the version a contribution was computed on, and the outcome.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from kvdist.config.settings import Limits
@@ -36,7 +36,13 @@ class Policy:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether a version sums contributions of all workers."""
+        """Whether a version sums contributions of several workers; only those may be summed on the way to a server."""
+        return self.close != 1
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether each version has one contribution of every live worker, so that counters name a moment of training:
+        a checkpoint is exact, and a push waits for all workers."""
         return self.close is None
 
     def slice_bytes(self, limits: Limits) -> int:
@@ -50,6 +56,10 @@ class Policy:
     def missing(self, present: Set[int], members: Set[int]) -> tuple[int, ...]:
         """The ranks whose contributions are awaited."""
         return tuple(sorted(members - present)) if self.close is None else ()
+
+    def chosen(self, present: Iterable[int]) -> list[int]:
+        """The ranks whose contributions make a version that `is_full`, in the order in which they are summed."""
+        return sorted(present)[: self.close]
 
 
 SYNC = Policy("sync", close=None, needs_optimizer=False)

@@ -1,6 +1,6 @@
 """`Round`: contributions to the next version of something, one slot for each worker. Pure; it knows nothing of arrays.
 
-A server's blocks and sparse tables have one each. Rules that hold here:
+A server's blocks and sparse tables have one each; `take_round` is where it closes. Rules that hold here:
 
 * A round is a set keyed by worker, never a count of messages: the first contribution of a worker wins.
 * Contributions are taken in rank order, so that two runs give the same bits.
@@ -13,12 +13,13 @@ import enum
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvdist.core.policy import Policy
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.nodes import Member, worker
 from kvdist.optimizer.base import Optimizer
+from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import ErrorCode, Flag
 
 # A plain number: operators of enums are written in Python, and this is asked for every block of every push.
@@ -154,11 +155,9 @@ class Round(Generic[C, P]):
         """Count contributions, in rank order, which makes a version.
 
         Args:
-            ranks: whose; None for as many as the policy says.
+            ranks: whose; None for those that the policy says.
         """
-        if ranks is None:
-            ranks = sorted(self.slots)[: self.policy.close]
-        contributions = [self.slots.pop(rank) for rank in ranks]
+        contributions = [self.slots.pop(rank) for rank in ranks or self.policy.chosen(self.slots)]
         self.version += 1
         for contribution in contributions:
             self.counted[contribution.member.node.rank] = contribution.step + 1
@@ -198,6 +197,57 @@ class Round(Generic[C, P]):
         for rank, contribution in self.slots.items():
             assert contribution.member.node == worker(rank), "a slot holds its own worker's contribution"
             assert contribution.step == self.counted.get(rank, 0), "a slot holds the worker's next push"
+
+
+class Holder(Protocol):
+    """What a round changes: a block, or a sparse table."""
+
+    @property
+    def round(self) -> Round[Any, Any]:
+        """The open round, and the counters of those before it."""
+
+    @property
+    def has_value(self) -> bool:
+        """Whether its first values are there; until then no round is closed."""
+
+    @property
+    def ids(self) -> U32:
+        """(n,) the slices in it."""
+
+
+def contributors(holders: Sequence[Holder]) -> Set[int]:
+    """The ranks whose contributions to the open round all of these have."""
+    return set.intersection(*(set(holder.round.slots) for holder in holders))
+
+
+def is_complete(holders: Sequence[Holder], live: Set[int]) -> bool:
+    """Whether their rounds can be closed, all with contributions of the same workers, while these are alive."""
+    if len(holders) == 1:
+        return holders[0].round.is_complete(live) and holders[0].has_value
+    present = contributors(holders)
+    return (
+        bool(present) and all(holder.has_value for holder in holders) and holders[0].round.policy.is_full(present, live)
+    )
+
+
+def take_round(holders: Sequence[Holder], live: Set[int]) -> list[list[Any]]:
+    """Close the open round of a block or table, or the common one of all blocks of one parameter.
+
+    The blocks of a parameter whose rule needs norms of the whole travel, wait and are answered one by one; only the
+    closing is common: it waits until every block has the contributions of the same workers.
+
+    Args:
+        holders: of one policy.
+        live: the ranks of the live workers.
+
+    Returns:
+        For each of them the contributions to its next version, in rank order, which are counted now; nothing if the
+        round cannot be closed yet.
+    """
+    if not is_complete(holders, live):
+        return []
+    ranks = None if len(holders) == 1 else holders[0].round.policy.chosen(contributors(holders))
+    return [holder.round.take(ranks) for holder in holders]
 
 
 def scale_of(contribution: Contributed, total: int, optimizer: Optimizer | None) -> float:

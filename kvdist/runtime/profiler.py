@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.config.environment import profile_dir_from_env, read_setting
-from kvdist.core.server.block import Block, Contribution
-from kvdist.core.server.rounds import Rounds
+from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.server import Server
+from kvdist.core.server.shard import ApplyRound
 from kvdist.core.worker.requests import (
     ClaimFolder,
     DeclareKeys,
@@ -222,39 +222,22 @@ class NodeTrace(Tracer):
         self.trace.add(type(packet.message).__name__, "message", since_ns, arguments, tells=tells)
 
 
-class TracedRounds(Rounds):
-    """Applies rounds and notes each: the time is that of the sum and the update.
+def traced_rounds(trace: Trace) -> ApplyRound:
+    """`apply_round` that notes each round under the key of its first slice: the time of the sum and the update."""
 
-    Args:
-        trace: where.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-
-    def apply(self, block: Block, contributions: Sequence[Contribution], updater: SliceUpdater | None) -> None:
-        """To one block, noted under the key of its first slice."""
+    def apply(blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None) -> None:
         since = now_ns()
-        super().apply(block, contributions, updater)
-        self._note([block], since, len(contributions))
-
-    def apply_jointly(
-        self, blocks: Sequence[Block], contributions: Sequence[Sequence[Contribution]], updater: SliceUpdater
-    ) -> None:
-        """To all blocks of a parameter, noted under its key."""
-        since = now_ns()
-        super().apply_jointly(blocks, contributions, updater)
-        self._note(blocks, since, len(contributions[0]))
-
-    def _note(self, blocks: Sequence[Block], since_ns: int, contributions: int) -> None:
+        apply_round(blocks, rounds, updater)
         arguments = {
             "key": blocks[0].key,
             "version": blocks[0].version,
-            "contributions": contributions,
+            "contributions": len(rounds[0]),
             "bytes": sum(int(block.counts.sum()) * block.dtype.itemsize for block in blocks),
             "slices": sum(len(block) for block in blocks),
         }
-        self._trace.add(f"round of key {blocks[0].key!r}", "round", since_ns, arguments)
+        trace.add(f"round of key {blocks[0].key!r}", "round", since, arguments)
+
+    return apply
 
 
 def _told(request: Request) -> tuple[str, dict[str, Any]]:
@@ -382,7 +365,7 @@ class Profiler:
             if self._node is not None:
                 self._node.trace = None
                 if isinstance(self._node.machine, Server):
-                    self._node.machine.table.rounds = Rounds()
+                    self._node.machine.dense.apply = apply_round
 
     def resume(self) -> None:
         """Record again, if a trace is being made."""
@@ -452,7 +435,7 @@ class Profiler:
         if self._node is not None and self._trace is not None:
             self._node.trace = NodeTrace(self._trace)
             if isinstance(self._node.machine, Server):
-                self._node.machine.table.rounds = TracedRounds(self._trace)
+                self._node.machine.dense.apply = traced_rounds(self._trace)
 
     def _path(self) -> Path | None:
         node = self._node

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvdist.core.policy import ASYNC, SYNC, Policy
-from kvdist.core.round import PullRequest, Verdict
-from kvdist.core.server.block import Block, Contribution
+from kvdist.core.round import PullRequest, Verdict, is_complete
+from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.reference import REFERENCE
@@ -35,7 +35,7 @@ def block(policy: Policy = SYNC, dtype: DType = DType.FLOAT32, first: list[float
 
 def close(made: Block, updater: Updater | None = None) -> list[Contribution]:
     contributions = made.round.take()
-    made.apply(contributions, updater)
+    apply_round([made], [contributions], updater)
     return contributions
 
 
@@ -69,7 +69,7 @@ def test_the_first_value_stays_when_another_one_is_given() -> None:
 def test_without_an_optimizer_the_sum_replaces_the_value() -> None:
     made = block()
     offer_all(made, contribution(0, [1, 1, 1]), contribution(2, [10, 20, 30]))
-    assert made.is_ready({0, 2})
+    assert is_complete([made], {0, 2})
     close(made)
     assert value(made) == [11, 21, 31]
     assert made.version == 1 and made.round.counted == {0: 1, 2: 1}
@@ -209,22 +209,20 @@ def test_a_pull_waits_for_the_workers_own_pushes_and_for_its_version() -> None:
     made = block()
     member = Member(worker(0), 1)
     made.round.pulls = [PullRequest(member, 1, 0, 0), PullRequest(member, 2, 1, 0), PullRequest(member, 3, 0, 2)]
-    assert [pull.run for pull in made.take_satisfied_pulls()] == [1]
+    assert [pull.run for pull in made.round.take_satisfied()] == [1]
     offer_all(made, contribution(0, [1, 1, 1]))
     close(made)
-    assert [pull.run for pull in made.take_satisfied_pulls()] == [2]
+    assert [pull.run for pull in made.round.take_satisfied()] == [2]
     offer_all(made, contribution(0, [1, 1, 1], 1))
     close(made)
-    assert [pull.run for pull in made.take_satisfied_pulls()] == [3]
+    assert [pull.run for pull in made.round.take_satisfied()] == [3]
     assert not made.round.pulls
 
 
-def test_nothing_is_ready_or_answered_before_the_first_value() -> None:
+def test_no_round_is_complete_before_the_first_value() -> None:
     made = fresh()
     offer_all(made, contribution(0, [1, 1, 1]))
-    made.round.pulls = [PullRequest(Member(worker(0), 1), 1, 0, 0)]
-    assert not made.is_ready({0})
-    assert made.take_satisfied_pulls() == []
+    assert not is_complete([made], {0})
 
 
 def test_a_replaced_value_keeps_its_version_and_what_was_read_stays() -> None:
@@ -252,14 +250,6 @@ def test_values_that_are_replaced_again_and_again_never_come_in_an_array_that_wa
     read.leases -= 1
     made.replace([np.zeros(3, np.float32)])
     assert made.pool.spare == []
-
-
-def test_a_full_round_that_was_not_closed_is_an_invariant_broken() -> None:
-    made = block()
-    offer_all(made, contribution(0, [1, 1, 1]))
-    with pytest.raises(AssertionError, match="a full round is closed at once"):
-        made.validate({0}, jointly=False)
-    made.validate({0, 1}, jointly=False)
 
 
 # Values that are read where they lie.

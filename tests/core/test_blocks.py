@@ -16,7 +16,7 @@ from kvdist.core.machine import Send
 from kvdist.core.server import replies as answers
 from kvdist.core.server.block import ROUNDS_WORTH_IT, Block
 from kvdist.core.server.buffers import BufferPool
-from kvdist.core.server.table import Table
+from kvdist.core.server.shard import DenseShard
 from kvdist.core.worker import requests, transfers
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
@@ -52,18 +52,18 @@ def made(workers: int = 2, mode: str = "sync", optimizer: str = "", **numbers: A
     return wired
 
 
-def table(wired: Wired) -> Table:
-    return wired.servers[0].table
+def shard(wired: Wired) -> DenseShard:
+    return wired.servers[0].dense
 
 
 def block(wired: Wired) -> Block:
-    (found,) = table(wired).blocks
+    (found,) = shard(wired).blocks
     return found
 
 
 def sizes(wired: Wired) -> list[int]:
     """How many slices each block has."""
-    return [len(one) for one in sorted(table(wired).blocks, key=lambda one: int(one.ids[0]))]
+    return [len(one) for one in sorted(shard(wired).blocks, key=lambda one: int(one.ids[0]))]
 
 
 def values(wired: Wired, request: int, keys: Sequence[int | str] = ("a", "b", "c")) -> list[list[float]]:
@@ -363,7 +363,7 @@ def raw_push(wired: Wired, numbers: Sequence[int], steps: Sequence[int], runs: S
     columns = (np.array(runs, np.uint32), ids, np.array(steps, np.uint32), zeros, zeros, np.full(n, flag, np.uint8))
     arrays = Arrays(np.full(n, DType.FLOAT32, np.uint8), counts, payload)
     message = Push(bool(flag), *columns, ((NAN, NAN, NAN),), np.zeros(n, np.uint8), arrays)
-    table(wired).push(wired.member("worker-0"), message, 0.0)
+    shard(wired).push(wired.member("worker-0"), message, 0.0)
 
 
 def acknowledged(wired: Wired) -> list[Any]:
@@ -380,8 +380,8 @@ def test_a_run_that_names_a_slice_twice_is_refused_and_the_others_are_not() -> N
     wired = made(1)
     raw_push(wired, [0, 0, 1], [1, 1, 1], [7, 7, 8])
     assert [type(message).__name__ for message in acknowledged(wired)] == ["Counted", "Refused"]
-    assert [table(wired).blocks.of(number)[0].version for number in range(3)] == [1, 2, 1]
-    table(wired).validate()
+    assert [shard(wired).blocks.of(number)[0].version for number in range(3)] == [1, 2, 1]
+    shard(wired).validate()
 
 
 def test_what_is_held_may_be_split_by_what_follows_in_the_same_message() -> None:
@@ -394,9 +394,9 @@ def test_what_is_held_may_be_split_by_what_follows_in_the_same_message() -> None
     for number in range(3):
         raw_push(wired, [number], [3 + (number == 1)], [4 + number], hold)
         acknowledged(wired)
-    held = [one.held[wired.member("worker-0")] for one in table(wired).blocks]
-    assert all(buffer is one.published for buffer, one in zip(held, table(wired).blocks, strict=True))
-    table(wired).validate()
+    held = [one.held[wired.member("worker-0")] for one in shard(wired).blocks]
+    assert all(buffer is one.published for buffer, one in zip(held, shard(wired).blocks, strict=True))
+    shard(wired).validate()
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -439,15 +439,15 @@ def test_no_memory_for_a_merge_leaves_slices_apart() -> None:
     def nothing_left(nbytes: int) -> Any:
         raise MemoryError
 
-    for one in table(wired).blocks:
+    for one in shard(wired).blocks:
         one.pool.fresh().leases = 0
         one.pool.spare.append(one.pool.fresh())
-    blocks = list(table(wired).blocks)
+    blocks = list(shard(wired).blocks)
     with mock.patch.object(BufferPool, "fresh", nothing_left):
         for rank in (0, 1):
             wired.push(rank, whole(1))
         wired.settle()
-    assert list(table(wired).blocks) == blocks and sizes(wired) == [1, 2]
+    assert list(shard(wired).blocks) == blocks and sizes(wired) == [1, 2]
     rounds(wired)
     assert sizes(wired) == [3]
 
@@ -490,7 +490,7 @@ def test_a_pull_that_waits_is_not_younger_because_another_one_comes() -> None:
     ids = block(wired).ids
     runs = np.full(3, 99, np.uint32)
     for rank, now in ((0, 100.0), (1, 105.0)):
-        table(wired).pull(wired.member(f"worker-{rank}"), Pull(runs, ids, runs * 0 + 2, runs * 0), now)
+        shard(wired).pull(wired.member(f"worker-{rank}"), Pull(runs, ids, runs * 0 + 2, runs * 0), now)
     assert block(wired).round.open_since == 100.0
     assert len(block(wired).round.pulls) == 2
 
@@ -506,19 +506,19 @@ def test_a_slice_that_can_be_answered_never_waits_for_others_of_its_run(
     wired = made()
     ids, runs = block(wired).ids, np.full(3, 99, np.uint32)
     pull = Pull(runs, ids, np.array(steps, np.uint32), np.array(versions, np.uint32))
-    table(wired).pull(wired.member("worker-0"), pull, 100.0)
+    shard(wired).pull(wired.member("worker-0"), pull, 100.0)
     messages = [one.message for one in wired.servers[0].replies.take() if isinstance(one, Send)]
     assert len(sizes(wired)) > 1
     said = [number for message in messages if isinstance(message, Values) for number in message.ids.tolist()]
     assert said == ids[answered].tolist()
-    table(wired).validate()
+    shard(wired).validate()
 
 
 @pytest.mark.parametrize("steps", [[0, 1, 0], [1, 1, 1], [2, 2, 2]], ids=["earlier", "present", "next"])
 def test_a_pull_that_one_round_answers_for_all_slices_does_not_split_them(steps: list[int]) -> None:
     wired = made()
     ids, runs = block(wired).ids, np.full(3, 99, np.uint32)
-    table(wired).pull(wired.member("worker-0"), Pull(runs, ids, np.array(steps, np.uint32), runs * 0), 100.0)
+    shard(wired).pull(wired.member("worker-0"), Pull(runs, ids, np.array(steps, np.uint32), runs * 0), 100.0)
     assert sizes(wired) == [3]
     assert len(wired.servers[0].replies.take()) == (max(steps) < 2)
 
@@ -529,8 +529,8 @@ def test_a_pull_that_waits_holds_up_no_other_of_the_same_message() -> None:
     runs = np.array([5] * 3 + [6] * 3, np.uint32)
     member = wired.member("worker-0")
     steps = np.array([9] * 3 + [1] * 3, np.uint32)
-    table(wired).pull(member, Pull(runs, ids, steps, runs * 0), 0.0)
-    table(wired).pull(member, Pull(runs[:3], ids[:3], steps[3:], runs[:3] * 0), 0.0)
+    shard(wired).pull(member, Pull(runs, ids, steps, runs * 0), 0.0)
+    shard(wired).pull(member, Pull(runs[:3], ids[:3], steps[3:], runs[:3] * 0), 0.0)
     messages = [one.message for one in wired.servers[0].replies.take() if isinstance(one, Send)]
     assert [message.runs.tolist() for message in messages if isinstance(message, Values)] == [[6] * 3 + [5] * 3]
     assert len(block(wired).round.pulls) == 1
@@ -612,7 +612,7 @@ def test_what_is_read_of_a_block_is_not_written_when_it_has_been_split(monkeypat
         wired.check_bytes()
     wired.wire.append(late)
     wired.advance(1.0)
-    assert not any(buffer.leases for one in table(wired).blocks for buffer in one.pool.spare)
+    assert not any(buffer.leases for one in shard(wired).blocks for buffer in one.pool.spare)
 
 
 def test_memory_does_not_grow_over_a_thousand_rounds() -> None:
@@ -673,8 +673,8 @@ def test_memory_does_not_grow_while_blocks_are_split_and_merged() -> None:
         split(wired)
         rounds(wired)
         assert sizes(wired) == [3]
-    assert all(len(one.pool.spare) <= 2 for one in table(wired).blocks)
-    assert len(table(wired).blocks._all) == 1
+    assert all(len(one.pool.spare) <= 2 for one in shard(wired).blocks)
+    assert len(shard(wired).blocks._all) == 1
 
 
 def test_values_that_are_read_where_they_lie_stay_when_the_block_goes_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from kvdist.checkpoint.format import NAME, read_manifest
 from kvdist.checkpoint.shards import Shards
 from kvdist.checkpoint.snapshot import WriteManifest, WriteShard
 from kvdist.core.server.block import Block
+from kvdist.core.server.shard import DenseShard
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.worker import pending
 from kvdist.core.worker.pending import SavingCalls
@@ -167,13 +169,13 @@ def test_small_slices_that_are_updated_as_a_block_are_saved_one_by_one(tmp_path:
     wired = a_cluster(num_servers=1)
     small: tuple[int | str, ...] = ("b", 3)
     rounds = []
-    apply = Block.apply
+    apply = DenseShard._apply
 
-    def counted(self: Block, *arguments: Any) -> None:
-        rounds.extend([1] * (len(self) > 1))
-        apply(self, *arguments)
+    def counted(self: DenseShard, blocks: Sequence[Block], *arguments: Any) -> None:
+        rounds.extend([1] * (len(blocks[0]) > 1))
+        apply(self, blocks, *arguments)
 
-    with mock.patch.object(Block, "apply", counted):
+    with mock.patch.object(DenseShard, "_apply", counted):
         for turn in range(4):
             for rank in (0, 1):
                 wired.push(rank, {key: gradients(rank, turn)[key] for key in small})

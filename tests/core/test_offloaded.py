@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.policy import POLICIES
-from kvdist.core.server.block import Block, Contribution
+from kvdist.core.server import shard
+from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels.reference import REFERENCE
@@ -82,13 +84,12 @@ def test_workers_read_the_bits_that_they_would_read_from_hosts(
     name: str, numbers: dict[str, float], dtype: str, masters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = []
-    apply = Block.apply
 
-    def counted(self: Block, *arguments: Any) -> None:
-        rounds.extend([1] * (len(self) > 1))
-        apply(self, *arguments)
+    def counted(blocks: Sequence[Block], *arguments: Any) -> None:
+        rounds.extend([1] * any(len(block) > 1 for block in blocks))
+        apply_round(blocks, *arguments)
 
-    monkeypatch.setattr(Block, "apply", counted)
+    monkeypatch.setattr(shard, "apply_round", counted)
     for seed in (1, 2):
         here, there = a_pair()
         run = (seed, name, numbers, dtype, masters)
@@ -126,7 +127,7 @@ def test_a_value_that_is_replaced_again_and_again_is_the_one_that_is_updated() -
         ones = np.ones(2, np.float32)
         for _ in range(2):
             block.offer(Contribution(member, 0, step, 0, 1, 0, (0.0, 0.0, 1.0), ones, pull=False), 0.0)
-            block.apply(block.round.take(), updater)
+            apply_round([block], [block.round.take()], updater)
             step += 1
         assert block.published.array.tolist() == [expected[0] + 1, expected[1] + 1]
 
@@ -210,4 +211,4 @@ def test_tables_of_rows_stay_on_the_host() -> None:
     device = NumpyDevice()
     wired = Wired(2, 1, devices=[device])
     assert wired.servers[0].sparse.kernels is REFERENCE
-    assert wired.servers[0].table.kernels.name == arithmetic_on(device, REFERENCE).kernels.name
+    assert wired.servers[0].dense.kernels.name == arithmetic_on(device, REFERENCE).kernels.name

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from kvdist.config.settings import Limits
 from kvdist.core.machine import Send
+from kvdist.core.server.peers import Peers
 from kvdist.core.server.replies import Replies, hints
 from kvdist.core.server.snapshots import Snapshots
-from kvdist.core.server.sparse_table import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, ReplyBuffer, SparseTables
+from kvdist.core.server.sparse_table import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, ReplyBuffer, SparseShard
 from kvdist.core.traffic import Traffic
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, server, worker
@@ -50,8 +51,9 @@ class Fed:
 
     def __init__(self) -> None:
         self.allocated: list[int] = []
-        self.replies = Replies(Limits(), Traffic())
-        self.tables = SparseTables(REFERENCE, self.allocate, self.replies, Snapshots())
+        self.peers = Peers("server-1")
+        self.replies = Replies(Limits(), Traffic(), self.peers)
+        self.tables = SparseShard(REFERENCE, self.allocate, self.replies, Snapshots(self.peers))
         keys, shapes = ("t", "lazy"), ((10, 2), (1 << 40, 2))
         placement = Placement((0, 2), (Placement.CUT, Placement.CUT), 64)
         self.tables.assign(Assign(1, 0, "sync", keys, shapes, (1, 1), (1, 1), (ROWS, "zeros"), placement), 1, 2)
@@ -59,8 +61,9 @@ class Fed:
         self.say(A, init(rows([5, 9], 1)))
 
     def roster(self, workers: dict[int, Member]) -> None:
-        self.replies.workers = workers
-        self.tables.roster(workers)
+        gone = self.peers.workers.keys() - workers.keys()
+        self.peers.workers = workers
+        self.tables.roster(gone)
 
     def allocate(self, nbytes: int) -> Any:
         self.allocated.append(nbytes)

@@ -21,7 +21,7 @@ from kvdist.core.server import snapshots
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
-from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, RowPull, SparseTable
+from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
 from kvdist.core.worker.requests import RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
 from kvdist.dtypes import DType
@@ -346,10 +346,11 @@ def leaves_out_servers_without_rows(*arguments: Any, **options: Any) -> Any:
     return [run for run in runs if any(chunk.rows for chunk in run.chunks)] or runs[:1], memory
 
 
-def answers_at_once(self: SparseTable) -> list[RowPull]:
+def answers_at_once(self: SparseShard, table: SparseTable) -> None:
     """What waits for first values is answered without them."""
-    pulls, self.round.pulls = self.round.pulls, []
-    return pulls
+    pulls, table.round.pulls = table.round.pulls, []
+    for pull in pulls:
+        self._answer_pull(table, pull)
 
 
 ORIGINAL_OFFER = SparseTable.offer
@@ -417,7 +418,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "a pull of rows does not wait for its own pushes": ("rows", [(Round, "satisfies", forgets_the_step)]),
     "a pull of rows waits for nothing": (
         "rows",
-        [(SparseTable, "take_satisfied_pulls", answers_at_once)],
+        [(SparseShard, "_answer_pulls", answers_at_once)],
     ),
     "leased answers are written": ("rows async", [(ReplyBuffers, "take", writes_into_leased_answers)]),
     "servers without rows get no contribution": (

@@ -12,7 +12,7 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.worker.requests import EnterBarrier, SendCommand
 from kvdist.errors import KvdistError
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Ack, Message, Packet, Perform, Pull, Stamp
-from kvdist.runtime.profiler import NodeTrace, TracedRounds
+from kvdist.runtime.profiler import NodeTrace, traced_rounds
 from kvdist.runtime.trace import Trace
 from tests.core.wired import Wired
 
@@ -23,7 +23,7 @@ def spans(trace: Trace) -> list[tuple[str, dict[str, object]]]:
 
 def traced(num_workers: int, **options: object) -> tuple[Wired, Trace]:
     wired, trace = Wired(num_workers, 1, **options), Trace(100)
-    wired.servers[0].table.rounds = TracedRounds(trace)
+    wired.servers[0].dense.apply = traced_rounds(trace)
     return wired, trace
 
 

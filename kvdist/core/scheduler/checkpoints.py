@@ -268,7 +268,7 @@ class Checkpoints:
             first.step,
             first.contents,
             mode,
-            POLICIES[mode].has_rounds,
+            POLICIES[mode].is_lockstep,
             None if optimizer is None else optimizer.description,
             len(saving.saves),
             len(saving.servers),

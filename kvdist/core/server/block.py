@@ -33,7 +33,7 @@ from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member
-from kvdist.optimizer.base import Extent
+from kvdist.optimizer.base import Extent, Piece
 from kvdist.optimizer.states import Part
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.arrays import U8, U32, Arrays, Bits
@@ -102,7 +102,7 @@ class Block:
     published: Buffer | None = None
     """The present values; None before all first ones have arrived."""
     joint: Sequence[Block] = ()
-    """All blocks here of the same parameter, if there are several: a rule with norms updates them together."""
+    """All blocks here of the same parameter, if there are several: a rule that needs norms updates them together."""
     held: dict[Member, Buffer] = field(default_factory=dict)
     """Worker → the version that it reads where it lies. Each is leased once for that; for good, when the worker leaves,
     because its process may go on reading."""
@@ -234,41 +234,6 @@ class Block:
             self.round.offer(contribution, now)
         return Verdict.ACCEPTED
 
-    def is_ready(self, live: Set[int]) -> bool:
-        """Whether the open round can be closed while these workers are alive."""
-        return self.published is not None and self.round.is_complete(live)
-
-    def apply(self, contributions: Sequence[Contribution], updater: SliceUpdater | None) -> None:
-        """Make the next version of the contributions of a round, which are counted already.
-
-        Passes over the block, W contributions: without an optimizer W reads and one write; with one as many more as
-        its rule says. The published buffer is read, never written.
-
-        Raises:
-            OptimizerMismatch, PushRefused: they cannot be applied, and the value stays as it was.
-        """
-        present = [contribution for contribution in contributions if not contribution.is_empty]
-        if not present:
-            return
-        assert self.published is not None
-        require_optimizer(self.key, self.round.policy, updater)
-        lr, wd = agreed_settings(self.key, present)
-        optimizer = None if updater is None else updater.optimizer
-        scales = [scale_of(contribution, len(contributions), optimizer) for contribution in present]
-        values = [contribution.values for contribution in present]
-        target = self.pool.take()
-        try:
-            if updater is None:
-                self.kernels.weighted_sum(values, scales, self.dtype, target.array)
-            else:
-                extent = self.extents[0] if len(self) == 1 else None
-                before = self.published.array
-                updater.update(self, before, values, scales, self.dtype, target.array, lr, wd, extent)
-        except (TypeError, ValueError) as error:
-            self.pool.give_back(target)
-            raise PushRefused(f"key {self.key!r}: {error}") from error
-        self.publish(target)
-
     def publish(self, buffer: Buffer) -> None:
         """Publish a version, a buffer of `pool`."""
         if self._halves is not None:
@@ -288,9 +253,9 @@ class Block:
         self.published.leases += 1
         return before
 
-    def take_satisfied_pulls(self) -> list[PullRequest]:
-        """The pulls that the present state answers; they are removed."""
-        return self.round.take_satisfied() if self.published is not None else []
+    def forget(self, gone: Set[int]) -> None:
+        """These workers wait for nothing any more."""
+        self.round.forget(gone)
 
     # What travels to workers.
 
@@ -393,15 +358,57 @@ class Block:
             position += len(part)
         return places
 
-    def validate(self, live: Set[int], jointly: bool) -> None:
-        """Check every invariant. If it is updated `jointly`, its round also waits for other blocks."""
+    def validate(self) -> None:
+        """Check every invariant."""
         self.round.validate()
         assert self.published is None or self.published not in self.pool.spare, "the published buffer is not spare"
-        waiting = [] if self.published is None else self.round.pulls
-        assert not any(self.round.satisfies(pull) for pull in waiting), "a pull that can be answered is answered"
         for contribution in self.round.slots.values():
             assert contribution.is_empty or contribution.values.size == self.pool.size, "a contribution fits"
-        assert jointly or not self.is_ready(live), "a full round is closed at once"
+
+
+def apply_round(
+    blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None
+) -> None:
+    """Make the next version of a block, or of all blocks of one parameter together.
+
+    Passes over a block, W contributions: without an optimizer W reads and one write; with one as many more as its rule
+    says. The published buffer is read, never written.
+
+    Args:
+        blocks: several only where the rule needs norms of the whole parameter.
+        rounds: for each of them the contributions, which are counted already.
+        updater: applies the rule; None: the sum replaces the value.
+
+    Raises:
+        OptimizerMismatch, PushRefused: they cannot be applied, and the values stay as they were.
+    """
+    first, total = blocks[0], len(rounds[0])
+    present = [[contribution for contribution in own if not contribution.is_empty] for own in rounds]
+    spoken = next(filter(None, present), None)
+    if spoken is None:
+        return
+    require_optimizer(first.key, first.round.policy, updater)
+    lr, wd = agreed_settings(first.key, spoken)
+    optimizer = None if updater is None else updater.optimizer
+    targets = [block.pool.take() for block in blocks]
+    pieces = []
+    for block, own, target in zip(blocks, present, targets, strict=True):
+        assert block.published is not None
+        scales = [scale_of(contribution, total, optimizer) for contribution in own]
+        values = [contribution.values for contribution in own]
+        extent = block.extents[0] if len(block.extents) == 1 else Extent(block, (block.pool.size,))
+        pieces.append(Piece(block, block.published.array, values, scales, target.array, extent))
+    try:
+        if updater is not None:
+            updater.update_together(pieces, first.dtype, lr, wd)
+        else:
+            first.kernels.weighted_sum(pieces[0].contributions, pieces[0].scales, first.dtype, pieces[0].out)
+    except (TypeError, ValueError) as error:
+        for block, target in zip(blocks, targets, strict=True):
+            block.pool.give_back(target)
+        raise PushRefused(f"key {first.key!r}: {error}") from error
+    for block, target in zip(blocks, targets, strict=True):
+        block.publish(target)
 
 
 class Halves:

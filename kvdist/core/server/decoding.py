@@ -78,7 +78,7 @@ class JoinedSlice:
             obstacle = f"the sender speaks for {names}, and may speak for itself and the workers of its host"
         elif len({contribution.member for contribution in self.contributions}) < len(self.contributions):
             obstacle = f"slice {self.number} has two contributions of one worker"
-        elif block.round.policy.close is not None:
+        elif not block.round.policy.has_rounds:
             obstacle = f"key {block.key!r} is asynchronous: contributions are applied one by one, not summed on the way"
         elif any(count != block.pool.size for count in self.counts) or any(code != block.dtype for code in self.dtypes):
             obstacle = f"slice {self.number} has another size or dtype than was declared"

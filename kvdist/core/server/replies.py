@@ -6,7 +6,7 @@ the message, and no new version is written into a leased buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from kvdist.core.machine import Effect, Send
 from kvdist.core.round import Round
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Buffer
+from kvdist.core.server.peers import Peers
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch
@@ -71,15 +72,13 @@ class Replies:
     Args:
         limits: sizes.
         traffic: counts passes over values.
+        peers: who is alive, and how far away.
     """
 
-    def __init__(self, limits: Limits, traffic: Traffic) -> None:
+    def __init__(self, limits: Limits, traffic: Traffic, peers: Peers) -> None:
         self.limits = limits
         self.traffic = traffic
-        self.workers: Mapping[int, Member] = {}
-        """Rank → the live worker there."""
-        self.far: set[Member] = set()
-        """The workers to which values cross a network."""
+        self.peers = peers
         self._all: dict[Member, Reply] = {}
 
     def to(self, member: Member) -> Reply:
@@ -93,8 +92,9 @@ class Replies:
         """Everything collected since the last time. A worker that left meanwhile gets nothing."""
         effects: list[Effect] = []
         for member, reply in self._all.items():
-            if self.workers.get(member.node.rank) == member:
-                effects += reply.messages(member, self.limits.slice_bytes, self.traffic, member not in self.far)
+            if self.peers.workers.get(member.node.rank) == member:
+                is_near = member not in self.peers.far
+                effects += reply.messages(member, self.limits.slice_bytes, self.traffic, is_near)
             else:
                 reply.drop()
         self._all = {}

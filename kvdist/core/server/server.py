@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
-from kvdist.config.endpoints import crosses_network
 from kvdist.config.settings import Limits
 from kvdist.core.commands import Handler, perform
 from kvdist.core.error_mapping import scheduler_lost, verdict
@@ -27,15 +26,16 @@ from kvdist.core.machine import (
 from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.decoding import decoded
+from kvdist.core.server.peers import Peers
 from kvdist.core.server.replies import Replies, hints
+from kvdist.core.server.shard import DenseShard
 from kvdist.core.server.snapshots import Restoring, Snapshots
-from kvdist.core.server.sparse_table import ReplyBuffer, SparseTables
-from kvdist.core.server.table import Table
+from kvdist.core.server.sparse_table import ReplyBuffer, SparseShard
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.transfers import PRIORITY_MESSAGES_PER_WINDOW
 from kvdist.errors import DeviceError, KvdistError
 from kvdist.kernels.interface import Kernels
-from kvdist.nodes import Member, Role, host_of
+from kvdist.nodes import Member, Role
 from kvdist.optimizer.registry import from_description
 from kvdist.optimizer.updater import Arithmetic, Updater
 from kvdist.protocol.messages import (
@@ -101,20 +101,15 @@ class Server(Machine):
         self.epoch = 0
         self.step = 0
         self.steps: dict[Member, int] = {}
-        self.workers: dict[int, Member] = {}
-        """Rank → the live worker there."""
-        self._host_of: dict[Member, str] = {}
-        self._on_host: dict[str, dict[int, Member]] = {}
-        """Host → rank → worker, departed ones included: their pushes may arrive after they have left."""
-        self._left: set[Member] = set()
-        """Workers that have left; their late messages are ignored."""
         own = Arithmetic(kernels, partial(Updater, kernels=kernels))
         self.traffic = Traffic()
-        self.replies = Replies(limits, self.traffic)
-        self.snapshots = Snapshots()
-        self.table = Table(limits, arithmetic or own, allocate, self.replies, self.snapshots)
-        self.sparse = SparseTables(kernels, allocate, self.replies, self.snapshots)
-        self._restoring = Restoring((self.table, self.sparse))
+        self.peers = Peers()
+        self.replies = Replies(limits, self.traffic, self.peers)
+        self.snapshots = Snapshots(self.peers)
+        self.dense = DenseShard(limits, arithmetic or own, allocate, self.replies, self.snapshots)
+        self.sparse = SparseShard(kernels, allocate, self.replies, self.snapshots)
+        self._shards = (self.dense, self.sparse)
+        self._restoring = Restoring(self._shards)
         self._handlers = handlers
         self._next_alive = NEVER
         self._next_look = NEVER
@@ -133,9 +128,9 @@ class Server(Machine):
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to the scheduler and to the live workers of the roster."""
-        if source == SCHEDULER_MEMBER or self.workers.get(source.node.rank) == source:
+        if source == SCHEDULER_MEMBER or self.peers.workers.get(source.node.rank) == source:
             return None
-        if source in self._left:
+        if source in self.peers.left:
             return ""
         return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
 
@@ -143,21 +138,21 @@ class Server(Machine):
         """React to a message of a worker or of the scheduler."""
         match message:
             case Push():
-                self.table.push(sender, message, now)
+                self.dense.push(sender, message, now)
             case CompressedPush():
-                self.table.push(sender, decoded(message, self.table.kernels), now)
+                self.dense.push(sender, decoded(message, self.dense.kernels), now)
             case JoinedPush():
-                self.table.push_joined(sender, message, self._neighbours_of(sender), now)
+                self.dense.push_joined(sender, message, self.peers.neighbours_of(sender), now)
             case Pull():
-                self.table.pull(sender, message, now)
+                self.dense.pull(sender, message, now)
             case PullState():
-                self.table.pull_state(sender, message)
+                self.dense.pull_state(sender, message)
             case ReplaceState():
-                self.table.replace_state(sender, message)
+                self.dense.replace_state(sender, message)
             case MarkPushes():
                 self.snapshots.mark(sender, message)
             case InitValues() | ReplaceValues():
-                self.table.initialise(sender, message)
+                self.dense.initialise(sender, message)
             case InitRows():
                 self.sparse.initialise(sender, message)
             case PushRows():
@@ -202,8 +197,8 @@ class Server(Machine):
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
         if now >= self._next_look:
             self._next_look = now + self.limits.explain_after_s / 2
-            for slices in (self.table, self.sparse):
-                effects += hints(slices.waits(now - self.limits.explain_after_s), now)
+            for shard in self._shards:
+                effects += hints(shard.waits(now - self.limits.explain_after_s), now)
         return effects
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
@@ -226,7 +221,7 @@ class Server(Machine):
         if waiting is not None:
             return waiting
         oldest = min(
-            (wait for wait in (*self.table.waits(now), *self.sparse.waits(now)) if wait.missing),
+            (wait for shard in self._shards for wait in shard.waits(now) if wait.missing),
             key=lambda wait: wait.round.open_since,
             default=None,
         )
@@ -236,8 +231,8 @@ class Server(Machine):
         """Check every invariant."""
         self.replies.validate()
         self.snapshots.validate()
-        self.table.validate()
-        self.sparse.validate()
+        for shard in self._shards:
+            shard.validate()
 
     # What the scheduler says.
 
@@ -277,32 +272,19 @@ class Server(Machine):
         where = (self.me.node.rank, self.joining.introduction.num_servers)
         if POLICIES[message.mode].by_priority:
             self.ack_bytes_max = self.limits.priority_window_bytes // where[1] // PRIORITY_MESSAGES_PER_WINDOW
-        self.table.assign(message, *where)
+        self.dense.assign(message, *where)
         failure = self.sparse.assign(message, *where)
         return Failed(message.request, ErrorCode.CONFIG, failure) if failure else Done(message.request)
 
     def _roster(self, message: Roster, now: float) -> list[Effect]:
-        peers = self.joining.roster(message)
-        before = self.workers
-        self.workers = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
-        mine = self.joining.introduction.endpoint
-        for peer in peers:
-            host = host_of(peer.endpoint)
-            if crosses_network(mine) and not (host and host == host_of(mine)):
-                self.replies.far.add(peer.member)
-            if host and peer.member.node.role is Role.WORKER:
-                self._host_of[peer.member] = host
-                self._on_host.setdefault(host, {})[peer.member.node.rank] = peer.member
+        gone = self.peers.update(self.joining.roster(message), self.joining.introduction.endpoint)
+        self.peers.name = str(self.me.node)
         self.epoch += 1
         self._next_look = now + self.limits.explain_after_s
-        gone = before.keys() - self.workers.keys()
-        self._left |= {before[rank] for rank in gone}
-        self.replies.workers = self.snapshots.workers = self.workers
-        self.snapshots.name = str(self.me.node)
-        self.table.roster(self.workers)
-        self.sparse.roster(self.workers)
+        for shard in self._shards:
+            shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
-        return [*self._replies(), *(Forget(before[rank]) for rank in sorted(gone))]
+        return [*self._replies(), *map(Forget, gone)]
 
     def _replies(self) -> list[Effect]:
         effects = self.replies.take()
@@ -310,14 +292,10 @@ class Server(Machine):
             effects += self.snapshots.take_effects()
         return effects
 
-    def _neighbours_of(self, sender: Member) -> dict[int, Member]:
-        """The workers whose contributions a worker may bring: those of its host."""
-        return self._on_host.get(self._host_of.get(sender, ""), {sender.node.rank: sender})
-
     def _set_optimizer(self, message: SetOptimizer, now: float) -> list[Effect]:
         try:
             optimizer = from_description(message.description)
-            self.table.set_optimizer(message.store, optimizer)
+            self.dense.set_optimizer(message.store, optimizer)
         except (ValueError, TypeError, DeviceError) as error:
             return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))]
         self.sparse.set_optimizer(message.store, optimizer)

@@ -31,8 +31,9 @@ from kvdist.checkpoint.snapshot import (
 )
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import Effect, Persist, Persisted, Send
-from kvdist.core.round import Round
+from kvdist.core.round import Holder, Round
 from kvdist.core.server.buffers import Buffer
+from kvdist.core.server.peers import Peers
 from kvdist.nodes import Member
 from kvdist.protocol.messages import (
     Done,
@@ -46,18 +47,6 @@ from kvdist.protocol.messages import (
     SavedFile,
     TakeRestored,
 )
-
-
-class Holder(Protocol):
-    """A block or a sparse table: its slices are saved together."""
-
-    @property
-    def round(self) -> Round[Any, Any]:
-        """Its open round, version and counters."""
-
-    @property
-    def has_value(self) -> bool:
-        """Whether its first values are there."""
 
 
 class SnapshotSource(Protocol):
@@ -128,12 +117,14 @@ class ServerSnapshot:
 
 
 class Snapshots:
-    """All checkpoints that are under way on a server."""
+    """All checkpoints that are under way on a server.
 
-    def __init__(self) -> None:
-        self.workers: Mapping[int, Member] = {}
-        """Rank → the live worker there."""
-        self.name = "this server"
+    Args:
+        peers: who is alive.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._sources: list[SnapshotSource] = []
         self._snapshots: dict[tuple[int, int], ServerSnapshot] = {}
         self.awaited: dict[int, list[ServerSnapshot]] = {}
@@ -165,7 +156,7 @@ class Snapshots:
         found = [] if snapshot.failure else self._enter(snapshot, message, rank)
         if message.last:
             snapshot.marked.add(rank)
-            _require_alike(snapshot, self.workers)
+            _require_alike(snapshot, self._peers.workers)
         self.ready[snapshot] = None
         self.look(found)
 
@@ -180,8 +171,8 @@ class Snapshots:
             for snapshot in self.awaited.get(number, ()):
                 source, holder = self._found(number)
                 round_, marks = holder.round, snapshot.marks[number]
-                is_exact = round_.policy.close is None
-                if not holder.has_value or not _is_due(round_, marks, self.workers, is_exact):
+                is_exact = round_.policy.is_lockstep
+                if not holder.has_value or not _is_due(round_, marks, self._peers.workers, is_exact):
                     continue
                 late = [rank for rank, step in marks.items() if is_exact and round_.counted.get(rank, 0) != step]
                 if late:
@@ -196,7 +187,7 @@ class Snapshots:
         """Go on without departed workers. To be called when the rounds that waited for them are closed."""
         self.look(list(self.awaited))
         for snapshot in self._snapshots.values():
-            _require_alike(snapshot, self.workers)
+            _require_alike(snapshot, self._peers.workers)
             self.ready[snapshot] = None
 
     def take_effects(self) -> list[Effect]:
@@ -229,7 +220,7 @@ class Snapshots:
             assert all(one in self.awaited[number] for number in one.marks), "every awaited slice is listed"
             assert len(one.leased) <= len(one.taken), "what is leased is to be written"
             assert not one.failure or one.is_writing or not (one.marks or one.taken), "what has failed keeps nothing"
-            waits = one.is_writing or one.marks or not self.workers.keys() <= one.marked
+            waits = one.is_writing or one.marks or not self._peers.workers.keys() <= one.marked
             assert waits, "what is complete is reported"
 
     def _find(self, number: int) -> tuple[SnapshotSource, Holder] | None:
@@ -250,7 +241,7 @@ class Snapshots:
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
             where = self._find(number)
             if where is None:
-                snapshot.fail(f"slice {number} is not kept by {self.name}")
+                snapshot.fail(f"slice {number} is not kept by {self._peers.name}")
                 continue
             if number in snapshot.versions:
                 source, holder = where
@@ -275,8 +266,10 @@ class Snapshots:
         elif snapshot.taken and snapshot.marked:
             snapshot.is_begun = snapshot.is_writing = True
             slices = tuple(snapshot.taken.values())
-            return [Persist(snapshot, WriteShard(snapshot.folder, self.name, slices, snapshot.run, snapshot.step))]
-        if not self.workers.keys() <= snapshot.marked:
+            return [
+                Persist(snapshot, WriteShard(snapshot.folder, self._peers.name, slices, snapshot.run, snapshot.step))
+            ]
+        if not self._peers.workers.keys() <= snapshot.marked:
             return []
         del self._snapshots[snapshot.store, snapshot.counter]
         file = NO_FILE if snapshot.failure else snapshot.file
@@ -309,7 +302,7 @@ class Snapshots:
                 snapshot.taken.update(zip(numbers, saved, strict=True))
                 snapshot.leased += [] if leased is None else [leased]
         for number in numbers:
-            if holder.round.policy.close is None:
+            if holder.round.policy.is_lockstep:
                 snapshot.versions[number] = holder.round.version
             del snapshot.marks[number]
             self._stop_awaiting(number, snapshot)

@@ -1,7 +1,7 @@
 """Sparse tables of a server: their rounds, and what pushes and pulls of rows do to them. Pure.
 
-Walk of a push of rows: `SparseTables.push` → `SparseTable.offer`, part by part → when every live worker has
-contributed `Round.take` and `SparseTable.apply` → a count to each. A pull waits until its worker's pushes are counted;
+Walk of a push of rows: `SparseShard.push` → `SparseTable.offer`, part by part → when every live worker has
+contributed `take_round` and `SparseTable.apply` → a count to each. A pull waits until its worker's pushes are counted;
 then its rows are gathered into a buffer that is leased until the worker has acknowledged it.
 
 A contribution too large for one message arrives in several and is offered to the round with the last one. If one part
@@ -11,7 +11,7 @@ is refused, the later ones are too: no part of a contribution counts without the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,14 +30,15 @@ from kvdist.core.round import (
     setting_of,
 )
 from kvdist.core.server.buffers import Allocate
-from kvdist.core.server.replies import Replies, RoundWait, code_of
+from kvdist.core.server.replies import Replies, RoundWait
+from kvdist.core.server.shard import Shard
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.sharding import slices_of
 from kvdist.dtypes import DType
-from kvdist.errors import OptimizerMismatch, PushRefused
+from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
-from kvdist.nodes import Member, server
+from kvdist.nodes import Member
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.initializer import initializer_from
 from kvdist.protocol.arrays import U32, Arrays, Bits, padded, views
@@ -46,7 +47,6 @@ from kvdist.protocol.messages import (
     MORE,
     ROWS,
     Assign,
-    ErrorCode,
     Flag,
     InitRows,
     Outcome,
@@ -169,10 +169,6 @@ class SparseTable:
             self.spoilt.pop(rank, None)
             self.rooms.pop(rank, None)
 
-    def is_ready(self, live: Set[int]) -> bool:
-        """Whether the open round can be closed while these workers are alive."""
-        return self.has_value and self.round.is_complete(live)
-
     def apply(self, contributions: Sequence[RowContribution], optimizer: Optimizer | None) -> None:
         """Change the rows by the contributions of a round.
 
@@ -203,10 +199,6 @@ class SparseTable:
         np.concatenate(values, out=room[:count])
         return np.concatenate(ids), room[:count]
 
-    def take_satisfied_pulls(self) -> list[RowPull]:
-        """Remove and return the pulls that the present state answers."""
-        return self.round.take_satisfied() if self.has_value else []
-
     def obstacle_to_ids(self, ids: RowIds) -> str:
         """What is wrong with the ids of a message; '' if nothing is."""
         if not len(ids):
@@ -229,23 +221,10 @@ class SparseTable:
             self.spoil(rank, run)
         return obstacle
 
-    def wait(self, live: Set[int]) -> RoundWait:
-        """What the workers that wait for it wait for. To be called when there are any."""
-        if not self.has_value:
-            return RoundWait(self.round, f"the first values of key {self.round.key!r}", (min(live, default=0),))
-        if self.round.slots:
-            missing = self.round.missing(live)
-        else:  # a worker that pulls waits for its own pushes
-            missing = tuple(sorted({pull.member.node.rank for pull in self.round.pulls}))
-        return RoundWait(self.round, f"round {self.round.version} of key {self.round.key!r}", missing)
-
-    def validate(self, live: Set[int]) -> None:
+    def validate(self) -> None:
         """Check every invariant."""
         self.rows.validate()
         self.round.validate()
-        assert not self.is_ready(live), "a full round is closed at once"
-        waiting = self.round.pulls if self.has_value else []
-        assert not any(self.round.satisfies(pull) for pull in waiting), "a pull that can be answered is answered"
         assert not self.round.slots.keys() & self.arriving.keys(), "what is complete does not arrive"
 
 
@@ -282,7 +261,7 @@ class ReplyBuffers:
         return found
 
 
-class SparseTables:
+class SparseShard(Shard[SparseTable]):
     """The sparse tables that live, in part, on one server.
 
     Args:
@@ -293,16 +272,11 @@ class SparseTables:
     """
 
     def __init__(self, kernels: Kernels, allocate: Allocate, replies: Replies, snapshots: Snapshots) -> None:
+        super().__init__(replies, snapshots)
         self.all: dict[int, SparseTable] = {}
         """By the number of their slice."""
-        self.workers: Mapping[int, Member] = {}
-        """Rank → the live worker there."""
         self.buffers = ReplyBuffers(allocate)
         self.kernels = kernels
-        self._replies = replies
-        self._snapshots = snapshots
-        snapshots.add(self)
-        self._name = "this server"
         self._optimizers: dict[int, Optimizer] = {}
         """By store."""
 
@@ -310,7 +284,6 @@ class SparseTables:
 
     def assign(self, message: Assign, rank: int, num_servers: int) -> str:
         """Add the rows that are for the server of this rank. Returns why that failed, or ''."""
-        self._name = str(server(rank))
         placement = message.placement
         columns = (message.keys, message.shapes, message.dtypes, message.forms)
         failure = ""
@@ -337,15 +310,11 @@ class SparseTables:
         """Treat pushes to the store as gradients from now on."""
         self._optimizers[store] = optimizer
 
-    def roster(self, workers: Mapping[int, Member]) -> None:
-        """Take the live workers. Departed ones are no longer waited for, and wait for nothing."""
-        gone = self.workers.keys() - workers.keys()
-        self.workers = workers
-        for table in self.all.values():
-            table.forget(gone)
-            self._close_if_ready(table)
+    # What is here.
 
-    # Checkpoints: see `SnapshotSource`.
+    def __iter__(self) -> Iterator[SparseTable]:
+        """All tables."""
+        return iter(self.all.values())
 
     def holder(self, number: int) -> SparseTable | None:
         """The table of a slice, if it is here."""
@@ -365,17 +334,11 @@ class SparseTables:
         """What a checkpoint must hold for the tables of a store."""
         return [table.rows.wanted(self._optimizers.get(store)) for table in self._of(store)]
 
-    def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
-        """Continue from a checkpoint. Contributions of departed workers to open rounds belong to the old values."""
-        for table in self._of(store):
-            table.round.drop_departed(self.workers)
+    def _load(self, store: int, found: Sequence[ReadSlice]) -> None:
         for one in found:
             table = self.all[one.number]
             table.rows.load(one, self._optimizers.get(store))
             table.has_value = table.has_value or one.weight is not None
-
-    def _of(self, store: int) -> list[SparseTable]:
-        return [table for table in self.all.values() if table.store == store]
 
     # What workers say.
 
@@ -393,8 +356,8 @@ class SparseTables:
             if not message.flags[i] & MORE:
                 table.has_value = True
                 self._look(table)
-                self._replies.to(sender).counted(run, table.ids, table.round.version, Outcome.INITIALISED)
-                self._close_if_ready(table)
+                self._to(sender).counted(run, table.ids, table.round.version, Outcome.INITIALISED)
+                self.close_if_ready(table)
 
     def push(self, sender: Member, message: PushRows, now: float) -> None:
         """Contributions of rows."""
@@ -413,12 +376,12 @@ class SparseTables:
                 verdict = table.offer(contribution, bool(flags & MORE), now)
             except PushRefused as error:
                 table.spoil(sender.node.rank, run)
-                self._refuse(sender, run, table.ids, str(error))
+                self._refuse(sender, run, table.ids, error)
                 continue
             if verdict is Verdict.ACCEPTED:
-                self._close_if_ready(table)
+                self.close_if_ready(table)
             elif verdict is Verdict.ALREADY_COUNTED and not flags & MORE:
-                self._replies.to(sender).counted(run, table.ids, table.round.version, Outcome.COUNTED)
+                self._answer(table, contribution)
 
     def pull(self, sender: Member, message: PullRows, now: float) -> None:
         """Requests for rows."""
@@ -438,41 +401,31 @@ class SparseTables:
         for i, number in enumerate(ids.tolist()):
             table = self.all.get(number)
             if table is None:
-                self._refuse(sender, int(runs[i]), ids[i : i + 1], f"{self._name} has no table slice {number}")
+                self._refuse(sender, int(runs[i]), ids[i : i + 1], f"{self.peers.name} has no table slice {number}")
             else:
                 yield i, table
 
     # Rounds.
 
-    def _close_if_ready(self, table: SparseTable) -> None:
-        optimizer = self._optimizers.get(table.store)
-        while table.is_ready(self.workers.keys()):
-            contributions = table.round.take()
-            try:
-                table.apply(contributions, optimizer)
-            except (OptimizerMismatch, PushRefused) as error:
-                for one in contributions:
-                    self._refuse(one.member, one.run, table.ids, str(error), code_of(error))
-            else:
-                for one in contributions:
-                    self._replies.traffic.summed += one.nbytes
-                    self._replies.to(one.member).counted(one.run, table.ids, table.round.version, Outcome.COUNTED)
-            self._look(table)
-        self._answer_pulls(table)
+    def _apply(self, tables: Sequence[SparseTable], rounds: Sequence[Sequence[RowContribution]]) -> None:
+        tables[0].apply(rounds[0], self._optimizers.get(tables[0].store))
+        self._traffic.summed += sum([one.nbytes for one in rounds[0]])
 
-    def _look(self, table: SparseTable) -> None:
-        if self._snapshots.awaited:
-            self._snapshots.look([table.number])
+    def _answer(self, table: SparseTable, contribution: RowContribution) -> None:
+        reply, run = self._to(contribution.member), contribution.run
+        if (refusal := table.round.refusal_of(contribution)) is not None:
+            reply.refuse(run, table.ids, *refusal)
+        else:
+            reply.counted(run, table.ids, table.round.version, Outcome.COUNTED)
 
-    def _answer_pulls(self, table: SparseTable) -> None:
-        for pull in table.take_satisfied_pulls():
-            try:
-                buffer, message = self._gathered(table, pull)
-            except MemoryError:
-                reason = f"key {table.round.key!r}: {self._name} has no memory for an answer of {len(pull.ids)} rows"
-                self._refuse(pull.member, pull.run, table.ids, f"{reason}: pull fewer at once")
-            else:
-                self._replies.to(pull.member).rows(message, buffer)
+    def _answer_pull(self, table: SparseTable, pull: RowPull) -> None:
+        try:
+            buffer, message = self._gathered(table, pull)
+        except MemoryError:
+            reason = f"key {table.round.key!r}: {self.peers.name} has no memory for an answer of {len(pull.ids)} rows"
+            self._refuse(pull.member, pull.run, table.ids, f"{reason}: pull fewer at once")
+        else:
+            self._to(pull.member).rows(message, buffer)
 
     def _gathered(self, table: SparseTable, pull: RowPull) -> tuple[ReplyBuffer, RowValues]:
         """The answer to a pull: one pass over its rows."""
@@ -483,24 +436,19 @@ class SparseTables:
         payload = buffer.memory[: padded(nbytes)]
         rows.gather(pull.ids, payload[:nbytes].view(rows.dtype.storage))
         payload[nbytes:] = 0
-        self._replies.traffic.joined += nbytes
+        self._traffic.joined += nbytes
         arrays = Arrays(np.array([rows.dtype], np.uint8), _u32(count), payload.data)
         return buffer, RowValues(_u32(pull.run), table.ids, _u32(table.round.version), arrays)
 
-    def _refuse(self, member: Member, run: int, ids: U32, reason: str, code: ErrorCode = ErrorCode.REFUSED) -> None:
-        self._replies.to(member).refuse(run, ids, code, reason)
-
-    def waits(self, opened_before: float) -> Iterator[RoundWait]:
-        """The rounds for which workers wait since before then."""
-        live = self.workers.keys()
-        for table in self.all.values():
-            if not table.round.is_quiet and table.round.open_since <= opened_before:
-                yield table.wait(live)
-
-    def validate(self) -> None:
-        """Check every invariant."""
-        for table in self.all.values():
-            table.validate(self.workers.keys())
+    def _wait(self, table: SparseTable) -> RoundWait:
+        live, round_ = self.peers.workers.keys(), table.round
+        if not table.has_value:
+            return RoundWait(round_, f"the first values of key {round_.key!r}", (min(live, default=0),))
+        # A worker that pulls waits for its own pushes.
+        missing = (
+            round_.missing(live) if round_.slots else tuple(sorted({one.member.node.rank for one in round_.pulls}))
+        )
+        return RoundWait(round_, f"round {round_.version} of key {round_.key!r}", missing)
 
 
 def _u32(number: int) -> U32:

@@ -1,32 +1,34 @@
-"""All dense slices of a server: what pushes and pulls do to them, and the replies. Pure.
+"""The shard of a server: its slices, what pushes and pulls do to them, where their rounds close, and the replies. Pure.
 
-Walk of a push: `push` → every row is checked (`_checked`) → the blocks that the rows name (`Blocks.cover_merged`) →
-`Block.offer` → when complete `Round.take` and `Block.apply` → every worker that waited has a `Reply`. What
-arises from one message for one worker leaves in as few messages as can be (`Replies.take`).
+Walk of a push: `DenseShard.push` → every row is checked (`_checked`) → the blocks that the rows name
+(`Blocks.cover_merged`) → `Block.offer` → `Shard.close_if_ready`: when the round is complete (`take_round`), the next
+version is made (`apply_round`), and every worker that waited has a `Reply`. What arises from one message for one worker
+leaves in as few messages as can be (`Replies.take`). Rows of tables go the same way in `SparseShard`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.policy import POLICIES
-from kvdist.core.round import PullRequest, Verdict, setting_of
+from kvdist.core.round import Holder, PullRequest, Verdict, contributors, is_complete, setting_of, take_round
 from kvdist.core.server import block_state
-from kvdist.core.server.block import Block, Blocks, Contribution
+from kvdist.core.server.block import Block, Blocks, Contribution, apply_round
 from kvdist.core.server.buffers import Allocate, Buffer
 from kvdist.core.server.decoding import joined_slices
 from kvdist.core.server.replies import Replies, RoundWait, code_of
-from kvdist.core.server.rounds import Rounds, contributors, next_joint_round
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.sharding import Slice, slices_of
 from kvdist.core.worker.requests import travels_alone
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
-from kvdist.nodes import Member, server
+from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.updater import Arithmetic, SliceUpdater
 from kvdist.protocol.arrays import U8, U32, Arrays, PayloadView, padded, stretches, views
@@ -48,8 +50,168 @@ from kvdist.protocol.messages import (
 _EMPTY = int(Flag.EMPTY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
+ApplyRound = Callable[[Sequence[Block], Sequence[Sequence[Contribution]], SliceUpdater | None], None]
 
-class Table:
+
+class StoredHolder(Holder, Protocol):
+    """A block or a sparse table, as a shard keeps it."""
+
+    @property
+    def store(self) -> int:
+        """The number of the store."""
+
+    def forget(self, gone: Set[int]) -> None:
+        """Drop what belongs to departed workers. Complete contributions still count."""
+
+    def validate(self) -> None:
+        """Check every invariant."""
+
+
+H = TypeVar("H", bound=StoredHolder)
+
+
+class Shard(abc.ABC, Generic[H]):
+    """The slices of one kind that live on a server, in holders: blocks, or sparse tables.
+
+    Args:
+        replies: what workers are told.
+        snapshots: the checkpoints under way.
+    """
+
+    def __init__(self, replies: Replies, snapshots: Snapshots) -> None:
+        self.peers = replies.peers
+        self._to = replies.to
+        self._traffic = replies.traffic
+        self._snapshots = snapshots
+        snapshots.add(self)
+
+    # What is here.
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[H]:
+        """All holders. They may be split or merged on the way."""
+
+    @abc.abstractmethod
+    def holder(self, number: int) -> H | None:
+        """What holds a slice; None if it is not here."""
+
+    def _of(self, store: int) -> Iterator[H]:
+        return (holder for holder in self if holder.store == store)
+
+    def _open(self) -> list[H]:
+        """The holders with an open round or waiting pulls, in the order of their slices."""
+        return sorted((one for one in self if not one.round.is_quiet), key=lambda one: int(one.ids[0]))
+
+    # Rounds.
+
+    def close_if_ready(self, holder: H) -> None:
+        """Close its open round as long as it is complete, and answer all that waited for that."""
+        together = self._together(holder)
+        while rounds := take_round(together, self.peers.workers.keys()):
+            try:
+                self._apply(together, rounds)
+            except (OptimizerMismatch, PushRefused) as error:
+                for one, contributions in zip(together, rounds, strict=True):
+                    others = len(one.ids) - 1
+                    more = f". So it is for {others} other keys of the same push" if others else ""
+                    one.round.refuse(contributions, (code_of(error), f"{error}{more}"))
+            for one, contributions in zip(together, rounds, strict=True):
+                for contribution in contributions:
+                    self._answer(one, contribution)
+                self._look(one)
+        for one in together:
+            self._answer_pulls(one)
+
+    def _answer_pulls(self, holder: H) -> None:
+        for pull in holder.round.take_satisfied() if holder.has_value else ():
+            self._answer_pull(holder, pull)
+
+    def _close_open(self) -> None:
+        for holder in self._open():
+            self.close_if_ready(holder)
+
+    def _together(self, holder: H) -> Sequence[H]:
+        """The holders whose rounds are closed together with that of one of them."""
+        return (holder,)
+
+    @abc.abstractmethod
+    def _apply(self, holders: Sequence[H], rounds: Sequence[Sequence[Any]]) -> None:
+        """Make the next version of the contributions to each of these.
+
+        Raises:
+            OptimizerMismatch, PushRefused: they cannot be applied; nothing has changed.
+        """
+
+    @abc.abstractmethod
+    def _answer(self, holder: H, contribution: Any) -> None:
+        """Tell a worker what has become of its contribution."""
+
+    @abc.abstractmethod
+    def _answer_pull(self, holder: H, pull: Any) -> None:
+        """Send what a worker has asked for."""
+
+    def _look(self, holder: H) -> None:
+        """Let checkpoints look at what has other counters now."""
+        if self._snapshots.awaited:
+            self._snapshots.look(holder.ids.tolist())
+
+    def _refuse(self, member: Member, run: int, ids: U32, reason: object) -> None:
+        self._to(member).refuse(run, ids, ErrorCode.REFUSED, str(reason))
+
+    # What the scheduler says.
+
+    def roster(self, gone: Set[int]) -> None:
+        """Go on without these ranks: they are no longer waited for, and wait for nothing."""
+        for holder in self:
+            holder.forget(gone)
+        self._close_open()
+
+    # Checkpoints: see `SnapshotSource`.
+
+    @abc.abstractmethod
+    def key_of(self, number: int) -> int | str:
+        """The key of a slice that is here."""
+
+    @abc.abstractmethod
+    def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
+        """See `SnapshotSource`."""
+
+    @abc.abstractmethod
+    def wanted(self, store: int) -> list[WantedSlice]:
+        """See `SnapshotSource`."""
+
+    def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
+        """Continue from a checkpoint. Contributions of departed workers to open rounds belong to the old values."""
+        for holder in self._of(store):
+            holder.round.drop_departed(self.peers.workers)
+        self._load(store, found)
+        self._close_open()
+
+    @abc.abstractmethod
+    def _load(self, store: int, found: Sequence[ReadSlice]) -> None:
+        """Replace values and states by what was found."""
+
+    # For people and tests.
+
+    def waits(self, opened_before: float) -> Iterator[RoundWait]:
+        """The rounds for which workers wait since before then, in the order of slices."""
+        return (self._wait(one) for one in self._open() if one.round.open_since <= opened_before)
+
+    @abc.abstractmethod
+    def _wait(self, holder: H) -> RoundWait:
+        """What the workers that wait for its round wait for."""
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        for holder in self:
+            holder.validate()
+            together = self._together(holder)
+            assert not is_complete(together, self.peers.workers.keys()), "a full round is closed at once"
+            waiting = holder.round.pulls if holder.has_value else ()
+            assert not any(map(holder.round.satisfies, waiting)), "a pull that can be answered is answered"
+
+
+class DenseShard(Shard[Block]):
     """The slices that live on one server, except those of sparse tables.
 
     Args:
@@ -63,26 +225,20 @@ class Table:
     def __init__(
         self, limits: Limits, arithmetic: Arithmetic, allocate: Allocate, replies: Replies, snapshots: Snapshots
     ) -> None:
+        super().__init__(replies, snapshots)
         self.kernels = arithmetic.kernels
-        self.workers: Mapping[int, Member] = {}
-        """Rank → the live worker there."""
-        self.rounds = Rounds()
-        self._name = "this server"
+        self.apply: ApplyRound = apply_round
+        """The profiler replaces it."""
         self._allocate = allocate
         self._new_updater = arithmetic.new_updater
         self._updaters: dict[int, SliceUpdater] = {}
         """Store → what updates its values; absent while a sum replaces them."""
         self.blocks = Blocks(limits.slice_bytes, self._updaters.get)
-        self._to = replies.to
-        self._traffic = replies.traffic
-        self._snapshots = snapshots
-        snapshots.add(self)
 
     # What the scheduler decides.
 
     def assign(self, message: Assign, rank: int, num_servers: int) -> None:
         """Add the slices of these keys that are for the server of this rank; small neighbours are one block."""
-        self._name = str(server(rank))
         placement, alone = message.placement, not self._may_share_blocks(message.store)
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         places = (placement.first_slices, placement.homes)
@@ -142,28 +298,13 @@ class Table:
             for block in list(self._of(store)):
                 self.blocks.isolate(block.ids)
         self._updaters[store] = updater
-        self._close_what_is_ready()
+        self._close_open()
 
-    def roster(self, workers: Mapping[int, Member]) -> None:
-        """Take the live workers. Departed ones are no longer waited for, and wait for nothing."""
-        gone = self.workers.keys() - workers.keys()
-        self.workers = workers
-        for block in self._open():
-            block.round.forget(gone)
-        self._close_what_is_ready()
+    # What is here.
 
-    def _close_what_is_ready(self) -> None:
-        for block in self._open():
-            self._close_if_ready(block)
-
-    def _of(self, store: int) -> Iterator[Block]:
-        return (block for block in self.blocks if block.store == store)
-
-    def _open(self) -> Iterator[Block]:
-        """The blocks with an open round or waiting pulls, in the order of their slices."""
-        return iter(sorted((one for one in self.blocks if not one.round.is_quiet), key=lambda one: int(one.ids[0])))
-
-    # Checkpoints: see `SnapshotSource`.
+    def __iter__(self) -> Iterator[Block]:
+        """All blocks."""
+        return iter(self.blocks)
 
     def holder(self, number: int) -> Block | None:
         """The block of a slice, if it is here."""
@@ -187,22 +328,10 @@ class Table:
             block_state.wanted(block, position, updater) for block in self._of(store) for position in range(len(block))
         ]
 
-    def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
-        """Continue from a checkpoint. Contributions of departed workers to open rounds belong to the old values."""
-        for block in self._of(store):
-            block.round.drop_departed(self.workers)
+    def _load(self, store: int, found: Sequence[ReadSlice]) -> None:
         blocks = self.blocks.isolate(np.array([one.number for one in found], np.uint32)) if found else ()
         for block, one in zip(blocks, found, strict=True):
             block_state.load(block, one, self._updaters.get(store))
-        self._close_what_is_ready()
-
-    def validate(self) -> None:
-        """Check every invariant."""
-        live = self.workers.keys()
-        for block in self.blocks:
-            jointly = self._needs_norms(block)
-            block.validate(live, jointly)
-            assert not jointly or not next_joint_round(block.joint, live), "a full round is closed"
 
     # What workers say.
 
@@ -216,7 +345,7 @@ class Table:
                 put(arrays[begin + first : begin + last])
                 self._look(block)
                 self._to(sender).counted(int(runs[first]), block.ids, block.version, Outcome.INITIALISED)
-                self._close_if_ready(block)
+                self.close_if_ready(block)
 
     def pull_state(self, sender: Member, message: PullState) -> None:
         """Send parts of the optimizer state. The sender has no push under way."""
@@ -228,7 +357,7 @@ class Table:
                 with self.kernels.active():
                     found = block_state.read_part(block, self._updaters.get(block.store), part, self.kernels)
             except PushRefused as error:
-                self._to(sender).refuse(run, block.ids, ErrorCode.REFUSED, str(error))
+                self._refuse(sender, run, block.ids, error)
             else:
                 dtype = DType.FLOAT64 if part == block_state.NUMBERS else block_state.state_dtype(block.dtype)
                 self._to(sender).state(run, block, dtype, found)
@@ -242,7 +371,7 @@ class Table:
                 with self.kernels.active():
                     block_state.replace_part(block, self._updaters.get(block.store), part, arrays[row], self.kernels)
             except PushRefused as error:
-                self._to(sender).refuse(run, block.ids, ErrorCode.REFUSED, str(error))
+                self._refuse(sender, run, block.ids, error)
             else:
                 self._to(sender).counted(run, block.ids, block.version, Outcome.INITIALISED)
 
@@ -283,12 +412,12 @@ class Table:
         try:
             verdict = block.offer(contribution, now)
         except PushRefused as error:
-            self._to(contribution.member).refuse(contribution.run, block.ids, ErrorCode.REFUSED, str(error))
+            self._refuse(contribution.member, contribution.run, block.ids, error)
             return
         if verdict is Verdict.ACCEPTED:
-            self._close_if_ready(block)
+            self.close_if_ready(block)
         elif verdict is Verdict.ALREADY_COUNTED:
-            self._answer_contribution(block, contribution)
+            self._answer(block, contribution)
 
     def push_joined(self, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float) -> None:
         """Contributions of several workers of the sender's host; the sender gets the reply for all of them.
@@ -306,17 +435,17 @@ class Table:
             block = self.holder(joined.number)
             try:
                 if block is None:
-                    raise PushRefused(f"slice {joined.number} is not kept by {self._name}")
+                    raise PushRefused(f"slice {joined.number} is not kept by {self.peers.name}")
                 joined.require_fit(block)
                 verdict = block.offer_joined(joined.contributions, now)
             except PushRefused as error:
-                self._to(sender).refuse(joined.run, ids, ErrorCode.REFUSED, str(error))
+                self._refuse(sender, joined.run, ids, error)
                 continue
             if verdict is Verdict.ACCEPTED:
-                self._close_if_ready(block)
+                self.close_if_ready(block)
             else:
                 for contribution in joined.contributions:
-                    self._answer_contribution(block, contribution)
+                    self._answer(block, contribution)
 
     def pull(self, sender: Member, message: Pull, now: float) -> None:
         """Requests for values."""
@@ -351,7 +480,7 @@ class Table:
                     yield begin + first, begin + last
                 else:
                     reason = "a slice is named twice in one request"
-                    self._to(sender).refuse(int(runs[begin + first]), ids[own], ErrorCode.REFUSED, reason)
+                    self._refuse(sender, int(runs[begin + first]), ids[own], reason)
 
     def _checked(
         self, sender: Member, runs: U32, ids: U32, arrays: Arrays | None = None, flags: U8 | None = None
@@ -362,68 +491,23 @@ class Table:
         wrong = dict(self.blocks.misfits(ids, arrays, flags))
         for row, is_kept in wrong.items():
             number = int(ids[row])
-            what = "has another size or dtype than was declared" if is_kept else f"is not kept by {self._name}"
+            what = "has another size or dtype than was declared" if is_kept else f"is not kept by {self.peers.name}"
             reason = f"slice {number} {what}"
-            self._to(sender).refuse(int(runs[row]), ids[row : row + 1], ErrorCode.REFUSED, reason)
+            self._refuse(sender, int(runs[row]), ids[row : row + 1], reason)
         return [row for row in range(len(ids)) if row not in wrong]
 
     # Rounds.
 
-    def _close_if_ready(self, block: Block) -> None:
-        updater, live = self._updaters.get(block.store), self.workers.keys()
-        if updater is not None and self._needs_norms(block):
-            self._close_jointly_if_ready(block.joint, updater)
-            return
-        while block.is_ready(live):
-            contributions = block.round.take()
-            try:
-                self.rounds.apply(block, contributions, updater)
-            except (OptimizerMismatch, PushRefused) as error:
-                _refuse(block, contributions, error)
-            self._answer_round(block, contributions)
-            self._look(block)
-        self._answer_pulls(block)
+    def _together(self, block: Block) -> Sequence[Block]:
+        """All blocks of a parameter whose rule needs norms of the whole, or this one."""
+        updater = self._updaters.get(block.store) if block.joint else None
+        return block.joint if updater is not None and updater.optimizer.needs_norms else (block,)
 
-    def _close_jointly_if_ready(self, blocks: Sequence[Block], updater: SliceUpdater) -> None:
-        while rounds := next_joint_round(blocks, self.workers.keys()):
-            for block, contributions in zip(blocks, rounds, strict=True):
-                block.round.take([contribution.member.node.rank for contribution in contributions])
-            try:
-                self.rounds.apply_jointly(blocks, rounds, updater)
-            except (OptimizerMismatch, PushRefused) as error:
-                for block, contributions in zip(blocks, rounds, strict=True):
-                    _refuse(block, contributions, error)
-            for block, contributions in zip(blocks, rounds, strict=True):
-                self._answer_round(block, contributions)
-                self._look(block)
-        for block in blocks:
-            self._answer_pulls(block)
+    def _apply(self, blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]]) -> None:
+        self.apply(blocks, rounds, self._updaters.get(blocks[0].store))
+        self._traffic.summed += sum([one.values.nbytes for own in rounds for one in own if not one.is_empty])
 
-    def _needs_norms(self, block: Block) -> bool:
-        """Whether the rule needs norms of the whole parameter, and the parameter has several blocks."""
-        updater = self._updaters.get(block.store)
-        return bool(block.joint) and updater is not None and updater.optimizer.needs_norms
-
-    def _missing(self, block: Block) -> tuple[int, ...]:
-        """The ranks that an open round waits for."""
-        if not block.round.slots or not self._needs_norms(block):
-            return block.round.missing(self.workers.keys())
-        return block.round.policy.missing(contributors(block.joint), self.workers.keys())
-
-    def _look(self, block: Block) -> None:
-        """Let checkpoints look at a block whose counters have changed."""
-        if self._snapshots.awaited:
-            self._snapshots.look(block.ids.tolist())
-
-    # Replies.
-
-    def _answer_round(self, block: Block, contributions: Sequence[Contribution]) -> None:
-        for contribution in contributions:
-            if block.round.refusal_of(contribution) is None and not contribution.is_empty:
-                self._traffic.summed += contribution.values.nbytes
-            self._answer_contribution(block, contribution)
-
-    def _answer_contribution(self, block: Block, contribution: Contribution) -> None:
+    def _answer(self, block: Block, contribution: Contribution) -> None:
         if contribution.silent:
             return
         reply, run = self._to(contribution.member), contribution.run
@@ -436,19 +520,17 @@ class Table:
         else:
             reply.counted(run, block.ids, block.version, Outcome.COUNTED)
 
-    def _answer_pulls(self, block: Block) -> None:
-        for pull in block.take_satisfied_pulls():
-            self._to(pull.member).value(pull.run, block)
+    def _answer_pull(self, block: Block, pull: PullRequest) -> None:
+        self._to(pull.member).value(pull.run, block)
 
-    def waits(self, opened_before: float) -> Iterator[RoundWait]:
-        """The rounds for which workers wait since before then, in the order of slices."""
-        for block in self._open():
-            if block.round.open_since > opened_before:
-                continue
-            if block.published is None:
-                yield RoundWait(block.round, f"the first value of key {block.key!r}", (0,))
-            else:
-                yield RoundWait(block.round, f"round {block.version} of key {block.key!r}", self._missing(block))
+    def _wait(self, block: Block) -> RoundWait:
+        if not block.has_value:
+            return RoundWait(block.round, f"the first value of key {block.key!r}", (0,))
+        missing: tuple[int, ...] = ()
+        if block.round.slots:
+            present = contributors(self._together(block))
+            missing = block.round.policy.missing(present, self.peers.workers.keys())
+        return RoundWait(block.round, f"round {block.version} of key {block.key!r}", missing)
 
 
 def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -473,8 +555,3 @@ def _is_even(block: Block, rank: int, steps: U32, versions: U32) -> bool:
         if (lag != lag[0]).any():
             return False
     return True
-
-
-def _refuse(block: Block, contributions: Sequence[Contribution], error: Exception) -> None:
-    others = f". So it is for {len(block) - 1} other keys of the same push" if len(block) > 1 else ""
-    block.round.refuse(contributions, (code_of(error), f"{error}{others}"))
