@@ -17,8 +17,9 @@ TEXT_CHARACTERS_MAX = 200
 def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test below with each of the cases in one go, as ``pytest.mark.parametrize`` runs it in several.
 
-    It is for a test that needs nothing anew for each case: the cases share the fixtures. All of them run, and the test
-    fails with a list of those that failed, below the traceback of the first.
+    It is for a test that needs nothing anew for each case: the cases share the fixtures, but each finds a folder of its
+    own at ``tmp_path``. All of them run, and the test fails with a list of those that failed, below the traceback of
+    the first.
 
     Args:
         names: the arguments that a case gives, with commas between.
@@ -36,9 +37,9 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
         @functools.wraps(test)
         def all_cases(*args: Any, **kwargs: Any) -> None:
             failed: list[tuple[dict[str, Any], BaseException]] = []
-            for row in rows:
+            for number, row in enumerate(rows):
                 try:
-                    test(*args, **kwargs, **row)
+                    test(*args, **own_folder(kwargs, number), **row)
                 except FAILURES as error:
                     failed.append((row, error))
             if failed:
@@ -53,6 +54,15 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
         return all_cases
 
     return decorate
+
+
+def own_folder(fixtures: dict[str, Any], number: int) -> dict[str, Any]:
+    """The fixtures, in which ``tmp_path`` is an empty folder for this case."""
+    if "tmp_path" not in fixtures:
+        return fixtures
+    folder = fixtures["tmp_path"] / f"case-{number}"
+    folder.mkdir()
+    return {**fixtures, "tmp_path": folder}
 
 
 def text_of(row: Mapping[str, Any]) -> str:

@@ -51,3 +51,9 @@ def test_few_rows_hold_every_pair():
     assert len(rows) <= 16 < 72
     for (i, left), (j, right) in itertools.combinations(enumerate(options), 2):
         assert {(row[i], row[j]) for row in rows} == set(itertools.product(left, right))
+
+
+@each("name", ["file", "file"])
+def test_each_case_has_an_empty_folder_of_its_own(tmp_path, name):
+    assert not list(tmp_path.iterdir())
+    (tmp_path / name).touch()

@@ -16,6 +16,7 @@ import pytest
 import kvdist
 from kvdist import LazyRows, RowSparse, kv
 from tests.acceptance.together import ROOT, Together, same
+from tests.cases import each
 
 two = Together(
     2, 2, ["--server-module", "tests.acceptance.handlers"],
@@ -802,7 +803,7 @@ def test_rules_that_need_whole_parameters_or_rows_are_chosen_before_init_and_ref
 # Stores within this process.
 
 
-@pytest.mark.parametrize("name", [*LOCAL, "nccl"])
+@each("name", [*LOCAL, "nccl"])
 def test_a_store_within_a_process_sums_over_devices_and_replaces_or_updates(name):
     with kv.create(name) as store:
         assert (store.type, store.rank, store.num_workers, store.num_servers) == (name, 0, 1, 0)
@@ -839,7 +840,7 @@ def test_a_store_within_a_process_updates_with_an_optimizer_and_saves_its_states
         same(moved, [-1, -1])
 
 
-@pytest.mark.parametrize("name", ["device", "local_allreduce_device"])
+@each("name", ["device", "local_allreduce_device"])
 def test_a_device_store_compresses_each_device(name):
     with kv.create(name) as store:
         store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
@@ -863,7 +864,7 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
         kv.create(7)
 
 
-@pytest.mark.parametrize(("name", "instead"), [("teststore", "regist"), ("dist_device", "dist_device_sync")])
+@each("name, instead", [("teststore", "regist"), ("dist_device", "dist_device_sync")])
 def test_names_that_people_try_are_answered_with_what_to_use(name, instead):
     with pytest.raises(ValueError, match=instead):
         kv.create(name)
@@ -877,7 +878,7 @@ def test_an_updater_applies_an_optimizer_to_arrays():
         same(weight, [wanted] * 2)
 
 
-@pytest.mark.parametrize("name", ["ftrl", "ftml"])
+@each("name", ["ftrl", "ftml"])
 def test_rules_that_divide_by_the_rate_refuse_0(name):
     with kv.create("local") as store:
         store.set_optimizer(name, learning_rate=0)

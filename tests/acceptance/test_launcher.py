@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvdist
+from tests.cases import each
 from tests.ports import HOST
 
 LOST_A_PEER = 75
@@ -19,7 +20,7 @@ LOST_A_PEER = 75
 BY_SIGNAL_9 = 137
 
 
-@pytest.mark.parametrize("module", ["kvdist", "kvdist_launch", "kvdist_launch.run_cli"])
+@each("module", ["kvdist", "kvdist_launch", "kvdist_launch.run_cli"])
 def test_every_command_says_its_version(module):
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

@@ -16,6 +16,7 @@ import pytest
 
 import kvdist
 from tests.acceptance.together import ROOT
+from tests.cases import each
 
 LAUNCH, RUN, KVDIST = "kvdist_launch", "kvdist_launch.run_cli", "kvdist"
 TRAIN = """
@@ -150,8 +151,8 @@ def test_users_own_values_win_over_the_launchers_defaults():
     assert "OMP_NUM_THREADS" not in err
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
+@each(
+    "words, code, said",
     [
         (["-n", "2", "no-such-program"], 127, "no-such-program"),
         (["-n", "2", "/"], 126, "directory"),
@@ -217,7 +218,7 @@ def test_the_first_failure_is_told_last_with_its_last_lines_and_gives_the_exit_c
     assert failure["last_lines"][-1] == "ValueError: loss is nan"
 
 
-@pytest.mark.parametrize(("ends", "code"), [("exit 3", 3), ("kill -9 $$", 137), ("kill -15 $$", 143)])
+@each("ends, code", [("exit 3", 3), ("kill -9 $$", 137), ("kill -15 $$", 143)])
 def test_the_exit_code_is_that_of_the_first_process_that_failed(ends, code):
     program = f"[ $KVDIST_RANK = 1 ] && {ends}; sleep 60"
     run(LAUNCH, "-n", "2", "-s", "0", "--grace", "1", "sh", "-c", program, code=code)

@@ -16,6 +16,7 @@ import torch
 import kvdist
 from kvdist import Embedding, SplitSampler, Trainer, kv, lr_scheduler, optimizer
 from tests.acceptance.together import Together, same
+from tests.cases import each
 from tests.optimizer import formulas
 
 two = Together(
@@ -104,7 +105,7 @@ def test_a_trainer_on_servers_makes_the_steps_of_the_equations(word):
             same(got, want, 1e-6 * max(1, np.abs(want).max()))
 
 
-@pytest.mark.parametrize("word", CASES)
+@each("word", CASES)
 def test_a_trainer_within_a_process_makes_the_steps_of_the_equations(word):
     name, numbers, formula = numbers_of(word)
     for devices, on_kvstore in ((1, None), (2, True), (2, False)):
@@ -729,8 +730,8 @@ def stepped(kvstore, devices, wanted, sparse=False):
     return trainer
 
 
-@pytest.mark.parametrize(
-    ("kvstore", "devices", "wanted", "has_store", "store_updates"),
+@each(
+    "kvstore, devices, wanted, has_store, store_updates",
     [
         (None, 1, None, False, False),
         ("local", 1, None, False, False),
@@ -747,7 +748,7 @@ def test_who_updates_the_weights_within_a_process(kvstore, devices, wanted, has_
     assert (trainer.kvstore is not None, updates(trainer)) == (has_store, store_updates)
 
 
-@pytest.mark.parametrize(("wanted", "store_updates"), [(None, False), (False, False), (True, True)])
+@each("wanted, store_updates", [(None, False), (False, False), (True, True)])
 def test_where_a_gradient_is_sparse_the_devices_update_unless_the_store_is_wanted(wanted, store_updates):
     assert updates(stepped("device", 2, wanted, sparse=True)) is store_updates
 

@@ -25,6 +25,7 @@ from kvdist.checkpoint.files import (
 )
 from kvdist.checkpoint.snapshot import FileRecord
 from kvdist.errors import CheckpointError
+from tests.cases import each
 
 
 def views(*parts):
@@ -38,7 +39,7 @@ def refuse(number):
     return call
 
 
-@pytest.mark.parametrize("parts", [(), (b"",), (b"a",), (b"abc", b"", b"defgh"), (b"x" * (files.CHUNK_BYTES + 3),)])
+@each("parts", [(), (b"",), (b"a",), (b"abc", b"", b"defgh"), (b"x" * (files.CHUNK_BYTES + 3),)])
 def test_a_file_has_its_length_and_checksum_and_a_part_of_it_in_its_name(tmp_path, parts):
     record = write_file(tmp_path, "server-3", ".bin", views(*parts))
     content = b"".join(parts)

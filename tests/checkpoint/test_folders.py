@@ -10,6 +10,7 @@ from kvdist.checkpoint.folders import all_steps, complete_steps, find, folder_of
 from kvdist.checkpoint.format import NAME
 from kvdist.checkpoint.snapshot import directory_of, step_of
 from kvdist.errors import CheckpointError
+from tests.cases import each
 
 
 def complete(directory, *steps):
@@ -18,14 +19,12 @@ def complete(directory, *steps):
         (folder_of(directory, step) / NAME).write_text("{}")
 
 
-@pytest.mark.parametrize("step", [0, 1, 9, 10, 1200, (1 << 63) - 1])
+@each("step", [0, 1, 9, 10, 1200, (1 << 63) - 1])
 def test_a_step_is_known_by_the_name_of_its_folder(tmp_path, step):
     assert step_of(folder_of(tmp_path, step).name) == step
 
 
-@pytest.mark.parametrize(
-    "name", ["step-", "step-01", "step--1", "step-٣", "step-1\n", "Step-1", "step-1.part", "step-" + "9" * 20, "1"]
-)
+@each("name", ["step-", "step-01", "step--1", "step-٣", "step-1\n", "Step-1", "step-1.part", "step-" + "9" * 20, "1"])
 def test_a_folder_of_another_name_is_no_step(tmp_path, name):
     assert step_of(name) is None
     complete(tmp_path, 3)
@@ -48,7 +47,7 @@ def test_the_highest_step_is_found_or_the_one_that_is_named(tmp_path):
     assert find(tmp_path, None) == tmp_path / "step-10" and find(tmp_path, 9) == tmp_path / "step-9"
 
 
-@pytest.mark.parametrize("where", ["", "gone", "gone/deeper"])
+@each("where", ["", "gone", "gone/deeper"])
 def test_where_there_is_none_it_says_what_was_looked_for(tmp_path, where):
     folder_of(tmp_path, 1).mkdir()
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*: no folder step-<number> with a manifest"):

@@ -17,6 +17,7 @@ from kvdist.checkpoint import format as tensors
 from kvdist.checkpoint.format import NAMES, Tensor, TensorFile, write_named_tensors, write_tensors
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from tests.cases import each
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 3), (1, 1, 1), (1025,)]
 TORCH_TYPES = {dtype: getattr(torch, dtype.label) for dtype in DType}
@@ -98,14 +99,14 @@ def test_each_array_begins_where_its_elements_may(tmp_path):
         assert found.offset % found.dtype.itemsize == 0, name
 
 
-@pytest.mark.parametrize("name", ['"quoted"', "ключ 鍵 🔑", "line\nbreak", "", "__metadata", "a/b[0:3]/weight", "\x00"])
+@each("name", ['"quoted"', "ключ 鍵 🔑", "line\nbreak", "", "__metadata", "a/b[0:3]/weight", "\x00"])
 def test_a_name_may_be_any_text(tmp_path, name):
     record = write_tensors(tmp_path, "server-0", [tensor(name, DType.FLOAT32, (3,))], {})
     assert list(TensorFile(tmp_path / record.name).entries) == [name] == list(load_file(tmp_path / record.name))
 
 
-@pytest.mark.parametrize(
-    ("names", "sentence"),
+@each(
+    "names, sentence",
     [
         (["a", "a"], "two arrays of one file cannot have one name"),
         (["__metadata__"], "none can be called __metadata__"),
@@ -221,7 +222,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
+@each("content", WRONG.values())
 def test_a_header_is_not_believed(tmp_path, content):
     (tmp_path / "wrong").write_bytes(content)
     with pytest.raises(CheckpointError, match="wrong is (damaged: its header is not readable|not a safetensors file)"):

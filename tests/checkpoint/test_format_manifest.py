@@ -17,6 +17,7 @@ from kvdist.checkpoint.format import NAME, read_manifest, write_manifest
 from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, Manifest, SavedKey, chosen_optimizer
 from kvdist.errors import CheckpointError
 from kvdist.optimizer import create
+from tests.cases import each
 
 KEYS = (SavedKey("w", (3, 5), "float32"), SavedKey(7, (), "bfloat16"), SavedKey("0", (0, 2), "int64"))
 LAZY = SavedKey("e", (10**9, 4), "float16", "normal(0.01,seed=3)")
@@ -51,7 +52,7 @@ def read_changed(folder, change):
     return read_manifest(folder)
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {},
@@ -92,8 +93,8 @@ def test_only_with_tables_it_is_one_that_older_readers_do_not_know(tmp_path):
     assert [one.get("form") for one in body["keys"]] == [None, None, None, "rows", "normal(0.01,seed=3)"]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "form"),
+@each(
+    "shape, dtype, form",
     [
         ([8, 4], "float32", "rows of mine"),
         ([8, 4], "float32", 7),
@@ -163,7 +164,7 @@ def test_a_newer_version_says_what_wrote_it_and_what_to_do(tmp_path):
         read_changed(tmp_path, lambda body: body.update(version=3, kvdist="9.9", new=[]))
 
 
-@pytest.mark.parametrize("version", [-1, True, "1", None, 1.0, [1], 1 << 70])
+@each("version", [-1, True, "1", None, 1.0, [1], 1 << 70])
 def test_a_version_that_is_no_count_is_damage(tmp_path, version):
     with pytest.raises(CheckpointError, match="is damaged"):
         read_changed(tmp_path, lambda body: body.update(version=version))
@@ -175,13 +176,13 @@ def test_a_manifest_of_a_version_that_knew_no_runs_is_read(tmp_path):
     found.require_part(tmp_path / "server-0", None, None)  # whose files say nothing of it
 
 
-@pytest.mark.parametrize("run", [7, None, "x", "0" * 15, ["0"], "G" * 16])
+@each("run", [7, None, "x", "0" * 15, ["0"], "G" * 16])
 def test_a_run_that_is_none_is_damage(tmp_path, run):
     with pytest.raises(CheckpointError, match="is damaged"):
         read_changed(tmp_path, lambda body: body.update(run=run))
 
 
-@pytest.mark.parametrize("other", [("f" * 16, 5), ("0" * 16, 6), (None, None), (5, "0" * 16)])
+@each("other", [("f" * 16, 5), ("0" * 16, 6), (None, None), (5, "0" * 16)])
 def test_a_file_of_another_run_or_step_is_no_part(tmp_path, other):
     ours = manifest(run="0" * 16)
     ours.require_part(tmp_path / "server-0", "0" * 16, "5")
@@ -238,16 +239,15 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+@each("change", WRONG.values())
 def test_a_strangers_manifest_is_not_believed(tmp_path, change):
     with pytest.raises(CheckpointError, match=f"{NAME} is damaged: not readable"):
         read_changed(tmp_path, change)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [b"", b"[]", b"7", b"null", b'"x"', b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"{}"],
-    ids=lambda text: repr(text[:8]),
 )
 def test_what_is_no_manifest_is_said_to_be_none(tmp_path, text):
     (tmp_path / NAME).write_bytes(text)
@@ -281,7 +281,7 @@ def test_a_folder_without_one_is_no_checkpoint(tmp_path):
             read_manifest(folder)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@each("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_not_read(tmp_path, make):
     make(tmp_path / NAME)
     with pytest.raises(CheckpointError, match="is not a regular file"):
@@ -304,8 +304,8 @@ def test_the_store_that_wrote_it_can_take_it_in():
     manifest(optimizer=None).require(KEYS, None, EVERYTHING)
 
 
-@pytest.mark.parametrize(
-    ("keys", "sentence"),
+@each(
+    "keys, sentence",
     [
         ((*KEYS, SavedKey("new", (1,), "float32")), "the checkpoint has no key 'new', which this store has"),
         (KEYS[1:], "the checkpoint has key 'w', which this store has not: init before you load"),
@@ -321,8 +321,8 @@ def test_other_keys_are_named(keys, sentence):
         required(keys)
 
 
-@pytest.mark.parametrize(
-    ("saved", "present"),
+@each(
+    "saved, present",
     [
         ("sgd", None),
         (None, "sgd"),
@@ -344,7 +344,7 @@ def test_what_it_does_not_hold_cannot_be_loaded():
         manifest(contents=(STATES,)).require(KEYS, SGD, EVERYTHING)
 
 
-@pytest.mark.parametrize("description", [{"name": "mine"}, {}, {"name": "sgd"}, {**SGD, "momentum": "x"}])
+@each("description", [{"name": "mine"}, {}, {"name": "sgd"}, {**SGD, "momentum": "x"}])
 def test_an_optimizer_that_nobody_knows_here_is_a_sentence(description):
     with pytest.raises(CheckpointError, match="the optimizer of the checkpoint cannot be used here: "):
         chosen_optimizer(description)

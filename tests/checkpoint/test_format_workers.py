@@ -17,6 +17,7 @@ from kvdist.checkpoint.format import read_worker
 from kvdist.checkpoint.snapshot import EVERYTHING, Manifest
 from kvdist.errors import CheckpointError
 from kvdist.kvstore import checkpoints
+from tests.cases import each
 
 MANIFEST = Manifest(7, EVERYTHING, "local", True, None, 1, 1, (), ())
 PLAIN = st.recursive(
@@ -64,8 +65,8 @@ def deep(depth):
     return [deep(depth - 1)] if depth else []
 
 
-@pytest.mark.parametrize(
-    ("state", "sentence"),
+@each(
+    "state, sentence",
     [
         (np.ones(3), "Object of type ndarray is not JSON serializable. Give lists instead of arrays"),
         ({"a": [{"b": b"bytes"}]}, "Object of type bytes"),
@@ -87,7 +88,7 @@ def test_a_state_as_deep_as_is_allowed_comes_back(tmp_path):
     assert kept(tmp_path, deep(100)).state == deep(100)
 
 
-@pytest.mark.parametrize("names", [["w"], "w", {(1, 2): "w"}, {None: "w"}, {True: "w"}, {1.5: "w"}])
+@each("names", [["w"], "w", {(1, 2): "w"}, {None: "w"}, {True: "w"}, {1.5: "w"}])
 def test_names_that_are_not_by_key_are_refused_when_they_are_given(names):
     with pytest.raises(TypeError, match="names is a dict, key → name"):
         checkpoints.worker_content(None, names, 0)
@@ -99,7 +100,7 @@ def test_a_state_that_is_too_long_is_refused(monkeypatch):
         checkpoints.worker_content("x" * 100, None, 0)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         b"",
@@ -116,7 +117,6 @@ def test_a_state_that_is_too_long_is_refused(monkeypatch):
         b"\xff",
         b"[" * 100_000,
     ],
-    ids=lambda text: repr(text[:40]),
 )
 def test_a_strangers_file_is_not_believed(tmp_path, text):
     record = write_file(tmp_path, "worker-0", ".json", [memoryview(text)])

@@ -15,6 +15,7 @@ from kvdist.checkpoint.shards import SLICES, Shards, write_slices
 from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, Manifest, SavedSlice, WantedSlice
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from tests.cases import each
 
 BEGINS = "normal(0.01,seed=3)"
 NAMES = ("mean", "variance")
@@ -144,7 +145,7 @@ def test_pieces_that_begin_otherwise_are_an_error(tmp_path):
         found.read(table.wanted(0, 10), EVERYTHING)
 
 
-@pytest.mark.parametrize("ids", [[3, 3], [4, 3], [-1, 2], [0, 10], [-(2**63), 2**63 - 1]])
+@each("ids", [[3, 3], [4, 3], [-1, 2], [0, 10], [-(2**63), 2**63 - 1]])
 def test_rows_that_do_not_ascend_within_their_slice_are_damage(tmp_path, ids):
     table = Table(10, [1, 7])
     table.ids, table.inside = np.array(ids), lambda *_: slice(None)
@@ -161,8 +162,8 @@ GOOD = ["e", 0, 6, 1, 0, [], [], BEGINS]
 WEIGHT = ("weight", DType.FLOAT32, np.zeros(4, np.float32))
 
 
-@pytest.mark.parametrize(
-    ("indices", "sentence"),
+@each(
+    "indices, sentence",
     [
         ([], "does not say which rows"),
         ([("indices", DType.INT32, np.array([0, 1], np.int32))], "does not have elements 0 to 2 of .*/indices"),
@@ -181,7 +182,7 @@ def test_a_slice_that_ends_within_a_row_is_damage(tmp_path):
         found.read(WantedSlice(0, "e", 0, 4, DType.FLOAT32, lazy_row=4), (WEIGHTS,))
 
 
-@pytest.mark.parametrize("begins", ["__import__('os')", 7, None, "", ["zeros"], "zeros\n"])
+@each("begins", ["__import__('os')", 7, None, "", ["zeros"], "zeros\n"])
 def test_what_rows_begin_as_is_not_believed(tmp_path, begins):
     with pytest.raises(CheckpointError, match="its slices are not readable"):
         file_of(tmp_path, [WEIGHT], [*GOOD[:-1], begins])

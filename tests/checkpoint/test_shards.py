@@ -17,6 +17,7 @@ from kvdist.checkpoint.shards import SLICES, Shards, write_slices
 from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, Manifest, SavedKey, SavedSlice, WantedSlice
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from tests.cases import each
 
 FLOATING = [dtype for dtype in DType if dtype.is_floating or dtype is DType.BFLOAT16]
 NAMES = ("mean", "variance")
@@ -124,8 +125,8 @@ def test_however_a_key_was_cut_it_comes_back_however_it_is_cut_now(tmp_path_fact
     assert found.whole(whole.key, whole.size, whole.dtype).tobytes() == whole.weight.tobytes()
 
 
-@pytest.mark.parametrize("dtype", list(DType))
-@pytest.mark.parametrize("size", [0, 1, 7, 1025])
+@each("dtype", list(DType))
+@each("size", [0, 1, 7, 1025])
 def test_a_weight_of_every_type_and_size_comes_back(tmp_path, dtype, size):
     whole = Whole("w", (size,), dtype, states=(), master=False)
     found = shards(tmp_path, [whole.saved(0, size)]).read(whole.wanted(0, size, has_state=False), (WEIGHTS,))
@@ -164,11 +165,9 @@ def test_numbers_beside_the_arrays_come_back_exactly(tmp_path):
     assert [one.hex() for one in state.scalars] == [one.hex() for one in scalars] and state.count == 1 << 40
 
 
-@pytest.mark.parametrize("contents", [(WEIGHTS,), (STATES,), EVERYTHING])
-@pytest.mark.parametrize("states", [(), NAMES])
-@pytest.mark.parametrize(
-    ("kept", "element"), [([], 0), ([(2, 6)], 0), ([(0, 2)], 2), ([(0, 2), (4, 6)], 2), ([(0, 2), (2, 5)], 5)]
-)
+@each("contents", [(WEIGHTS,), (STATES,), EVERYTHING])
+@each("states", [(), NAMES])
+@each("kept, element", [([], 0), ([(2, 6)], 0), ([(0, 2)], 2), ([(0, 2), (4, 6)], 2), ([(0, 2), (2, 5)], 5)])
 def test_a_piece_that_is_nowhere_is_named(tmp_path, kept, element, states, contents):
     whole = Whole("w", (6,), DType.FLOAT32, states=states, master=False)
     found = shards(tmp_path, *([whole.saved(*ends)] for ends in kept))
@@ -176,7 +175,7 @@ def test_a_piece_that_is_nowhere_is_named(tmp_path, kept, element, states, conte
         found.read(whole.wanted(0, 6), contents)
 
 
-@pytest.mark.parametrize("size", [0, 3])
+@each("size", [0, 3])
 def test_a_key_that_is_nowhere_is_named(tmp_path, size):
     whole = Whole("w", (size,), DType.FLOAT32)
     with pytest.raises(CheckpointError, match="has no element 0 of key 'v'"):
@@ -200,7 +199,7 @@ def test_another_type_or_other_states_are_an_error(tmp_path):
             found.read(whole.wanted(0, 6, state_names=names), EVERYTHING)
 
 
-@pytest.mark.parametrize(("saved", "wanted"), [([0, 4, 9], [0, 9]), ([0, 9], [0, 4, 9])])
+@each("saved, wanted", [([0, 4, 9], [0, 9]), ([0, 9], [0, 4, 9])])
 def test_states_by_rows_of_keys_cut_within_rows_are_refused_and_their_weights_are_not(tmp_path, saved, wanted):
     whole = Whole("w", (3, 3), DType.FLOAT32, row=3)
     found = shards(tmp_path, [whole.saved(*ends) for ends in itertools.pairwise(saved)])
@@ -274,7 +273,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("told", WRONG.values(), ids=WRONG)
+@each("told", WRONG.values())
 def test_what_a_file_says_of_its_slices_is_not_believed(tmp_path, told):
     arrays = [Tensor('"w"[0:2]/weight', DType.FLOAT32, (2,), lambda: np.zeros(2, np.float32))]
     record = write_tensors(tmp_path, "server-0", arrays, {SLICES: told})

@@ -32,6 +32,7 @@ from kvdist.checkpoint.snapshot import (
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.runtime.io_thread import ThreadedDisk, outcome
+from tests.cases import each
 from tests.checkpoint.faults import Faults, Killed, failing
 
 RUN = "0123456789abcdef"
@@ -217,7 +218,7 @@ def test_an_attempt_again_after_a_kill_leaves_nothing_of_the_first(tmp_path, mon
 # What is kept.
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 5, 10, 9]), (1, [9]), (2, [9, 10]), (3, [5, 9, 10]), (9, None)])
+@each("keep, left", [(0, [1, 2, 5, 10, 9]), (1, [9]), (2, [9, 10]), (3, [5, 9, 10]), (9, None)])
 def test_the_highest_steps_stay_and_the_one_just_written_always(tmp_path, keep, left):
     for step in (1, 2, 5, 10):
         save(tmp_path, step)
@@ -299,7 +300,7 @@ def test_sweeping_removes_files_of_checkpoints_that_no_manifest_names_and_nothin
     assert restored(tmp_path, 1) == 1
 
 
-@pytest.mark.parametrize("is_there", [False, True])
+@each("is_there", [False, True])
 def test_sweeping_an_empty_folder_or_none_leaves_none(tmp_path, is_there):
     if is_there:
         (tmp_path / "step-1").mkdir()
@@ -341,7 +342,7 @@ def test_a_root_may_be_reached_by_a_link_and_links_within_it_may_be_followed(tmp
     assert restored(tmp_path / "real" / "run", 1) == 1 and restored(tmp_path / "real" / "sub", 2) == 2
 
 
-@pytest.mark.parametrize("name", ["", "run/step-1", "/tmp/../etc/step-1", "~/step-1"])
+@each("name", ["", "run/step-1", "/tmp/../etc/step-1", "~/step-1"])
 def test_a_folder_is_named_by_an_absolute_path_without_a_way_up(name):
     for work in works(name):
         with pytest.raises(CheckpointError, match="is not an absolute path of a folder"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvdist.collective as hvd
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 
@@ -29,7 +30,7 @@ def vector(rank, elements, dtype=torch.float32):
     return torch.randn(elements, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-@pytest.mark.parametrize(("size", "elements"), [(1, 5), (2, 1), (2, 17), (4, 3), (4, 1001), (8, 37)])
+@each("size, elements", [(1, 5), (2, 1), (2, 17), (4, 3), (4, 1001), (8, 37)])
 def test_the_result_is_that_of_the_formula_on_all_ranks(size, elements):
     def program(rank):
         return hvd.allreduce(vector(rank, elements), op=hvd.Adasum)
@@ -62,7 +63,7 @@ def test_each_tensor_of_a_group_is_a_vector_of_its_own():
             torch.testing.assert_close(result.double(), expected, rtol=small, atol=small)
 
 
-@pytest.mark.parametrize("scale", [1e-18, 1e-3, 1.0, 1e18])
+@each("scale", [1e-18, 1e-3, 1.0, 1e18])
 def test_orthogonal_vectors_are_added_and_parallel_ones_averaged(scale):
     def program(rank):
         own = torch.zeros(4)

@@ -11,6 +11,7 @@ from kvdist.collective.group import Group
 from kvdist.collective.operations import Operation
 from kvdist.collective.signature import Signature
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 
@@ -35,7 +36,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
+@each("what", DIFFERENT)
 def test_a_difference_raises_the_same_on_all_ranks_before_any_data_flows(what):
     def program(rank):
         with pytest.raises(CollectiveMismatch) as caught:
@@ -62,7 +63,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@each("what", WRONG)
 def test_an_error_of_all_ranks_is_raised_by_each_and_they_go_on(what):
     def program(rank):
         with pytest.raises((ValueError, TypeError)) as caught:
@@ -73,7 +74,7 @@ def test_an_error_of_all_ranks_is_raised_by_each_and_they_go_on(what):
     assert returned(run_ranks(3, program)) == [[3.0, 3.0]] * 3
 
 
-@pytest.mark.parametrize("what", WRONG)
+@each("what", WRONG)
 def test_an_error_of_one_rank_raises_on_all_and_names_it(what):
     def program(rank):
         if rank == 1:
@@ -132,7 +133,7 @@ def test_a_name_that_is_under_way_is_refused_on_all_ranks_and_the_first_goes_on(
     assert returned(run_ranks(2, program)) == [[2.0, 2.0]] * 2
 
 
-@pytest.mark.parametrize("size", [6, 4096])
+@each("size", [6, 4096])
 def test_ranks_that_differ_where_the_program_branches_have_begun_nothing(size):
     def program(rank):
         for name in "abacabac":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvdist.collective as hvd
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 SIZE = 3
@@ -72,7 +73,7 @@ def test_of_a_broadcast_the_root_alone_has_a_gradient():
     assert returned(run_ranks(SIZE, program)) == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("with_splits", [False, True])
+@each("with_splits", [False, True])
 def test_gradients_of_exchanged_rows_go_back_to_their_senders(with_splits):
     def program(rank):
         mine = leaf(SIZE * (rank + 1) + (2 if with_splits else 0), 2)

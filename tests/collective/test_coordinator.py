@@ -26,6 +26,7 @@ from kvdist.protocol.collective import (
     StallWarning,
     Throttle,
 )
+from tests.cases import each
 
 SUM = Signature("allreduce", "a", ("float32[3]",), "Sum")
 LONGER = Signature("allreduce", "a", ("float32[4]",), "Sum")
@@ -76,9 +77,7 @@ def test_until_all_have_come_the_missing_are_known():
     assert coordinator.tick(100.0) == []
 
 
-@pytest.mark.parametrize(
-    "hello", [RankHello("t", 1, 3, "h", "1"), RankHello("t", 5, 3, "h", "1"), RankHello("t", 0, 4, "h", "1")]
-)
+@each("hello", [RankHello("t", 1, 3, "h", "1"), RankHello("t", 5, 3, "h", "1"), RankHello("t", 0, 4, "h", "1")])
 def test_who_comes_twice_or_belongs_elsewhere_is_refused(hello):
     coordinator = Coordinator(3)
     coordinator.hear(1, RankHello("t", 1, 3, "h1", "1"), 0.0)
@@ -167,7 +166,7 @@ def test_process_sets_agree_each_for_itself():
     assert third.call(SUM) == [(0, Agreed(1, 1)), (2, Agreed(1, 1))]
 
 
-@pytest.mark.parametrize(
+@each(
     "message",
     [
         GroupMembers(1, (0, 2)),
@@ -241,8 +240,8 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("is_told_first", [False, True])
-@pytest.mark.parametrize("how", LEAVES)
+@each("is_told_first", [False, True])
+@each("how", LEAVES)
 def test_a_connection_that_a_leaving_rank_has_let_go_of_ends_only_what_it_has_not_called(how, is_told_first):
     coordinator = came(3)
     for rank in (1, 2):
@@ -320,7 +319,7 @@ def test_what_was_called_before_a_join_that_all_have_called_is_agreed_on():
     assert answers[:4] == [(0, Agreed(0, 2)), (1, Agreed(0, 2)), (0, AllJoined(0, 2, 1)), (1, AllJoined(0, 2, 1))]
 
 
-@pytest.mark.parametrize("signature", [GATHER, Signature("allreduce", "", ("float32[3]",), "Max")])
+@each("signature", [GATHER, Signature("allreduce", "", ("float32[3]",), "Max")])
 def test_what_zeros_would_falsify_is_refused_and_counted_while_somebody_has_joined(signature):
     _, (first, second) = callers(2)
     first.call(JOIN_SIGNATURE)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import kvdist.collective as hvd
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 
@@ -90,7 +91,7 @@ def flat(value):
     return [flat(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_the_state_of_every_optimizer_becomes_that_of_the_root(name):
     def program(rank):
         torch.manual_seed(0)

@@ -10,6 +10,7 @@ import kvdist.collective
 import kvdist.horovod as hvd
 from kvdist import CollectiveError, Trainer, kv
 from kvdist.optimizer import create
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 
@@ -79,7 +80,7 @@ def test_gradients_are_averaged_and_each_rank_divides_by_its_own_examples():
     assert returned(run_ranks(2, program)) == [[-0.5 * 1.5 * 6] * 5] * 2
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"gradient_predivide_factor": 2.0},

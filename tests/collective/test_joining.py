@@ -7,10 +7,11 @@ import kvdist.collective as hvd
 from kvdist.collective.operations import zeros_operation
 from kvdist.errors import CollectiveError, CollectiveMismatch
 from kvdist.protocol.collective import Participate
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.float16])
+@each("dtype", [torch.float32, torch.int16, torch.float16])
 def test_an_average_with_those_who_have_joined_divides_by_the_number_of_all(dtype):
     def program(rank):
         results = []
@@ -62,7 +63,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@each("what", REFUSED)
 def test_what_zeros_would_falsify_raises_while_somebody_has_joined(what):
     def program(rank):
         if rank:
@@ -103,7 +104,7 @@ def test_alone_one_is_the_last():
     assert returned(run_ranks(1, lambda rank: (hvd.join(), hvd.allreduce(torch.ones(1)).item(), rank))) == [(0, 1.0, 0)]
 
 
-@pytest.mark.parametrize("text", ["float32[*, 3]", "nonsense[3]", "float32[-1]", "float32", "Tensor[2]"])
+@each("text", ["float32[*, 3]", "nonsense[3]", "float32[-1]", "float32", "Tensor[2]"])
 def test_zeros_are_made_of_nothing_but_a_dtype_and_a_shape(text):
     with pytest.raises(CollectiveError, match="cannot make zeros"):
         zeros_operation(Participate(0, 0, "allreduce", "", (text,), "Sum"))

@@ -28,6 +28,7 @@ from kvdist.errors import CollectiveError, CollectiveMismatch, ConfigError, Fork
 from kvdist.kvstore import engine_lifecycle
 from kvdist.protocol.collective import AllConnected, RankGone, RankHello, encode
 from kvdist.transport.zeromq import ZeroMQTransport
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks, world_of
 from tests.ports import held_port
 
@@ -55,7 +56,7 @@ def in_threads(size, function):
 # Again.
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@each("fails", [False, True])
 def test_ranks_can_begin_anew_after_an_end_or_a_failure(fails):
     store, has_looked = HashStore(), threading.Event()
 
@@ -287,7 +288,7 @@ def test_what_strangers_send_is_dropped(caplog):
     assert returned(in_threads(3, program)) == [2.0, 2.0, None]
 
 
-@pytest.mark.parametrize("settings", [{"secret_file": "/run/secret"}, {"security": "curve"}])
+@each("settings", [{"secret_file": "/run/secret"}, {"security": "curve"}])
 def test_ranks_that_are_to_encrypt_are_refused_as_nothing_encrypts_their_values(settings):
     for error in run_ranks(2, lambda rank: None, settings=CollectiveSettings(start_timeout_s=1.0, **settings)):
         assert isinstance(error, ConfigError)
@@ -358,7 +359,7 @@ def test_ports_that_killed_processes_have_left_are_removed_by_a_later_job(folder
     forget_port(world)
 
 
-@pytest.mark.parametrize("listens", [False, True], ids=["nobody", "another program"])
+@each("listens", [False, True])
 def test_a_place_where_nobody_listens_or_another_program_does_is_named_in_time(listens):
     with held_port() as port, socket.create_server(("127.0.0.1", port)) if listens else nullcontext():
         world = World(1, 2, 1, 2, meeting=Meeting("127.0.0.1", port))

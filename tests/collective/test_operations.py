@@ -9,6 +9,7 @@ import torch
 import kvdist.collective as hvd
 from kvdist.collective.operations import ALONE_BYTES, FLAT_BYTES, partition
 from kvdist.errors import CollectiveError
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -32,7 +33,7 @@ def same(results, expected):
 # Allreduce.
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@each("size", [1, 2, 3])
 def test_the_sum_of_the_same_tensor_is_that_times_the_number_of_ranks(size):
     kinds = [(dtype, dims) for dtype in [*INTEGERS, *REALS, *COMPLEX] for dims in (0, 1, 2, 3)]
 
@@ -84,7 +85,7 @@ def test_of_truths_the_sum_is_whether_any_is_true_and_the_minimum_whether_all_ar
     assert returned(run_ranks(2, program)) == [[some, some, every, every]] * 2
 
 
-@pytest.mark.parametrize("dtype", [*INTEGERS, *REALS])
+@each("dtype", [*INTEGERS, *REALS])
 def test_factors_multiply_before_and_after_and_integers_are_rounded_down_each_time(dtype):
     def program(rank):
         mine = torch.tensor([1, 3, 5]).to(dtype)
@@ -171,9 +172,7 @@ def test_many_names_are_under_way_at_once():
     assert returned(run_ranks(2, program)) == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("way", "dtype"), [(hvd.Compression.fp16, torch.float16), (hvd.Compression.bf16, torch.bfloat16)]
-)
+@each("way, dtype", [(hvd.Compression.fp16, torch.float16), (hvd.Compression.bf16, torch.bfloat16)])
 def test_compression_rounds_once_and_keeps_the_dtype(way, dtype):
     def program(rank):
         mine = torch.linspace(0, 1, 11, dtype=torch.float64)
@@ -210,7 +209,7 @@ def test_ranks_cut_alike_however_their_tensors_lie_in_memory():
 # Allgather.
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@each("size", [1, 3])
 def test_gathered_rows_are_those_of_the_ranks_in_order(size):
     dtypes = [*INTEGERS, *REALS, *COMPLEX, torch.bool]
 
@@ -275,7 +274,7 @@ def test_a_leaf_that_requires_a_gradient_is_replaced_without_being_recorded():
 # Tensors that are not what they seem.
 
 
-@pytest.mark.parametrize("count", [5, 300_000])
+@each("count", [5, 300_000])
 def test_a_tensor_that_is_given_twice_or_shares_memory_with_another_is_reduced_once(count):
     def program(rank):
         tensor = torch.full((count,), rank + 1.0)
@@ -321,7 +320,7 @@ def test_conjugates_and_negatives_are_sent_as_what_they_stand_for():
     assert returned(run_ranks(2, program)) == [expected] * 2
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(1).expand(4), torch.tensor([1j]).conj()], ids=["expanded", "conjugate"])
+@each("tensor", [torch.ones(1).expand(4), torch.tensor([1j]).conj()])
 def test_what_cannot_be_written_to_is_refused_before_anything_is_begun(tensor):
     def program(rank):
         for call in (hvd.allreduce_, lambda one: hvd.broadcast_(one, 0)):
@@ -335,7 +334,7 @@ def test_what_cannot_be_written_to_is_refused_before_anything_is_begun(tensor):
 # Alltoall.
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@each("size", [1, 2, 3])
 def test_everything_received_equals_its_sender(size):
     def program(rank):
         results = []
@@ -379,7 +378,7 @@ def test_a_rank_may_send_all_to_one_and_nothing_to_others():
 # Reducescatter.
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@each("size", [1, 2, 3])
 def test_each_rank_gets_its_rows_of_the_sum(size):
     dtypes = [*INTEGERS, *REALS]
 
@@ -472,7 +471,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@each("what", REFUSED)
 def test_what_cannot_be_done_is_refused_with_a_sentence_that_says_what_can(what):
     call, error, sentence = REFUSED[what]
     (raised,) = run_ranks(1, lambda _: call())
@@ -502,7 +501,7 @@ ON_ONE_RANK = {
 }
 
 
-@pytest.mark.parametrize("what", ON_ONE_RANK)
+@each("what", ON_ONE_RANK)
 def test_what_is_refused_on_one_rank_raises_on_the_other_and_both_go_on(what):
     wrong, right = ON_ONE_RANK[what]
 

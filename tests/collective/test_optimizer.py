@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import kvdist.collective as hvd
+from tests.cases import each
 from tests.collective.models import adam, alike, batch_of, loss_of, making, model_of, sgd, weights_of
 from tests.collective.ranks import returned, run_ranks
 
@@ -37,14 +38,14 @@ def train(rank, make, steps=5, sizes=(4, 5, 2), **options):
 # Training.
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize("size", [1, 3])
+@each("make", [sgd, adam])
+@each("size", [1, 3])
 def test_ranks_train_as_one_process_with_all_their_batches(make, size):
     alike(returned(run_ranks(size, train, make)), alone(make, size))
 
 
-@pytest.mark.parametrize(
-    ("options", "scale"),
+@each(
+    "options, scale",
     [
         ({"op": hvd.Sum}, 2.0),
         ({"gradient_predivide_factor": 4.0}, 1.0),
@@ -58,7 +59,7 @@ def test_options_change_how_gradients_travel_and_not_what_they_are(options, scal
     alike(weights, alone(sgd, 2, scale=scale))
 
 
-@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+@each("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
 def test_compressed_gradients_keep_their_dtype_and_are_a_little_less_exact(compression):
     weights = returned(run_ranks(2, lambda rank: train(rank, sgd, compression=compression)))
     assert weights[0].dtype == torch.float32 and not torch.equal(weights[0], alone(sgd, 2))
@@ -293,7 +294,7 @@ def test_zeroing_gradients_that_are_under_way_is_an_error():
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("elements", [3, 200_000])
+@each("elements", [3, 200_000])
 def test_changing_a_gradient_that_is_under_way_is_an_error(elements):
     def program(rank):
         weight = nn.Parameter(torch.ones(elements))

@@ -11,6 +11,7 @@ from torch import nn
 
 import kvdist.collective as hvd
 from kvdist.errors import ConfigError
+from tests.cases import each
 from tests.collective.models import adam, alike, batch_of, loss_of, model_of, sgd, weights_of
 from tests.collective.ranks import returned, run_ranks
 
@@ -40,7 +41,7 @@ def test_closures_have_their_gradients_reduced_and_their_losses_averaged():
     alike([weights, other_weights], weights_of(model), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("is_before", [True, False])
+@each("is_before", [True, False])
 def test_schedulers_work_whether_they_are_made_before_or_after(is_before):
     def program(rank):
         model = model_of(4, 2)

@@ -9,6 +9,7 @@ import kvdist.collective as hvd
 from kvdist.collective.basics import current
 from kvdist.collective.process_sets import ProcessSet
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 
@@ -42,7 +43,7 @@ def test_ids_count_from_that_of_all_ranks_and_are_not_used_again():
     assert returned(run_ranks(3, program)) == [[0, 1, 2, 3]] * 3
 
 
-@pytest.mark.parametrize("ranks", [[0, 2], [2, 0], [], [0, 0], [0, 3], [-1]])
+@each("ranks", [[0, 2], [2, 0], [], [0, 0], [0, 3], [-1]])
 def test_a_set_that_there_is_or_cannot_be_is_refused(ranks):
     def program(rank):
         hvd.add_process_set([0, 2])

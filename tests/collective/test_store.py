@@ -15,6 +15,7 @@ from kvdist.collective.basics import current
 from kvdist.errors import CheckpointError, CollectiveError, CollectiveMismatch, RankLostError
 from kvdist.kvstore import checkpoints, collective, local
 from kvdist.kvstore.registry import COLLECTIVE_NAMES
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 
@@ -32,7 +33,7 @@ def full(number, shape=(2, 3)):
     return np.full(shape, number, np.float32)
 
 
-@pytest.mark.parametrize("name", [*COLLECTIVE_NAMES, "Horovod"])
+@each("name", [*COLLECTIVE_NAMES, "Horovod"])
 def test_the_names_of_stores_without_servers(name):
     def program(rank):
         with kv.create(name) as store:
@@ -110,7 +111,7 @@ def test_a_push_replaces_the_value_and_an_updater_changes_it_on_every_worker():
     assert returned(on_ranks(2, program)) == [(3.0, 0.0, 0.0)] * 2  # 3 - 1 - 2
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64"])
+@each("dtype", ["float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64"])
 def test_values_of_every_type_are_summed_and_averaged(dtype):
     def program(store, rank):
         kind = getattr(torch, dtype)
@@ -401,7 +402,7 @@ NOTICED = {
 }
 
 
-@pytest.mark.parametrize("how", NOTICED)
+@each("how", NOTICED)
 def test_a_lost_worker_is_counted_however_it_is_noticed(how):
     def program(store, rank):
         store.init("a", full(0))

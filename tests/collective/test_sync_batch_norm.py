@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
 import kvdist.collective as hvd
 from kvdist.errors import CollectiveError
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 KINDS = {
@@ -23,7 +23,7 @@ KINDS = {
 ROWS = [4, 1, 0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_it_equals_the_normalisation_of_all_batches_in_one(kind):
     layer, shape, options = KINDS[kind]
     torch.manual_seed(3)
@@ -95,7 +95,7 @@ def test_models_are_converted_as_a_whole_with_what_they_have_learned():
     }
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 4)])
+@each("shape", [(3,), (2, 4)])
 def test_inputs_of_other_channels_are_refused(shape):
     def program(rank):
         return hvd.SyncBatchNorm(3)(torch.ones(shape if rank == 0 else (2, 3)))

@@ -8,6 +8,7 @@ import torch
 from kvdist import InitMismatch, Trainer, kv
 from kvdist.buckets import BUCKET_BYTES
 from kvdist.checkpoint.shards import updates_in
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 
@@ -120,7 +121,7 @@ def test_it_trains_as_one_worker_with_all_the_examples():
             assert torch.allclose(one, other, atol=1e-6)
 
 
-@pytest.mark.parametrize("store", ["collective", "horovod", "nccl"])
+@each("store", ["collective", "horovod", "nccl"])
 def test_one_worker_needs_no_store(store):
     net = Branches()
     with torch.no_grad():

@@ -22,6 +22,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.protocol.arrays import Arrays
 from kvdist.protocol.messages import Flag, Packet, Pull, Push, Stamp, Values
+from tests.cases import each
 from tests.core.rivals import LISTS, SIZES, Step, Watched, assert_nobody_notices, draw, live, slices_alone
 from tests.core.wired import JOB, Wired
 
@@ -90,7 +91,7 @@ def test_nobody_notices_a_block_in_an_asynchronous_store() -> None:
     assert sum(rounds) > STORIES
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_nobody_notices_a_block_while_most_calls_are_unusual(seed: int) -> None:
     assert_nobody_notices(draw(100 + seed, workers=2, steps=40, rare=0.7, optimizers=("adam",)), workers=2)
 
@@ -108,9 +109,7 @@ def merges_what_differs(self: Block, other: Block) -> bool:
 PART = Block._part
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "wrong"), [(Block, "_part", loses_what_is_open), (Block, "may_merge", merges_what_differs)]
-)
+@each("owner, name, wrong", [(Block, "_part", loses_what_is_open), (Block, "may_merge", merges_what_differs)])
 def test_the_comparison_would_notice_a_broken_block(owner: type, name: str, wrong: Any) -> None:
     with mock.patch.object(owner, name, wrong), pytest.raises(AssertionError):
         for seed in range(20):
@@ -252,7 +251,7 @@ def test_a_round_that_only_waited_for_somebody_who_leaves_is_closed() -> None:
     assert [values(wired, read) for read in reads] == [[[1] * 3, [1], [1] * 2]] * 2
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("sgd", {"momentum": 0.5}), ("adam", {})])
+@each("name, numbers", [("sgd", {"momentum": 0.5}), ("adam", {})])
 def test_what_an_optimizer_remembers_is_split_and_merged_with_the_values(name: str, numbers: dict[str, Any]) -> None:
     def train(wired: Wired) -> list[list[float]]:
         wired.initialise(LIST)
@@ -299,7 +298,7 @@ def test_another_optimizer_in_mid_training_begins_with_the_next_round() -> None:
     assert values(wired, reads[0]) == [[5] * 3, [5], [5] * 2]
 
 
-@pytest.mark.parametrize("before", [True, False])
+@each("before", [True, False])
 def test_a_rule_that_looks_at_whole_parameters_has_them_in_blocks_of_their_own(before: bool) -> None:
     wired = Watched(1, 1)
     if before:
@@ -399,7 +398,7 @@ def test_what_is_held_may_be_split_by_what_follows_in_the_same_message() -> None
     shard(wired).validate()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@each("mode", ["sync", "async"])
 def test_first_values_may_come_slice_by_slice_while_others_wait_for_them(mode: str) -> None:
     wired = Wired(2, 1)
     for rank in (0, 1):
@@ -495,10 +494,9 @@ def test_a_pull_that_waits_is_not_younger_because_another_one_comes() -> None:
     assert len(block(wired).round.pulls) == 2
 
 
-@pytest.mark.parametrize(
-    ("steps", "versions", "answered"),
+@each(
+    "steps, versions, answered",
     [([1, 2, 1], [0, 0, 0], [0, 2]), ([0, 1, 1], [1, 1, 2], [0, 1]), ([2, 3, 2], [0, 0, 0], [])],
-    ids=["own pushes", "versions", "rounds to come"],
 )
 def test_a_slice_that_can_be_answered_never_waits_for_others_of_its_run(
     steps: list[int], versions: list[int], answered: list[int]
@@ -514,7 +512,7 @@ def test_a_slice_that_can_be_answered_never_waits_for_others_of_its_run(
     shard(wired).validate()
 
 
-@pytest.mark.parametrize("steps", [[0, 1, 0], [1, 1, 1], [2, 2, 2]], ids=["earlier", "present", "next"])
+@each("steps", [[0, 1, 0], [1, 1, 1], [2, 2, 2]])
 def test_a_pull_that_one_round_answers_for_all_slices_does_not_split_them(steps: list[int]) -> None:
     wired = made()
     ids, runs = block(wired).ids, np.full(3, 99, np.uint32)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvdist.checkpoint.snapshot import (
     EVERYTHING,
     WEIGHTS,
@@ -20,6 +18,7 @@ from kvdist.checkpoint.snapshot import (
 from kvdist.core.machine import PeerConnected, PeerDisconnected, Persist
 from kvdist.core.worker.requests import ClaimFolder
 from kvdist.protocol.messages import MarkPushes, Saved, SavedFile
+from tests.cases import each
 from tests.core.training import (
     FULL,
     VALUES,
@@ -61,7 +60,7 @@ def test_workers_that_call_at_different_steps_all_fail_and_training_goes_on(tmp_
             path.unlink()
 
 
-@pytest.mark.parametrize("change", [{"step": 8}, {"keep": 2}, {"contents": (WEIGHTS,)}])
+@each("change", [{"step": 8}, {"keep": 2}, {"contents": (WEIGHTS,)}])
 def test_workers_that_say_something_else_all_fail(tmp_path: Path, change: dict[str, Any]) -> None:
     wired = a_cluster()
     requests = [wired.save(0, tmp_path, *VALUES, step=7), wired.save(1, tmp_path, *VALUES, **{"step": 7, **change})]
@@ -170,7 +169,7 @@ def test_a_server_that_stops_before_it_has_written_leaves_no_checkpoint_without_
 # Failures.
 
 
-@pytest.mark.parametrize("kind", [WriteShard, WriteManifest])
+@each("kind", [WriteShard, WriteManifest])
 def test_a_full_disk_fails_for_all_and_leaves_no_file_and_the_next_one_succeeds(tmp_path: Path, kind: type) -> None:
     wired = a_cluster()
     push_all(wired, 0)
@@ -282,7 +281,7 @@ def test_a_directory_is_claimed_once_for_all_workers(tmp_path: Path) -> None:
     LOCKS.close()
 
 
-@pytest.mark.parametrize("kind", [LockFolder, CheckFolder])
+@each("kind", [LockFolder, CheckFolder])
 def test_a_directory_that_cannot_be_had_is_refused_to_all_and_looked_at_again_for_the_next_save(
     tmp_path: Path, kind: type
 ) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-
 from kvdist.checkpoint.format import NAME, read_manifest
 from kvdist.checkpoint.shards import Shards
 from kvdist.checkpoint.snapshot import WriteManifest, WriteShard
@@ -20,6 +18,7 @@ from kvdist.core.worker import pending
 from kvdist.core.worker.pending import SavingCalls
 from kvdist.dtypes import DType
 from kvdist.protocol.messages import MarkPushes
+from tests.cases import each
 from tests.core.training import (
     SMALL,
     VALUES,
@@ -38,7 +37,7 @@ from tests.core.training import (
 from tests.core.wired import Wired
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each("seed", range(12))
 def test_a_synchronous_checkpoint_is_one_moment_whoever_runs_ahead_or_lags(tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     wired = a_cluster(3)
@@ -212,7 +211,7 @@ def test_a_host_that_pushes_through_its_leader_saves_the_moment(tmp_path: Path) 
     require_moment(tmp_path, (0, 1, 2), 3)
 
 
-@pytest.mark.parametrize("name", ["lamb", "lars"])
+@each("name", ["lamb", "lars"])
 def test_all_slices_of_a_parameter_with_norms_are_of_one_round_and_go_on_to_the_bit(tmp_path: Path, name: str) -> None:
     numbers = {"learning_rate": 0.1}
     shapes: dict[int | str, list[float]] = {"w": VALUES["w"], "b": [1, 2]}
@@ -321,7 +320,7 @@ def test_a_key_that_is_initialised_meanwhile_is_not_in_it_and_not_waited_for(tmp
     assert "has no key 'v'" in failures(wired, loads)[0]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@each("mode", ["sync", "async"])
 def test_workers_that_save_other_keys_fail_and_do_not_wait_for_ever(tmp_path: Path, mode: str) -> None:
     wired = Wired(2, 1)
     wired.initialise({"w": [1, 2, 3], "v": [4]}, mode)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import Send
 from kvdist.core.worker.requests import SendCommand
 from kvdist.errors import KvdistError
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX
+from tests.cases import each
 from tests.core.wired import Wired
 
 
@@ -57,8 +56,8 @@ def test_a_handler_that_would_end_the_server_has_failed() -> None:
     assert send(wired, 0, 7) in wired.completed and not wired.stopped
 
 
-@pytest.mark.parametrize(
-    ("ranks", "share"),
+@each(
+    "ranks, share",
     [
         ("12", "2 of 3 servers failed: server-1, server-2"),
         ("012", "all 3 servers failed: server-0, server-1, server-2"),
@@ -125,7 +124,7 @@ def test_a_request_in_line_has_a_label_for_people() -> None:
     assert "waiting 3.0 s for the scheduler: command 5 to the servers" in str(wired.workers[0].explain(wired.now))
 
 
-@pytest.mark.parametrize("head", [HEAD_OF_USERS_MAX + 1, (1 << 32) - 1])
+@each("head", [HEAD_OF_USERS_MAX + 1, (1 << 32) - 1])
 def test_a_reserved_command_runs_like_any_other(head: int) -> None:
     ran: list[int] = []
     wired = Wired(1, 1, handlers={head: lambda head, body, rank: ran.append(head)})

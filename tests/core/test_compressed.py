@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 
 from kvdist.core.policy import SYNC
 from kvdist.core.server.block import Block
@@ -19,6 +18,7 @@ from kvdist.optimizer.base import Extent
 from kvdist.optimizer.compression import Half, TopK, TwoBit
 from kvdist.protocol.arrays import Coded, PayloadView, as_octets, views
 from kvdist.protocol.messages import CompressedPush, Flag, Push
+from tests.cases import each
 from tests.core.wired import Wired
 
 TWO_BIT = TwoBit(0.5)
@@ -200,7 +200,7 @@ def test_a_slice_of_another_size_is_refused_alone():
     assert wired.servers[0].dense.blocks.of(wired.infos["b"].slices[0].number)[0].version == 1
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+@each("dtype", [DType.FLOAT16, DType.BFLOAT16])
 def test_values_come_back_as_halves_and_are_widened(dtype):
     wired = Wired(2, 2)
     wired.settle()

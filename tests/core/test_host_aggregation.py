@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.machine import PeerDisconnected
@@ -14,6 +13,7 @@ from kvdist.errors import OptimizerMismatch, PeerLostError
 from kvdist.nodes import Member, worker
 from kvdist.protocol.arrays import Arrays
 from kvdist.protocol.messages import Flag, JoinedPush, Packet, Stamp
+from tests.cases import each
 from tests.core.wired import JOB, NAN, Wired
 
 WIDE = {"w": [1.0, 2.0, 3.0], "b": [5.0]}
@@ -76,9 +76,7 @@ def test_a_worker_alone_on_its_host_pushes_to_the_server() -> None:
     assert not said(wired, "JoinedPush(") and closed(wired) == 1
 
 
-@pytest.mark.parametrize(
-    ("setting", "summed"), [("off", []), ("auto", ["large"]), ("on", ["large", "small"])], ids=["off", "auto", "on"]
-)
+@each("setting, summed", [("off", []), ("auto", ["large"]), ("on", ["large", "small"])])
 def test_the_setting_decides_which_slices_are_summed_first(setting: str, summed: list[str]) -> None:
     wired = Wired(2, 1, hosts=["x", "x"], local_reduce=setting)
     values = {"large": [1.0] * 16384, "small": [2.0] * 16381}
@@ -356,9 +354,7 @@ def refusal(wired: Wired, message: JoinedPush, rank: int = 0) -> str:
     return "; ".join(said(wired, "Refused("))
 
 
-@pytest.mark.parametrize(
-    ("message", "sentence"),
-    [
+@each("message, sentence", [
         (joined([0, 0], ranks=(0, 2)), "the sender speaks for worker-2, and may speak for itself and the workers of"),
         (joined([0, 0], ranks=(0, 9)), "the sender speaks for worker-9"),
         (joined([0], ranks=(1,), flags=(0,)), "the sender speaks for others only"),
@@ -366,8 +362,7 @@ def refusal(wired: Wired, message: JoinedPush, rank: int = 0) -> str:
         (joined([0, 1]), "push 1 of worker-1 to key 'b' came in a sum, but 0 of its pushes have been counted"),
         (joined([0, 0], ids=np.full(2, 99, np.uint32)), "slice 99 is not kept by server-0"),
         (joined([0, 0], ids=np.zeros(2, np.uint32)), "slice 0 has another size or dtype than was declared"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_a_server_refuses_once_and_in_a_sentence(message: JoinedPush, sentence: str) -> None:
     wired = cluster("xxy")
     answer = refusal(wired, message)

@@ -18,6 +18,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker
 from kvdist.protocol.arrays import views
 from kvdist.protocol.messages import Flag
+from tests.cases import each
 
 OPEN: Setting = (None, None, None)
 MEMBERS = {rank: Member(worker(rank), 10 + rank) for rank in range(4)}
@@ -85,13 +86,13 @@ def test_what_differs_in_settings_is_not_summed() -> None:
     assert ready.message.settings[1][0] == 0.25 and np.isnan(ready.message.settings[1][1])
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+@each("dtype", [DType.FLOAT16, DType.BFLOAT16])
 def test_halves_have_a_row_with_bytes_each(dtype: DType) -> None:
     (ready,) = joiner().join([host_round(7, {1: [1], 2: [2]}, dtype=dtype)])
     assert rows(ready) == [(7, 1, 0, [1]), (7, 2, 0, [2])]
 
 
-@pytest.mark.parametrize("dtype", [DType.INT8, DType.UINT8, DType.INT64, DType.FLOAT64])
+@each("dtype", [DType.INT8, DType.UINT8, DType.INT64, DType.FLOAT64])
 def test_everything_else_is_summed_in_its_own_type(dtype: DType) -> None:
     (ready,) = joiner().join([host_round(7, {1: [100] * 3, 2: [100] * 3}, dtype=dtype)])
     wanted = np.array([100], dtype.storage) + np.array([100], dtype.storage)

@@ -21,6 +21,7 @@ from kvdist.nodes import Member, worker
 from kvdist.optimizer import create
 from kvdist.optimizer.base import Extent
 from kvdist.optimizer.offload import DeviceUpdater, arithmetic_on
+from tests.cases import each
 from tests.core import training
 from tests.core.wired import Wired
 from tests.devices import NumpyDevice
@@ -135,7 +136,7 @@ def test_a_value_that_is_replaced_again_and_again_is_the_one_that_is_updated() -
 # Checkpoints.
 
 
-@pytest.mark.parametrize("to_device", [False, True])
+@each("to_device", [False, True])
 def test_what_was_saved_on_a_device_goes_on_on_a_host_and_the_other_way_round(tmp_path: Path, to_device: bool) -> None:
     devices = [NumpyDevice(0), NumpyDevice(1)]
     first = training.a_cluster(devices=() if to_device else devices)

@@ -17,6 +17,7 @@ from kvdist.dtypes import DType
 from kvdist.protocol.arrays import views
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import Flag, InitValues, Pull, Push, ReplaceValues
+from tests.cases import each
 
 NAN = math.nan
 OWN = ((NAN, NAN, NAN),)
@@ -157,7 +158,7 @@ def test_priority_slices_join_up_to_a_quarter_of_their_window() -> None:
     assert taken(outbox) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-@pytest.mark.parametrize("stays", [True, False])
+@each("stays", [True, False])
 def test_priority_slices_bound_nothing_that_stays_on_the_host(stays: bool) -> None:
     outbox = sliced(*(run(i, size=SLICE, stays=stays) for i in range(6)), near=not stays)
     assert taken(outbox) == [[0, 1, 2, 3, 4, 5]]
@@ -321,7 +322,7 @@ def test_priority_is_kept_when_large_runs_leave_together() -> None:
     assert taken(filled(*runs)) == [[2, 5, 1, 4, 0, 3, 6]]
 
 
-@pytest.mark.parametrize("first_is_small", [False, True])
+@each("first_is_small", [False, True])
 def test_a_message_has_no_more_frames_than_a_receiver_takes(first_is_small: bool) -> None:
     runs = [run(i, size=1 if (i % 2 == 0) is first_is_small else ALONE_BYTES_MIN // 4, stays=True) for i in range(150)]
     outbox = filled(*runs, window=1 << 30)

@@ -6,6 +6,7 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.policy import ASYNC, P3, P3_ASYNC, POLICIES, SYNC, Policy, with_priority_slices
+from tests.cases import each
 
 
 def test_a_synchronous_version_needs_every_live_worker() -> None:
@@ -38,7 +39,7 @@ def test_policies_are_found_by_the_word_on_the_wire() -> None:
     assert POLICIES == {"sync": SYNC, "async": ASYNC, "p3": P3, "p3_async": P3_ASYNC}
 
 
-@pytest.mark.parametrize(("plain", "sliced"), [(SYNC, P3), (ASYNC, P3_ASYNC)])
+@each("plain, sliced", [(SYNC, P3), (ASYNC, P3_ASYNC)])
 def test_priority_slices_change_how_a_store_sends_and_not_when_its_versions_are_made(plain, sliced) -> None:
     assert with_priority_slices(plain) is with_priority_slices(sliced) is sliced
     same = ("close", "needs_optimizer", "has_rounds")

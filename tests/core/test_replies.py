@@ -20,6 +20,7 @@ from kvdist.optimizer.base import Extent
 from kvdist.protocol.arrays import views
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, Values
+from tests.cases import each
 
 READER = Member(worker(0), 1)
 SMALL, LARGE = 3, module.JOIN_BYTES_MAX // 4 + 1
@@ -83,7 +84,7 @@ def test_a_value_that_two_runs_want_is_leased_twice() -> None:
     assert [row[3] for row in contents(send)] == [[0], [0]]
 
 
-@pytest.mark.parametrize("extra", [0, 1])
+@each("extra", [0, 1])
 def test_a_value_of_exactly_the_limit_is_small(extra: int) -> None:
     one = block(0, module.JOIN_BYTES_MAX // 4 + extra)
     values_of([one])

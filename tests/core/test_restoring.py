@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadManifest, ReadShards
 from kvdist.optimizer.registry import registered
+from tests.cases import each
 from tests.core.training import (
     SMALL,
     VALUES,
@@ -51,7 +52,7 @@ def as_lists(arrays: Mapping[int | str, Any]) -> Mapping[int | str, list[float]]
     return {key: array.tolist() for key, array in arrays.items()}
 
 
-@pytest.mark.parametrize("num_servers", [1, 2, 3])
+@each("num_servers", [1, 2, 3])
 def test_any_number_of_servers_goes_on_to_the_bit(tmp_path: Path, num_servers: int) -> None:
     saved_after(tmp_path, 2)
     other = a_cluster(2, num_servers)
@@ -69,8 +70,7 @@ MATRICES: dict[int | str, tuple[int, ...]] = {"matrix": (30, 4), "tall": (7, 2),
 """One that is cut over all servers, unless its optimizer needs it whole or by rows."""
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("name", registered())
+@each("name, dtype", product(registered(), ["float32", "float16"]))
 def test_every_rule_with_all_that_it_remembers_goes_on_to_the_bit(tmp_path: Path, name: str, dtype: str) -> None:
     generator = np.random.default_rng(5)
     sizes = {key: math.prod(shape) for key, shape in MATRICES.items()}
@@ -204,7 +204,7 @@ def test_servers_that_keep_nothing_of_the_store_read_nothing(tmp_path: Path) -> 
     require_nothing_left(wired)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@each("failing", [0, 1])
 def test_when_one_server_cannot_read_nobody_takes_anything_over(tmp_path: Path, failing: int) -> None:
     saved_after(tmp_path, 2)
     other = a_cluster()

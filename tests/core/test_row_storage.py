@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvdist.core.server.row_storage import GrowingRows, RowIndex, stretch_of
+from tests.cases import each
 
 MANY = 300_000
 
@@ -20,7 +21,7 @@ IDS = {
 }
 
 
-@pytest.mark.parametrize("name", IDS)
+@each("name", IDS)
 def test_hundreds_of_thousands_of_ids_are_found_in_their_slots_and_others_are_not(name):
     ids = IDS[name](MANY).astype(np.int64)
     index, size = RowIndex(), len(ids)
@@ -43,7 +44,7 @@ def test_two_million_ids_in_one_batch():
     assert index.nbytes <= 32 * len(ids)
 
 
-@pytest.mark.parametrize("size", [0, 1, 127, 128, 129])
+@each("size", [0, 1, 127, 128, 129])
 def test_the_table_grows_where_it_must(size):
     index = RowIndex()
     for one in range(size):
@@ -70,7 +71,7 @@ def test_after_clear_it_is_empty_and_ids_begin_at_slot_0_again():
     assert index.add(np.array([3])).tolist() == [0]
 
 
-@pytest.mark.parametrize("width", [0, 1, 3])
+@each("width", [0, 1, 3])
 def test_rows_keep_their_content_while_memory_grows_and_new_ones_are_zeros(width):
     memory = GrowingRows(width, np.dtype(np.float32))
     for count in (1, 70, 71, 5000, 300_000):
@@ -105,8 +106,8 @@ def test_memory_that_there_is_not_is_an_error_and_the_rows_stay():
         GrowingRows(2, np.dtype(np.float64)).reserve(2**46)
 
 
-@pytest.mark.parametrize(
-    ("slots", "expected"),
+@each(
+    "slots, expected",
     [
         ([], slice(0, 0)),
         ([5], slice(5, 6)),

@@ -25,6 +25,7 @@ from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMi
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import Alive, Barrier, Goodbye, Hello, Rejected, Roster, Waiting, Welcome
 from kvdist.version import __version__
+from tests.cases import each
 from tests.core.wired import Wired
 
 
@@ -349,8 +350,8 @@ def test_the_verdict_tells_the_step_that_a_worker_was_heard_in() -> None:
     assert str(error) == "worker-1 (host host-1, pid 101) was lost, last heard of in step 1: killed by signal 9"
 
 
-@pytest.mark.parametrize("who", ["scheduler", "worker-0", "server-0"])
-@pytest.mark.parametrize(("after_silence", "grace_s"), [(False, 0.4), (True, 6.65)])
+@each("who", ["scheduler", "worker-0", "server-0"])
+@each("after_silence, grace_s", [(False, 0.4), (True, 6.65)])
 def test_a_broken_connection_is_lost_after_the_grace_and_sooner_if_the_peer_closed_it(
     who: str, after_silence: bool, grace_s: float
 ) -> None:
@@ -380,7 +381,7 @@ def test_a_worker_that_reports_a_failure_ends_the_job_with_its_words() -> None:
     assert isinstance(error, PeerLostError) and "ended by an unhandled ValueError: bad data" in str(error)
 
 
-@pytest.mark.parametrize("name", ["worker-1", "server-0"])
+@each("name", ["worker-1", "server-0"])
 def test_a_child_that_ends_badly_ends_the_job(name: str) -> None:
     wired = Wired(2, 1)
     wired.observe("scheduler", ChildEnded(wired.member(name).node, "exited with code 3", clean=False))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvdist.core.policy import P3, P3_ASYNC, SYNC
 from kvdist.core.sharding import Keep, Placer, cut, ranges, slices_of
 from kvdist.protocol.messages import Placement
+from tests.cases import each
 
 CUT = Placement.CUT
 
 
-@pytest.mark.parametrize(
-    ("size", "parts", "bounds"),
+@each(
+    "size, parts, bounds",
     [
         (10, 4, [0, 3, 5, 8, 10]),
         (100_003, 2, [0, 50_002, 100_003]),

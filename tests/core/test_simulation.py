@@ -31,6 +31,7 @@ from kvdist.optimizer.offload import DeviceUpdater, on_device
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Push, TakeRestored
+from tests.cases import each
 from tests.core import row_runs, row_workload
 from tests.simulation import IMPATIENT, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
 
@@ -146,7 +147,7 @@ def test_every_request_is_answered_and_every_weight_is_exact(name: str) -> None:
         assert not happened.keys() - {"lost in a cut"}, "what is under way to a process that ends well is lost too"
 
 
-@pytest.mark.parametrize("name", ["killed worker", "killed server", "killed scheduler"])
+@each("name", ["killed worker", "killed server", "killed scheduler"])
 def test_a_death_strikes_in_every_seed_and_everybody_knows_within_a_second(name: str) -> None:
     for seed in range(100, 104):
         result = run(seed, SCENARIOS[name])

@@ -12,6 +12,7 @@ from kvdist.checkpoint.format import NAME
 from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadShards, Sweep, WriteManifest, WriteShard
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker.requests import RunKind
+from tests.cases import each
 from tests.core.table_training import (
     NUMBERS,
     TABLES,
@@ -32,7 +33,7 @@ from tests.core.table_training import (
 from tests.core.training import FULL, failures
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each("seed", range(12))
 def test_a_synchronous_checkpoint_is_one_moment_whoever_runs_ahead_or_lags(tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     wired = a_cluster(3)
@@ -216,7 +217,7 @@ def test_weights_alone_leave_momenta_and_states_alone_leave_values(tmp_path: Pat
 # What fails.
 
 
-@pytest.mark.parametrize("kind", [WriteShard, WriteManifest])
+@each("kind", [WriteShard, WriteManifest])
 def test_a_full_disk_leaves_nothing_of_tables_and_training_goes_on(tmp_path: Path, kind: type) -> None:
     wired = a_cluster()
     push_all(wired, 0)

@@ -95,7 +95,7 @@ def test_compiled_kernels_and_whole_chunks_give_the_same_bits(name, numbers):
 # Rules that move every element, and rules that cannot work on rows.
 
 
-@pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=lambda dtype: dtype.label)
+@each("dtype", [F32, F64, BF16])
 def test_sgld_sweeps_all_rows_and_draws_the_noise_of_each_place(dtype):
     rng = np.random.default_rng(0)
     optimizer = create("sgld", seed=5)
@@ -109,8 +109,8 @@ def test_sgld_sweeps_all_rows_and_draws_the_noise_of_each_place(dtype):
         assert_same(block, dense)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "lazy", "wd", "said"),
+@each(
+    "optimizer, lazy, wd, said",
     [
         (create("lamb"), False, None, "lamb needs the norm of the whole parameter, and the table 'w' is cut by rows"),
         (create("sgld"), True, None, "sgld moves every element in every update"),
@@ -127,7 +127,6 @@ def test_sgld_sweeps_all_rows_and_draws_the_noise_of_each_place(dtype):
         (create("adagrad"), True, None, None),
         (create("test", wd=0.5), True, None, None),
     ],
-    ids=str,
 )
 def test_an_obstacle_is_named_before_anything_is_pushed_and_again_when_it_is(optimizer, lazy, wd, said):
     found = obstacle(optimizer, "w", (10, 2), lazy, wd)
@@ -315,8 +314,8 @@ def test_values_may_be_read_only_and_lie_at_odd_addresses():
         np.testing.assert_array_equal(all_rows(odd), all_rows(even))
 
 
-@pytest.mark.parametrize(
-    ("ids", "values", "error", "said"),
+@each(
+    "ids, values, error, said",
     [
         ([1, 2], np.ones(4, "f4"), ValueError, "row 1 of 'w' is not among the rows 2 to 7 here"),
         ([2, 8], np.ones(4, "f4"), ValueError, "row 8 of 'w' is not among the rows 2 to 7"),
@@ -347,8 +346,8 @@ def test_rows_that_are_not_what_they_should_be_are_refused(ids, values, error, s
         assert block.rows_touched == touched
 
 
-@pytest.mark.parametrize(
-    ("lr", "wd", "scale", "said"),
+@each(
+    "lr, wd, scale, said",
     [(np.inf, 0.0, 1.0, "not finite"), (0.1, np.nan, 1.0, "not finite"), (0.1, 0.0, np.inf, "finite scales")],
 )
 def test_numbers_that_are_refused_leave_everything_as_it_was(lr, wd, scale, said):

@@ -10,9 +10,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from kvdist.core.machine import PeerDisconnected
+from tests.cases import each
 from tests.core.wired import Wired
 
 FILES = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
@@ -117,7 +116,7 @@ def _numbers(words: list[str]) -> list[float]:
     return [float(word) for word in words]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@each("path", FILES)
 def test_the_cluster_still_talks_as_it_is_written(path: Path) -> None:
     written = path.read_text()
     played = Player().play(written)

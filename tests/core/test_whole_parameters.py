@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.scheduler.keys import DeclaredKey
@@ -16,6 +15,7 @@ from kvdist.errors import ConfigError, OptimizerMismatch, PushRefused
 from kvdist.nodes import Member, worker
 from kvdist.optimizer import Extent, Optimizer, Step, Updater, create, register
 from kvdist.protocol.messages import Placement
+from tests.cases import each
 from tests.core.wired import Wired
 from tests.simulation import SCENARIOS, run
 
@@ -38,8 +38,8 @@ def made(num_workers: int = 2, num_servers: int = 2, mode: str = "sync", name: s
     return wired
 
 
-@pytest.mark.parametrize(("name", "numbers"), RULES)
-@pytest.mark.parametrize("servers", [1, 3])
+@each("name, numbers", RULES)
+@each("servers", [1, 3])
 def test_slices_on_a_server_are_updated_with_the_lengths_of_the_whole(name: str, numbers: dict, servers: int) -> None:
     wired = made(2, servers, name=name, **numbers)
     assert len(wired.infos["w"].slices) == 3
@@ -124,7 +124,7 @@ def test_a_worker_that_leaves_lets_the_others_rounds_be_closed() -> None:
     np.testing.assert_allclose(wired.value(read, "w"), weight, rtol=2e-6)
 
 
-@pytest.mark.parametrize(("name", "words"), [("lamb", "live whole on one server"), ("lans", "live whole")])
+@each("name, words", [("lamb", "live whole on one server"), ("lans", "live whole")])
 def test_an_optimizer_that_comes_after_a_key_was_cut_says_what_to_do(name: str, words: str) -> None:
     wired = Wired(1, 2, SMALL, bigarray_bound=4)
     wired.initialise({"small": [1, 2], "w": vector(0).tolist()})
@@ -155,7 +155,7 @@ def test_a_key_that_lives_on_one_server_may_get_its_optimizer_later() -> None:
 # Rows.
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (2, 9), (1, 5), (5, 1)])
+@each("shape", [(7, 3), (2, 9), (1, 5), (5, 1)])
 def test_a_matrix_is_cut_between_its_rows_over_all_servers(shape: tuple[int, int]) -> None:
     wired = Wired(2, 3, SMALL, bigarray_bound=4)
     for rank in (0, 1):
@@ -202,8 +202,8 @@ def test_what_must_stay_whole_goes_to_the_emptiest_server_however_large() -> Non
     assert placer.loads_bytes == [400 + 120, 360 + 160, 120]
 
 
-@pytest.mark.parametrize(
-    ("home", "shape", "keep", "split"),
+@each(
+    "home, shape, keep, split",
     [
         (0, (100,), Keep.WHOLE, False),
         (Placement.CUT, (100,), Keep.WHOLE, True),
@@ -260,7 +260,7 @@ class Measured(Optimizer):
         np.subtract(weight, step.lr * grad, out=out)
 
 
-@pytest.mark.parametrize("name", ["updated", "async", "storm", "async storm", "leaver in a storm", "killed worker"])
+@each("name", ["updated", "async", "storm", "async storm", "leaver in a storm", "killed worker"])
 def test_every_weight_is_exact_in_all_weathers(name: str) -> None:
     scenario = replace(SCENARIOS[name], num_servers=1, optimizer=Measured.name)
     results = [run(seed, scenario) for seed in range(3)]  # it raises where a weight is wrong

@@ -11,6 +11,7 @@ from kvdist.core.machine import ACK_BYTES_MAX, PeerConnected, PeerDisconnected
 from kvdist.core.worker.requests import Register, Run, RunKind, Transfer, make_plan
 from kvdist.core.worker.transfers import FAR_BYTES_MAX
 from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
+from tests.cases import each
 from tests.core.wired import Wired
 
 
@@ -91,7 +92,7 @@ def test_pulls_that_were_asked_for_together_leave_in_one_message(wired: Wired) -
     assert said_by(wired, "worker-0", "Pull") == said_by(wired, "server-0", "Values") == 1
 
 
-@pytest.mark.parametrize(("host", "messages"), [("127.0.0.1", 1), ("10.0.0.1", 3)])
+@each("host, messages", [("127.0.0.1", 1), ("10.0.0.1", 3)])
 def test_slices_that_are_large_for_a_line_leave_together_only_on_the_loopback(host: str, messages: int) -> None:
     wired = Wired(1, 1, server_host=host)
     large = {key: [float(key)] * (FAR_BYTES_MAX // 8 + key) for key in (1, 2, 3)}
@@ -103,7 +104,7 @@ def test_slices_that_are_large_for_a_line_leave_together_only_on_the_loopback(ho
     assert all(wired.value(pushed, key) == value for key, value in large.items())
 
 
-@pytest.mark.parametrize(("mode", "overtakes"), [("sync", False), ("p3", True)])
+@each("mode, overtakes", [("sync", False), ("p3", True)])
 def test_with_priority_slices_what_is_urgent_overtakes_what_was_pushed_before(mode: str, overtakes: bool) -> None:
     # The large key is seven slices of at most 64 KiB, and two of them may be on their way.
     limits = Limits(slice_bytes=1 << 16, priority_slice_bytes=1 << 16, priority_window_bytes=1 << 17)

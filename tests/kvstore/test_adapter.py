@@ -8,6 +8,7 @@ import torch
 
 from kvdist import Trainer, kv
 from kvdist.kvstore.adapter import Adapted
+from tests.cases import each
 
 
 class Mine(kv.KVStoreBase):
@@ -113,7 +114,7 @@ def test_a_trainer_trains_with_it_by_name(workers, capable):
     assert pushed[:2] == [("pushpull", 0, 0), ("pushpull", 1, -1)], "what is needed first has the highest priority"
 
 
-@pytest.mark.parametrize("capable", [False, True])
+@each("capable", [False, True])
 def test_gluons_convention_sums_over_the_workers(capable):
     weights = parameters(0)
     trainer = Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore=Mine(workers=3, capable=capable))
@@ -179,7 +180,7 @@ def test_an_average_is_made_of_copies():
 # The mirrored system's tests of custom stores, on a store of ours.
 
 
-@pytest.mark.parametrize("keys", [(3, [4, 5, 6]), ("a", ["b", "c", "d"])])
+@each("keys", [(3, [4, 5, 6]), ("a", ["b", "c", "d"])])
 def test_broadcast_and_pushpull_of_single_keys_lists_and_devices(keys):
     single, several = keys
     with kv.create("device") as store:

@@ -18,6 +18,7 @@ from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.push_pull import PushArgs, push_args
 from kvdist.kvstore.results import PullArgs, pull_args
 from kvdist.kvstore.results import cut as cut_of
+from tests.cases import each
 
 F32 = np.float32
 SHAPES: dict[int | str, tuple[int, ...]] = {1: (3,), 2: (2, 3), 3: (), 4: (0,), 5: (4, 1)}
@@ -67,7 +68,7 @@ def both_ways(function: Any, *arguments: Any) -> tuple[Any, ...]:
     return found
 
 
-@pytest.mark.parametrize("sequence", [list, tuple])
+@each("sequence", [list, tuple])
 def test_a_list_of_plain_arrays_takes_the_short_way_and_shows_their_own_memory(sequence: type) -> None:
     keys = table()
     arrays = [filled(shape, 10 * number) for number, shape in SHAPES.items() if isinstance(number, int)]
@@ -114,7 +115,7 @@ def tensor(shape: tuple[int, ...]) -> Any:
     return torch.from_numpy(filled(shape))
 
 
-@pytest.mark.parametrize("form", [fortran, unaligned, strided, big_endian, matrix, masked, tensor])
+@each("form", [fortran, unaligned, strided, big_endian, matrix, masked, tensor])
 def test_other_forms_of_arrays_take_the_long_way_and_give_the_same(form: Any) -> None:
     keys, array = table(), form((2, 3))
     assert not is_plain(keys, [2], [array])
@@ -170,8 +171,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "error", "words"), REFUSED)
-@pytest.mark.parametrize("function", [push_args_of, pull_args_of], ids=["given", "taken"])
+@each("key, value, error, words", REFUSED)
+@each("function", [push_args_of, pull_args_of])
 def test_what_is_wrong_is_refused_in_the_same_words(
     function: Any, key: Any, value: Any, error: type, words: str
 ) -> None:
@@ -181,7 +182,7 @@ def test_what_is_wrong_is_refused_in_the_same_words(
     assert found is error and words in text
 
 
-@pytest.mark.parametrize("number", [np.int64(1), np.uint8(1), np.int32(1)])
+@each("number", [np.int64(1), np.uint8(1), np.int32(1)])
 def test_numbers_of_numpy_are_keys_and_take_the_long_way(number: Any) -> None:
     keys = table()
     assert not is_plain(keys, [number, 2], [filled((3,)), filled((2, 3))])
@@ -221,7 +222,7 @@ def test_none_and_lists_for_each_key_take_the_long_way() -> None:
     assert both_ways(pull_args_of, keys, [1], devices) == ([1], [3], 1)
 
 
-@pytest.mark.parametrize("key", [1, "w"])
+@each("key", [1, "w"])
 def test_a_single_key_takes_the_long_way(key: int | str) -> None:
     keys = table({key: (3,)})
     assert not is_plain(keys, key, filled((3,)))

@@ -6,6 +6,7 @@ import pytest
 
 from kvdist import KvdistError, StoreClosed, kv
 from kvdist.kvstore import registry
+from tests.cases import each
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +38,9 @@ def test_the_same_definition_again_replaces_the_old_one_and_another_may_not(hand
         kv.register_command(3)(lambda head, body, rank: None)
 
 
-@pytest.mark.parametrize("store", ["local", "dist"])
-@pytest.mark.parametrize(
-    ("head", "body", "error", "words"),
+@each("store", ["local", "dist"])
+@each(
+    "head, body, error, words",
     [
         ("3", "", TypeError, "the number of a command is an int, not str"),
         (True, "", TypeError, "the number of a command is an int, not bool"),
@@ -55,7 +56,7 @@ def test_what_is_no_command_is_refused_at_the_call(store, head, body, error, wor
         one.send_command_to_servers(head, body)
 
 
-@pytest.mark.parametrize("handler", [None, "note", 3])
+@each("handler", [None, "note", 3])
 def test_what_cannot_be_called_is_no_handler(handler):
     with pytest.raises(TypeError, match="a command's handler is a function of"):
         kv.register_command(3)(handler)

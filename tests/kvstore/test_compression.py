@@ -8,6 +8,7 @@ import pytest
 from kvdist import kv
 from kvdist.errors import StoreClosed
 from kvdist.kvstore.rowsparse import RowSparse
+from tests.cases import each
 
 SHAPES = {3: (4, 4), 5: (100, 100), 7: (33,)}
 RATE = 2
@@ -186,7 +187,7 @@ def test_states_that_are_loaded_leave_values_and_residuals_alone(store, tmp_path
     assert store.pull("a").tolist() == [0.5] * 3
 
 
-@pytest.mark.parametrize("name", ["local", "local_update_cpu", "local_allreduce_cpu", "nccl"])
+@each("name", ["local", "local_update_cpu", "local_allreduce_cpu", "nccl"])
 def test_stores_that_do_not_compress_say_which_do(name):
     with kv.create(name) as local, pytest.raises(ValueError, match="needs 'dist' or 'device'"):
         local.set_gradient_compression({"type": "2bit"})
@@ -260,7 +261,7 @@ def test_a_store_whose_values_do_not_travel_has_nothing_to_pull_as_halves():
         store.set_gradient_compression({"type": "2bit", "pull": "fp16"})
 
 
-@pytest.mark.parametrize("name", ["device", "dist"])
+@each("name", ["device", "dist"])
 def test_tables_of_rows_travel_as_they_are(name):
     with kv.create(name) as store:
         store.set_gradient_compression({"type": "2bit"})

@@ -8,6 +8,7 @@ import pytest
 from kvdist import ConfigError, KVStore, kv
 from kvdist.config.settings import WITHOUT_EFFECT
 from kvdist.kvstore import DIST_NAMES, LOCAL_NAMES, dist, local
+from tests.cases import each
 
 SYNC_NAMES = ["dist", "dist_sync", "dist_device_sync", "dist_sync_device", "p3", "p3store_dist"]
 ASYNC_NAMES = ["dist_async", "dist_async_device", "dist_device_async"]
@@ -18,13 +19,13 @@ def what_was_registered_is_forgotten(monkeypatch):
     monkeypatch.setattr("kvdist.kvstore.registry.REGISTERED", {})
 
 
-@pytest.mark.parametrize("name", LOCAL_NAMES)
+@each("name", LOCAL_NAMES)
 def test_the_names_of_local_stores(name):
     with kv.create(name) as store:
         assert type(store._backend) is local.LocalBackend and store.type == name
 
 
-@pytest.mark.parametrize("name", [*SYNC_NAMES, *ASYNC_NAMES])
+@each("name", [*SYNC_NAMES, *ASYNC_NAMES])
 def test_the_names_of_stores_on_a_cluster(name):
     with kv.create(name) as store:
         assert type(store._backend) is dist.DistBackend and store.type == name
@@ -41,8 +42,8 @@ def test_local_is_the_default_and_upper_case_is_the_same():
     assert kv.create("Local_Allreduce_Device").type == "local_allreduce_device"
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
+@each(
+    "name, advice",
     [
         ("TestStore", "register a class of your own called TestStore"),
         ("dist_device", "use 'dist_device_sync' or 'dist_device_async'"),
@@ -67,7 +68,7 @@ def test_nccl_says_what_it_is_in_a_process_that_is_alone(caplog):
     assert "'nccl') in a process that is alone: the store is what 'device' gives" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["", "dst", "dist_sync_async", "my_dist", "distributed", "local2", " dist"])
+@each("name", ["", "dst", "dist_sync_async", "my_dist", "distributed", "local2", " dist"])
 def test_an_unknown_name_is_a_value_error_that_lists_the_known_ones(name):
     with pytest.raises(ValueError, match="there is no store called") as caught:
         kv.create(name)
@@ -76,7 +77,7 @@ def test_an_unknown_name_is_a_value_error_that_lists_the_known_ones(name):
     assert all(known in message for known in [*LOCAL_NAMES, *SYNC_NAMES, *ASYNC_NAMES])
 
 
-@pytest.mark.parametrize("name", [None, 3, b"dist"])
+@each("name", [None, 3, b"dist"])
 def test_a_name_that_is_no_string_is_a_type_error(name):
     with pytest.raises(TypeError, match="the name of a store is a string, not "):
         kv.create(name)

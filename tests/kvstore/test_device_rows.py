@@ -13,13 +13,14 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.device import merged, merged_gradient
 from kvdist.kvstore.placement import OnDevice
 from kvdist.kvstore.rowsparse import canonical
+from tests.cases import each
 from tests.devices import DeviceArray, NumpyDevice
 
 ROW = 3
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.INT64], ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("counts", [(0,), (1,), (40,), (40, 0, 25)], ids=str)
+@each("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.INT64])
+@each("counts", [(0,), (1,), (40,), (40, 0, 25)])
 def test_rows_of_several_gpus_are_merged_on_the_first_as_on_the_host(dtype, counts):
     generator = np.random.default_rng(3)
     gpus = [NumpyDevice(index) for index in range(len(counts))]

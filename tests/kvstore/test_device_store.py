@@ -16,6 +16,7 @@ from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
 from kvdist.kvstore.placement import Devices
 from kvdist.optimizer import create
+from tests.cases import each
 from tests.devices import DeviceArray, NumpyDevice
 
 SIZE = 37
@@ -129,7 +130,7 @@ def test_halves_are_not_rounded_on_the_way():
     assert machine.store.pull("w").memory[0] == np.float16(1 + 2**-10)
 
 
-@pytest.mark.parametrize("kind", ["2bit", "1bit", "fp16", "topk"])
+@each("kind", ["2bit", "1bit", "fp16", "topk"])
 def test_compressed_contributions_are_those_of_the_host(kind):
     machine, host = Machine(), KVStore(LocalBackend("device"))
     params = {"type": kind, **({"threshold": 0.5} if "bit" in kind else {})}
@@ -144,7 +145,7 @@ def test_compressed_contributions_are_those_of_the_host(kind):
         assert np.array_equal(machine.store.pull("w").memory, host.pull("w"))
 
 
-@pytest.mark.parametrize("kind", ["2bit", "1bit", "fp16"])
+@each("kind", ["2bit", "1bit", "fp16"])
 def test_codes_of_gpus_that_do_not_reach_the_home_cross_one_by_one(kind):
     machine, host = Machine(4), KVStore(LocalBackend("device"))
     machine.gpus[0].unreachable = machine.gpus[1].unreachable = frozenset({2, 3})
@@ -168,7 +169,7 @@ def test_codes_cross_between_gpus_in_place_of_numbers():
     assert (1, 400) in machine.gpus[0].copied and (1, 6400) not in machine.gpus[0].copied
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.product(["host", "gpu"], repeat=2)])
+@each("before, after", [*itertools.product(["host", "gpu"], repeat=2)])
 def test_a_checkpoint_goes_on_wherever_the_keys_rest(tmp_path, before, after):
     def made(place: str) -> Any:
         machine = Machine()
@@ -217,7 +218,7 @@ def test_a_function_of_the_user_gets_arrays_of_the_gpu(machine):
     assert np.array_equal(machine.store.pull("w").memory, (floats(1) + floats(2)) * np.float32(0.5))
 
 
-@pytest.mark.parametrize("begin_on_gpu", [True, False])
+@each("begin_on_gpu", [True, False])
 def test_an_optimizer_that_the_gpu_cannot_run_is_refused_and_the_value_stays(begin_on_gpu):
     machine = Machine(kernels_only=True)
     machine.store.init("w", machine.on(0, floats(0)) if begin_on_gpu else floats(0))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvdist.dtypes import DType
 from kvdist.kvstore.device import summed
 from kvdist.kvstore.placement import OnDevice, home_of
+from tests.cases import each
 from tests.devices import NumpyDevice
 
 
@@ -17,12 +17,11 @@ def machine(*islands: set[int]) -> list[NumpyDevice]:
     return [NumpyDevice(index, frozenset(every - own[index])) for index in sorted(every)]
 
 
-@pytest.mark.parametrize(
-    ("islands", "crossed"),
+@each(
+    "islands, crossed",
     [([{0, 1, 2, 3}], [1, 2, 3]), ([{0, 1}, {2, 3}], [1, 2]), ([{0}, {1, 2, 3}], [1]), ([{0}, {1}, {2, 3}], [1, 2])],
-    ids=str,
 )
-@pytest.mark.parametrize("into", [True, False])
+@each("into", [True, False])
 def test_one_array_crosses_from_each_island_and_the_sum_is_whole(islands, crossed, into):
     gpus = machine(*islands)
     parts = [OnDevice(gpu, gpu.array(np.full(5, 2.0**gpu.index, np.float32))) for gpu in gpus]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvdist.dtypes import DType
 from kvdist.kvstore.device import KEPT_MAX, PINNED_BYTES_MIN, PinnedBlocks, Upload
 from kvdist.kvstore.placement import OnDevice
+from tests.cases import each
 from tests.devices import NumpyDevice
 
 SIZES = [nbytes * PINNED_BYTES_MIN for nbytes in (6, 2, 10, 4, 8, 12, 1)]
@@ -54,7 +54,7 @@ def test_of_too_many_blocks_the_smallest_is_let_go_and_only_when_nobody_reads_it
     assert sorted(block.memory.size for block in kept) == sorted(SIZES)[-KEPT_MAX:]
 
 
-@pytest.mark.parametrize("counts", [SIZES, SIZES[::-1], [1, 100_000, 7, 3, 90_000]], ids=str)
+@each("counts", [SIZES, SIZES[::-1], [1, 100_000, 7, 3, 90_000]])
 def test_calls_of_all_sizes_bring_their_results(counts):
     device, blocks = NumpyDevice(), PinnedBlocks()
     for count in counts * 3:

@@ -21,6 +21,7 @@ from kvdist import (
     kv,
     optimizer,
 )
+from tests.cases import each
 
 
 @pytest.fixture
@@ -350,7 +351,7 @@ def test_a_push_that_an_exception_cuts_off_leaves_no_bytes_under_way(monkeypatch
     assert under_way.nbytes == 0
 
 
-@pytest.mark.parametrize("compression", [None, {"type": "fp16"}])
+@each("compression", [None, {"type": "fp16"}])
 def test_whatever_way_a_push_takes_its_bytes_are_under_way_until_it_is_counted(compression):
     small, large = np.ones(3, np.float32), np.ones(100_000, np.float32)
     rows = RowSparse([1, 3], np.ones((2, 4), np.float32), (5, 4))

@@ -14,6 +14,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore.keys import KeyTable, require_sendable
 from kvdist.protocol.limits import DEFAULT
+from tests.cases import each
 
 
 def info(key: int | str, shape: tuple[int, ...] = (3,), dtype: DType = DType.FLOAT32) -> KeyInfo:
@@ -35,7 +36,7 @@ def test_the_table_counts_its_keys_and_their_bytes(keys: KeyTable) -> None:
     assert keys["w"].shape == (3,)
 
 
-@pytest.mark.parametrize("dtype", DType)
+@each("dtype", DType)
 def test_only_keys_of_numpys_own_types_are_plain(dtype: DType) -> None:
     made = KeyTable()
     made.add(info(1, (2, 3), dtype), torch.zeros(2, 3))
@@ -76,8 +77,8 @@ def declare(*given: Any) -> None:
     require_sendable(KeyTable().undeclared(given))
 
 
-@pytest.mark.parametrize(
-    ("key", "shape", "words"),
+@each(
+    "key, shape, words",
     [
         ("x" * (DEFAULT.key_bytes_max + 1), (1,), "longer than 1024 bytes"),
         ("é" * (DEFAULT.key_bytes_max // 2 + 1), (1,), "longer than 1024 bytes"),

@@ -11,6 +11,7 @@ from kvdist.errors import InitMismatch, KeyNotInitialised, OptimizerMismatch, St
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
 from kvdist.optimizer import create
+from tests.cases import each
 
 SHAPE = (4, 4)
 LISTS = [[5, 7, 11], ["b", "c", "d"]]
@@ -313,7 +314,7 @@ def test_ten_rounds_of_random_gradients_on_four_devices_match_the_sum(store, gro
                 assert np.abs(out - expected[key]).sum() / np.abs(expected[key]).sum() < 1e-6
 
 
-@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.label)
+@each("dtype", DType)
 def test_values_of_several_devices_are_summed_in_every_type(dtype):
     store = KVStore(LocalBackend("device"))
     tensors = [torch.full((5,), number).to(getattr(torch, dtype.label)) for number in (1, 2, 4)]

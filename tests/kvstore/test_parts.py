@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvdist.core.sharding import cut
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.kvstore.push_pull import parts_of
+from tests.cases import each
 
 
 def keys(*sizes):
     return [KeyInfo(i, (size,), DType.FLOAT32, tuple(cut(size, 4, 0, 1, i, 1 << 30))) for i, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "parts"),
+@each(
+    "sizes, parts",
     [
         ((), [(0, 0)]),
         ((1,), [(0, 1)]),

@@ -10,6 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 import pytest
 
 from kvdist.kvstore.coalescing import PullFuture, fail, fulfil
+from tests.cases import each
 
 
 class Owner:
@@ -45,7 +46,7 @@ def test_an_outcome_that_came_before_anybody_looked_is_there() -> None:
     assert owner.hurried == 0
 
 
-@pytest.mark.parametrize("look", [Future.result, Future.exception, PullFuture.result, PullFuture.exception])
+@each("look", [Future.result, Future.exception, PullFuture.result, PullFuture.exception])
 def test_who_waits_hurries_what_has_not_left(look: Callable[[PullFuture], object]) -> None:
     owner = Owner(lambda: fulfil([future]))
     future = PullFuture(owner.hurry)

@@ -15,6 +15,7 @@ from kvdist import KVStore, StoreClosed, kv, lr_scheduler, optimizer
 from kvdist.checkpoint.folders import complete_steps
 from kvdist.checkpoint.format import NAME, read_manifest
 from kvdist.errors import CheckpointError
+from tests.cases import each, pairs
 
 STORES = ["local", "dist", "dist_async"]
 SHAPES = {"w": (7, 5), "bias": (5,), "scalar": (), "empty": (0, 3), "long": (70_001,)}
@@ -84,9 +85,7 @@ def assert_goes_on(store, directory, expected, dtype=torch.float32, shapes=SHAPE
         assert bits(store, shapes) == wanted
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("before", ["local", "dist"])
-@pytest.mark.parametrize("after", ["local", "dist"])
+@each("rule, before, after", pairs(RULES, ["local", "dist"], ["local", "dist"]))
 def test_it_goes_on_bit_by_bit_in_the_same_store_and_in_another(tmp_path, before, after, rule):
     shapes = MATRICES if rule == "rows" else SHAPES
     with started(before, RULES[rule], shapes=shapes) as store:
@@ -97,9 +96,7 @@ def test_it_goes_on_bit_by_bit_in_the_same_store_and_in_another(tmp_path, before
         assert_goes_on(store, tmp_path, expected, shapes=shapes)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("multi_precision", [False, True])
-@pytest.mark.parametrize(("before", "after"), [("local", "dist"), ("dist", "local")])
+@each("dtype, multi_precision, before, after", pairs(TYPES, [False, True], ["local", "dist"], ["local", "dist"]))
 def test_it_goes_on_in_every_type_with_masters_and_without(tmp_path, before, after, dtype, multi_precision):
     rule = ("adam", {"learning_rate": 0.001, "multi_precision": multi_precision})
     with started(before, rule, dtype) as store:
@@ -108,7 +105,7 @@ def test_it_goes_on_in_every_type_with_masters_and_without(tmp_path, before, aft
         assert_goes_on(store, tmp_path, expected, dtype)
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_the_values_are_those_of_the_save(tmp_path, kind):
     with started(kind) as store:
         step(store, 1)
@@ -121,7 +118,7 @@ def test_the_values_are_those_of_the_save(tmp_path, kind):
         assert (checkpoint.exact, checkpoint.state, checkpoint.states) == (kind != "dist_async", None, {})
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_types_that_no_optimizer_updates_are_saved_too(tmp_path, kind):
     values = [torch.tensor([1, -(2**62)]), torch.tensor([200, 7], dtype=torch.uint8), torch.zeros(0, dtype=torch.int8)]
     others = [torch.ones_like(value) for value in values]
@@ -133,7 +130,7 @@ def test_types_that_no_optimizer_updates_are_saved_too(tmp_path, kind):
         assert [value.tolist() for value in store.pull([1, 2, 3])] == [value.tolist() for value in values]
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_states_that_were_never_used_are_those_of_the_beginning(tmp_path, kind):
     with started(kind, RULES["adam"]) as store:
         store.save_checkpoint(tmp_path, 1).result(60)
@@ -145,7 +142,7 @@ def test_states_that_were_never_used_are_those_of_the_beginning(tmp_path, kind):
         assert bits(store) == wanted
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_without_states_the_optimizer_remembers_what_it_did(tmp_path, kind):
     with started(kind, RULES["momentum"]) as store, started("local", RULES["plain"], seed=9) as other:
         step(store, 1)
@@ -161,7 +158,7 @@ def test_without_states_the_optimizer_remembers_what_it_did(tmp_path, kind):
         assert bits(other) == wanted
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_the_newest_step_is_loaded_or_the_one_that_is_named(tmp_path, kind):
     with started(kind) as store:
         seen = {}
@@ -174,7 +171,7 @@ def test_the_newest_step_is_loaded_or_the_one_that_is_named(tmp_path, kind):
         assert store.load_checkpoint(str(tmp_path), 9).step == 9 and bits(store) == seen[9]
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_a_step_may_be_saved_again_and_saves_follow_each_other(tmp_path, kind):
     with started(kind) as store:
         futures = []
@@ -199,8 +196,8 @@ def test_a_relative_path_is_one_from_here(tmp_path, monkeypatch, kind):
 # States alone.
 
 
-@pytest.mark.parametrize(("before", "after"), [("local", "dist"), ("dist", "local"), ("dist_async", "dist")])
-@pytest.mark.parametrize("rule", ["momentum", "adam", "rows", "lars", "plain"])
+@each("before, after", [("local", "dist"), ("dist", "local"), ("dist_async", "dist")])
+@each("rule", ["momentum", "adam", "rows", "lars", "plain"])
 def test_states_alone_come_back_and_the_weights_stay(tmp_path, before, after, rule):
     shapes = MATRICES if rule == "rows" else SHAPES
     with started(before, RULES[rule], shapes=shapes) as store:
@@ -218,7 +215,7 @@ def test_states_alone_come_back_and_the_weights_stay(tmp_path, before, after, ru
         assert bits(store, shapes) == wanted
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_a_store_without_an_optimizer_gets_the_one_that_was_saved(tmp_path, kind):
     with started("local", RULES["adam"]) as store:
         step(store, 1)
@@ -234,7 +231,7 @@ def test_a_store_without_an_optimizer_gets_the_one_that_was_saved(tmp_path, kind
         assert bits(store) == wanted
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_states_are_no_checkpoint_and_a_checkpoint_has_states(tmp_path, kind):
     with started(kind, RULES["adam"]) as store:
         store.save_optimizer_states(tmp_path / "run" / "step-3")
@@ -248,8 +245,8 @@ def test_states_are_no_checkpoint_and_a_checkpoint_has_states(tmp_path, kind):
 # Bad input.
 
 
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("number", [-1, True, "1", 1.0, None, 1 << 63, np.float32(1)], ids=repr)
+@each("kind", STORES)
+@each("number", [-1, True, "1", 1.0, None, 1 << 63, np.float32(1)])
 def test_a_step_that_is_no_count_is_refused(tmp_path, kind, number):
     with started(kind) as store:
         with pytest.raises(ValueError, match="the step of a checkpoint is .*; it must be a number from 0"):
@@ -260,15 +257,15 @@ def test_a_step_that_is_no_count_is_refused(tmp_path, kind, number):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("keep", [0, -1, True, "1", 1.5, 1 << 32], ids=repr)
+@each("kind", STORES)
+@each("keep", [0, -1, True, "1", 1.5, 1 << 32])
 def test_a_number_to_keep_that_keeps_nothing_is_refused(tmp_path, kind, keep):
     with started(kind) as store, pytest.raises(ValueError, match="it says how many of the newest checkpoints stay"):
         store.save_checkpoint(tmp_path, 1, keep=keep)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_a_state_that_json_cannot_say_is_refused(tmp_path, kind):
     with started(kind) as store:
         with pytest.raises(TypeError, match="the state of a checkpoint is made of"):
@@ -278,8 +275,8 @@ def test_a_state_that_json_cannot_say_is_refused(tmp_path, kind):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("folder", ["a\0b", "x" * 2000, "\udc80"], ids=["NUL", "long", "no text"])
+@each("kind", STORES)
+@each("folder", ["a\0b", "x" * 2000, "\udc80"])
 def test_a_folder_that_no_message_carries_is_refused(tmp_path, kind, folder):
     with started(kind) as store:
         for call in (
@@ -292,7 +289,7 @@ def test_a_folder_that_no_message_carries_is_refused(tmp_path, kind, folder):
                 call()
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_a_store_without_keys_has_nothing_to_save(tmp_path, kind):
     with kv.create(kind) as store:
         for call in (lambda: store.save_checkpoint(tmp_path, 1), lambda: store.save_optimizer_states(tmp_path)):
@@ -301,7 +298,7 @@ def test_a_store_without_keys_has_nothing_to_save(tmp_path, kind):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_a_store_that_is_closed_neither_saves_nor_loads(tmp_path, kind):
     with started(kind) as store:
         pass
@@ -323,7 +320,7 @@ def refused(store: KVStore, sentence, directory, number=None, states=True):
     assert bits(store) == before
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_where_there_is_no_checkpoint_it_says_so(tmp_path, kind):
     with started(kind) as store:
         refused(store, "there is no checkpoint in .*: no folder step-<number> with a manifest.json", tmp_path / "gone")
@@ -341,8 +338,8 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize(("shapes", "dtype", "sentence"), OTHER.values(), ids=OTHER)
+@each("kind", STORES)
+@each("shapes, dtype, sentence", OTHER.values())
 def test_another_store_is_told_what_differs_and_stays_as_it_is(tmp_path, kind, shapes, dtype, sentence):
     with started("local") as store:
         store.save_checkpoint(tmp_path, 3).result(60)
@@ -354,8 +351,8 @@ def test_another_store_is_told_what_differs_and_stays_as_it_is(tmp_path, kind, s
             assert bits(store, shapes) == before
 
 
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("rule", ["plain", "adam", "no rule", "rows"])
+@each("kind", STORES)
+@each("rule", ["plain", "adam", "no rule", "rows"])
 def test_another_rule_is_told_so_and_may_have_the_weights(tmp_path, kind, rule):
     with started("local", RULES["momentum"]) as store:
         step(store, 1)
@@ -367,9 +364,7 @@ def test_another_rule_is_told_so_and_may_have_the_weights(tmp_path, kind, rule):
         assert bits(store) == wanted
 
 
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("file", ["server", "worker", NAME])
-@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+@each("kind, file, how", pairs(STORES, ["server", "worker", NAME], ["flipped", "cut", "gone"]))
 def test_a_damaged_checkpoint_changes_nothing_and_the_one_before_can_be_had(tmp_path, kind, file, how):
     with started(kind, RULES["adam"]) as store:
         step(store, 1)
@@ -390,7 +385,7 @@ def test_a_damaged_checkpoint_changes_nothing_and_the_one_before_can_be_had(tmp_
         assert bits(store) == wanted
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_a_newer_version_is_refused(tmp_path, kind):
     with started(kind) as store:
         folder = store.save_checkpoint(tmp_path, 3).result(60)
@@ -425,7 +420,7 @@ def test_a_full_disk_fails_the_checkpoint_and_nothing_else(tmp_path, kind, monke
         assert store.load_checkpoint(tmp_path, 1).state == 1 and bits(store) == wanted
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_a_file_where_the_folder_should_be_is_a_sentence(tmp_path, kind):
     (tmp_path / "states").write_text("precious")
     with started(kind, RULES["adam"]) as store:
@@ -436,7 +431,7 @@ def test_a_file_where_the_folder_should_be_is_a_sentence(tmp_path, kind):
     assert (tmp_path / "states").read_text() == "precious"
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_a_checkpoint_that_was_copied_elsewhere_is_as_good(tmp_path, kind):
     with started(kind) as store:
         store.save_checkpoint(tmp_path / "run", 1, state=5).result(60)
@@ -449,7 +444,7 @@ def test_a_checkpoint_that_was_copied_elsewhere_is_as_good(tmp_path, kind):
         assert read_manifest(tmp_path / "copy" / "step-8").step == 1
 
 
-@pytest.mark.parametrize("kind", STORES)
+@each("kind", STORES)
 def test_a_folder_that_is_cleared_meanwhile_is_made_and_locked_again(tmp_path, kind):
     folder = tmp_path / "run"
     with started(kind) as store:

@@ -24,6 +24,7 @@ from kvdist.kvstore.sparse import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, PUSHED_BY
 from kvdist.protocol.messages import ROWS, Flag, Placement
 from kvdist.runtime.waits import UnderWay
 from kvdist.transport.shared_memory.allocator import HeapAllocator
+from tests.cases import each
 
 
 def info_of(shape: tuple[int, ...] = (10, 3), dtype: DType = DType.FLOAT32, servers: int = 2) -> KeyInfo:
@@ -293,7 +294,7 @@ def test_halves_of_devices_are_summed_in_float32() -> None:
     assert found is not None and found[1].tolist() == [[2050]]
 
 
-@pytest.mark.parametrize(
+@each(
     "ids",
     [
         [[3, 1], [3, 0]],
@@ -317,8 +318,8 @@ def test_ids_that_are_in_order_already_are_a_copy_of_the_callers() -> None:
     assert found.tolist() == [1, 4, 6] and not np.shares_memory(found, ids)
 
 
-@pytest.mark.parametrize(
-    ("ids", "error", "words"),
+@each(
+    "ids, error, words",
     [
         ([10], ValueError, "has rows 0 to 9, and row 10 was asked for"),
         (np.array([1 << 63], np.uint64), ValueError, f"and row {1 << 63} was asked for"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvdist import kv
 from kvdist.core.sharding import cut
@@ -15,6 +14,7 @@ from kvdist.kvstore.backend import Lending
 from kvdist.kvstore.push_pull import SETS_KEPT_MAX, Staging, lend
 from kvdist.kvstore.results import reaches_another
 from kvdist.transport.shared_memory.allocator import HeapAllocator
+from tests.cases import each
 
 LARGE = ALONE_BYTES_MIN // 4
 
@@ -38,8 +38,8 @@ def filled(staging: Staging, arrays, lent=None):
     return own.memory, own.buffers
 
 
-@pytest.mark.parametrize("sizes", [(1,), (0, 3, 5), (7, LARGE, 2), (3 * LARGE + 1,)])
-@pytest.mark.parametrize("factors", [(1,), (1, 2, 4)])
+@each("sizes", [(1,), (0, 3, 5), (7, LARGE, 2), (3 * LARGE + 1,)])
+@each("factors", [(1,), (1, 2, 4)])
 def test_payloads_hold_the_sum_over_devices_slice_by_slice(sizes, factors):
     plan = plan_of(*sizes, slice_bytes=ALONE_BYTES_MIN)
     arrays = arrays_of(plan, *factors)
@@ -90,8 +90,8 @@ class OwnMemory(HeapAllocator):
         return True
 
 
-@pytest.mark.parametrize(
-    ("lending", "is_resident", "shares", "is_lent"),
+@each(
+    "lending, is_resident, shares, is_lent",
     [
         (Lending.EVERYTHING, False, False, True),  # the socket copies it anyway, and the caller waits
         (Lending.EVERYTHING, False, True, False),  # one copy into shared memory is cheaper

@@ -102,7 +102,7 @@ def test_writable_bits_are_the_values_own_memory_or_none(form, shape, dtype):
     np.testing.assert_array_equal(values.read_bits(value), bits_of(memory.size, dtype))
 
 
-@pytest.mark.parametrize("form", [numpy_contiguous, torch_contiguous, torch_that_requires_grad])
+@each("form", [numpy_contiguous, torch_contiguous, torch_that_requires_grad])
 def test_reading_contiguous_memory_makes_no_copy(form):
     value = form((3, 5), DType.FLOAT32)
     read = values.read_bits(value)
@@ -110,7 +110,7 @@ def test_reading_contiguous_memory_makes_no_copy(form):
     np.testing.assert_array_equal(read, bits_of(15, DType.FLOAT32))
 
 
-@pytest.mark.parametrize("dtype", DType)
+@each("dtype", DType)
 def test_like_gives_the_kind_that_came(dtype):
     kinds = {values.kind_of(form((3,), dtype)) for form in (torch_contiguous, torch_that_requires_grad)}
     assert kinds == {"torch"}
@@ -133,7 +133,7 @@ def write_into_memory(value, bits):
     values.writable_bits(value)[...] = bits
 
 
-@pytest.mark.parametrize("write", [values.write_bits, write_into_memory])
+@each("write", [values.write_bits, write_into_memory])
 def test_a_backward_pass_through_overwritten_weights_raises(write):
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * weight).sum()
@@ -152,8 +152,8 @@ def test_a_read_only_array_is_refused_by_name():
         values.require_writable("w", array, (2, 3), DType.FLOAT32)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
+@each(
+    "value, message",
     [
         (1.5, "not float; numpy.asarray"),
         ([1.0], "not list; numpy.asarray"),
@@ -182,8 +182,8 @@ def test_a_value_that_does_not_fit_its_key_is_refused_by_key_expected_and_given(
 A, B, C = (np.full(2, number, np.float32) for number in (1, 2, 3))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
+@each(
+    "key, value, expected",
     [
         (3, A, [(3, [A])]),
         ("w", [A, B], [("w", [A, B])]),
@@ -205,8 +205,8 @@ def test_keys_and_values_become_pairs(key, value, expected):
     ]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "error", "message"),
+@each(
+    "key, value, error, message",
     [
         (1.5, A, TypeError, "must be an int or a str, not float"),
         (True, A, TypeError, "must be an int or a str, not bool"),
@@ -234,8 +234,8 @@ def test_keys_alone_are_checked_too():
         values.keys([])
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
+@each(
+    "given, expected",
     [
         ("float32", DType.FLOAT32),
         ("bfloat16", DType.BFLOAT16),

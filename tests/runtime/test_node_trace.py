@@ -14,6 +14,7 @@ from kvdist.errors import KvdistError
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Ack, Message, Packet, Perform, Pull, Stamp
 from kvdist.runtime.profiler import NodeTrace, traced_rounds
 from kvdist.runtime.trace import Trace
+from tests.cases import each
 from tests.core.wired import Wired
 
 
@@ -95,8 +96,8 @@ def test_waiting_is_noted_though_it_ends_with_an_error() -> None:
     assert spans(node.trace) == [("wait", {})]
 
 
-@pytest.mark.parametrize(
-    ("message", "tells"),
+@each(
+    "message, tells",
     [
         (Ack(wanted=False), False),
         (Perform(1, HEAD_OF_USERS_MAX + 1, ""), False),

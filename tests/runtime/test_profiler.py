@@ -19,6 +19,7 @@ from kvdist import KvdistError, kv, profiler
 from kvdist.runtime.cluster import PROCESS_CLUSTER
 from kvdist.runtime.node import Node
 from kvdist.runtime.profiler import PROFILER_HEAD, PROFILERS, Profiler, TraceSettings, require_plain
+from tests.cases import each
 
 ONES = np.ones(5, np.float32)
 
@@ -303,7 +304,7 @@ def test_a_file_that_can_no_longer_be_written_is_an_error_and_stays_as_it_was(fo
 WRONG_NAMES = ["", ".", "..", "a/b", "../x", "/etc/x", "a\\b", "a b", "ä", "x\0", "x\n", "a" * 65, "~x", "a:b"]
 
 
-@pytest.mark.parametrize("name", WRONG_NAMES)
+@each("name", WRONG_NAMES)
 def test_a_server_takes_no_file_name_but_a_plain_one_from_the_network(tmp_path, name):
     body = json.dumps({"do": "set_config", "filename": name, "events_max": 10, "dump_period_s": 1.0})
     with pytest.raises(ValueError, match="cannot be the file name of a server's trace"):
@@ -311,23 +312,33 @@ def test_a_server_takes_no_file_name_but_a_plain_one_from_the_network(tmp_path, 
     assert name in ("", ".", "..", "x\0") or TraceSettings(name), "a worker's own may be any that a file can have"
 
 
-@pytest.mark.parametrize("name", ["profile.json", "a", "A-Z_0.9", ".x", "...", "a" * 64])
+@each("name", ["profile.json", "a", "A-Z_0.9", ".x", "...", "a" * 64])
 def test_a_plain_name_is_taken(name):
     require_plain(name)
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
-    ["", "{", "[]", "null", '"start"', '{"do": "delete"}', '{"do": "set_config"}', '{"do": "dump"}', "[" * 9999,
-     '{"do": "set_config", "filename": "x", "events_max": 1000001, "dump_period_s": 1.0}',
-     '{"do": "set_config", "filename": "x", "events_max": 0, "dump_period_s": 1.0}',
-     '{"do": "set_config", "filename": "x", "events_max": 1, "dump_period_s": 1e999}',
-     '{"do": "set_config", "filename": "x", "events_max": 1, "dump_period_s": NaN}',
-     '{"do": "set_config", "filename": "x", "events_max": 1, "dump_period_s": 0.0}',
-     '{"do": "set_config", "filename": "x", "events_max": 1, "dump_period_s": 1e10}',
-     '{"do": "set_config", "filename": "x", "events_max": true, "dump_period_s": 1.0}',
-     '{"do": "set_config", "filename": 7, "events_max": 1, "dump_period_s": 1.0}'],
-)  # fmt: skip
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '"start"',
+        '{"do": "delete"}',
+        '{"do": "set_config"}',
+        '{"do": "dump"}',
+        "[" * 9999,
+        '{"do": "set_config", "filename": "x", "events_max": 1000001, "dump_period_s": 1.0}',
+        '{"do": "set_config", "filename": "x", "events_max": 0, "dump_period_s": 1.0}',
+        '{"do": "set_config", "filename": "x", "events_max": 1, "dump_period_s": 1e999}',
+        '{"do": "set_config", "filename": "x", "events_max": 1, "dump_period_s": NaN}',
+        '{"do": "set_config", "filename": "x", "events_max": 1, "dump_period_s": 0.0}',
+        '{"do": "set_config", "filename": "x", "events_max": 1, "dump_period_s": 1e10}',
+        '{"do": "set_config", "filename": "x", "events_max": true, "dump_period_s": 1.0}',
+        '{"do": "set_config", "filename": 7, "events_max": 1, "dump_period_s": 1.0}',
+    ],
+)
 def test_a_body_that_is_no_call_is_refused(tmp_path, body):
     with pytest.raises((ValueError, TypeError, RecursionError)):
         Profiler(lambda: tmp_path).perform(PROFILER_HEAD, body, 0)
@@ -390,7 +401,7 @@ store.pull("w")
 """
 
 
-@pytest.mark.parametrize("end", ["", "1 / 0", "raise KeyboardInterrupt"])
+@each("end", ["", "1 / 0", "raise KeyboardInterrupt"])
 def test_a_variable_traces_a_script_that_knows_nothing_of_it_however_it_ends(tmp_path, end):
     env = {"MXNET_PROFILER_AUTOSTART": "1", "KVDIST_PROFILE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", SCRIPT.format(end=end)]

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from kvdist.runtime.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable, write
+from tests.cases import each
 
 
 def document(trace, process="server-1"):
@@ -18,7 +19,7 @@ def spans(told):
     return [event for event in told["traceEvents"] if event["ph"] != "M"]
 
 
-@pytest.mark.parametrize("count", [0, 1, 49, 50, 51, 101])
+@each("count", [0, 1, 49, 50, 51, 101])
 def test_whatever_the_number_of_events_the_text_is_json_with_all_of_them(count):
     trace = Trace(1000)
     for number in range(count):
@@ -28,7 +29,7 @@ def test_whatever_the_number_of_events_the_text_is_json_with_all_of_them(count):
     assert told["otherData"] == {"host": "höst", "process": "server-1", "events_max": 1000, "events_dropped": 0}
 
 
-@pytest.mark.parametrize(("count", "dropped"), [(6, 0), (7, 0), (8, 1), (23, 16)])
+@each("count, dropped", [(6, 0), (7, 0), (8, 1), (23, 16)])
 def test_a_full_trace_keeps_the_newest_events_and_says_how_many_are_gone(count, dropped):
     trace = Trace(7)
     for number in range(count):
@@ -121,8 +122,8 @@ def test_a_snapshot_stays_as_it_was():
     assert trace.last == 1
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "then", "kept", "dropped"),
+@each(
+    "before, after, then, kept, dropped",
     [(7, 3, 0, 3, 2), (7, 3, 1, 3, 3), (7, 5, 0, 5, 0), (4, 9, 0, 4, 1), (4, 9, 5, 9, 1), (4, 9, 6, 9, 2)],
 )
 def test_another_number_to_keep_counts_on_with_what_is_gone(before, after, then, kept, dropped):

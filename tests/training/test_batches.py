@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
 
 from kvdist import SplitSampler, Trainer, kv
+from tests.cases import each
 
 EPOCHS, LENGTH = 3, 41
 
@@ -98,7 +99,7 @@ def test_a_run_that_is_stopped_and_goes_on_makes_the_steps_of_one_that_is_not(lo
         assert first.steps + second.steps == whole.steps, f"stopped after {stop}"
 
 
-@pytest.mark.parametrize("loader", [PLAIN, AHEAD], ids=["0", "2"])
+@each("loader", [PLAIN, AHEAD])
 def test_batches_count_when_the_step_with_their_gradient_is_made(loader):
     whole = Run(**loader)
     whole.train(passes=3)
@@ -110,7 +111,7 @@ def test_batches_count_when_the_step_with_their_gradient_is_made(loader):
         assert first.steps + second.steps == whole.steps, f"stopped after {stop}"
 
 
-@pytest.mark.parametrize("by", ["single", "pairs"])
+@each("by", ["single", "pairs"])
 def test_batches_of_any_sampler_count_without_worker_processes(by):
     whole = Run(by=by, length=7)
     whole.train()
@@ -120,7 +121,7 @@ def test_batches_of_any_sampler_count_without_worker_processes(by):
     assert first.steps + second.steps == whole.steps
 
 
-@pytest.mark.parametrize("loader", [{"by": "pairs"}, {"in_order": False}], ids=["batch sampler", "in_order"])
+@each("loader", [{"by": "pairs"}, {"in_order": False}])
 def test_where_the_batches_are_not_known_only_the_end_of_an_epoch_is_saved(loader):
     run = Run(num_workers=1, **loader)
     with pytest.raises(RuntimeError, match="a batch sampler of its own, or in_order=False"):
@@ -130,7 +131,7 @@ def test_where_the_batches_are_not_known_only_the_end_of_an_epoch_is_saved(loade
     assert run.train(epochs=2)["visited"] == 0
 
 
-@pytest.mark.parametrize("stop", [1, 5, 6, 9])
+@each("stop", [1, 5, 6, 9])
 def test_another_number_of_workers_visits_what_is_left_once(stop):
     ranks = [Run(ranks=2, rank=rank, length=40, **AHEAD) for rank in range(2)]
     states = {rank: run.train(stop) for rank, run in enumerate(ranks)}
@@ -212,7 +213,7 @@ def test_a_position_that_was_loaded_meanwhile_stays():
     assert run.sampler.state_dict() == state
 
 
-@pytest.mark.parametrize("call", ["skip_step", "update", "torch"])
+@each("call", ["skip_step", "update", "torch"])
 def test_every_way_to_make_a_step_counts(call):
     run = Run(length=20, kvstore="device")
     for (inputs,) in run.trainer.batches(run.loader):
@@ -245,7 +246,7 @@ def test_everything_else_is_only_iterated():
     assert len(run.trainer.batches(run.loader)) == 5
 
 
-@pytest.mark.parametrize("loader", [AHEAD, KEPT], ids=["2", "persistent"])
+@each("loader", [AHEAD, KEPT])
 def test_a_plain_loader_that_reads_ahead_has_no_position_to_save(loader):
     run = Run(length=20, **loader)
     beginning = run.sampler.state_dict()

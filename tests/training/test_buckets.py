@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets, arrange
+from tests.cases import each
 
 torch.set_num_threads(1)
 
@@ -50,8 +51,8 @@ def backward(*terms):
 # Layout.
 
 
-@pytest.mark.parametrize(
-    ("sizes", "limit", "expected"),
+@each(
+    "sizes, limit, expected",
     [
         ([5], 10, [(0,)]),
         ([0], 10, [(0,)]),
@@ -202,7 +203,7 @@ def test_which_parameters_travel_together_may_be_given():
     assert buckets.started == [[[2.0]], [[1.0], [3.0]]]
 
 
-@pytest.mark.parametrize("paused", [False, True])
+@each("paused", [False, True])
 def test_a_second_pass_over_a_started_bucket_raises_in_that_pass(paused):
     one, other = parameter(), parameter()
     buckets = Recorder([[one], [other]], bucket_bytes=4)

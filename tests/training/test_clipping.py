@@ -12,6 +12,7 @@ from kvdist import Trainer, kv
 from kvdist.optimizer import create
 from kvdist.training.parameters import collect
 from kvdist.training.trainer_config import statement
+from tests.cases import each
 
 PLAIN_SGD = {"learning_rate": 0.5}
 
@@ -36,9 +37,9 @@ def clipped_by_torch(net, max_norm):
     return [parameter.grad for parameter in other.parameters()], float(norm)
 
 
-@pytest.mark.parametrize("kvstore", [None, "dist"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("factor", [0.01, 7.0, math.inf, math.nan])
+@each("kvstore", [None, "dist"])
+@each("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each("factor", [0.01, 7.0, math.inf, math.nan])
 def test_gradients_and_norm_are_those_of_torch(kvstore, dtype, factor):
     net = network(dtype)
     trainer = Trainer(net.parameters(), "sgd", PLAIN_SGD, kvstore, clip_norm=1.0)
@@ -71,8 +72,8 @@ def test_weights_are_those_of_torch_over_accumulated_passes():
             torch.testing.assert_close(own, other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kvstore", [None, "dist"])
-@pytest.mark.parametrize("rescale", [1.0, 0.25])
+@each("kvstore", [None, "dist"])
+@each("rescale", [1.0, 0.25])
 def test_with_a_size_it_is_what_the_rule_gets_that_is_clipped(kvstore, rescale):
     net = network()
     weights = [parameter.detach().clone() for parameter in net.parameters()]
@@ -181,8 +182,8 @@ def test_without_it_there_is_no_norm():
     assert trainer.grad_norm is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+@each(
+    "arguments, error, message",
     [
         ({"clip_norm": 0}, ValueError, "clip_norm is 0; the largest norm"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm is -1.0"),

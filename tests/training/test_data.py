@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from kvdist.training.data import SplitSampler, split_and_load, split_data
+from tests.cases import each
 
 
-@pytest.mark.parametrize(("length", "num_parts"), [(0, 1), (1, 1), (10, 1), (10, 3), (50_000, 7), (12, 12)])
+@each("length, num_parts", [(0, 1), (1, 1), (10, 1), (10, 3), (50_000, 7), (12, 12)])
 def test_parts_are_contiguous_equal_and_disjoint_and_the_remainder_is_left_out(length, num_parts):
     parts = [SplitSampler(length, num_parts, index) for index in range(num_parts)]
     size = length // num_parts
@@ -21,7 +22,7 @@ def test_parts_are_contiguous_equal_and_disjoint_and_the_remainder_is_left_out(l
         assert sorted(part) == list(range(size * index, size * (index + 1)))
 
 
-@pytest.mark.parametrize(("length", "num_parts"), [(0, 3), (1, 4), (3, 4), (5, 4), (10, 3), (12, 4)])
+@each("length, num_parts", [(0, 3), (1, 4), (3, 4), (5, 4), (10, 3), (12, 4)])
 def test_padded_parts_are_equal_and_lose_no_example(length, num_parts):
     parts = [list(SplitSampler(length, num_parts, index, shuffle=False, drop_last=False)) for index in range(num_parts)]
     assert {len(part) for part in parts} == {-(-length // num_parts)}
@@ -54,8 +55,8 @@ def through_json(state):
     return json.loads(json.dumps(state))
 
 
-@pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("visited", [0, 1, 7, 33])
+@each("drop_last", [True, False])
+@each("visited", [0, 1, 7, 33])
 def test_a_sampler_goes_on_where_another_stopped_in_the_same_order(visited, drop_last):
     def sampler():
         return SplitSampler(100, 3, 1, seed=5, drop_last=drop_last)
@@ -121,9 +122,9 @@ def epochs_of(sampler, batch_size, drop_last):
             yield epoch, batch.tolist(), through_json(sampler.state_dict())
 
 
-@pytest.mark.parametrize("loader_drops", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 4, 7, 11])
-@pytest.mark.parametrize(("length", "drop_last"), [(22, True), (23, True), (21, False)])
+@each("loader_drops", [False, True])
+@each("batch_size", [1, 4, 7, 11])
+@each("length, drop_last", [(22, True), (23, True), (21, False)])
 def test_a_run_that_was_saved_at_any_step_visits_what_it_would_have_without_a_stop(
     length, drop_last, batch_size, loader_drops
 ):
@@ -185,7 +186,7 @@ def samplers_from(states, length, num_parts, drop_last=True):
     return samplers
 
 
-@pytest.mark.parametrize("drop_last", [True, False])
+@each("drop_last", [True, False])
 def test_parts_may_change_often_and_be_of_unequal_progress(drop_last):
     length, changes = 1009, [3, 1, 4, 2, 7, 5, 3, 8, 2, 6]
     samplers = [SplitSampler(length, 3, rank, seed=3, drop_last=drop_last) for rank in range(3)]
@@ -226,7 +227,7 @@ def test_a_part_that_has_ended_its_epoch_leaves_nothing_for_others():
     assert (ended.epoch, other.epoch, len(ended), len(other)) == (1, 0, 6, 4)
 
 
-@pytest.mark.parametrize("counts", [(0, 0, 4), (1, 0, 0), (4, 1, 3)])
+@each("counts", [(0, 0, 4), (1, 0, 0), (4, 1, 3)])
 def test_what_padding_would_visit_twice_is_not_left_twice(counts):
     samplers = [SplitSampler(10, 3, rank, seed=3, drop_last=False) for rank in range(3)]
     seen, states = advance(samplers, counts)
@@ -319,8 +320,8 @@ GENERATION = {"drop_last": True, "visited": [2, 2, 2]}
 HOW = r"sampler.load_state_dict\(\{rank: state\[\"sampler\"\] for rank, state in checkpoint.states.items\(\)\}\)"
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
+@each(
+    "state, message",
     [
         (None, "the state is None: nothing was saved there"),
         (3, "the state is of type int"),
@@ -354,7 +355,7 @@ HOW = r"sampler.load_state_dict\(\{rank: state\[\"sampler\"\] for rank, state in
         ),
     ],
 )
-@pytest.mark.parametrize("num_parts", [2, 3])
+@each("num_parts", [2, 3])
 def test_what_is_no_state_is_refused_with_what_to_give(state, message, num_parts):
     sampler = SplitSampler(20, num_parts, 1, seed=1)
     with pytest.raises(ValueError, match=f"{message}.*{HOW}"):
@@ -399,8 +400,8 @@ def test_a_data_loader_takes_the_sampler():
     assert sorted(index for batch in batches for index in batch) == [5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "arguments, message",
     [
         ((-1,), "length is -1"),
         ((10, 0), "num_parts is 0"),
@@ -416,8 +417,8 @@ def test_impossible_parts_are_refused(arguments, message):
         SplitSampler(1).set_epoch(-1)
 
 
-@pytest.mark.parametrize("make", [np.asarray, torch.tensor], ids=["numpy", "torch"])
-@pytest.mark.parametrize(("num_slice", "axis"), [(8, 0), (3, 1), (4, -1), (1, 0), (4, 1), (15, 0), (129, 0)])
+@each("make", [np.asarray, torch.tensor])
+@each("num_slice, axis", [(8, 0), (3, 1), (4, -1), (1, 0), (4, 1), (15, 0), (129, 0)])
 def test_parts_of_a_batch_are_those_of_array_split(make, num_slice, axis):
     data = np.arange(128 * 33 * 4).reshape(128, 33, 4)
     parts = split_data(make(data), num_slice, axis, even_split=False)
@@ -426,8 +427,8 @@ def test_parts_of_a_batch_are_those_of_array_split(make, num_slice, axis):
         np.testing.assert_array_equal(np.asarray(part), expected)
 
 
-@pytest.mark.parametrize(
-    ("data", "num_slice", "axis", "error", "message"),
+@each(
+    "data, num_slice, axis, error, message",
     [
         (np.zeros((128, 33)), 4, 1, ValueError, "a batch of 33 along axis 1 cannot be split evenly into 4 parts"),
         (np.zeros((128, 33)), 0, 0, ValueError, "cannot split into 0 parts"),

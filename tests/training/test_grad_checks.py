@@ -10,6 +10,7 @@ from torch import nn
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
 from kvdist.training.trainer import Trainer
+from tests.cases import each
 
 torch.set_num_threads(1)
 
@@ -85,7 +86,7 @@ def test_a_parameter_of_two_layers_has_one_key_and_the_sum_of_its_gradients(on_s
     torch.testing.assert_close(first.weight.detach(), expected)
 
 
-@pytest.mark.parametrize("kvstore", [None, "cluster"])
+@each("kvstore", [None, "cluster"])
 def test_a_lazy_module_is_trained_once_a_forward_pass_has_given_it_a_shape(kvstore):
     net = nn.LazyLinear(2)
     trainer = make(net.parameters(), kvstore=Cluster() if kvstore else None)
@@ -116,7 +117,7 @@ def loaded(weight):
         weight.fill_(5)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@each("devices", [1, 2])
 def test_weights_that_were_changed_by_hand_are_refused_until_they_are_everybodys(devices):
     replicas, other = [parameter() for _ in range(devices)], [parameter() for _ in range(devices)]
     trainer = make({"w": replicas, "x": other})
@@ -157,7 +158,7 @@ def test_changed_weights_are_noticed_with_overlap_too_when_their_gradients_have_
     assert_all(weight, -2)
 
 
-@pytest.mark.parametrize("kvstore", [None, "cluster"])
+@each("kvstore", [None, "cluster"])
 def test_where_this_worker_updates_weights_may_be_changed(kvstore):
     trainer = make([weight := parameter()], kvstore=Cluster() if kvstore else None, update_on_kvstore=False)
     backward(weight)
@@ -190,7 +191,7 @@ def test_a_step_that_failed_does_not_count_as_a_change_by_hand():
 # Gradients that are old.
 
 
-@pytest.mark.parametrize("kvstore", [None, True, False])
+@each("kvstore", [None, True, False])
 def test_an_old_gradient_is_refused_or_left_out(kvstore):
     used, old = parameter(), parameter()
     options = {"kvstore": None} if kvstore is None else {"update_on_kvstore": kvstore}
@@ -262,7 +263,7 @@ def test_a_layer_that_is_unfrozen_later_is_an_error_and_not_left_out_in_silence(
         trainer.step()
 
 
-@pytest.mark.parametrize("renew", [lambda w: w.grad.zero_(), lambda w: setattr(w, "grad", w.grad.clone())])
+@each("renew", [lambda w: w.grad.zero_(), lambda w: setattr(w, "grad", w.grad.clone())])
 def test_a_gradient_that_was_written_or_replaced_is_new(renew):
     trainer = make([weight := parameter()])
     backward(weight)
@@ -374,7 +375,7 @@ def test_gradients_that_leave_early_cannot_be_looked_at_or_skipped():
         make([parameter()], overlap=True).skip_step()
 
 
-@pytest.mark.parametrize("kvstore", [None, "device"])
+@each("kvstore", [None, "device"])
 def test_a_process_alone_skips_by_doing_nothing(kvstore):
     trainer = make([weight := parameter()], kvstore=KVStore(LocalBackend(kvstore)) if kvstore else None)
     backward(weight)

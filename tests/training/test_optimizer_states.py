@@ -11,6 +11,7 @@ import torch
 
 from kvdist import PushRefused, Trainer, kv
 from kvdist.optimizer.states import digest
+from tests.cases import each
 
 MOMENTUM = {"learning_rate": 0.1, "momentum": 0.9}
 
@@ -52,12 +53,11 @@ class Run:
         return [parameter.detach() for parameter in self.net.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("kvstore", "update_on_kvstore"),
-    [(None, None), ("local", True), ("dist", None), ("dist", False), ("dist_async", None)],
+@each(
+    "kvstore, update_on_kvstore", [(None, None), ("local", True), ("dist", None), ("dist", False), ("dist_async", None)]
 )
-@pytest.mark.parametrize(
-    ("rule", "numbers"),
+@each(
+    "rule, numbers",
     [
         ("adam", {}),
         ("sgd", {"momentum": 0.9}),
@@ -68,7 +68,7 @@ class Run:
         ("dcasgd", {"momentum": 0.9}),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_a_run_that_was_saved_goes_on_with_the_same_bits(kvstore, update_on_kvstore, rule, numbers, dtype):
     arguments = (rule, {**numbers, "multi_precision": True}, kvstore, dtype)
     whole = Run(*arguments, update_on_kvstore=update_on_kvstore)
@@ -85,7 +85,7 @@ def test_a_run_that_was_saved_goes_on_with_the_same_bits(kvstore, update_on_kvst
         assert torch.equal(own, other)
 
 
-@pytest.mark.parametrize("kvstore", [None, "dist"])
+@each("kvstore", [None, "dist"])
 def test_names_shapes_and_meaning_of_adam_are_those_of_torch(kvstore):
     run, theirs = Run("adam", {"epsilon": 1e-8}, kvstore), network()
     optimizer = torch.optim.Adam(theirs.parameters(), 0.01)
@@ -137,7 +137,7 @@ def test_before_the_first_step_there_is_what_was_loaded():
     assert torch.equal(state[0]["exp_avg"], first.optimizer.state_dict()["state"][0]["exp_avg"])
 
 
-@pytest.mark.parametrize("kvstore", [None, "dist"])
+@each("kvstore", [None, "dist"])
 def test_loading_takes_effect_within_a_run_too(kvstore):
     run = Run("sgd", {"momentum": 0.9}, kvstore)
     beginning = run.optimizer.state_dict()
@@ -169,7 +169,7 @@ def test_frozen_parameters_and_those_without_a_gradient_have_none():
     trainer.close()
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
+@each("update_on_kvstore", [True, False])
 def test_replicas_share_one_state(update_on_kvstore):
     def run(state=None):
         nets = [network(), network()]
@@ -210,8 +210,8 @@ def lost(state):
     del state["state"][0]["exp_avg"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "change, message",
     [
         (changed("exp_avg", torch.zeros(40, 6)), r"parameter 0 has shape \(40, 6\), and here it has \(40, 5\)"),
         (changed("momentum_buffer", torch.zeros(40, 5)), "adam keeps step, exp_avg, exp_avg_sq: it is of another"),

@@ -14,6 +14,7 @@ from kvdist.kvstore.local import LocalBackend
 from kvdist.training import trainer as trainer_module
 from kvdist.training.overlap import Overlap
 from kvdist.training.trainer import Trainer
+from tests.cases import each
 
 torch.set_num_threads(1)
 
@@ -133,9 +134,9 @@ def test_where_workers_update_sums_come_back_in_place_during_backward():
     assert store.calls[2:] == [("pushpull", [4], 0)], "who had which gradient"
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("kvstore", [None, "device", "dist"])
+@each("update_on_kvstore", [True, False])
+@each("optimizer", ["sgd", "adam"])
+@each("kvstore", [None, "device", "dist"])
 def test_weights_are_bit_for_bit_those_without_overlap(kvstore, optimizer, update_on_kvstore):
     weights = []
     for overlap in (False, True):
@@ -153,7 +154,7 @@ def test_weights_are_bit_for_bit_those_without_overlap(kvstore, optimizer, updat
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
+@each("update_on_kvstore", [True, False])
 def test_replicas_on_two_devices_train_as_without_overlap(update_on_kvstore):
     weights = []
     for overlap in (False, True):
@@ -171,8 +172,8 @@ def test_replicas_on_two_devices_train_as_without_overlap(update_on_kvstore):
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
+@each("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@each("update_on_kvstore", [True, False])
 def test_every_floating_type_is_trained_also_where_it_is_not_contiguous(dtype, update_on_kvstore):
     weight = nn.Parameter(torch.ones(3, 2, dtype=dtype).t())
     trainer = started([weight], update_on_kvstore=update_on_kvstore)
@@ -183,7 +184,7 @@ def test_every_floating_type_is_trained_also_where_it_is_not_contiguous(dtype, u
         assert_all(weight, expected)
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
+@each("update_on_kvstore", [True, False])
 def test_a_parameter_without_a_gradient_is_sent_in_step_and_stays(update_on_kvstore):
     unused, used, store = parameter(5.0), parameter(), Cluster()
     trainer = started([unused, used], kvstore=store, update_on_kvstore=update_on_kvstore)
@@ -215,8 +216,8 @@ def test_a_learning_rate_set_after_backward_is_that_of_the_next_step():
 # Several passes.
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
-@pytest.mark.parametrize("overlap", [False, True])
+@each("update_on_kvstore", [True, False])
+@each("overlap", [False, True])
 def test_passes_within_no_sync_add_up_to_one_step(overlap, update_on_kvstore):
     weight, store = parameter(), Cluster()
     trainer = started([weight], kvstore=store, overlap=overlap, update_on_kvstore=update_on_kvstore)
@@ -238,7 +239,7 @@ def test_a_step_after_passes_that_only_accumulated_sends_their_gradients():
     assert_all(weight, -1)
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
+@each("update_on_kvstore", [True, False])
 def test_two_passes_in_one_step_raise_in_the_second_and_the_step_says_so_again(update_on_kvstore):
     trainer = started([weight := parameter()], update_on_kvstore=update_on_kvstore)
     backward(weight)
@@ -252,8 +253,8 @@ def test_two_passes_in_one_step_raise_in_the_second_and_the_step_says_so_again(u
     trainer.step()  # and the one after it is as if nothing had been
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
-@pytest.mark.parametrize(
+@each("update_on_kvstore", [True, False])
+@each(
     "change",
     [
         lambda weight: nn.utils.clip_grad_norm_([weight], 0.1),
@@ -286,7 +287,7 @@ def test_where_workers_update_gradients_can_be_clipped_after_allreduce_grads():
 # What is refused.
 
 
-@pytest.mark.parametrize("kvstore", [None, "device", "dist"])
+@each("kvstore", [None, "device", "dist"])
 def test_a_batch_size_comes_too_late(kvstore):
     weight = parameter()
     trainer = make([weight], kvstore=Cluster() if kvstore == "dist" else kvstore)
@@ -322,7 +323,7 @@ def test_a_sparse_gradient_leaves_as_an_array():
 # Errors of the store.
 
 
-@pytest.mark.parametrize("verb", ["push", "pull"])
+@each("verb", ["push", "pull"])
 def test_an_error_that_came_to_a_future_is_raised_by_step(verb):
     store = Cluster()
     trainer = started([weight := parameter()], kvstore=store)

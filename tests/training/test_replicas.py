@@ -8,6 +8,7 @@ from torch import nn
 
 import kvdist
 from kvdist import DeviceError, Replicas, Trainer, kv, replicate, split_and_load, sync_buffers
+from tests.cases import each
 
 torch.set_num_threads(1)
 
@@ -41,7 +42,7 @@ def train(devices, kvstore, steps=4, batch=8):
     return [parameter.detach() for parameter in net.parameters()]
 
 
-@pytest.mark.parametrize("kvstore", ["device", "dist_device_sync"])
+@each("kvstore", ["device", "dist_device_sync"])
 def test_two_devices_with_half_a_batch_each_make_the_bits_of_one_with_the_whole(kvstore):
     one, two, four = (train(["cpu"] * count, kvstore) for count in (1, 2, 4))
     assert any(parameter.abs().max() > 4 for parameter in one)
@@ -97,7 +98,7 @@ def test_all_replicas_are_put_into_a_mode_loaded_and_cleared_together():
         nets.load_state_dict({})
 
 
-@pytest.mark.parametrize("kvstore", [None, "dist"])
+@each("kvstore", [None, "dist"])
 def test_buffers_become_the_mean_over_the_devices_and_counts_the_first_ones(kvstore):
     nets = replicate(network().half() if kvstore is None else network(), ["cpu", "cpu"])
     for number, net in enumerate(nets):
@@ -118,8 +119,8 @@ def test_a_plain_network_without_a_store_is_refused_by_sync_buffers():
         sync_buffers(network(), None)
 
 
-@pytest.mark.parametrize(
-    ("devices", "error", "said"),
+@each(
+    "devices, error, said",
     [
         ([], ValueError, "devices is empty; name at least one"),
         ("cpu", TypeError, r"devices is a list, one for each replica.*not 'cpu'"),

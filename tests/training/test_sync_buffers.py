@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvdist import kv, sync_buffers
+from tests.cases import each
 from tests.kvstore.test_adapter import Mine
 
 
@@ -16,7 +17,7 @@ def network():
     return net
 
 
-@pytest.mark.parametrize("name", ["local", "dist"])
+@each("name", ["local", "dist"])
 def test_one_worker_keeps_its_buffers_in_place(name):
     net = network()
     net[1].running_mean.fill_(3)

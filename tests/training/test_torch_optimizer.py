@@ -12,6 +12,7 @@ from kvdist.kvstore.local import LocalBackend
 from kvdist.lr_scheduler import FactorScheduler
 from kvdist.training.torch_optimizer import base_and_factors
 from kvdist.training.trainer import Trainer
+from tests.cases import each
 
 torch.set_num_threads(1)
 
@@ -73,8 +74,8 @@ def test_it_is_an_optimizer_of_torch_with_groups_that_can_be_read():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-@pytest.mark.parametrize("options", [{}, {"update_on_kvstore": False}, {"kvstore": None}, {"overlap": True}])
-@pytest.mark.parametrize(
+@each("options", [{}, {"update_on_kvstore": False}, {"kvstore": None}, {"overlap": True}])
+@each(
     "schedule",
     [
         lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
@@ -90,7 +91,6 @@ def test_it_is_an_optimizer_of_torch_with_groups_that_can_be_read():
             [3],
         ),
     ],
-    ids=["step", "lambda", "cosine", "one cycle", "sequential"],
 )
 def test_schedulers_of_torch_make_the_same_training(schedule, options):
     trainer, *both = pair(**options)
@@ -106,7 +106,7 @@ def test_schedulers_of_torch_make_the_same_training(schedule, options):
     assert trainer.learning_rate == pytest.approx(runs[1][1].param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("options", [{"update_on_kvstore": False}, {"kvstore": None}])
+@each("options", [{"update_on_kvstore": False}, {"kvstore": None}])
 def test_one_cycle_with_its_defaults_makes_the_same_training_where_the_worker_updates(options):
     _, *both = pair("adam", torch.optim.Adam, 0.01, **options)
     runs = [(net, each, torch.optim.lr_scheduler.OneCycleLR(each, 0.03, total_steps=9)) for net, each in both]
@@ -123,7 +123,7 @@ def test_one_cycle_with_its_defaults_makes_the_same_training_where_the_worker_up
     assert len(set(seen)) > 4, "the momentum is cycled"
 
 
-@pytest.mark.parametrize("schedule", [torch.optim.lr_scheduler.OneCycleLR, torch.optim.lr_scheduler.CyclicLR])
+@each("schedule", [torch.optim.lr_scheduler.OneCycleLR, torch.optim.lr_scheduler.CyclicLR])
 def test_a_momentum_that_servers_would_not_learn_of_is_refused(schedule):
     _, (net, optimizer), _ = pair(kvstore=Cluster())
     words = {"total_steps": 9} if schedule is torch.optim.lr_scheduler.OneCycleLR else {"base_lr": 0.1}
@@ -176,8 +176,8 @@ def test_a_learning_rate_in_a_group_is_seen_by_the_store_at_the_next_push():
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("numbers", "declared", "expected"),
+@each(
+    "numbers, declared, expected",
     [
         ([0.1], [1.0], (0.1, [1.0])),
         ([0.3], [0.5], (0.6, [0.5])),
@@ -260,8 +260,8 @@ def test_clipped_gradients_are_what_is_pushed():
     assert float(norm) == pytest.approx(0.5, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"update_on_kvstore": False}, {"kvstore": None}])
-@pytest.mark.parametrize("unscale", [False, True])
+@each("options", [{}, {"update_on_kvstore": False}, {"kvstore": None}])
+@each("unscale", [False, True])
 def test_a_grad_scaler_trains_as_with_torch_and_skips_what_overflows(unscale, options):
     trainer, *both = pair(**options)
     ours = both[0][0]

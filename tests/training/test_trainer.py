@@ -11,6 +11,7 @@ from kvdist.optimizer import create
 from kvdist.training import trainer as trainer_module
 from kvdist.training import trainer_config
 from kvdist.training.trainer import Trainer
+from tests.cases import each
 
 torch.set_num_threads(1)
 
@@ -307,7 +308,7 @@ def test_the_learning_rate_and_the_batch_size_reach_the_optimizer_of_the_store()
     assert_all([weight], -3.5)
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
+@each("update_on_kvstore", [True, False])
 def test_a_parameter_without_a_gradient_is_pushed_as_nothing_and_stays(update_on_kvstore):
     used, unused = parameter(), parameter(5.0)
     store = Cluster()
@@ -385,8 +386,8 @@ def test_groups_have_multipliers_of_their_own(created, kvstore):
     assert_all([third], 1 - 0.6)
 
 
-@pytest.mark.parametrize(
-    ("params", "error", "message"),
+@each(
+    "params, error, message",
     [
         (nn.Linear(1, 1), TypeError, r"give the network's parameters, not the network: net.parameters\(\)"),
         (parameter(), TypeError, "params must be parameters"),
@@ -438,7 +439,7 @@ def test_settings_that_cannot_work_are_refused():
             Trainer([parameter()], "sgd", kvstore=None).step(batch_size)
 
 
-@pytest.mark.parametrize("kvstore", [None, "local", "dist"])
+@each("kvstore", [None, "local", "dist"])
 def test_a_sparse_gradient_trains_as_the_dense_one_would(kvstore):
     tables = [nn.Embedding(4, 2, sparse=sparse, _weight=torch.ones(4, 2)) for sparse in (True, False)]
     trainers = [Trainer(table.parameters(), "sgd", {"learning_rate": 1, "momentum": 0.5}, kvstore) for table in tables]

@@ -8,6 +8,7 @@ import torch
 from kvdist import kv
 from kvdist.kvstore.base import KVStore
 from kvdist.training.trainer import Trainer
+from tests.cases import each
 
 torch.set_num_threads(1)
 TWO_BIT = {"type": "2bit", "threshold": 0.5}
@@ -31,8 +32,8 @@ def stepped(trainer, weights, gradient, steps):
     return value
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False, None])
-@pytest.mark.parametrize("store", ["device", "dist"])
+@each("update_on_kvstore", [True, False, None])
+@each("store", ["device", "dist"])
 def test_one_device_is_compressed_whoever_updates(store, update_on_kvstore):
     weights = [torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(70_000))]
     trainer = Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore=store, compression_params=TWO_BIT,
@@ -42,8 +43,8 @@ def test_one_device_is_compressed_whoever_updates(store, update_on_kvstore):
     trainer.close()
 
 
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
-@pytest.mark.parametrize(("store", "expected"), [("device", [-1, -2]), ("dist", [-0.5, -1])])
+@each("update_on_kvstore", [True, False])
+@each("store, expected", [("device", [-1, -2]), ("dist", [-0.5, -1])])
 def test_a_device_store_compresses_each_device_and_a_cluster_their_sum(store, expected, update_on_kvstore):
     weights = [[torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]]
     trainer = Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore=store, compression_params=TWO_BIT,
@@ -87,7 +88,7 @@ def test_loaded_weights_and_states_begin_with_an_empty_residual(tmp_path):
     trainer.close()
 
 
-@pytest.mark.parametrize("store", ["local", "local_update_cpu", "nccl"])
+@each("store", ["local", "local_update_cpu", "nccl"])
 def test_stores_that_do_not_compress_are_refused_at_the_first_step(store):
     weight = torch.nn.Parameter(torch.zeros(5))
     trainer = Trainer([weight], "sgd", kvstore=store, compression_params=TWO_BIT)

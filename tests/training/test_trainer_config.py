@@ -8,13 +8,14 @@ from kvdist.core.policy import ASYNC
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.training import trainer_config
 from kvdist.training.trainer_config import ASYNCHRONOUS, store_updates, would_only_copy
+from tests.cases import each
 
 ROUNDS = ["device", "nccl", "dist", "dist_sync", "dist_device_sync", "p3", "p3store_dist", "mine"]
 
 
-@pytest.mark.parametrize("store", ["local", *ROUNDS])
-@pytest.mark.parametrize(
-    ("capable", "wanted", "by_default", "expected"),
+@each("store", ["local", *ROUNDS])
+@each(
+    "capable, wanted, by_default, expected",
     [
         (True, None, True, True),
         (True, None, False, False),
@@ -31,14 +32,14 @@ def test_a_store_of_rounds_updates_as_wanted_or_where_it_can_and_may(store, capa
     assert store_updates(store, capable, wanted, by_default=by_default) is expected
 
 
-@pytest.mark.parametrize("wanted", [None, True])
-@pytest.mark.parametrize("by_default", [True, False])
-@pytest.mark.parametrize("store", sorted(ASYNCHRONOUS))
+@each("wanted", [None, True])
+@each("by_default", [True, False])
+@each("store", sorted(ASYNCHRONOUS))
 def test_an_asynchronous_store_always_updates(store, by_default, wanted):
     assert store_updates(store, True, wanted, by_default=by_default)
 
 
-@pytest.mark.parametrize("store", sorted(ASYNCHRONOUS))
+@each("store", sorted(ASYNCHRONOUS))
 def test_an_asynchronous_store_cannot_give_back_sums(store):
     with pytest.raises(ValueError, match=f"'{store}' trains asynchronously, which needs update_on_kvstore=True"):
         store_updates(store, True, False)
@@ -49,8 +50,8 @@ def test_a_store_that_cannot_update_cannot_be_told_to():
         store_updates("mine", False, True)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "wanted", "expected"),
+@each(
+    "sizes, wanted, expected",
     [
         ([3, trainer_config.BIG_PARAMETER_ELEMENTS], None, True),
         ([3, trainer_config.BIG_PARAMETER_ELEMENTS + 1], None, False),
@@ -65,16 +66,13 @@ def test_the_asynchronous_names_are_those_of_the_stores():
     assert {name for name, policy in DIST_NAMES.items() if policy is ASYNC} == ASYNCHRONOUS
 
 
-@pytest.mark.parametrize(
-    ("devices", "workers", "servers", "expected"),
-    [(1, 1, 0, True), (2, 1, 0, False), (1, 1, 1, False), (1, 2, 0, False)],
-)
+@each("devices, workers, servers, expected", [(1, 1, 0, True), (2, 1, 0, False), (1, 1, 1, False), (1, 2, 0, False)])
 def test_a_store_within_a_process_is_of_no_use_to_one_device(devices, workers, servers, expected):
     assert would_only_copy(devices, workers, servers) is expected
 
 
-@pytest.mark.parametrize(
-    ("has_servers", "capable", "wanted", "by_default", "expected"),
+@each(
+    "has_servers, capable, wanted, by_default, expected",
     [
         (True, True, None, True, True),
         (True, True, None, False, True),

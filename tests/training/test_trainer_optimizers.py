@@ -14,6 +14,7 @@ from kvdist.dtypes import DType
 from kvdist.kvstore.values import read_bits
 from kvdist.lr_scheduler import FactorScheduler, MultiFactorScheduler
 from kvdist.optimizer import Extent, Updater, create
+from tests.cases import each
 
 torch.set_num_threads(1)
 
@@ -134,7 +135,7 @@ def test_a_schedule_in_the_optimizer_and_one_on_the_worker_give_the_same_weights
         trainer.close()
 
 
-@pytest.mark.parametrize("on_store", [True, False])
+@each("on_store", [True, False])
 def test_the_learning_rate_with_a_schedule_is_that_of_the_last_step(on_store):
     weight = torch.nn.Parameter(torch.zeros(10))
     schedule = FactorScheduler(2, 0.1, base_lr=1.0)
