@@ -41,11 +41,10 @@ from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.registry import registered
-from kvdist.runtime.cluster import HANDLERS, server_node
+from kvdist.runtime.cluster import HANDLERS, open_server_device, server_node
 from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
 from kvdist.runtime.process_name import name_process
-from kvdist.runtime.server_device import open_server_device
 from kvdist.transport.endpoints import endpoint_of_listener
 from kvdist.transport.factory import bind_port, open_sockets, open_transport
 from kvdist.version import __version__

@@ -65,12 +65,7 @@ ONLY_IMPORTER = {
     "llvmlite": {"kvdist/kernels/numba_cpu.py"},
     "msgpack": {"kvdist/protocol/objects.py", "kvdist/protocol/wire.py"},
     "numba": {"kvdist/kernels/numba_cpu.py", "kvdist/kernels/numba_cuda.py"},
-    "zmq": {
-        "kvdist/transport/curve.py",
-        "kvdist/transport/sockets.py",
-        "kvdist/transport/zeromq.py",
-        "kvdist/transport/zeromq_process.py",
-    },
+    "zmq": {"kvdist/transport/curve.py", "kvdist/transport/sockets.py", "kvdist/transport/zeromq.py"},
 }
 """Libraries that only these files of `kvdist` and the launcher may import."""
 

@@ -30,14 +30,13 @@ from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import Leave, Register, Request
 from kvdist.core.worker.worker import Worker
-from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, KvdistError, StoreClosed
+from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, DeviceError, KvdistError, StoreClosed
 from kvdist.kernels.choice import choose
 from kvdist.kernels.interface import Device
 from kvdist.nodes import Role
 from kvdist.runtime.io_thread import Disk
 from kvdist.runtime.node import Node, run_together
 from kvdist.runtime.process_name import name_process
-from kvdist.runtime.server_device import arithmetic_of, open_server_device
 from kvdist.runtime.waits import UnderWay, UserThreads
 from kvdist.transport.base import Transport
 from kvdist.transport.factory import bind_port, open_transport
@@ -265,14 +264,49 @@ def server_node(
         disk: where checkpoints go; None for anywhere on this machine.
     """
     kernels = choose(read_setting("KVDIST_KERNELS"))
-    arithmetic = arithmetic_of(device, kernels)
+    arithmetic = None
     if device is not None:
+        from kvdist.optimizer.offload import arithmetic_on  # a feature at a seam: loaded where it is used
+
+        arithmetic = arithmetic_on(device, kernels)
         memory.pin(device.pin)
     introduced = introduction(config, endpoint, scheduler)
     machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS, arithmetic)
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=disk)
     prepare(node)
     return node
+
+
+def open_server_device(name: str) -> Device | None:
+    """The GPU of this name, ready for work; None for the host's processor.
+
+    There is no falling back: who asks for a GPU gets it, or this error.
+
+    Args:
+        name: ``cpu``, or ``cuda:0`` and so on, as ``KVDIST_SERVER_DEVICE`` takes it.
+
+    Raises:
+        ConfigError: ``KVDIST_GPU`` keeps all arithmetic on the host.
+        DeviceError: there is no such GPU, no driver, or no library for it.
+    """
+    if name == "cpu":
+        return None
+    from kvdist.kernels import gpu  # a feature at a seam: loaded where it is used
+
+    setting = read_setting("KVDIST_GPU")
+    if setting == gpu.HOST:
+        raise ConfigError(
+            f"KVDIST_SERVER_DEVICE is {name!r}, but KVDIST_GPU is {gpu.HOST!r}, which keeps a process off its GPUs:"
+            " change one of them, or set KVDIST_GPU for workers alone"
+        )
+    try:
+        # KVDIST_GPU=host, which helps a worker, would be refused above.
+        device = gpu.open_gpu(int(name.partition(":")[2]), setting, otherwise="or let servers compute on their hosts")
+    except DeviceError as error:
+        wish = f"this server was to sum and update on {name}, and without --server-device would do so on its host"
+        raise DeviceError(f"{wish}: {error}") from error
+    LOG.info("values rest, and are summed and updated, on %s", device.name)
+    return device
 
 
 def introduction(config: ClusterConfig, endpoint: str, scheduler_endpoint: str) -> Introduction:

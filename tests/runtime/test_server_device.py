@@ -11,7 +11,7 @@ import pytest
 from kvdist import kv
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels import gpu
-from kvdist.runtime.server_device import open_server_device
+from kvdist.runtime.cluster import open_server_device
 from tests.devices import NumpyDevice
 
 
