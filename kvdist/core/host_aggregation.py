@@ -26,7 +26,7 @@ from kvdist.core.round import Setting, setting_of
 from kvdist.core.server.buffers import Allocate, ordinary_memory
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import ALONE_BYTES_MIN, Run, RunPart, travels_alone
-from kvdist.core.worker.transfers import LEADER, SETTINGS_PER_MESSAGE_MAX, Ready, Transfers
+from kvdist.core.worker.transfers import LEADER, SETTINGS_PER_MESSAGE_MAX, Ready, Transfers, push_of
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
@@ -202,7 +202,7 @@ class HostAggregation:
         """Send everything that may leave: to the leader, forwarded, or handed back."""
         for part in self._transfers.take_aggregated():
             if self._rounds is not None:
-                self._rounds.offer_own(part, now)
+                self._rounds.offer(self._rounds.me, push_of(part), now, part.run)
             elif self.leader is not None:
                 self._transfers.delegate(part)
             else:
@@ -420,27 +420,8 @@ class HostRounds:
         oldest = next(iter(self._rounds.values()), None)
         return NEVER if oldest is None else oldest.since + self._patience_s
 
-    def offer_own(self, part: RunPart, now: float) -> None:
-        """The leader's own contributions."""
-        arrays = Arrays(part.dtypes, part.counts, part.payload())
-        run = part.run
-        columns = (part.ids, part.steps, part.versions, part.flags, part.setting_of, part.dtypes)
-        settings = [setting_of(numbers) for numbers in run.settings]
-        values = PayloadView(arrays).arrays(0, len(part.ids))
-        for number, step, version, flags, setting, dtype, array in zip(
-            *(column.tolist() for column in columns), values, strict=True
-        ):
-            self._offer(
-                number,
-                Share(
-                    self.me, run.number, step, version, run.samples, flags, settings[setting], dtype, array,
-                    run.transfer.kind.pulls, run,
-                ),
-                now,
-            )  # fmt: skip
-
-    def offer(self, sender: Member, message: Push, now: float) -> None:
-        """Another worker's contributions.
+    def offer(self, sender: Member, message: Push, now: float, own: Run | None = None) -> None:
+        """The contributions of a worker; `own` is the run of the leader's own ones.
 
         Raises:
             ValueError: the payload is not as long as the message says.
@@ -451,10 +432,11 @@ class HostRounds:
         )  # fmt: skip
         settings = [setting_of(numbers) for numbers in message.settings]
         values = PayloadView(message.arrays).arrays(0, len(message.ids))
+        pull = message.pull
         for number, run, step, version, samples, flags, setting, dtype, array in zip(
             *(column.tolist() for column in columns), values, strict=True
         ):
-            share = Share(sender, run, step, version, samples, flags, settings[setting], dtype, array, message.pull)
+            share = Share(sender, run, step, version, samples, flags, settings[setting], dtype, array, pull, own)
             self._offer(number, share, now)
 
     def set_members(self, members: Mapping[int, Member]) -> None:

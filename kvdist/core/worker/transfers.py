@@ -604,6 +604,13 @@ class Transfers:
                 yield run, begin, end
 
 
+def push_of(part: RunPart) -> Push:
+    """The message of a part of a plain push."""
+    message = _message([part])
+    assert isinstance(message, Push)
+    return message
+
+
 def _message(parts: Sequence[RunPart]) -> Message:
     ids = [part.ids for part in parts]
     numbers = _per_slice([part.run.number for part in parts], ids)
