@@ -109,6 +109,7 @@ def test_a_dry_run_shows_the_script_that_would_run(capfd):
     assert "mpirun --map-by seq" in capfd.readouterr().out
 
 
+@pytest.mark.slow_cases("none")
 @pytest.mark.parametrize("security", ["none", "curve"])
 def test_commands_that_are_pasted_into_shells_make_a_cluster(train, env, security, tmp_path):
     words = ("-n", "1", "-s", "1", "--launcher", "none", "--security", security, "--env", f"TEXT={AWKWARD}", "python")

@@ -153,6 +153,7 @@ def test_what_a_worker_has_started_ends_with_the_job(launch, is_gone, exit_code)
     assert is_gone(pid, timeout_s=10.0)  # it was killed, and is nobody's child who would have waited for its end
 
 
+@pytest.mark.slow_cases("0")
 @pytest.mark.parametrize("servers", ["1", "0"])
 def test_workers_do_not_outlive_a_killed_launcher(launch, is_gone, servers):
     job = launch("-n", "1", "-s", servers, "python", "-c", STUBBORN)
