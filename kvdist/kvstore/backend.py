@@ -324,6 +324,12 @@ class Backend(abc.ABC):
         """Keep the error of a push without a future. On any thread."""
         self.errors.append(error)
 
+    def note_failed(self, future: Future[Any]) -> None:
+        """Keep the error of a push that no one waits for, if it has failed. On any thread."""
+        error = future.exception()
+        if error is not None:
+            self.note_error(error)
+
     @abc.abstractmethod
     def command(self, head: int, body: str) -> None:
         """Let every server run a handler. A store without servers does nothing."""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvdist.errors import KvdistError, OptimizerMismatch, StoreClosed
 from kvdist.kvstore import values as _values
-from kvdist.kvstore.adapter import KVStoreBase
+from kvdist.kvstore.adapter import OPTIMIZER, KVStoreBase
 from kvdist.kvstore.backend import (
     PLAIN,
     Ability,
@@ -417,7 +417,9 @@ class KVStore(KVStoreBase):
         Raises:
             ValueError: the capability is not known.
         """
-        return _values.is_optimizer_capability(capability) and Ability.OPTIMIZER in self._backend.abilities
+        if capability.lower() != OPTIMIZER:
+            raise ValueError(f"unknown capability {capability!r}; the one there is is {OPTIMIZER!r}")
+        return Ability.OPTIMIZER in self._backend.abilities
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
         """Let the store update its values: from now on a push is a gradient.

@@ -15,7 +15,7 @@ import json
 import logging
 import operator
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,6 +68,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError, PeerLostError
 from kvdist.kvstore.backend import LoadJob, SaveJob
 from kvdist.kvstore.keys import named
+from kvdist.kvstore.local_values import Updaters
 from kvdist.kvstore.values import Key, Shape
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, has_master, state_size
@@ -162,50 +163,18 @@ class CheckpointFuture(Future[Path]):
         return _FAILED.pop(self, None)
 
 
-class LastSave:
-    """The last checkpoint of a store, whose failure must be reported."""
+class Saving:
+    """What all ways of saving have in common: the last checkpoint of a store, whose failure must be reported."""
 
     def __init__(self) -> None:
-        self.future: CheckpointFuture | None = None
+        self._last: CheckpointFuture | None = None
 
-    def run(self, folder: Path, save: Callable[[], None]) -> CheckpointFuture:
-        """Make a checkpoint in this thread; the future says whether that was possible."""
-        self.future = CheckpointFuture(folder)
-        try:
-            save()
-        except CheckpointError as error:
-            LOG.error("no checkpoint was made: %s", error)
-            self.future.finish(error)
-        else:
-            self.future.finish(None)
-        return self.future
-
-    def before_next(self) -> None:
-        """Another one is wanted.
-
-        Raises:
-            CheckpointError: this one has failed, and was not looked at.
-        """
-        self._raise("the checkpoint before this one")
-
-    def at_close(self) -> None:
-        """The store is closed.
-
-        Raises:
-            CheckpointError: this one has failed, and was not looked at.
-        """
-        self._raise("the last checkpoint")
-
-    def abandon(self) -> None:
-        """An exception is on its way to the program, which says more than the failure of this one."""
-        if self.future is not None:
-            self.future.abandon()
-
-    def _raise(self, what: str) -> None:
-        error = None if self.future is None else self.future.look()
+    def _raise_failed(self, what: str) -> None:
+        """Raise why the last checkpoint was not made, unless it was looked at."""
+        error = None if self._last is None else self._last.look()
         if isinstance(error, CheckpointError):
-            assert self.future is not None
-            raise CheckpointError(f"{what}, {self.future.folder}, was not made: {error}")
+            assert self._last is not None
+            raise CheckpointError(f"{what}, {self._last.folder}, was not made: {error}")
         if error is not None:  # the cluster was lost
             raise error
 
@@ -289,16 +258,6 @@ def as_keep(keep: int | None) -> int:
     return keep
 
 
-def find_checkpoint(directory: str | os.PathLike[str], step: int | None) -> Path:
-    """The folder of a checkpoint that is to be read: of a step, or the newest.
-
-    Raises:
-        CheckpointError: there is none.
-        ValueError: the step is not a count.
-    """
-    return folders.find(absolute(directory), None if step is None else as_step(step))
-
-
 def worker_content(state: Any, names: Names | None, rank: int) -> bytes:
     """What a worker keeps with a checkpoint, as JSON; empty for nothing.
 
@@ -357,16 +316,6 @@ def write_worker_file(folder: Path, rank: int, content: bytes, run: str, step: i
         return write_file(folder, f"worker-{rank}", ".json", [memoryview(text)])
 
 
-def read_checkpoint(folder: Path, manifest: Manifest, rank: int) -> Checkpoint:
-    """What is given to the user who has loaded it.
-
-    Raises:
-        CheckpointError: a worker's file is missing or damaged.
-    """
-    states = {one: content.state for one, content in read_workers(folder, manifest).items()}
-    return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact)
-
-
 @dataclass(frozen=True, slots=True)
 class Destination:
     """What is to be saved, and where."""
@@ -379,8 +328,6 @@ class Destination:
     """Of this worker's own file."""
     run: str = ""
     """Of the job, once it has the lock of the folder."""
-    live: tuple[int, ...] = ()
-    """The ranks of the workers that save; the first one writes what all have."""
 
 
 def destination(job: SaveJob, rank: int) -> Destination:
@@ -404,8 +351,10 @@ def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
     """
     if not job.values:
         return Checkpoint(absolute(job.directory), 0)
-    folder = find_checkpoint(job.directory, job.step)
-    return read_checkpoint(folder, read_manifest(folder), rank)
+    folder = folders.find(absolute(job.directory), None if job.step is None else as_step(job.step))
+    manifest = read_manifest(folder)
+    states = {one: content.state for one, content in read_workers(folder, manifest).items()}
+    return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact)
 
 
 def contents_of(job: LoadJob) -> tuple[str, ...]:
@@ -416,20 +365,6 @@ def contents_of(job: LoadJob) -> tuple[str, ...]:
 
 
 MODE = "local"
-
-
-class KeepsStates(Protocol):
-    """What has the optimizer's states: see `kvdist.optimizer.updater.Updater`."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The rule and its numbers."""
-
-    def state_of(self, index: Hashable) -> SliceState | None:
-        """The state of a key."""
-
-    def restore(self, index: Hashable, state: SliceState | None) -> None:
-        """Go on from this state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -447,7 +382,7 @@ class HeldArray:
         """What the manifest says of it."""
         return SavedKey(self.key, tuple(self.shape), self.dtype.label)
 
-    def saved(self, updater: KeepsStates | None, contents: tuple[str, ...]) -> SavedSlice:
+    def saved(self, updater: Updaters | None, contents: tuple[str, ...]) -> SavedSlice:
         """What is written; it shows the bits themselves."""
         weight = self.bits if WEIGHTS in contents else None
         where = (self.key, 0, self.bits.size, self.dtype, 0, weight)
@@ -457,7 +392,7 @@ class HeldArray:
         states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
         return SavedSlice(*where, states, state.count, state.scalars, state.master)
 
-    def wanted(self, number: int, updater: KeepsStates | None) -> WantedSlice:
+    def wanted(self, number: int, updater: Updaters | None) -> WantedSlice:
         """What a checkpoint must have of it."""
         where = (number, self.key, 0, self.bits.size, self.dtype)
         if updater is None:
@@ -468,7 +403,7 @@ class HeldArray:
         from_weight = master or bool(optimizer.states_from_weight)
         return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)
 
-    def take(self, found: ReadSlice, updater: KeepsStates | None) -> Bits | None:
+    def take(self, found: ReadSlice, updater: Updaters | None) -> Bits | None:
         """Give the updater its states back; returns the value, which its holder takes over."""
         if updater is not None and (found.state is not None or found.is_fresh):
             updater.restore(self.key, found.state)
@@ -488,15 +423,15 @@ class HeldTable:
         """What the manifest says of it."""
         return SavedKey(self.block.key, self.block.shape, self.block.dtype.label, self.form)
 
-    def saved(self, updater: KeepsStates | None, contents: tuple[str, ...]) -> SavedSlice:
+    def saved(self, updater: Updaters | None, contents: tuple[str, ...]) -> SavedSlice:
         """What is written: a copy of the rows that exist."""
         return self.block.saved(0, _optimizer(updater), contents)
 
-    def wanted(self, number: int, updater: KeepsStates | None) -> WantedSlice:
+    def wanted(self, number: int, updater: Updaters | None) -> WantedSlice:
         """What a checkpoint must have of it."""
         return replace(self.block.wanted(_optimizer(updater)), number=number)
 
-    def take(self, found: ReadSlice, updater: KeepsStates | None) -> None:
+    def take(self, found: ReadSlice, updater: Updaters | None) -> None:
         """Go on from what was found; there is nothing left to take over."""
         self.block.load(found, _optimizer(updater))
 
@@ -504,100 +439,15 @@ class HeldTable:
 Held = HeldArray | HeldTable
 
 
-def claim_folder(folder: Path, locks: Locks) -> str:
-    """Lock the directory of this folder, see whether this process can write there, and return the run.
-
-    Raises:
-        CheckpointError: another job saves there, or it cannot be written. Nothing is left of the attempt.
-    """
-    run = perform(LockFolder(str(folder)), locks)
-    assert isinstance(run, str)
-    try:
-        perform(CheckFolder(str(folder), "server-0", run, 0), locks)
-    except CheckpointError:
-        perform(UnlockFolder(str(folder)), locks)
-        raise
-    return run
-
-
-def write_checkpoint(
-    folder: Path,
-    contents: tuple[str, ...],
-    held: Sequence[Held],
-    updater: KeepsStates | None,
-    locks: Locks,
-    run: str,
-    step: int = 0,
-    keep: int = 0,
-    content: bytes = b"",
-    files: Sequence[FileRecord] = (),
-) -> None:
-    """Write a checkpoint of these keys into a folder that `claim_folder` has claimed.
-
-    Args:
-        folder: where.
-        contents: what of them: `WEIGHTS`, `STATES`.
-        held: the keys.
-        updater: what has their states.
-        locks: with which the folder was claimed.
-        run: what that gave.
-        step: the user's number of it.
-        keep: how many checkpoints stay; 0 for all.
-        content: what the process keeps with it.
-        files: what is there already.
-
-    Raises:
-        CheckpointError: it could not be written; nothing of it is left.
-    """
-    if not held:
-        raise ValueError("there are no keys to save: init them before")
-    try:
-        slices = tuple(one.saved(updater, contents) for one in held)
-        shard = perform(WriteShard(str(folder), "server-0", slices, run, step), locks)
-        assert isinstance(shard, FileRecord)
-        files = [shard, *files, *([write_worker_file(folder, 0, content, run, step)] if content else [])]
-        description = None if updater is None else updater.optimizer.describe()
-        manifest = Manifest(step, contents, MODE, True, description, 1, 1, _saved_keys(held), tuple(files), run)
-        perform(WriteManifest(str(folder), manifest, keep), locks)
-    except CheckpointError:
-        sweep_folder(folder, locks)
-        raise
-
-
-def sweep_folder(folder: Path, locks: Locks) -> None:
-    """Remove what an attempt has left that failed, as far as possible: why it failed says more."""
-    with contextlib.suppress(CheckpointError):
-        perform(Sweep(str(folder)), locks)
-
-
-def read_held(
-    folder: Path, contents: tuple[str, ...], held: Sequence[Held], updater: KeepsStates | None
-) -> list[ReadSlice]:
-    """What a checkpoint has of these keys, in their order.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or does not fit.
-    """
-    locks = Locks()  # reading takes none
-    manifest = perform(ReadManifest(str(folder)), locks)
-    assert isinstance(manifest, Manifest)
-    manifest.require(_saved_keys(held), None if updater is None else updater.optimizer.describe(), contents)
-    wanted = tuple(one.wanted(number, updater) for number, one in enumerate(held))
-    found = perform(ReadShards(str(folder), wanted, contents), locks)
-    assert isinstance(found, tuple)
-    return list(found)
-
-
-def restore_held(held: Sequence[Held], found: Sequence[ReadSlice], updater: KeepsStates | None) -> list[Bits | None]:
-    """Restore tables and states from what was read; returns the values of arrays."""
-    return [one.take(found_slice, updater) for one, found_slice in zip(held, found, strict=True)]
-
-
 def _saved_keys(held: Sequence[Held]) -> tuple[SavedKey, ...]:
     return tuple(one.saved_key for one in held)
 
 
-def _optimizer(updater: KeepsStates | None) -> Optimizer | None:
+def _description(updater: Updaters | None) -> Mapping[str, Any] | None:
+    return None if updater is None else updater.optimizer.describe()
+
+
+def _optimizer(updater: Updaters | None) -> Optimizer | None:
     return None if updater is None else updater.optimizer
 
 
@@ -622,7 +472,7 @@ class Workers(Protocol):
         """See `KVStore.average`."""
 
 
-class WorkerSaving:
+class WorkerSaving(Saving):
     """Workers that all hold the same: the first one writes it, each adds its own `state`, and all wait.
 
     Every step is one that all workers make, so what one of them cannot do fails on all.
@@ -637,13 +487,13 @@ class WorkerSaving:
         self,
         workers: Workers | None,
         held: Callable[[], Sequence[Held]],
-        updater: Callable[[], KeepsStates | None],
+        updater: Callable[[], Updaters | None],
     ) -> None:
+        super().__init__()
         self._workers = workers
         self._held = held
         self._updater = updater
         self._locks = Locks()
-        self._last = LastSave()
 
     @property
     def rank(self) -> int:
@@ -658,65 +508,93 @@ class WorkerSaving:
                 states alone, it could not be written.
         """
 
-        def make() -> Destination:
+        def checked() -> Destination:
             if not job.states_only:
-                self._last.before_next()
+                self._raise_failed("the checkpoint before this one")
             return destination(job, self.rank)
 
-        claimed = self.claim(make)
-        if job.states_only:
-            self.write(claimed)
-            done = CheckpointFuture(claimed.folder)
-            done.finish(None)
-            return done
-        return self._last.run(claimed.folder, lambda: self.write(claimed))
-
-    def claim(self, make: Callable[[], Destination]) -> Destination:
-        """Get ready: all say the same, and the first worker has the lock of the folder, and can write there.
-
-        Args:
-            make: what is to be saved; it may find that the arguments are wrong.
-        """
-        job = self.together(make, "its arguments are wrong, or it has not looked at a checkpoint that failed")
+        place = self.together(checked, "its arguments are wrong, or it has not looked at a checkpoint that failed")
         if self._workers is not None:
-            self._workers.agree(f"saves {job.folder} ({', '.join(job.contents)}), keep {job.keep or 'all'}")
+            self._workers.agree(f"saves {place.folder} ({', '.join(place.contents)}), keep {place.keep or 'all'}")
         live = _live(self._workers)
+        own = self.together(
+            lambda: self._claim(place.folder) if self.rank == live[0] else "", f"worker-{live[0]} cannot save there"
+        )
+        place = replace(place, run=_all_digits(self._workers, own, len(live))[live[0]])
+        future = CheckpointFuture(place.folder)
+        if job.states_only:
+            self._write(place, live)
+            future.finish(None)
+            return future
+        self._last = future
+        try:
+            self._write(place, live)
+        except CheckpointError as error:
+            LOG.error("no checkpoint was made: %s", error)
+            future.finish(error)
+        else:
+            future.finish(None)
+        return future
 
-        def lock() -> str:
-            return claim_folder(job.folder, self._locks) if self.rank == live[0] else ""
+    def _claim(self, folder: Path) -> str:
+        """Lock the directory of this folder, see whether this process can write there, and return the run.
 
-        own = self.together(lock, f"worker-{live[0]} cannot save there")
-        run = _all_digits(self._workers, own, len(live))[live[0]]
-        return replace(job, run=run, live=tuple(live))
-
-    def write(self, job: Destination) -> None:
-        """Every worker writes its own file, then the first of them the rest.
-
-        Args:
-            job: as `claim` gave it.
+        Raises:
+            CheckpointError: another job saves there, or it cannot be written. Nothing is left of the attempt.
         """
-        folder, first = job.folder, job.live[0]
+        run = perform(LockFolder(str(folder)), self._locks)
+        assert isinstance(run, str)
+        try:
+            perform(CheckFolder(str(folder), "server-0", run, 0), self._locks)
+        except CheckpointError:
+            perform(UnlockFolder(str(folder)), self._locks)
+            raise
+        return run
+
+    def _write(self, place: Destination, live: Sequence[int]) -> None:
+        """Every worker writes its own file, then the first of them the rest."""
+        folder, first = place.folder, live[0]
 
         def write_own() -> FileRecord | None:
-            if not job.content:
+            if not place.content:
                 return None
-            require_run(Path(directory_of(str(folder))), job.run)
-            return write_worker_file(folder, self.rank, job.content, job.run, job.step)
-
-        def write_rest() -> None:
-            if self.rank == first:
-                files = _records(folder, digits)
-                what = (job.contents, self._held(), self._updater())
-                write_checkpoint(folder, *what, self._locks, job.run, job.step, job.keep, files=files)
+            require_run(Path(directory_of(str(folder))), place.run)
+            return write_worker_file(folder, self.rank, place.content, place.run, place.step)
 
         try:
             record = self.together(write_own, "its own file could not be written")
         except CheckpointError:
             if self.rank == first:  # all have written by now what they could
-                sweep_folder(folder, self._locks)
+                self._sweep(folder)
             raise
-        digits = _all_digits(self._workers, "" if record is None else record.sha256[:DIGITS], len(job.live))
-        self.together(write_rest, f"worker-{first} could not write the rest")
+        digits = _all_digits(self._workers, "" if record is None else record.sha256[:DIGITS], len(live))
+        self.together(
+            lambda: self._write_rest(place, digits) if self.rank == first else None,
+            f"worker-{first} could not write the rest",
+        )
+
+    def _write_rest(self, place: Destination, digits: Sequence[str]) -> None:
+        """Write what all workers hold, and the manifest. Of what fails nothing is left."""
+        held, updater = self._held(), self._updater()
+        if not held:
+            raise ValueError("there are no keys to save: init them before")
+        folder, contents, run, step = str(place.folder), place.contents, place.run, place.step
+        files = _records(place.folder, digits)
+        try:
+            slices = tuple(one.saved(updater, contents) for one in held)
+            shard = perform(WriteShard(folder, "server-0", slices, run, step), self._locks)
+            assert isinstance(shard, FileRecord)
+            keys, description = _saved_keys(held), _description(updater)
+            manifest = Manifest(step, contents, MODE, True, description, 1, 1, keys, (shard, *files), run)
+            perform(WriteManifest(folder, manifest, place.keep), self._locks)
+        except CheckpointError:
+            self._sweep(place.folder)
+            raise
+
+    def _sweep(self, folder: Path) -> None:
+        """Remove what an attempt has left that failed, as far as possible: why it failed says more."""
+        with contextlib.suppress(CheckpointError):
+            perform(Sweep(str(folder)), self._locks)
 
     def close(self, wait: bool = True) -> None:
         """Nothing is saved any more: let other jobs save there.
@@ -726,31 +604,41 @@ class WorkerSaving:
         """
         self._locks.close()
         if wait:
-            self._last.at_close()
+            self._raise_failed("the last checkpoint")
 
     def load(self, job: LoadJob) -> tuple[Checkpoint, list[Bits | None]]:
         """Every worker reads; if all could, all take over tables and states, and get the values of arrays."""
         checkpoint, held, found = self.read(job)
-        return checkpoint, restore_held(held, found, self._updater())
+        return checkpoint, self.restore(held, found)
 
-    def read(self, job: LoadJob) -> tuple[Checkpoint, Sequence[Held], list[ReadSlice]]:
+    def read(self, job: LoadJob) -> tuple[Checkpoint, Sequence[Held], Sequence[ReadSlice]]:
         """The first part of `load`: every worker has read, and all could if this returns. Nothing has changed yet."""
-        held = self._held()
+        held, contents = self._held(), contents_of(job)
 
-        def read() -> tuple[Checkpoint, list[ReadSlice]]:
+        def read() -> tuple[Checkpoint, Sequence[ReadSlice]]:
             checkpoint = found_checkpoint(job, self.rank)
-            return checkpoint, read_held(checkpoint.folder, contents_of(job), held, self._updater())
+            folder, updater, locks = str(checkpoint.folder), self._updater(), Locks()  # reading takes none
+            manifest = perform(ReadManifest(folder), locks)
+            assert isinstance(manifest, Manifest)
+            manifest.require(_saved_keys(held), _description(updater), contents)
+            wanted = tuple(one.wanted(number, updater) for number, one in enumerate(held))
+            found = perform(ReadShards(folder, wanted, contents), locks)
+            assert isinstance(found, tuple)
+            return checkpoint, found
 
         checkpoint, found = self.together(read, "it could not be read")
         if self._workers is not None:
             self._workers.agree(f"loads {checkpoint.folder}")
         return checkpoint, held, found
 
+    def restore(self, held: Sequence[Held], found: Sequence[ReadSlice]) -> list[Bits | None]:
+        """The second part: take over tables and states, and get the values of arrays."""
+        updater = self._updater()
+        return [one.take(found_slice, updater) for one, found_slice in zip(held, found, strict=True)]
+
     def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
         """The optimizer whose states were saved."""
-        folder = absolute(job.directory)
-        description = self.together(lambda: read_manifest(folder).optimizer, "it could not be read")
-        return None if description is None else chosen_optimizer(description)
+        return self.together(lambda: _saved_optimizer(job), "it could not be read")
 
     def together(self, do: Callable[[], T], what: str) -> T:
         """Something that all workers do: it fails on all of them if it fails on one.
@@ -770,6 +658,11 @@ class WorkerSaving:
         if shares < 1.0:
             raise CheckpointError(f"another worker failed: {what}; its log, or its exception, says why")
         return outcome
+
+
+def _saved_optimizer(job: LoadJob) -> Optimizer | None:
+    description = read_manifest(absolute(job.directory)).optimizer
+    return None if description is None else chosen_optimizer(description)
 
 
 def _live(workers: Workers | None) -> list[int]:
@@ -814,7 +707,7 @@ _NOWHERE = Path("/nowhere")
 """Named where a worker fails before it has a folder to name."""
 
 
-class ServerSaving:
+class ServerSaving(Saving):
     """What a store needs for `save_checkpoint` and its kin.
 
     Args:
@@ -835,13 +728,13 @@ class ServerSaving:
         hold: Callable[[Future[None]], None],
         forget_shown: Callable[[], None],
     ) -> None:
+        super().__init__()
         self._number = number
         self._rank = rank
         self._submit = submit
         self._result_of = result_of
         self._hold = hold
         self._forget_shown = forget_shown
-        self._last = LastSave()
         self._claimed: dict[Path, str] = {}
         """Directory → the run that its checkpoints are of, if this store has saved there."""
         self._seen: set[Path] = set()
@@ -859,8 +752,7 @@ class ServerSaving:
             place = Destination(checkpoint_folder(job.directory, job.step), EVERYTHING)
             self._claim(place)
         except (CheckpointError, TypeError, ValueError) as error:
-            self._begin(keys, place, NO_FILE, str(error))
-            self._last.abandon()
+            self._begin(keys, place, NO_FILE, str(error)).abandon()
             raise
 
     def save(self, keys: Sequence[KeyInfo], job: SaveJob) -> Future[Path]:
@@ -870,14 +762,13 @@ class ServerSaving:
         self.wait()
         place, file = Destination(_NOWHERE, EVERYTHING), NO_FILE
         try:
-            self._last.before_next()
+            self._raise_failed("the checkpoint before this one")
             place = self._claim(destination(job, self._rank))
             if place.content:
                 record = write_worker_file(place.folder, self._rank, place.content, place.run, place.step)
                 file = SavedFile(record.name, record.nbytes, record.sha256)
         except (CheckpointError, TypeError, ValueError) as error:
-            self._begin(keys, place, NO_FILE, str(error))
-            self._last.abandon()
+            self._begin(keys, place, NO_FILE, str(error)).abandon()
             raise
         return self._begin(keys, place, file)
 
@@ -903,7 +794,7 @@ class ServerSaving:
             return SaveStore(request, self._number, *where, file, tuple(keys), failure)
 
         submitted = self._submit(make, None)
-        future = self._last.future = CheckpointFuture(place.folder)
+        future = self._last = CheckpointFuture(place.folder)
         self._hold(future.settled)
         submitted.add_done_callback(lambda done: self._finish(future, done, failure))
         return future
@@ -919,8 +810,7 @@ class ServerSaving:
     def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
         """The optimizer whose states were saved."""
         with self._told_to_all((STATES,)):
-            description = read_manifest(absolute(job.directory)).optimizer
-        return None if description is None else chosen_optimizer(description)
+            return _saved_optimizer(job)
 
     @contextlib.contextmanager
     def _told_to_all(self, contents: tuple[str, ...]) -> Iterator[None]:
@@ -939,8 +829,8 @@ class ServerSaving:
 
     def wait(self) -> None:
         """Until what was begun is complete, or has failed; its own future says which."""
-        if self._last.future is not None:
-            self._result_of(self._last.future.settled)
+        if self._last is not None:
+            self._result_of(self._last.settled)
 
     def close(self, wait: bool) -> None:
         """The store was closed; see `KVStore.close`.
@@ -949,7 +839,7 @@ class ServerSaving:
             CheckpointError: the last checkpoint has failed, and its future was not looked at.
         """
         if wait:
-            self._last.at_close()
+            self._raise_failed("the last checkpoint")
 
     def _finish(self, future: CheckpointFuture, done: Future[Any], failure: str) -> None:
         error = done.exception()

@@ -156,7 +156,7 @@ class CollectiveBackend(Backend):
             given = self._matched(call)
         future = self._values.begin(given, call.options.average, call.pulls and call.lending is Lending.EVERYTHING)
         if call.lending is Lending.NOTHING:
-            future.add_done_callback(self._note_lost_error)
+            future.add_done_callback(self.note_failed)
         return future
 
     def _matched(self, call: PushPull) -> list[tuple[KeyInfo, list[Any], list[Any]]]:
@@ -168,11 +168,6 @@ class CollectiveBackend(Backend):
         given = self._keys.contributed(call.key, call.value)
         out = self._keys.writable(call.key, call.value if call.out is None else call.out)
         return [(info, arrays, places) for (info, arrays), (_, places) in zip(given, out, strict=True)]
-
-    def _note_lost_error(self, future: Future[Any]) -> None:
-        error = future.exception()
-        if error is not None:
-            self.note_error(error)
 
     # All workers together.
 
@@ -223,17 +218,16 @@ class CollectiveBackend(Backend):
         if isinstance(job, StatesInMemory):
             with self._values.lock:
                 return self._local.load(job)
-        from kvdist.kvstore.checkpoints import restore_held
-
         if not job.values:
             saved = self._files().saved_optimizer(job)
             if self.optimizer is None and saved is not None:
                 self.require_able(Ability.OPTIMIZER)
                 self.configure(UpdateBy(saved))
         # Not under the lock: the engine's thread takes it for what other threads push, and only then lets ranks agree.
-        checkpoint, held, found = self._files().read(job)
+        files = self._files()
+        checkpoint, held, found = files.read(job)
         with self._values.lock:
-            self._local.take(restore_held(held, found, self._local.arrays.updaters))
+            self._local.take(files.restore(held, found))
         return checkpoint
 
     def _files(self) -> WorkerSaving:

@@ -27,7 +27,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
 from kvdist.kvstore import values
 from kvdist.kvstore.local_values import DeviceCodec, LocalValue
-from kvdist.kvstore.placement import Devices, Matched, OnDevice, Part, as_host_bits, first_place, home_of
+from kvdist.kvstore.placement import Devices, Matched, OnDevice, Part, as_host_bits, home_of
 from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.protocol.arrays import padded
 from kvdist.runtime.node import Finish
@@ -344,9 +344,10 @@ class DeviceTransfers:
                 results.append(None)
                 wanted.append((index, [place for place in places if place is not None]))
                 continue
-            first, rest = first_place(info, arrays)
+            own = values.writable_bits(arrays[0]) if arrays else None
+            first = np.empty(info.size, info.dtype.storage) if own is None else own
             results.append(first)
-            for array in rest:
+            for array in arrays if own is None else arrays[1:]:
                 if values.gpu_of(array) is not None:
                     written.append(WrittenThere.of(array, first))
                 else:

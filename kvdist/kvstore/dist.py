@@ -100,9 +100,7 @@ class DistBackend(Backend):
         self._number = cluster.open_store()
         self._keys = self.table_keys = KeyTable()
         self.devices.pin_with(lambda device: cluster.memory.pin(device.pin))
-        self._arrays = ArrayTransfers(
-            cluster, self._keys, policy, kernels, self.devices, self.note_error, self._require_usable
-        )
+        self._arrays = ArrayTransfers(cluster, self._keys, policy, kernels, self, self._require_usable)
         self._rows = self.rows = RowTransfers(cluster, self._arrays)
         self._uncompressed: set[Key] = set()
         self._barrier_lock = threading.Lock()

@@ -138,9 +138,7 @@ class HybridBackend(Backend):
 
     def _split(self, given: KeyArrays) -> list[tuple[Side, KeyArrays]]:
         """The sides that have keys of a call, with those. Servers first: they work while workers sum."""
-        sides: tuple[Side, ...] = (self._servers, self._workers)
-        parts = [(side, [pair for pair in given if self._side_of(pair[0]) is side]) for side in sides]
-        return [(side, part) for side, part in parts if part]
+        return [(side, [given[i] for i in chosen]) for side, chosen in self._positions([one for one, _ in given])]
 
     # Values.
 

@@ -18,7 +18,7 @@ from kvdist.core.worker.requests import KeyInfo
 from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values
-from kvdist.kvstore.placement import Devices, Matched, on_gpus
+from kvdist.kvstore.placement import Devices, Matched, names_gpus
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing
 from kvdist.kvstore.values import Bits, Key
 from kvdist.protocol.limits import DEFAULT
@@ -318,7 +318,7 @@ def gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> Rows | N
     Raises:
         TypeError, ValueError: one does not fit the table; the message names the key.
     """
-    if on_gpus(arrays):
+    if names_gpus([(info, arrays)]):
         from kvdist.kvstore.device import merged_gradient  # a feature at a seam: loaded where it is used
 
         there = merged_gradient(info, arrays, devices)

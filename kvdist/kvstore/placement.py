@@ -137,15 +137,9 @@ class Devices:
         return True
 
 
-def on_gpus(arrays: Sequence[Any]) -> bool:
-    """Whether one of the values lies on a GPU."""
-    return any(values.gpu_of(array) is not None for array in arrays)
-
-
-def first_place(info: KeyInfo, arrays: Sequence[Any]) -> tuple[Bits, Sequence[Any]]:
-    """The memory in which a result for the host arrives, and the arrays into which it is copied from there."""
-    own = values.writable_bits(arrays[0]) if arrays else None
-    return (np.empty(info.size, info.dtype.storage), arrays) if own is None else (own, arrays[1:])
+def names_gpus(matched: Sequence[tuple[KeyInfo, Sequence[Any]]]) -> bool:
+    """Whether a value lies on a GPU. Where none does, nothing more is asked of them."""
+    return any(values.gpu_of(array) is not None for _, arrays in matched for array in arrays)
 
 
 def require_one_kind(key: Key, parts: Sequence[Any]) -> None:

@@ -37,10 +37,10 @@ from kvdist.core.worker.requests import (
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.backend import Lending, PushOptions, PushPull, combined
+from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, combined
 from kvdist.kvstore.coalescing import SMALL_BYTES_MAX, Coalescer, Hyperparameters
 from kvdist.kvstore.keys import KeyTable, as_dense, named
-from kvdist.kvstore.placement import Devices, OnDevice, Part, as_host_bits, on_gpus, require_one_kind
+from kvdist.kvstore.placement import Devices, OnDevice, Part, as_host_bits, names_gpus, require_one_kind
 from kvdist.kvstore.results import PullArgs, SharedResults, cut, new_results, pull_args, reaches_another
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.optimizer.base import Optimizer
@@ -66,8 +66,7 @@ class ArrayTransfers:
         keys: the initialised keys.
         policy: when servers make a version.
         kernels: what sums over devices on the host.
-        devices: the GPUs that are used.
-        remember: gets the error of a push without a future.
+        backend: the store's: has the GPUs that are used, and takes errors of pushes without a future.
         check: raises why nothing can be pushed any more.
     """
 
@@ -77,8 +76,7 @@ class ArrayTransfers:
         keys: KeyTable,
         policy: Policy,
         kernels: Kernels,
-        devices: Devices,
-        remember: Callable[[BaseException], None],
+        backend: Backend,
         check: Callable[[], None],
     ) -> None:
         self.optimizer: Optimizer | None = None
@@ -88,11 +86,11 @@ class ArrayTransfers:
         self._cluster = cluster
         self._keys = keys
         self._kernels = kernels
-        self._devices = devices
+        self._devices = backend.devices
         self._gpus: DeviceTransfers | None = None
         """Made by the first value that lies on one."""
         self._gpus_lock = threading.Lock()
-        self._remember = remember
+        self._note_failed = backend.note_failed
         self.check = check
         self._stagings = Stagings(policy.slice_bytes(cluster.config.limits), cluster.memory, cluster.traffic)
         # Only what waits for everybody's pushes is summed on the way to a server.
@@ -103,7 +101,7 @@ class ArrayTransfers:
             self._plan_pull,
             lambda answer, make, growing: node.submit_for(answer, make, growing=growing),
             node.hurry,
-            remember,
+            backend.note_error,
             cluster.under_way.leave,
         )
 
@@ -135,7 +133,7 @@ class ArrayTransfers:
             (bits,) = as_host_bits(given.bits[0])
             self._push_coalesced(given.infos[0], bits, call)
             return
-        self._push(given, call).add_done_callback(self._remember_error)
+        self._push(given, call).add_done_callback(self._note_failed)
 
     def push_async(self, call: PushPull) -> Future[None]:
         """Push; the future resolves when it is counted."""
@@ -337,11 +335,6 @@ class ArrayTransfers:
         view = self._node.view
         return view.shows_results(server) if self._is_summed else view.shares_memory(server)
 
-    def _remember_error(self, future: Future[None]) -> None:
-        error = future.exception()
-        if error is not None:
-            self._remember(error)
-
 
 def _nothing() -> None:
     """Results are wanted nowhere."""
@@ -404,7 +397,7 @@ def push_args(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> Push
     pairs = values.pairs(key, value)
     matched = keys.matched([(one, [as_dense(one, array, devices) for array in arrays]) for one, arrays in pairs])
     infos = [info for info, _ in matched]
-    if not any(on_gpus(arrays) for _, arrays in matched):
+    if not names_gpus(matched):
         return PushArgs(infos, [[values.read_bits(array) for array in arrays] for _, arrays in matched])
     for info, arrays in matched:
         require_one_kind(info.key, arrays)

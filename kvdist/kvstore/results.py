@@ -12,7 +12,7 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Plan, Run, RunPlan
 from kvdist.kvstore import values
 from kvdist.kvstore.keys import KeyTable
-from kvdist.kvstore.placement import OnDevice, Part, first_place, on_gpus
+from kvdist.kvstore.placement import OnDevice, Part, names_gpus
 from kvdist.kvstore.values import Keys, Value
 from kvdist.protocol.arrays import Bits
 from kvdist.protocol.messages import Flag
@@ -79,14 +79,17 @@ def pull_args(keys: KeyTable, key: Keys, out: Value, gpus: Callable[[], DeviceTr
         return PullArgs(*plain)
     matched = keys.matched(values.pairs(key, out), writable=True)
     infos = [info for info, _ in matched]
-    if any(on_gpus(arrays) for _, arrays in matched):
+    if names_gpus(matched):
         return PullArgs(infos, *gpus().places(matched))
     results: list[Bits] = []
     copies: list[tuple[Any, Bits]] = []
     for info, arrays in matched:
-        first, rest = first_place(info, arrays)
+        first = values.writable_bits(arrays[0]) if arrays else None
+        if first is None or len(arrays) > 1:
+            rest = arrays if first is None else arrays[1:]
+            first = np.empty(info.size, info.dtype.storage) if first is None else first
+            copies += [(array, first) for array in rest]
         results.append(first)
-        copies += [(array, first) for array in rest]
     return PullArgs(infos, results, copies)
 
 

@@ -235,7 +235,7 @@ class MixedTransfers:
         pushed = [self._rows.push(info, rows, call.priority, call.options) for info, rows in gradients]
         if call.lending is Lending.NOTHING:
             for future in pushed:
-                future.add_done_callback(self._note_error)
+                future.add_done_callback(self._backend.note_failed)
         return combined([*futures, *pushed])
 
     def pull_rows(self, key: Keys, out: Any, priority: int, row_ids: Any) -> Future[Any]:
@@ -288,11 +288,6 @@ class MixedTransfers:
     def _rows(self) -> TableTransfers:
         assert self._backend.rows is not None, "there are tables"
         return self._backend.rows
-
-    def _note_error(self, future: Future[Any]) -> None:
-        error = future.exception()
-        if error is not None:
-            self._backend.note_error(error)
 
     def _submitted(self, pulls: Sequence[_RowPull], priority: int) -> list[Future[Any]]:
         return [self._rows.pull(pull.info, pull.ids, pull.bits, priority) for pull in pulls]

@@ -366,17 +366,6 @@ def _described(value: Any) -> Any:
     return value
 
 
-def is_optimizer_capability(capability: str) -> bool:
-    """True for ``optimizer``, the one capability there is to ask for.
-
-    Raises:
-        ValueError: it is another word.
-    """
-    if capability.lower() != "optimizer":
-        raise ValueError(f"unknown capability {capability!r}; the one there is is 'optimizer'")
-    return True
-
-
 def _checked(key: Any) -> Key:
     if isinstance(key, bool) or not isinstance(key, (int, str, np.integer)):
         raise TypeError(f"a key must be an int or a str, not {type(key).__name__} ({key!r})")

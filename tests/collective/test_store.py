@@ -11,9 +11,10 @@ import torch
 
 import kvdist.collective as hvd
 from kvdist import BarrierTimeout, InitMismatch, KeyNotInitialised, LazyRows, RowSparse, StoreClosed, kv
+from kvdist.checkpoint import folders
 from kvdist.collective.basics import current
 from kvdist.errors import CheckpointError, CollectiveError, CollectiveMismatch, RankLostError
-from kvdist.kvstore import checkpoints, collective, local
+from kvdist.kvstore import collective, local
 from kvdist.kvstore.registry import COLLECTIVE_NAMES
 from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
@@ -283,7 +284,7 @@ def test_values_come_back_from_a_checkpoint_with_each_workers_own_state(tmp_path
 
 
 def test_a_sum_that_ends_while_the_workers_agree_on_a_checkpoint_keeps_nobody_waiting(tmp_path, monkeypatch):
-    stores, really_find = {}, checkpoints.find_checkpoint
+    stores, really_find = {}, folders.find
 
     def find(directory, step):
         # As another thread may, or the handler of a signal. The engine's thread takes the sum before the ranks agree.
@@ -297,7 +298,7 @@ def test_a_sum_that_ends_while_the_workers_agree_on_a_checkpoint_keeps_nobody_wa
         store.load_checkpoint(tmp_path)
         return store.pull("a")[0, 0]
 
-    monkeypatch.setattr(checkpoints, "find_checkpoint", find)
+    monkeypatch.setattr(folders, "find", find)
     assert returned(on_ranks(2, program)) == [1.0] * 2
 
 
