@@ -51,46 +51,31 @@ that of kvdist-run. kvdist-launch -s 0 does the same with the options of kvdist-
 
 WIDTH = 78
 
-NO_CYCLE = "an operation begins when it is called, so there is no cycle in which tensors are collected"
-NO_CHOICE = "gloo and NCCL choose how they reduce and gather"
-NO_TUNING = "there is nothing here that it could tune"
-NO_MPI = "no MPI takes part: kvdist-run starts the processes, and gloo or NCCL connects them"
-LOGGING = "kvdist logs warnings by Python's logging, under the name kvdist"
+IDLE = {
+    "nothing is remembered from one job to the next": "--disable-cache",
+    "an operation begins when it is called, so there is no cycle in which tensors are collected":
+        "--fusion-threshold-mb= --cycle-time-ms=",
+    "ranks agree on a tensor once, however many there are": "--cache-capacity=",
+    "gloo and NCCL choose how they reduce and gather":
+        "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather"
+        " --torus-allreduce --no-torus-allreduce",
+    "there is nothing here that it could tune":
+        "--autotune --no-autotune --autotune-log-file= --autotune-warmup-samples= --autotune-steps-per-sample="
+        " --autotune-bayes-opt-max-samples= --autotune-gaussian-process-noise=",
+    "no MPI takes part: kvdist-run starts the processes, and gloo or NCCL connects them":
+        "--mpi --jsrun --mpi-threads-disable --no-mpi-threads-disable --mpi-args= --binding-args=",
+    "gloo connects processes on CPUs in any case, NCCL those on GPUs": "--gloo",
+    "gloo uses TCP in any case; NCCL follows its own variables, such as NCCL_IB_DISABLE=1": "--tcp",
+    "NCCL follows its own variables, which reach every process": "--num-nccl-streams=",
+    "let taskset or numactl start the program": "--thread-affinity=",
+    "--start-timeout is how long processes wait for each other at the start": "--gloo-timeout-seconds=",
+    "kvdist logs warnings by Python's logging, under the name kvdist":
+        "--log-level= --log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp",
+}  # fmt: skip
+"""Why options have no effect → the options; ``=`` follows those with a value."""
 
-WITHOUT_EFFECT: dict[str, tuple[int, str]] = {
-    "--disable-cache": (0, "nothing is remembered from one job to the next"),
-    "--fusion-threshold-mb": (1, NO_CYCLE),
-    "--cycle-time-ms": (1, NO_CYCLE),
-    "--cache-capacity": (1, "ranks agree on a tensor once, however many there are"),
-    "--hierarchical-allreduce": (0, NO_CHOICE),
-    "--no-hierarchical-allreduce": (0, NO_CHOICE),
-    "--hierarchical-allgather": (0, NO_CHOICE),
-    "--no-hierarchical-allgather": (0, NO_CHOICE),
-    "--torus-allreduce": (0, NO_CHOICE),
-    "--no-torus-allreduce": (0, NO_CHOICE),
-    "--autotune": (0, NO_TUNING),
-    "--no-autotune": (0, NO_TUNING),
-    "--autotune-log-file": (1, NO_TUNING),
-    "--autotune-warmup-samples": (1, NO_TUNING),
-    "--autotune-steps-per-sample": (1, NO_TUNING),
-    "--autotune-bayes-opt-max-samples": (1, NO_TUNING),
-    "--autotune-gaussian-process-noise": (1, NO_TUNING),
-    "--mpi-threads-disable": (0, NO_MPI),
-    "--no-mpi-threads-disable": (0, NO_MPI),
-    "--mpi-args": (1, NO_MPI),
-    "--binding-args": (1, NO_MPI),
-    "--gloo": (0, "gloo connects processes on CPUs in any case, NCCL those on GPUs"),
-    "--mpi": (0, NO_MPI),
-    "--jsrun": (0, NO_MPI),
-    "--tcp": (0, "gloo uses TCP in any case; NCCL follows its own variables, such as NCCL_IB_DISABLE=1"),
-    "--num-nccl-streams": (1, "NCCL follows its own variables, which reach every process"),
-    "--thread-affinity": (1, "let taskset or numactl start the program"),
-    "--gloo-timeout-seconds": (1, "--start-timeout is how long processes wait for each other at the start"),
-    "--log-level": (1, LOGGING),
-    "--log-with-timestamp": (0, LOGGING),
-    "--log-without-timestamp": (0, LOGGING),
-    "--log-hide-timestamp": (0, LOGGING),
-    "--no-log-hide-timestamp": (0, LOGGING),
+WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
+    name.removesuffix("="): (name.endswith("="), why) for why, names in IDLE.items() for name in names.split()
 }
 """Options without effect: whether a value follows, and why."""
 
@@ -143,8 +128,9 @@ def new_parser() -> argparse.ArgumentParser:
     description = "Start processes that train together without servers, with the options of horovodrun."
     parser = grouped_parser("kvdist-run", USAGE, description, EXAMPLES, GROUPS)
     without = parser.add_argument_group("without effect here")
-    for name, (count, _) in WITHOUT_EFFECT.items():
-        without.add_argument(name, help=argparse.SUPPRESS, **(_counted(count)))
+    for name, (has_value, _) in WITHOUT_EFFECT.items():
+        kind: dict[str, Any] = {"type": str} if has_value else {"action": "store_true"}
+        without.add_argument(name, help=argparse.SUPPRESS, **kind)
     idle = ", ".join(WITHOUT_EFFECT)
     without.description = textwrap.fill(f"accepted, with a note: {idle}", WIDTH, break_on_hyphens=False)
     for name in REFUSED:
@@ -168,10 +154,6 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str
     if options.num_proc is None:
         parser.error("the number of processes is missing: write -np PROCESSES")
     return options, [name for name in WITHOUT_EFFECT if name in given], command
-
-
-def _counted(count: int) -> dict[str, Any]:
-    return {"type": str} if count else {"action": "store_true"}
 
 
 def _at_least_one(text: str) -> int:
@@ -236,7 +218,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
 
 VALUED = frozenset(
     [name for _, options in GROUPS for names, told in options if "type" in told for name in names]
-    + [name for name, (count, _) in WITHOUT_EFFECT.items() if count]
+    + [name for name, (has_value, _) in WITHOUT_EFFECT.items() if has_value]
     + list(REFUSED)
 )
 """The options whose value may be the next word."""
