@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvdist.config.settings import REPLACED_BY_PATIENCE, SETTINGS, WITHOUT_EFFECT
+from kvdist.kvstore.registry import DIST_NAMES, LOCAL_NAMES
 from kvdist_launch.environment import OWNED_VARIABLES
 from tests.ports import held_port
 
@@ -169,6 +170,20 @@ def test_the_classes_of_the_glossary_are_there() -> None:
     }
     assert len(named) > 25
     assert sorted(name for name in named if name.partition(".")[0] not in defined) == []
+
+
+def names_of_stores(page: str) -> list[set[str]]:
+    """What stands in the columns of the table of stores: the names above, and those below that mean the same."""
+    rows = [row.split("|")[2:-1] for row in page.splitlines() if row.startswith(("| | `", "| also called "))]
+    assert len(rows) == 2, "the table has a head and a row of other names"
+    return [{name for cell in column for name in CODE.findall(cell)} for column in zip(*rows, strict=True)]
+
+
+def test_the_table_of_stores_has_every_name_in_the_column_of_its_mode() -> None:
+    in_rounds = {name for name, policy in DIST_NAMES.items() if policy.has_rounds}
+    page = text_of(ROOT / "docs" / "stores.md")
+    assert names_of_stores(page) == [set(LOCAL_NAMES), in_rounds, set(DIST_NAMES) - in_rounds]
+    assert names_of_stores(page.replace("| `dist_async` |", "| `dist_late` |"))[2] >= {"dist_late"}
 
 
 # Variables and limits.
