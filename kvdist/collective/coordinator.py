@@ -383,14 +383,13 @@ class Coordinator:
 
     def _advance(self, group: GroupProgress) -> None:
         """Compare what all ranks have called by now."""
-        before, awaited = group.agreed, set[int]()
+        awaited = set[int]()
         while not group.has_failed:
             active = group.active()
             if not active:
                 # A rank that has joined may still wait for operations that it called before.
-                self._agree(group, before, awaited)
+                self._agree(group, awaited)
                 self._end_join(group)
-                before, awaited = group.agreed, set()
                 continue
             queues = [group.of[rank].queue for rank in active]
             if not all(queues):
@@ -399,21 +398,22 @@ class Coordinator:
             signature = self._signatures.get(next(iter(heads)))
             refused_by_join = len(active) < len(group.ranks) and (signature is None or not signature.takes_zeros)
             if len(heads) > 1 or (refused_by_join and not self._is_refused(heads)):
-                self._agree(group, before, awaited)
+                self._agree(group, awaited)
                 self._differ(group, active)
-                before, awaited = group.agreed, set()
                 continue
             awaited |= {rank for rank in active if group.of[rank].queue[0][1]}
             self._invite_joined(group, active, signature)
             group.pass_one(active, next(iter(heads)))
             if signature is not None and signature.kind == REMOVE_SET:
                 self._groups.pop(int(signature.detail.rpartition(" ")[2]), None)
-        self._agree(group, before, awaited)
+        self._agree(group, awaited)
         self._set_throttle(group)
 
-    def _agree(self, group: GroupProgress, before: int, awaited: set[int]) -> None:
-        if group.agreed > before and awaited:
+    def _agree(self, group: GroupProgress, awaited: set[int]) -> None:
+        """Tell ranks that wait that all have called the same up to here."""
+        if awaited:
             self._tell(sorted(awaited), Agreed(group.number, group.agreed))
+            awaited.clear()
 
     def _is_refused(self, heads: Iterable[bytes]) -> bool:
         signatures = [self._signatures.get(head) for head in heads]

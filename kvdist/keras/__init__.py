@@ -35,8 +35,7 @@ from kvdist.collective import (
 )
 from kvdist.horovod import init, shutdown
 from kvdist.keras import callbacks
-from kvdist.keras.optimizer import DistributedOptimizer
-from kvdist.keras.saving import load_model
+from kvdist.keras.optimizer import DistributedOptimizer, load_model
 from kvdist.keras.values import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
 
 if _keras.backend.backend() not in ("torch", "tensorflow"):

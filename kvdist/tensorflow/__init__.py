@@ -38,9 +38,16 @@ from kvdist.collective import (
 )
 from kvdist.horovod import init, shutdown
 from kvdist.tensorflow import keras
-from kvdist.tensorflow.operations import allgather, allreduce, broadcast, grouped_allreduce
+from kvdist.tensorflow.operations import (
+    BroadcastGlobalVariablesHook,
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_variables,
+    grouped_allreduce,
+)
 from kvdist.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
-from kvdist.tensorflow.variables import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_variables
 
 __all__ = [
     "Average",
