@@ -453,10 +453,6 @@ FREE_BYTES_MIN = 64 << 20
 """Less room than this in the folder that is copied to is a problem."""
 
 
-class HostProblem(ConfigError):
-    """Hosts cannot take part."""
-
-
 def judge(connections: Iterable[HostConnection], destination: str | None, root: str = "the scheduler") -> None:
     """Turn everything that would stop the job later into a problem of its host.
 
@@ -531,12 +527,12 @@ def require_all(connections: Sequence[HostConnection]) -> None:
     """Refuse to go on while a host has a problem.
 
     Raises:
-        HostProblem: one has; the message has a sentence for each.
+        ConfigError: one has; the message has a sentence for each.
     """
     problems = [f"{one.host.name}: {one.problem}" for one in connections if one.problem]
     if problems:
         count = f"{len(problems)} of {len(connections)} hosts" if len(connections) > 1 else "the host"
-        raise HostProblem(f"{count} cannot take part\n  " + "\n  ".join(problems))
+        raise ConfigError(f"{count} cannot take part\n  " + "\n  ".join(problems))
 
 
 def table(connections: Sequence[HostConnection], root: str = "scheduler") -> str:

@@ -29,7 +29,7 @@ from kvdist_launch.plan import LAUNCHER, HostFacts, JobSpec, Process, plan, root
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import HostProcesses, LocalProcesses
 from kvdist_launch.root_socket import listen, port_of, ports_of, turn_away
-from kvdist_launch.ssh import RsyncRun, SyncError, SyncOptions, progress_bars, python_of_hosts, ssh_options
+from kvdist_launch.ssh import RsyncRun, SyncOptions, progress_bars, python_of_hosts, ssh_options
 from kvdist_launch.supervisor import Supervisor
 from kvdist_launch.watchdog import Watchdog
 
@@ -239,7 +239,7 @@ class _HostJob:
                 run.stop()
             watchdog.dismiss()
         if failures := [run.failure for run in runs if run.failure]:
-            raise SyncError("; ".join(failures))
+            raise ConfigError("; ".join(failures))
         for run in runs:
             self._supervisor.note(run.report)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvdist.config.environment import cluster_from_env
 from kvdist.config.settings import ClusterConfig
@@ -49,26 +49,17 @@ class ProcessPlace:
     Attributes:
         host: an index into the job's hosts, or `LAUNCHER`.
         local_rank: counts the processes of this role on this host.
+        local_size: the workers of its host, if it is a worker.
+        cross_rank: its host's position among the hosts that have a worker of its local rank.
+        cross_size: how many such hosts there are.
     """
 
     node: NodeId
     host: int
     local_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPosition:
-    """A worker's position among the others.
-
-    Attributes:
-        local_size: the workers of its host.
-        cross_rank: its host's position among the hosts that have a worker of its local rank.
-        cross_size: how many such hosts there are.
-    """
-
-    local_size: int
-    cross_rank: int
-    cross_size: int
+    local_size: int = 0
+    cross_rank: int = 0
+    cross_size: int = 0
 
 
 def place(
@@ -102,20 +93,21 @@ def place(
     for role, filled in counts.items():
         places = [(index, local) for index, count in enumerate(filled) for local in range(count)]
         placements += [ProcessPlace(NodeId(role, rank), index, local) for rank, (index, local) in enumerate(places)]
-    return placements
+    return _with_positions(placements)
 
 
-def worker_positions(placements: Sequence[ProcessPlace]) -> Mapping[NodeId, WorkerPosition]:
-    """The position of each worker."""
+def _with_positions(placements: Sequence[ProcessPlace]) -> list[ProcessPlace]:
+    """The places, in which each worker's position among the others is filled in."""
     workers = [one for one in placements if one.node.role is Role.WORKER]
     sizes = Counter(one.host for one in workers)
     across: dict[int, list[int]] = {}
     for one in workers:
         across.setdefault(one.local_rank, []).append(one.host)
-    return {
-        one.node: WorkerPosition(sizes[one.host], across[one.local_rank].index(one.host), len(across[one.local_rank]))
-        for one in workers
-    }
+    found = list(placements[: len(placements) - len(workers)])
+    for one in workers:
+        peers = across[one.local_rank]
+        found.append(replace(one, local_size=sizes[one.host], cross_rank=peers.index(one.host), cross_size=len(peers)))
+    return found
 
 
 def workers_of_slots(hosts: Sequence[Host]) -> int:
@@ -267,7 +259,6 @@ def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launch
             on another machine; the message names it.
     """
     placements = _placements(job, hosts)
-    positions = worker_positions(placements)
     root = root_host(job, hosts)
     address = (launcher if root is None else facts[root]).address
     processes = []
@@ -279,7 +270,7 @@ def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launch
                 one.node,
                 one.host,
                 job.command if role is Role.WORKER else _role_argv(job.role_command, own.python),
-                _environment(job, own.scheduler or address, one, host, own, launcher, positions.get(one.node)),
+                _environment(job, own.scheduler or address, one, host, own, launcher),
                 None if host is None else job.cwd,
                 is_told_of_endings=role is Role.SCHEDULER,
                 is_root=one is placements[0],
@@ -364,7 +355,6 @@ def _environment(
     host: Host | None,
     own: HostFacts,
     launcher: HostFacts,
-    position: WorkerPosition | None,
 ) -> Environment:
     role = one.node.role
     front, settings = interpreter_front(own.python), {}
@@ -378,15 +368,15 @@ def _environment(
     if host is not None and host.iface is not None:
         overlay(settings, {INTERFACES[0]: host.iface})
     defaults = {"PYTHONUNBUFFERED": "1"}
-    if position is not None:
-        numbers = (one.local_rank, position.local_size, position.cross_rank, position.cross_size)
+    if role is Role.WORKER:
+        numbers = (one.local_rank, one.local_size, one.cross_rank, one.cross_size)
         settings |= dict(zip(PLACES, map(str, numbers), strict=True))
         if own.cores:
-            defaults["OMP_NUM_THREADS"] = str(threads_per_worker(own.cores, position.local_size))
+            defaults["OMP_NUM_THREADS"] = str(threads_per_worker(own.cores, one.local_size))
         given = Environment(settings=settings).over(own.environ).get(DEVICES, "")
         devices = list((host.gpus if host else None) or (name.strip() for name in given.split(",") if name.strip()))
         if devices:
-            settings[DEVICES] = ",".join(share_of_devices(devices, one.local_rank, position.local_size))
+            settings[DEVICES] = ",".join(share_of_devices(devices, one.local_rank, one.local_size))
     return Environment(defaults, front, settings)
 
 

@@ -26,7 +26,7 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """A call as bytes.
 
     Raises:
-        CargoError: a part of it cannot be sent.
+        SerializationError: a part of it cannot be sent.
         ConfigError: cloudpickle is not installed.
     """
     cloudpickle = _cloudpickle()
@@ -43,7 +43,7 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
     """The call that `pack_call` packed; this process gets the ``sys.path`` of the one that packed it.
 
     Raises:
-        CargoError: a part of it cannot be made here.
+        SerializationError: a part of it cannot be made here.
     """
     head, _, body = data.partition(b"\n")
     sys.path[:] = json.loads(head)["path"]
@@ -61,7 +61,7 @@ def pack_result(value: Any) -> bytes:
     """A result as bytes.
 
     Raises:
-        CargoError: it cannot be sent.
+        SerializationError: it cannot be sent.
     """
     try:
         return bytes(_cloudpickle().dumps(value))
@@ -73,7 +73,7 @@ def unpack_result(data: bytes | bytearray) -> Any:
     """The result that `pack_result` packed.
 
     Raises:
-        CargoError: it cannot be made here.
+        SerializationError: it cannot be made here.
     """
     try:
         return _cloudpickle().loads(data)

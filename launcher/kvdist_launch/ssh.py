@@ -115,10 +115,6 @@ KEPT_BYTES = 16 * 1024
 """Kept of rsync's output: the statistics, or the reason of a failure."""
 
 
-class SyncError(ConfigError):
-    """A host does not have the files."""
-
-
 @dataclass(frozen=True)
 class SyncOptions:
     """A folder to copy, and where to.
@@ -168,7 +164,9 @@ class RsyncRun:
                 argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
         except FileNotFoundError:
-            raise SyncError("rsync is not installed on this machine; install it, or leave out --sync-dst-dir") from None
+            raise ConfigError(
+                "rsync is not installed on this machine; install it, or leave out --sync-dst-dir"
+            ) from None
         pipes = {"out": self._rsync.stdout, "err": self._rsync.stderr}
         self._open = {name: pipe for name, pipe in pipes.items() if pipe is not None}
         for name, pipe in self._open.items():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvdist.errors import ConfigError
 from kvdist.version import __version__
 from kvdist_launch.host_pool import (
     FREE_BYTES_MIN,
     HostConnection,
-    HostProblem,
     explained,
     judge,
     require_all,
@@ -69,7 +69,7 @@ def test_several_problems_of_one_host_are_told_together():
 def test_all_hosts_with_problems_are_named_at_once():
     stations = [HostConnection(Host(name), None, FACTS, PLENTY, problem) for name, problem in  # type: ignore[arg-type]
                 (("d1", ""), ("d2", "no python"), ("d3", "no route"))]  # fmt: skip
-    with pytest.raises(HostProblem, match=r"2 of 3 hosts cannot take part\n  d2: no python\n  d3: no route$"):
+    with pytest.raises(ConfigError, match=r"2 of 3 hosts cannot take part\n  d2: no python\n  d3: no route$"):
         require_all(stations)
     require_all(stations[:1])
 
