@@ -39,6 +39,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\b(?:KVDIST|DMLC|MXNET)_[A-Z][A-Z0-9_]*\b")
 VARIABLE_ALONE = re.compile(VARIABLE.pattern + r"\Z")
 WALK_STEPS = 10
+WALK_FILES_MAX = 18
+"""Files that one gradient passes, of which two are transports."""
 TIMEOUT_S = 150
 
 
@@ -247,6 +249,10 @@ def functions_without_a_home(step: str) -> list[str]:
 
 def test_the_walk_has_ten_steps() -> None:
     assert [int(step.split(".")[0]) for step in walk_steps()] == list(range(1, WALK_STEPS + 1))
+
+
+def test_the_walk_passes_few_files() -> None:
+    assert len({target for step in walk_steps() for target in LINK.findall(step)}) <= WALK_FILES_MAX
 
 
 def test_a_step_of_the_walk_names_functions_of_the_files_it_links() -> None:
