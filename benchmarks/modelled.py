@@ -270,10 +270,6 @@ class ModelledTransport(Transport):
         self.on_event()
         return link
 
-    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
-        for frames in messages:
-            self.send(to, frames)
-
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:
         assert isinstance(to, Link) and to.other is not None
         network, costs = self.network, self.network.costs

@@ -29,7 +29,6 @@ from kvdist.core.worker.requests import (
     Register,
     Run,
     RunKind,
-    SetStoreOptimizer,
     Transfer,
     make_plan,
 )
@@ -39,6 +38,7 @@ from kvdist.kernels.interface import Array
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Role
 from kvdist.optimizer.registry import create
+from kvdist.protocol.messages import Configure
 from kvdist.runtime.node import Node
 from kvdist.version import __version__
 
@@ -393,7 +393,7 @@ class User:
         yield declared
         exercise.take(declared.result())
         if exercise.mode == "async":
-            yield submit(lambda number: SetStoreOptimizer(number, STORE, create("sgd").describe()))
+            yield submit(lambda number: Configure(number, STORE, create("sgd").describe()))
         if self._rank == 0:
             yield submit(lambda number: Transfer(number, RunKind.INITIALISE, "init", exercise.first_values()))
         yield submit(lambda number: EnterBarrier(number, STORE))

@@ -20,8 +20,8 @@ import json
 import logging
 import os
 
-from kvdist.core.worker.requests import SendCommand
 from kvdist.errors import KvdistError
+from kvdist.protocol.messages import Command
 from kvdist.runtime.cluster import PROCESS_CLUSTER
 from kvdist.runtime.profiler import PROFILER_HEAD, PROFILERS, TraceSettings, require_plain
 
@@ -157,5 +157,5 @@ def _told_servers(profile_process: str, call: str, **fields: object) -> bool:
     if cluster is None:
         raise KvdistError("servers are told by way of a store: call kv.create('dist') before their profiler is used")
     body = json.dumps({"do": call, **fields})
-    cluster.ask(lambda number: SendCommand(number, PROFILER_HEAD, body))
+    cluster.ask(lambda number: Command(number, PROFILER_HEAD, body))
     return True

@@ -513,12 +513,12 @@ class JoinedRow:
     """The leader's."""
     share: Share
     flags: int
-    parts: list[Bits]
+    summands: list[Bits]
     """What is summed into its bytes; nothing for an empty or carried row."""
 
     @property
     def count(self) -> int:
-        return self.parts[0].size if self.parts else 0
+        return self.summands[0].size if self.summands else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -607,7 +607,7 @@ class PushJoiner:
             dtype = DType(share.dtype)
             alone = rank if dtype.accumulate != dtype.storage else -1
             carrier = carriers.setdefault((share.flags, share.setting, dtype, share.values.size, alone), row)
-            carrier.parts.append(share.values)
+            carrier.summands.append(share.values)
             if carrier is not row:
                 row.flags |= _CARRIED
         return rows
@@ -640,19 +640,19 @@ class PushJoiner:
         starts, total = offsets(dtypes, counts)
         memory = self._allocate(total)
         for row, start in zip(rows, starts.tolist(), strict=True):
-            if not row.parts:
+            if not row.summands:
                 continue
             dtype = DType(row.share.dtype)
             stop = start + row.count * dtype.itemsize
             target = memory[start:stop].view(dtype.storage)
-            self._kernels.weighted_sum(row.parts, [1.0] * len(row.parts), dtype, target)
+            self._kernels.weighted_sum(row.summands, [1.0] * len(row.summands), dtype, target)
             memory[stop : start + padded(stop - start)] = 0
-            self._traffic.summed += len(row.parts) * (stop - start)
+            self._traffic.summed += len(row.summands) * (stop - start)
         return Arrays(dtypes, counts, memory.data if total else b"")
 
 
 def _nbytes(rows: Sequence[JoinedRow]) -> int:
-    return sum(padded(row.parts[0].nbytes) for row in rows if row.parts)
+    return sum(padded(row.summands[0].nbytes) for row in rows if row.summands)
 
 
 def _numbers(setting: Setting) -> tuple[float, float, float]:

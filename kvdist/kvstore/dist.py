@@ -25,8 +25,6 @@ from kvdist.core.worker.requests import (
     EnterBarrier,
     KeyInfo,
     RunKind,
-    SendCommand,
-    SetStoreOptimizer,
     UseKernels,
 )
 from kvdist.dtypes import DType
@@ -59,6 +57,7 @@ from kvdist.kvstore.sparse import MixedTransfers, RowTransfers
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
+from kvdist.protocol.messages import Command, Configure
 from kvdist.runtime.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ class DistBackend(Backend):
         match what:
             case UpdateBy(optimizer):
                 if self._arrays.optimizer is None:
-                    self._arrays.ask(lambda number: SetStoreOptimizer(number, self._number, optimizer.describe()))
+                    self._arrays.ask(lambda number: Configure(number, self._number, optimizer.describe()))
                 self._arrays.optimizer = optimizer
             case Compress(params):
                 from kvdist.kvstore.compression import StoreCompression  # a feature at a seam: loaded where it is used
@@ -254,7 +253,7 @@ class DistBackend(Backend):
         self._cluster.node.submit(lambda number: UseKernels(number, self._kernels))
 
     def command(self, head: int, body: str) -> None:
-        self._arrays.ask(lambda number: SendCommand(number, head, body))
+        self._arrays.ask(lambda number: Command(number, head, body))
 
     # Files.
 

@@ -39,10 +39,9 @@ from kvdist.core.worker.requests import (
     Register,
     Request,
     SaveStore,
-    SendCommand,
-    SetStoreOptimizer,
     Transfer,
     UseKernels,
+    label_of,
 )
 from kvdist.errors import KvdistError
 from kvdist.nodes import UNRANKED
@@ -50,7 +49,9 @@ from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.messages import (
     HEAD_OF_USERS_MAX,
     Ack,
+    Command,
     CompressedPush,
+    Configure,
     InitValues,
     JoinedPush,
     Packet,
@@ -248,8 +249,8 @@ def _told(request: Request) -> tuple[str, dict[str, Any]]:
             return label, {"bytes": nbytes, "slices": sum(len(run.plan.ids) for run in runs), "priority": priority}
         case DeclareKeys(keys=keys):
             return f"declaration of {len(keys)} key(s)", {"keys": len(keys)}
-        case SetStoreOptimizer() | SendCommand():
-            return request.label, {}
+        case Configure() | Command():
+            return label_of(request), {}
         case EnterBarrier():
             return "barrier", {}
         case ClaimFolder():

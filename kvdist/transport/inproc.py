@@ -119,10 +119,6 @@ class InprocTransport(Transport):
             elif to.dialled:
                 to.waiting.append(views)
 
-    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
-        for frames in messages:
-            self.send(to, frames)
-
     def hang_up(self, route: Route) -> None:
         """Do nothing: a process has no strangers in itself."""
 

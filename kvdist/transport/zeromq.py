@@ -314,10 +314,6 @@ class ZeroMQTransport(Transport):
         self._suspects.add(to.link)
         self._wakeup.wake()
 
-    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
-        for frames in messages:
-            self.send(to, frames)
-
     def hang_up(self, route: Route) -> None:
         if type(route) is PeerRoute and isinstance(route.link, BoundSocket):
             self._hanging_up.setdefault(route, time.monotonic() + LOOK_MS / 1000.0)

@@ -223,10 +223,6 @@ class SimulatedTransport(Transport):
         self._inbox: deque[tuple[Event, Freight | None]] = deque()
         self._lives: list[Life] = []
 
-    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
-        for frames in messages:
-            self.send(to, frames)
-
     def bind(self, endpoint: str) -> str:
         self.network.listening[endpoint] = self
         return endpoint

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import Send
-from kvdist.core.worker.requests import SendCommand
 from kvdist.errors import KvdistError
-from kvdist.protocol.messages import HEAD_OF_USERS_MAX
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Command
 from tests.cases import each
 from tests.core.wired import Wired
 
 
 def send(wired: Wired, rank: int, head: int, body: str = "") -> int:
-    request = wired.ask(rank, lambda number: SendCommand(number, head, body))
+    request = wired.ask(rank, lambda number: Command(number, head, body))
     wired.settle()
     return request
 
@@ -20,7 +19,7 @@ def send(wired: Wired, rank: int, head: int, body: str = "") -> int:
 def test_every_server_has_run_the_handler_once_when_the_caller_is_told() -> None:
     ran: list[tuple[int, str, int]] = []
     wired = Wired(2, 3, handlers={7: lambda *told: ran.append(told)})
-    request = wired.ask(1, lambda number: SendCommand(number, 7, "größer"))
+    request = wired.ask(1, lambda number: Command(number, 7, "größer"))
     while len(ran) < 3:
         assert request not in wired.completed
         wired.deliver()
@@ -75,7 +74,7 @@ def test_all_servers_that_failed_are_named_with_one_reason_in_full(ranks: str, s
 
 def test_a_long_wait_names_the_servers_that_have_not_answered() -> None:
     wired = Wired(1, 3, handlers={7: lambda head, body, rank: None})
-    request = wired.ask(0, lambda number: SendCommand(number, 7, ""))
+    request = wired.ask(0, lambda number: Command(number, 7, ""))
     told = []
     while request not in wired.completed:
         wired.now += wired.limits.explain_after_s
@@ -110,15 +109,15 @@ def test_commands_of_two_workers_are_answered_each_to_its_own() -> None:
             raise ValueError(body)
 
     wired = Wired(2, 2, handlers={1: handler})
-    good = wired.ask(0, lambda number: SendCommand(number, 1, "good"))
-    bad = wired.ask(1, lambda number: SendCommand(number, 1, "bad"))
+    good = wired.ask(0, lambda number: Command(number, 1, "good"))
+    bad = wired.ask(1, lambda number: Command(number, 1, "bad"))
     wired.settle()
     assert good in wired.completed and bad in wired.failed
 
 
 def test_a_request_in_line_has_a_label_for_people() -> None:
     wired = Wired(1, 1, handlers={5: print})
-    wired.ask(0, lambda number: SendCommand(number, 5, ""))
+    wired.ask(0, lambda number: Command(number, 5, ""))
     wired.lose()
     wired.now += 3.0
     assert "waiting 3.0 s for the scheduler: command 5 to the servers" in str(wired.workers[0].explain(wired.now))

@@ -53,7 +53,6 @@ from kvdist.core.worker.requests import (
     RunKind,
     RunPlan,
     SaveStore,
-    SetStoreOptimizer,
     Transfer,
     make_plan,
 )
@@ -65,7 +64,7 @@ from kvdist.nodes import HOST_MARK, Member, Role
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.registry import create
 from kvdist.protocol.arrays import Coded, views
-from kvdist.protocol.messages import Flag, Message, Packet, SavedFile
+from kvdist.protocol.messages import Configure, Flag, Message, Packet, SavedFile
 from kvdist.protocol.wire import encode
 from kvdist.runtime.io_thread import outcome
 from kvdist.version import __version__
@@ -315,7 +314,7 @@ class Wired:
     def set_optimizer(self, rank: int, name: str, **numbers: Any) -> int:
         """Choose the optimizer."""
         description = create(name, **numbers).describe()
-        return self.ask(rank, lambda number: SetStoreOptimizer(number, 0, description))
+        return self.ask(rank, lambda number: Configure(number, 0, description))
 
     def save(
         self,

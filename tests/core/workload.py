@@ -34,7 +34,6 @@ from kvdist.core.worker.requests import (
     RunKind,
     RunPlan,
     SaveStore,
-    SetStoreOptimizer,
     Transfer,
     make_plan,
 )
@@ -43,7 +42,7 @@ from kvdist.errors import CheckpointError, KvdistError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.compression import Codec, Half, TopK
 from kvdist.optimizer.registry import create
-from kvdist.protocol.messages import Flag, SavedFile
+from kvdist.protocol.messages import Configure, Flag, SavedFile
 from kvdist.runtime.node import AnswerByKey, Node
 from tests.core.row_workload import TABLES, RowOracle, RowUser
 from tests.core.shelf import Shelf
@@ -298,7 +297,7 @@ class User:
         if self.job.optimizer is not None:
             name, more = ("sgd", {"momentum": 0.5}) if self.job.optimizer == "momentum" else (self.job.optimizer, {})
             description = create(name, learning_rate=1.0, **more).describe()
-            yield [self._ask(lambda number: SetStoreOptimizer(number, STORE, description))]
+            yield [self._ask(lambda number: Configure(number, STORE, description))]
         if self.oracle.rows is not None:
             self._rows = RowUser(self.rank, self.job.mode, self.oracle.rows, self.random, self._ask, GARBAGE)
             yield [self._rows.declare(STORE)]

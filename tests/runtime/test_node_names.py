@@ -55,10 +55,6 @@ class Scripted(Transport):
     def send(self, to: Route, frames: Sequence[Buffer]) -> None:
         self.said.append((to, decode([memoryview(bytes(frame)) for frame in frames])))
 
-    def send_all(self, to: Route, messages: Sequence[Sequence[Buffer]]) -> None:
-        for frames in messages:
-            self.send(to, frames)
-
     def hang_up(self, route: Route) -> None:
         """Nobody is a stranger here."""
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.worker.requests import EnterBarrier, SendCommand
+from kvdist.core.worker.requests import EnterBarrier
 from kvdist.errors import KvdistError
-from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Ack, Message, Packet, Perform, Pull, Stamp
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Ack, Command, Message, Packet, Perform, Pull, Stamp
 from kvdist.runtime.profiler import NodeTrace, traced_rounds
 from kvdist.runtime.trace import Trace
 from tests.cases import each
@@ -72,7 +72,7 @@ def test_a_call_is_noted_from_the_call_to_its_end_with_its_error() -> None:
     since = node.take_since()
     assert node.take_since() > since, "a second request of the same call begins later"
     node.asked(EnterBarrier(1, 0), since)
-    node.asked(SendCommand(2, 7, "x"), since)
+    node.asked(Command(2, 7, "x"), since)
     node.answered(2, KvdistError("no"))
     node.answered(1)
     node.answered(1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -420,41 +420,6 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SetStoreOptimizer:
-    """Give the store its optimizer."""
-
-    request: int
-    store: int
-    description: dict[str, str | int | float | bool | None]
-    label: ClassVar[str] = "set_optimizer"
-
-    @property
-    def message(self) -> Configure:
-        """The message to the scheduler."""
-        return Configure(self.request, self.store, self.description)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SendCommand:
-    """Let every server run the handler `head` with `body`; completes when all have."""
-
-    request: int
-    head: int
-    body: str
-
-    @property
-    def label(self) -> str:
-        """What is asked, for people."""
-        which = f"command {self.head}" if self.head <= HEAD_OF_USERS_MAX else "a command of kvdist"
-        return f"{which} to the servers"
-
-    @property
-    def message(self) -> Command:
-        """The message to the scheduler."""
-        return Command(self.request, self.head, self.body)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class EnterBarrier:
     """Wait for all workers; with a time-out the wait fails then, naming who is missing.
 
@@ -522,11 +487,20 @@ Request = (
     | UseKernels
     | DeclareKeys
     | Transfer
-    | SetStoreOptimizer
-    | SendCommand
+    | Configure
+    | Command
     | EnterBarrier
     | ClaimFolder
     | SaveStore
     | LoadStore
     | Leave
 )
+"""`Configure` and `Command` are handed to the scheduler as they are, and complete when all servers have done it."""
+
+
+def label_of(request: Configure | Command) -> str:
+    """What is asked of the servers, for people."""
+    if isinstance(request, Configure):
+        return "set_optimizer"
+    which = f"command {request.head}" if request.head <= HEAD_OF_USERS_MAX else "a command of kvdist"
+    return f"{which} to the servers"

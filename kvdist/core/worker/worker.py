@@ -54,10 +54,9 @@ from kvdist.core.worker.requests import (
     Register,
     Request,
     SaveStore,
-    SendCommand,
-    SetStoreOptimizer,
     Transfer,
     UseKernels,
+    label_of,
 )
 from kvdist.core.worker.transfers import LEADER, Credit, Transfers
 from kvdist.errors import DeadlineExceeded, FencedError, KvdistError, StoreClosed
@@ -67,6 +66,8 @@ from kvdist.protocol.messages import (
     Alive,
     CheckBlocked,
     Claimed,
+    Command,
+    Configure,
     Counted,
     Done,
     Failed,
@@ -356,9 +357,9 @@ class Worker(Machine):
             case UseKernels():
                 self.transfers.kernels = request.kernels
                 return [CompleteRequest(request.request)]
-            case SetStoreOptimizer() | SendCommand():
-                self._open(request.request, request.label, now)
-                return [Send(SCHEDULER_MEMBER, request.message)]
+            case Configure() | Command():
+                self._open(request.request, label_of(request), now)
+                return [Send(SCHEDULER_MEMBER, request)]
             case EnterBarrier():
                 label = f"barrier ({request.statement})" if request.statement else "barrier"
                 self._open(request.request, label, now, request.timeout_s)
