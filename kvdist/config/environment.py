@@ -10,7 +10,6 @@ corrects them once the ranks have met and know each other's hosts.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Hashable, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.config.addresses import address_of_interface
-from kvdist.config.endpoints import is_loopback
+from kvdist.config.endpoints import expand_ranges, is_loopback
 from kvdist.config.settings import (
     CLUSTER_VARIABLES,
     SETTINGS,
@@ -518,13 +517,11 @@ def hosts_of(nodes: str) -> list[str]:
     if ",".join(parts) != nodes:
         raise ConfigError(f"not a valid Slurm host list: {_short(nodes)}; expected one such as gpu[01-03,7]")
     hosts: list[str] = []
-    for part in parts:
-        pieces = re.split(r"\[([^\[\]]*)\]", part)
-        choices = [_numbers(piece, nodes) if index % 2 else [piece] for index, piece in enumerate(pieces)]
-        for words in itertools.product(*choices):
-            hosts.append("".join(words))
-            if len(hosts) > ENTRIES_MAX:
-                raise ConfigError(f"{_short(nodes)} names more than {ENTRIES_MAX} hosts")
+    try:
+        for part in parts:
+            hosts += expand_ranges(part, ENTRIES_MAX - len(hosts))
+    except ValueError as error:
+        raise ConfigError(f"not a valid Slurm host list: {_short(nodes)}: {error}") from None
     return hosts
 
 
@@ -541,19 +538,6 @@ def tasks_of(counts: str) -> list[int]:
             raise ConfigError(f"not a valid Slurm list of task counts: {_short(counts)}; expected one such as 2(x3),1")
         found += [int(match.group(1))] * int(match.group(2) or 1)
     return found
-
-
-def _numbers(ranges: str, nodes: str) -> list[str]:
-    numbers: list[str] = []
-    for one in ranges.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", one)
-        if match is None:
-            raise ConfigError(f"not a valid Slurm host list: {_short(nodes)}; expected one such as gpu[01-03,7]")
-        first, last = match.group(1), match.group(2) or match.group(1)
-        if not 0 <= int(last) - int(first) < ENTRIES_MAX:
-            raise ConfigError(f"{_short(nodes)} has the range {one}, which runs backwards or is too long")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers
 
 
 def _short(text: str, most: int = 80) -> str:

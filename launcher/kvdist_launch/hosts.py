@@ -10,12 +10,12 @@ The grammar is strict because these words end up in the argument lists of ssh an
 from __future__ import annotations
 
 import ipaddress
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvdist.config.endpoints import expand_ranges
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
@@ -252,7 +252,6 @@ def _hosts_of_line(words: list[str]) -> Iterator[Host]:
 _HOSTNAME = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
 _IFACE = r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}"
-_RANGE = r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
 
 
 def _hosts_of_address(text: str) -> Iterator[Host]:
@@ -264,7 +263,11 @@ def _hosts_of_address(text: str) -> Iterator[Host]:
         raise _Wrong(f"an IPv6 address needs brackets: write [{rest}]" if _is_ipv6(rest) else _NOT_A_HOST)
     name, number = match.groups()
     port = None if number is None else _number(number, "the number behind the colon", 65535)
-    for each in [_ipv6(name[1:-1])] if name.startswith("[") else _expanded(name):
+    try:
+        names = [_ipv6(name[1:-1])] if name.startswith("[") else list(map(_name, expand_ranges(name, HOSTS_MAX)))
+    except ValueError as error:
+        raise _Wrong(str(error)) from None
+    for each in names:
         yield Host(each, port=port, user=user_checked)
 
 
@@ -286,36 +289,6 @@ def _ipv6(text: str) -> str:
     if not _is_ipv6(address) or (separator and not re.fullmatch(_IFACE, zone)):
         raise _Wrong(f"{_shown(text)} is not an IPv6 address; write one, as in [fd00::17], or a range as in host[1-4]")
     return str(ipaddress.ip_address(address)) + separator + zone
-
-
-def _expanded(text: str) -> Iterator[str]:
-    """The names of a name with ranges in brackets; a range keeps the zeros of its first number."""
-    parts = re.split(r"\[([^\[\]]*)\]", text)
-    choices = [[part] if index % 2 == 0 else _numbers(part) for index, part in enumerate(parts)]
-    count = 1
-    for choice in choices:
-        count *= len(choice)
-    if count > HOSTS_MAX:
-        raise _Wrong(f"these are {count} hosts; at most {HOSTS_MAX} are possible")
-    for combination in itertools.product(*choices):
-        yield _name("".join(combination))
-
-
-def _numbers(text: str) -> list[str]:
-    numbers: list[str] = []
-    for item in text.split(","):
-        match = re.fullmatch(_RANGE, item)
-        if match is None:
-            raise _Wrong(f"[{text[:SHOWN_MAX]}] is not a range; write numbers, as in host[01-08] or host[1,3,5-7]")
-        first, last = match.group(1), match.group(2) or match.group(1)
-        if int(last) < int(first):
-            raise _Wrong(f"the range {item} runs backwards; write the smaller number first")
-        if len(first) != len(last) and "0" in (first[0], last[0]) and first != "0":
-            raise _Wrong(f"the two numbers of {item} have different widths; write as many zeros before both")
-        if int(last) - int(first) >= HOSTS_MAX - len(numbers):
-            raise _Wrong(f"the range {item} has more than {HOSTS_MAX} hosts")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers
 
 
 def _name(text: str) -> str:
