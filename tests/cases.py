@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
     """Run the test below with each of the cases in one go, as ``pytest.mark.parametrize`` runs it in several.
 
     It is for a test that needs nothing anew for each case: the cases share the fixtures, but each finds a folder of its
-    own at ``tmp_path``. All of them run, and the test fails with a list of those that failed, below the traceback of
-    the first.
+    own at ``tmp_path``, and what it does with ``monkeypatch`` is undone. All of them run, and the test fails with a
+    list of those that failed, below the traceback of the first.
 
     Args:
         names: the arguments that a case gives, with commas between.
@@ -39,7 +40,8 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
             failed: list[tuple[dict[str, Any], BaseException]] = []
             for number, row in enumerate(rows):
                 try:
-                    test(*args, **own_folder(kwargs, number), **row)
+                    with own_fixtures(kwargs, number) as fixtures:
+                        test(*args, **fixtures, **row)
                 except FAILURES as error:
                     failed.append((row, error))
             if failed:
@@ -56,13 +58,17 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
     return decorate
 
 
-def own_folder(fixtures: dict[str, Any], number: int) -> dict[str, Any]:
-    """The fixtures, in which ``tmp_path`` is an empty folder for this case."""
-    if "tmp_path" not in fixtures:
-        return fixtures
-    folder = fixtures["tmp_path"] / f"case-{number}"
-    folder.mkdir()
-    return {**fixtures, "tmp_path": folder}
+@contextlib.contextmanager
+def own_fixtures(fixtures: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
+    """The fixtures, with an empty folder as ``tmp_path`` and a ``monkeypatch`` that ends with this case."""
+    own: dict[str, Any] = {}
+    if "tmp_path" in fixtures:
+        own["tmp_path"] = fixtures["tmp_path"] / f"case-{number}"
+        own["tmp_path"].mkdir()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if "monkeypatch" in fixtures:
+            own["monkeypatch"] = monkeypatch
+        yield {**fixtures, **own}
 
 
 def text_of(row: Mapping[str, Any]) -> str:

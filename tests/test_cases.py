@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 
@@ -57,3 +58,9 @@ def test_few_rows_hold_every_pair():
 def test_each_case_has_an_empty_folder_of_its_own(tmp_path, name):
     assert not list(tmp_path.iterdir())
     (tmp_path / name).touch()
+
+
+@each("number", [1, 2])
+def test_what_a_case_has_patched_is_undone_for_the_next(monkeypatch, number):
+    assert "OF_A_CASE" not in os.environ
+    monkeypatch.setenv("OF_A_CASE", str(number))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvdist import replicate
+from tests.cases import each
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "cifar10_dist.py"
 IMAGE_BYTES = 3 * 32 * 32
@@ -44,7 +45,7 @@ def python(images, labels):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("write", "suffix"), [(binary, ".bin"), (python, "")])
+@each("write, suffix", [(binary, ".bin"), (python, "")])
 def test_both_versions_of_the_data_are_read(example, tmp_path, write, suffix):
     batches = [made_up(4, seed) for seed in range(5)]
     for i, batch in enumerate(batches, start=1):
@@ -65,7 +66,7 @@ def test_missing_files_are_named_with_where_to_get_them(example, tmp_path):
         example.cifar10(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\1" * 3072, b"\1" * 3074])
+@each("content", [b"", b"\1" * 3072, b"\1" * 3074])
 def test_a_binary_file_that_is_not_whole_is_refused(example, tmp_path, content):
     path = tmp_path / "test_batch.bin"
     path.write_bytes(content)
@@ -73,8 +74,8 @@ def test_a_binary_file_that_is_not_whole_is_refused(example, tmp_path, content):
         example.read_binary(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@each(
+    "content, message",
     [
         (b"", "is not a batch of CIFAR-10's Python version"),
         (b"<html>not found</html>", "is not a batch of CIFAR-10's Python version"),

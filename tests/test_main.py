@@ -70,8 +70,8 @@ def test_a_line_of_another_form_tells_nothing(line):
     assert command.parse_report(line) is None
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
+@each(
+    "variables, sentence",
     [
         ({}, "python -m kvdist runs a scheduler or a server, and DMLC_ROLE says neither"),
         (CLUSTER | {"DMLC_ROLE": "worker"}, "workers run your own script. kvdist-launch starts all three"),
@@ -96,7 +96,7 @@ def test_a_mistake_in_the_environment_is_one_sentence_and_exit_code_2(monkeypatc
     assert told.out == ""
 
 
-@pytest.mark.parametrize("by", ["option", "variable"])
+@each("by", ["option", "variable"])
 def test_a_server_without_its_gpu_ends_in_one_sentence_before_it_listens_anywhere(monkeypatch, capsys, by):
     def fail(index, setting, otherwise):
         raise DeviceError(f"there is no GPU {index}")
@@ -170,8 +170,8 @@ def test_a_module_that_another_one_has_imported_may_be_named_too(folder):
     command.import_optimizers(["outer_of_test_main", "inner_of_test_main"])
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+@each(
+    "text, words",
     [
         (None, r"cannot be imported \(ModuleNotFoundError: No module named 'broken_of_test'\).*or on PYTHONPATH"),
         ("1 / 0", r"cannot be imported \(ZeroDivisionError: division by zero\)"),
@@ -229,8 +229,8 @@ def test_a_module_that_both_options_name_is_imported_once(folder, monkeypatch, c
     assert list(handlers) == [1_900_000_001]
 
 
-@pytest.mark.parametrize("name", ["a/b", "my-rules", "../rules", "rules.", "a b", "3rules"])
-@pytest.mark.parametrize("by", ["option", "variable"])
+@each("name", ["a/b", "my-rules", "../rules", "rules.", "a b", "3rules"])
+@each("by", ["option", "variable"])
 def test_what_is_no_name_of_a_module_is_never_imported(name, by, monkeypatch, capsys):
     monkeypatch.setenv("KVDIST_OPTIMIZER_MODULE", name if by == "variable" else "")
     assert command.main(["--optimizer-module", name] if by == "option" else []) == command.EXIT_CONFIG

@@ -27,6 +27,7 @@ from kvdist.config.sockets import (
     require_private_folder,
 )
 from kvdist.errors import ConfigError
+from tests.cases import each
 
 LISTEN = """
 import sys, time
@@ -131,13 +132,13 @@ def refusal(path):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o400, 0o640, 0o440])
+@each("mode", [0o600, 0o400, 0o640, 0o440])
 def test_every_byte_of_a_file_that_others_cannot_read_is_the_secret(secret_file, mode):
     secret_file.chmod(mode)
     assert read_secret(str(secret_file)) == b"\n" + bytes(range(31))
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644, 0o777])
+@each("mode", [0o604, 0o602, 0o601, 0o644, 0o777])
 def test_a_file_that_everybody_may_use_is_refused_with_what_to_do(secret_file, mode):
     secret_file.chmod(mode)
     assert f"(mode {mode:04o}): chmod 600 {secret_file}" in refusal(secret_file)
@@ -153,7 +154,7 @@ def test_a_folder_and_a_pipe_are_refused_without_waiting(tmp_path):
     assert "which is not a regular file" in refusal(tmp_path / "pipe")
 
 
-@pytest.mark.parametrize(("nbytes", "says"), [(0, "has 0 bytes"), (31, "has 31 bytes"),
+@each("nbytes, says", [(0, "has 0 bytes"), (31, "has 31 bytes"),
                                               (SECRET_BYTES_MAX + 1, "has more than 65536 bytes")])  # fmt: skip
 def test_a_secret_that_is_too_short_or_too_long_is_refused(secret_file, nbytes, says):
     secret_file.write_bytes(bytes(nbytes))

@@ -22,6 +22,7 @@ from kvdist.kvstore.local import LocalBackend
 from kvdist.kvstore.placement import Devices
 from kvdist.optimizer import Updater, create
 from kvdist.optimizer.states import Part
+from tests.cases import each
 
 SINGLE = np.dtype(np.float32)
 
@@ -86,8 +87,8 @@ def test_a_copy_between_types_or_lengths_is_refused(device):
         device.upload(np.zeros(3), device.kernels.zeros(3, SINGLE))
 
 
-@pytest.mark.parametrize(
-    ("error", "sentence"),
+@each(
+    "error, sentence",
     [
         (CudaAPIError(2, "CUDA_ERROR_OUT_OF_MEMORY"), "the memory of cuda:2 is full: make batches or buckets smaller"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "the memory of cuda:2 is full"),
@@ -95,7 +96,6 @@ def test_a_copy_between_types_or_lengths_is_refused(device):
         (CudaAPIError(222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"), "the driver of cuda:2 is too old for this numba"),
         (CudaAPIError(700, "an illegal\naddress"), "cuda:2 failed in numba: .*an illegal"),
     ],
-    ids=["full", "full of torch", "old", "older", "other"],
 )
 def test_what_the_driver_refuses_is_said_in_a_sentence(error, sentence):
     with pytest.raises(DeviceError, match=sentence), NumbaDevice(2).current():

@@ -11,6 +11,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create, offload
 from kvdist.optimizer.offload import DeviceUpdater, offloaded
 from kvdist.optimizer.states import Part
+from tests.cases import each
 
 RULES = [("sgd", {}), ("sgd", {"momentum": 0.9, "clip_gradient": 0.5}), ("adam", {})]
 FLOATS = [DType.FLOAT32, DType.FLOAT64]
@@ -39,8 +40,8 @@ def updated(updater, weight, turn, dtype, index="w", count=3):
     return out
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize(("name", "numbers"), RULES)
+@each("dtype", FLOATS)
+@each("name, numbers", RULES)
 def test_a_rule_with_a_kernel_gives_the_bits_of_the_host(device, name, numbers, dtype):
     rule = create(name, multi_precision=True, **numbers)
     here, there = Updater(rule), DeviceUpdater(rule, device)
@@ -55,21 +56,21 @@ def test_a_rule_with_a_kernel_gives_the_bits_of_the_host(device, name, numbers, 
         assert [one.tobytes() for one in own.arrays] == [one.tobytes() for one in other.arrays]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.label)
+@each("dtype", FLOATS)
 def test_arrays_are_joined_split_saved_and_restored_there(device, dtype):
     rule = create("adam", multi_precision=True)
     here, there = Updater(rule), DeviceUpdater(rule, device)
     parts = (Part("a", 0, 3), Part("b", 4, 1), Part("c", 8, 0))
-    for each in (here, there):
+    for side in (here, there):
         for part in parts:
-            updated(each, drawn(part.start, dtype, part.count), 1, dtype, part.index)
-        each.join("all", parts, 8, dtype)
+            updated(side, drawn(part.start, dtype, part.count), 1, dtype, part.index)
+        side.join("all", parts, 8, dtype)
     assert (
         updated(there, drawn(5, dtype, 8), 2, dtype, "all").tobytes()
         == updated(here, drawn(5, dtype, 8), 2, dtype, "all").tobytes()
     )
-    for each in (here, there):
-        each.split("all", parts)
+    for side in (here, there):
+        side.split("all", parts)
     again = DeviceUpdater(rule, device)
     for part in parts:
         again.restore(part.index, there.states[part.index])
@@ -80,7 +81,7 @@ def test_arrays_are_joined_split_saved_and_restored_there(device, dtype):
         )
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
+@each("dtype", list(DType))
 def test_sums_have_the_bits_of_the_host(device, dtype, monkeypatch):
     monkeypatch.setattr(offload, "SUMMED_BYTES_MIN", 1)
     sources = [np.arange(100).astype(dtype.storage) for _ in range(3)]
@@ -92,7 +93,7 @@ def test_sums_have_the_bits_of_the_host(device, dtype, monkeypatch):
     assert ours.tobytes() == theirs.tobytes()
 
 
-@pytest.mark.parametrize("name", ["ftrl", "lamb", "rmsprop", "sgld"])
+@each("name", ["ftrl", "lamb", "rmsprop", "sgld"])
 def test_a_rule_without_a_kernel_is_refused(device, name):
     with pytest.raises(DeviceError, match=f"{name} cannot run on cuda:0"):
         DeviceUpdater(create(name), device)

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.cases import each
+
 INSTALLED = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
 IS_HERE = "numba-cuda" in INSTALLED and any("nvvm" in name or "cuda-nvcc" in name for name in INSTALLED)
 
@@ -41,8 +43,8 @@ def kernels(label):
     yield numba_cuda.dequantise_2bit, (octets, single, single[::1], nt.boolean)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-@pytest.mark.parametrize("label", ["float32", "float64"])
+@each("capability", [(8, 0), (9, 0)])
+@each("label", ["float32", "float64"])
 def test_every_kernel_is_compiled_to_instructions_that_round_as_the_host_does(monkeypatch, label, capability):
     from numba import cuda, void
     from numba.cuda import dispatcher

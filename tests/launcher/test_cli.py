@@ -344,7 +344,7 @@ def test_the_scheduler_of_one_machine_keeps_to_the_range_of_ports(launch, way):
     assert f"w0 │ port {port}\n" in out
 
 
-@pytest.mark.parametrize(("variable", "interface"), [("KVDIST_INTERFACE", "eth7"), ("DMLC_INTERFACE", "10.1.0.0/16")])
+@each("variable, interface", [("KVDIST_INTERFACE", "eth7"), ("DMLC_INTERFACE", "10.1.0.0/16")])
 def test_the_scheduler_of_several_machines_follows_the_variables_that_servers_follow(monkeypatch, variable, interface):
     wishes = []
 

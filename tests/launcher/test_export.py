@@ -72,7 +72,7 @@ def test_what_does_not_fit_together_is_refused(capfd, words, message):
     assert message in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["slurm", "mpi"])
+@each("name", ["slurm", "mpi"])
 def test_what_is_not_installed_or_no_allocation_is_told(capfd, monkeypatch, name, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "true").symlink_to("/bin/true")
@@ -93,7 +93,7 @@ def test_every_format_is_printed_and_nothing_is_started(capfd, form):
     assert "DMLC_NUM_WORKER" in shown and "train.py" in shown
 
 
-@pytest.mark.parametrize("how", ["option", "variable"])
+@each("how", ["option", "variable"])
 def test_manifests_without_encryption_say_so_to_the_processes(capfd, monkeypatch, how):
     if how == "variable":
         monkeypatch.setenv("KVDIST_SECURITY", "none")

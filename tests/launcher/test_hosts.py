@@ -209,7 +209,7 @@ def test_a_file_that_exists_wins_over_a_list(tmp_path, monkeypatch):
     assert read_hosts("b:2") == [Host("b", slots=2)]
 
 
-@pytest.mark.parametrize("name", ["hosts", "hosts.txt", "./a", "conf/hosts"])
+@each("name", ["hosts", "hosts.txt", "./a", "conf/hosts"])
 def test_a_file_that_does_not_exist_is_told_with_both_readings(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there is no such file, .*--example-hostfile.* list such as -H a:2,b:2"):

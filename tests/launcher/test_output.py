@@ -160,8 +160,8 @@ def screen() -> Iterator[Screen]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("patterns", "shown"),
+@each(
+    "patterns, shown",
     [
         ("", "sched s0 s1 w0 w1 w10"),
         ("w0", "w0"),

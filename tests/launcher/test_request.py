@@ -9,6 +9,7 @@ import pytest
 from kvdist.errors import ConfigError
 from kvdist_launch.processes import CommandError
 from kvdist_launch.request import parse_command
+from tests.cases import each
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("words", "command"),
+@each(
+    "words, command",
     [
         (["train"], ("train",)),
         (["train", "-n", "5", "a b", ""], ("train", "-n", "5", "a b", "")),
@@ -37,7 +38,7 @@ def test_one_quoted_string_is_split_and_words_are_taken_as_they_are(path, words,
     assert parse_command(words, path) == command
 
 
-@pytest.mark.parametrize("words", [[], [""], ["  "]])
+@each("words", [[], [""], ["  "]])
 def test_a_missing_command_is_refused_with_an_example(path, words):
     with pytest.raises(ConfigError, match="the command is missing"):
         parse_command(words, path)
@@ -48,15 +49,15 @@ def test_quotes_that_do_not_match_are_refused(path):
         parse_command(["train 'a"], path)
 
 
-@pytest.mark.parametrize("text", ["train && train", "train | tee log", "train > log", "train ; train"])
+@each("text", ["train && train", "train | tee log", "train > log", "train ; train"])
 def test_a_command_for_a_shell_is_refused_and_told_how_to_get_one(path, text):
     with pytest.raises(ConfigError, match="needs a shell") as caught:
         parse_command([text], path)
     assert f"sh -c '{text}'" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@each(
+    "words, message",
     [
         (["trian"], "the command 'trian' does not exist: it is not in any directory of PATH"),
         (["./absent.py"], "the command './absent.py' does not exist: there is no such file"),

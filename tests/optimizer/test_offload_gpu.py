@@ -12,6 +12,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Extent, Updater, create
 from kvdist.optimizer.offload import SUMMED_BYTES_MIN, DeviceUpdater, offloaded
 from kvdist.transport.shared_memory.arena import Arena
+from tests.cases import each
 from tests.kernels.device_battery import HALVES
 from tests.kernels.test_gpu import BACKENDS, opened
 from tests.optimizer.formulas import IDS, NO_DECAY, TABLE, shape_of
@@ -42,8 +43,8 @@ def lying_in(arena, values):
     return array
 
 
-@pytest.mark.parametrize(("name", "numbers", "formula"), EVERY)
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda dtype: dtype.label)
+@each("name, numbers, formula", EVERY)
+@each("dtype", [DType.FLOAT32, DType.BFLOAT16])
 def test_a_rule_follows_the_host_and_with_a_kernel_to_the_bit(device, arena, name, numbers, formula, dtype):
     rule = create(name, clip_gradient=0.5, multi_precision=True, **numbers)
     if not device.runs(rule.equation(0.1, 0.0, 1)) or (dtype in HALVES and "cupy" not in device.kernels.name):
@@ -64,7 +65,7 @@ def test_a_rule_follows_the_host_and_with_a_kernel_to_the_bit(device, arena, nam
         assert there.states[size].count == here.states[size].count == 4
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
+@each("dtype", list(DType))
 def test_long_sums_have_the_bits_of_the_host(device, arena, dtype):
     size = SUMMED_BYTES_MIN // dtype.itemsize + 5
     sources = [lying_in(arena, (np.arange(size) * (i + 1) % 11).astype(dtype.storage)) for i in range(3)]

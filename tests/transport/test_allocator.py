@@ -12,6 +12,7 @@ import pytest
 from kvdist.transport.shared_memory.allocator import WindowCache
 from kvdist.transport.shared_memory.arena import Arena
 from kvdist.transport.shared_memory.mapping import PAGE_BYTES
+from tests.cases import each
 from tests.transport.mappings import segments_mapped
 
 SEGMENT = 1 << 20
@@ -33,7 +34,7 @@ def pieces(arena: Arena, *sizes: int) -> list[np.ndarray]:
     return arrays
 
 
-@pytest.mark.parametrize("last", [1, 7, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 70_001])
+@each("last", [1, 7, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 70_001])
 def test_frames_in_any_order_and_of_several_segments_are_one_array(arena: Arena, last: int) -> None:
     arrays = pieces(arena, PIECE, SEGMENT // 2, SEGMENT // 2, PIECE)
     tail = pieces(arena, last if last >= 1 << 16 else 1 << 16)[0][:last]

@@ -19,6 +19,7 @@ from kvdist.errors import ForkError, StoreClosed
 from kvdist.transport.shared_memory.arena import LINE_BYTES, PAGES_FROM_BYTES, Arena
 from kvdist.transport.shared_memory.mapping import PAGE_BYTES, address_of
 from kvdist.transport.shared_memory.segments import HEADER_BYTES
+from tests.cases import each
 from tests.transport.mappings import Pins, segments_mapped
 
 SEGMENT = 1 << 20
@@ -31,7 +32,7 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 65471, 65472, 65473, 65535, 65536, 65537, SEGMENT - HEADER_BYTES])
+@each("nbytes", [0, 1, 63, 64, 65, 65471, 65472, 65473, 65535, 65536, 65537, SEGMENT - HEADER_BYTES])
 def test_what_is_allocated_has_the_size_asked_for_is_aligned_and_writable(arena: Arena, nbytes: int) -> None:
     arena.allocate(1)  # so that the next one does not begin at a page by chance
     array = arena.allocate(nbytes)
@@ -98,7 +99,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("form", SHOWN)
+@each("form", SHOWN)
 def test_memory_is_in_use_as_long_as_anything_shows_it(arena: Arena, form: str) -> None:
     shown = SHOWN[form](arena.allocate(100_000))
     assert arena.bytes_used == 102_400

@@ -13,6 +13,7 @@ from kvdist.config.settings import Limits
 from kvdist.transport.base import Disconnected
 from kvdist.transport.sockets import CONNECTED, DISCONNECTED, UP, DialledSocket
 from kvdist.transport.tcp_info import shut_down_silent, silence_s
+from tests.cases import each
 
 only_linux_tells = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 
@@ -54,8 +55,8 @@ def test_only_a_connection_of_the_port_is_hung_up(connection):
     assert far.recv(1) == b""
 
 
-@pytest.mark.parametrize(
-    ("looks", "after_silence"),
+@each(
+    "looks, after_silence",
     [
         ((), False),
         ((0.9, 1.9), False),  # the peer has spoken within two heartbeats: it has ended
