@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -178,7 +178,7 @@ def _compressed(
 # Allreduce.
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """An operation with its arguments, which an asynchronous, an in-place and a blocking function begin each its way.
 
@@ -253,7 +253,8 @@ def _allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Call:
     call = _grouped_allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set)
-    return replace(call, finish=_first)
+    call.finish = _first
+    return call
 
 
 @arguments_of(_grouped_allreduce)
@@ -469,7 +470,9 @@ def _grouped_broadcast(
 def _broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Call:
-    return replace(_grouped_broadcast([tensor], root_rank, name, process_set), finish=_first)
+    call = _grouped_broadcast([tensor], root_rank, name, process_set)
+    call.finish = _first
+    return call
 
 
 def root_in(group: Group, root_rank: int) -> int:

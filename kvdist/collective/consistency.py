@@ -362,8 +362,8 @@ class CoordinatedCheck(ConsistencyCheck):
                 with self._changed:
                     self._leaving.append((rank, error_of, dict(counts)))
                     groups = list(self._groups.values())
-                for of_rank in groups:
-                    self._limit(of_rank, rank, error_of, dict(counts))
+                for each in groups:
+                    self._limit(each, rank, error_of, dict(counts))
             case Participate(group=group) | AllJoined(group=group):
                 with self._changed:
                     self._calls_of[group].orders.append(message)

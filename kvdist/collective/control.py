@@ -124,14 +124,12 @@ class Control(abc.ABC):
         token: drawn by rank 0 for this meeting alone.
         hosts: of all ranks, once all have connected.
         is_alone: whether the connection to rank 0 has ended.
-        is_needed: whether other ranks still need this end of the channel after this rank has left.
 
     Raises:
         CollectiveError: rank 0 has not begun in time.
     """
 
     is_alone = False
-    is_needed = False
     patience_s: float
     """How long to wait for the other ranks."""
 
@@ -201,6 +199,11 @@ class Control(abc.ABC):
 
     def tick(self, now: float) -> None:  # noqa: B027 (rank 0 alone has to)
         """Handle the passing of time."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether other ranks still need this end of the channel after this rank has left."""
+        return False
 
     def hear(self, message: Message) -> None:
         """Handle a message from rank 0."""
@@ -286,7 +289,7 @@ class Hub(Control):
         self._answer(self._coordinator.tick(now))
 
     @property
-    def is_needed(self) -> bool:  # type: ignore[override]
+    def is_needed(self) -> bool:
         return self._coordinator.is_needed
 
     def handle(self, event: Event) -> None:
