@@ -29,6 +29,7 @@ from kvdist.checkpoint.shards import Shards
 from kvdist.checkpoint.snapshot import WEIGHTS, Bits, Manifest, SavedKey
 from kvdist.dtypes import DType, from_name
 from kvdist.errors import CheckpointError, ConfigError
+from kvdist.naming import name_of
 
 FRAMEWORK = {"format": "pt"}
 """What readers of models look for beside the arrays."""
@@ -129,7 +130,9 @@ def _names(folder: Path, manifest: Manifest) -> Mapping[int | str, str]:
                 " that differ"
             )
         if name == METADATA:
-            raise CheckpointError(f"key {same[0]!r} cannot be called {name}, which means something else in such a file")
+            raise CheckpointError(
+                f"{name_of(same[0])} cannot be called {name}, which means something else in such a file"
+            )
     return names
 
 

@@ -33,6 +33,7 @@ from kvdist.checkpoint.snapshot import (
 )
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from kvdist.naming import name_of
 from kvdist.optimizer.initializer import initializer_from
 from kvdist.optimizer.states import SliceState
 
@@ -192,7 +193,8 @@ class Shards:
                 kinds = ("whole", "a lazy table")
                 is_lazy = bool(wanted.lazy_row)
                 raise CheckpointError(
-                    f"{piece.file.path} has key {wanted.key!r} as {kinds[not is_lazy]}, which is {kinds[is_lazy]} here"
+                    f"{piece.file.path} has {name_of(wanted.key)} as {kinds[not is_lazy]}, which is"
+                    f" {kinds[is_lazy]} here"
                 )
         parts, ids = _lazy_parts(wanted, pieces) if wanted.lazy_row else (_parts(wanted, pieces), None)
         size = wanted.count if ids is None else len(ids) * wanted.lazy_row
@@ -234,13 +236,13 @@ class Shards:
         found = [one for one in pieces if (one.start < stop and position < one.stop) or wanted.count == 0]
         for piece in found:
             if piece.start < position and piece is not found[0]:
-                raise CheckpointError(f"{self._folder} has element {piece.start} of key {wanted.key!r} twice")
+                raise CheckpointError(f"{self._folder} has element {piece.start} of {name_of(wanted.key)} twice")
             if piece.start > position:
                 break
             position = piece.stop
         if position < stop or not found:
             raise CheckpointError(
-                f"{self._folder} has no element {position} of key {wanted.key!r}: a file of a server is not in it"
+                f"{self._folder} has no element {position} of {name_of(wanted.key)}: a file of a server is not in it"
             )
         return found
 
@@ -254,21 +256,21 @@ class Shards:
         having = [part for part in parts if part.piece.updates]
         if len(having) < len(parts) and wanted.from_weight:
             raise CheckpointError(
-                f"some of key {wanted.key!r} was never updated, in an asynchronous store, and other parts of it lie"
+                f"some of {name_of(wanted.key)} was never updated, in an asynchronous store, and other parts of it lie"
                 " on the same server now: load it with as many servers as it was saved with"
             )
         for piece in updated:
             if piece.states != wanted.state_names:
                 raise CheckpointError(
-                    f"{piece.file.path} has states {', '.join(piece.states) or 'none'} of key {wanted.key!r}, where the"
-                    f" optimizer has {', '.join(wanted.state_names) or 'none'}"
+                    f"{piece.file.path} has states {', '.join(piece.states) or 'none'} of {name_of(wanted.key)}, where"
+                    f" the optimizer has {', '.join(wanted.state_names) or 'none'}"
                 )
         accumulate, row = wanted.dtype.accumulate, wanted.row
         ends = [wanted.start, wanted.stop, *(end for piece in pieces for end in (piece.start, piece.stop))]
         if any(end % row for end in ends):
             raise CheckpointError(
-                f"key {wanted.key!r} is cut within its rows, in {self._folder} or in this store, and its states are by"
-                " rows: call set_optimizer before init, so that it is cut between rows"
+                f"{name_of(wanted.key)} is cut within its rows, in {self._folder} or in this store, and its states are"
+                " by rows: call set_optimizer before init, so that it is cut between rows"
             )
 
         arrays = tuple(_gathered(having, f"{STATES}/{name}", size, accumulate, row) for name in wanted.state_names)
@@ -293,9 +295,9 @@ def _lazy_parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> tuple[list[_Pa
     row = wanted.lazy_row
     ends = [wanted.start, wanted.stop, *(end for piece in pieces for end in (piece.start, piece.stop))]
     if any(end % row for end in ends):
-        raise CheckpointError(f"{pieces[0].file.path} is damaged: key {wanted.key!r} is cut within a row")
+        raise CheckpointError(f"{pieces[0].file.path} is damaged: {name_of(wanted.key)} is cut within a row")
     if len({piece.initializer for piece in pieces}) > 1:
-        raise CheckpointError(f"the rows of key {wanted.key!r} do not begin alike in all files: one is damaged")
+        raise CheckpointError(f"the rows of {name_of(wanted.key)} do not begin alike in all files: one is damaged")
     parts, found, at = [], [np.zeros(0, np.int64)], 0
     for piece in pieces:
         ids = piece.ids(row)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import from_description
 from kvdist.optimizer.states import SliceState
@@ -150,7 +151,7 @@ class Manifest:
         for key, one in saved.items():
             if not one.fits(present[key]):
                 raise CheckpointError(
-                    f"key {key!r} has {one} in the checkpoint, but {present[key]} in this store: init it as it was"
+                    f"{name_of(key)} has {one} in the checkpoint, but {present[key]} in this store: init it as it was"
                 )
         if STATES in contents:
             self._require_same_states(optimizer)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kvdist.core.machine import Effect, Send
+from kvdist.naming import waiting
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.messages import Message, Waiting
 
@@ -51,13 +52,16 @@ class MemberWait:
 
     def hint(self, now: float) -> Send:
         """The message that tells the member for whom it waits."""
-        where = "" if self.workers else f" on {_names(self.missing)}"
-        return Send(self.member, Waiting(f"{self.subject}{where}", self.workers, now - self.since))
+        who = "" if self.workers else f"{_names(self.missing)} to "
+        return Send(self.member, Waiting(f"{who}{self._awaited_deed}", self.workers, now - self.since))
 
     def sentence(self, now: float) -> str:
         """Who has to do what, for how long."""
-        deed = self.deed if self.workers else f"finish {self.subject}"
-        return f"waiting {now - self.since:.1f} s for {_names(self.missing)} to {deed}"
+        return waiting(now - self.since, _names(self.missing), self._awaited_deed)
+
+    @property
+    def _awaited_deed(self) -> str:
+        return self.deed if self.workers else f"finish {self.subject}"
 
 
 class Agreement(Generic[Statement]):

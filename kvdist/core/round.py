@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvdist.core.policy import Policy
 from kvdist.errors import OptimizerMismatch, PushRefused
+from kvdist.naming import name_of
 from kvdist.nodes import Member, worker
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import U32
@@ -132,7 +133,7 @@ class Round(Generic[C, P]):
             return Verdict.ALREADY_COUNTED
         if contribution.step > expected:
             raise PushRefused(
-                f"{contribution.member} sent its push {contribution.step} of key {self.key!r},"
+                f"{contribution.member} sent its push {contribution.step} of {name_of(self.key)},"
                 f" but only {expected} of its pushes have been counted"
             )
         return Verdict.REPEATED if rank in self.slots else Verdict.ACCEPTED
@@ -269,7 +270,7 @@ def agreed_settings(key: int | str, present: Sequence[Contributed]) -> tuple[flo
         if other.setting != first and other.setting[:2] != first[:2]:
             said = "; ".join(f"{c.member} {_said(c.setting)}" for c in present)
             raise OptimizerMismatch(
-                f"workers disagree on the learning rate or weight decay of key {key!r} in one round: {said}."
+                f"workers disagree on the learning rate or weight decay of {name_of(key)} in one round: {said}."
                 " Set the optimizer on every worker, and change its numbers at the same step"
             )
     return first[:2]
@@ -283,7 +284,7 @@ def require_optimizer(key: int | str, policy: Policy, optimizer: object | None) 
     """
     if policy.needs_optimizer and optimizer is None:
         raise PushRefused(
-            f"key {key!r}: a dist_async store has no rounds to sum, so it needs an optimizer:"
+            f"{name_of(key)}: a dist_async store has no rounds to sum, so it needs an optimizer:"
             " call set_optimizer before the first push"
         )
 

@@ -61,6 +61,7 @@ from kvdist.kvstore.local import LocalBackend
 from kvdist.kvstore.placement import Devices, Matched
 from kvdist.kvstore.rowsparse import LazyRows
 from kvdist.kvstore.values import Key, Keys, UpdaterFunction, Value
+from kvdist.naming import name_of
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.optimizer.compression import Half
 
@@ -285,7 +286,7 @@ class CollectiveKeys(KeyTable):
         """
         for one, arrays in given:
             if any(isinstance(array, LazyRows) or is_sparse(array) for array in arrays):
-                raise TypeError(f"key {one!r}: {ROWS_ADVICE}")
+                raise TypeError(f"{name_of(one)}: {ROWS_ADVICE}")
         fresh = self.undeclared(given)
         if self.compression is not None:
             self.compression.require((one, dtype) for one, _, _, dtype, _ in fresh)
@@ -413,7 +414,9 @@ class ReplicatedValues:
         for one in values.keys(call.key):
             self._keys[one]  # which says so if there is none
             if one in self.unkept:
-                raise ValueError(f"key {one!r} is a Trainer's: its sums go to the caller of pushpull, and none is kept")
+                raise ValueError(
+                    f"{name_of(one)} is a Trainer's: its sums go to the caller of pushpull, and none is kept"
+                )
         if call.out is not None:
             self._keys.writable(call.key, call.out)
 
@@ -447,7 +450,7 @@ class ReplicatedValues:
         for one in kept:
             if 0 < one.averaging < one.count:
                 raise CollectiveMismatch(
-                    f"of the {one.count} workers that gave a value for key {one.part.key!r} {one.averaging} want an"
+                    f"of the {one.count} workers that gave a value for {name_of(one.part.key)} {one.averaging} want an"
                     " average and the others a sum: say the same everywhere, in a Trainer by step() on all workers or"
                     " step(batch_size) on all"
                 )

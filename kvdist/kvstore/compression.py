@@ -21,6 +21,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
 from kvdist.kvstore.placement import OnDevice, Part, as_host_bits
 from kvdist.kvstore.values import Key
+from kvdist.naming import name_of
 from kvdist.optimizer.compression import EachCodec, GradientCompression, Half, TopK, TwoBit, decode, from_params, room
 from kvdist.protocol.arrays import Bits, coded_size
 
@@ -91,7 +92,9 @@ class StoreCompression:
         """
         for key in keys:
             if key in known and self.covers(key):
-                raise ValueError(f"key {key!r} is initialised and compressed; call leave_uncompressed before its init")
+                raise ValueError(
+                    f"{name_of(key)} is initialised and compressed; call leave_uncompressed before its init"
+                )
 
     def covers(self, key: Key) -> bool:
         """Whether pushes of this key are compressed."""
@@ -106,7 +109,7 @@ class StoreCompression:
         for key, dtype in keys:
             if self.covers(key) and dtype is not DType.FLOAT32:
                 raise TypeError(
-                    f"key {key!r} is {dtype.label}, and this store compresses gradients, which it can do for float32"
+                    f"{name_of(key)} is {dtype.label}, and this store compresses gradients, which it can do for float32"
                     " only: convert it, or call leave_uncompressed for this key before"
                 )
 

@@ -55,6 +55,7 @@ from kvdist.kvstore.push_pull import ArrayTransfers
 from kvdist.kvstore.rowsparse import RowSparse
 from kvdist.kvstore.sparse import MixedTransfers, RowTransfers
 from kvdist.kvstore.values import Key, Keys, Value
+from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
 from kvdist.protocol.messages import Command, Configure
@@ -306,7 +307,7 @@ class DistBackend(Backend):
         infos = [self._keys[key] for key in keys]
         tables = [info.key for info in infos if info.form]
         if tables:
-            raise PushRefused(f"key {tables[0]!r} is a table of rows, whose states only a checkpoint has")
+            raise PushRefused(f"{name_of(tables[0])} is a table of rows, whose states only a checkpoint has")
         return infos, optimizer
 
     # The store.

@@ -21,6 +21,7 @@ from kvdist.kvstore import values
 from kvdist.kvstore.placement import Devices, Matched, names_gpus
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing
 from kvdist.kvstore.values import Bits, Key
+from kvdist.naming import LISTED_MAX, name_of, names_of
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import ROWS
 
@@ -150,7 +151,7 @@ class KeyTable:
             elif (shape, dtype, form) != (info.shape, info.dtype, info.form):
                 kinds = [f", as a table of rows ({one})" if one else "" for one in (info.form, form)]
                 raise InitMismatch(
-                    f"key {key!r} was initialised with shape {info.shape} and dtype {info.dtype.label}{kinds[0]},"
+                    f"{name_of(key)} was initialised with shape {info.shape} and dtype {info.dtype.label}{kinds[0]},"
                     f" and now with shape {shape} and dtype {dtype.label}{kinds[1]}"
                 )
         values.require_same_type(tuple(one[0] for one in fresh), self.infos)
@@ -173,8 +174,7 @@ class KeyTable:
 
 def named(infos: Sequence[KeyInfo]) -> str:
     """These keys for people, such as ``key 'fc1'`` or ``3 keys (0, 1, 2)``."""
-    keys = ", ".join([repr(info.key) for info in infos[:3]])
-    return f"key {keys}" if len(infos) == 1 else f"{len(infos)} keys ({keys}{', …' if len(infos) > 3 else ''})"
+    return infos[0].name if len(infos) == 1 else names_of([info.key for info in infos[:LISTED_MAX]], len(infos))
 
 
 def described(key: Key, arrays: Sequence[Any]) -> tuple[tuple[int, ...], DType, str]:
@@ -227,9 +227,9 @@ def _require_sendable_key(key: Key) -> None:
 
 def _require_sendable_shape(key: Key, shape: tuple[int, ...]) -> None:
     if len(shape) > DEFAULT.dims_max:
-        raise ValueError(f"key {key!r} has {len(shape)} dimensions; at most {DEFAULT.dims_max} are supported")
+        raise ValueError(f"{name_of(key)} has {len(shape)} dimensions; at most {DEFAULT.dims_max} are supported")
     if math.prod(length for length in shape if length) > DEFAULT.elements_max:
-        raise ValueError(f"key {key!r} has shape {shape}; at most {DEFAULT.elements_max} elements are supported")
+        raise ValueError(f"{name_of(key)} has shape {shape}; at most {DEFAULT.elements_max} elements are supported")
 
 
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -261,7 +261,7 @@ def as_table(key: Key, value: Any) -> Any:
     try:
         return RowSparse.from_torch(value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"key {key!r}: {error}") from None
+        raise type(error)(f"{name_of(key)}: {error}") from None
 
 
 def form_of(value: Any) -> str:
@@ -276,10 +276,10 @@ def require_table(key: Key, shape: Sequence[int], itemsize: int) -> None:
     """Refuse a table whose rows cannot travel."""
     nbytes = math.prod(shape[1:]) * itemsize
     if not nbytes:
-        raise ValueError(f"key {key!r}: the rows of a table of shape {tuple(shape)} have no elements")
+        raise ValueError(f"{name_of(key)}: the rows of a table of shape {tuple(shape)} have no elements")
     if nbytes > ROW_BYTES_MAX:
         raise ValueError(
-            f"key {key!r}: a row of shape {tuple(shape[1:])} has {nbytes} bytes, where {ROW_BYTES_MAX} are allowed."
+            f"{name_of(key)}: a row of shape {tuple(shape[1:])} has {nbytes} bytes, where {ROW_BYTES_MAX} are allowed."
             " Initialise it with an array instead, which is cut anywhere"
         )
 
@@ -289,7 +289,7 @@ def require_no_tables(tables: Container[Key], replaced: Sequence[tuple[Key, Any]
     for key, _ in replaced:
         if key in tables:
             raise ValueError(
-                f"key {key!r} is a table of rows that has values already, which broadcast does not replace:"
+                f"{name_of(key)} is a table of rows that has values already, which broadcast does not replace:"
                 " push to it, or load a checkpoint"
             )
 
@@ -335,11 +335,11 @@ def require_rows(info: KeyInfo, value: RowSparse) -> None:
     """Refuse rows of another table."""
     if value.dtype is not info.dtype:
         raise TypeError(
-            f"key {info.key!r} holds {info.dtype.label}, but the rows given are {value.dtype.label}; convert them"
+            f"{name_of(info.key)} holds {info.dtype.label}, but the rows given are {value.dtype.label}; convert them"
         )
     if value.shape != info.shape:
         raise ValueError(
-            f"key {info.key!r} is a table of shape {info.shape}, but the rows given are of shape {value.shape}:"
+            f"{name_of(info.key)} is a table of shape {info.shape}, but the rows given are of shape {value.shape}:"
             f" RowSparse(indices, values, {info.shape}) says what they are rows of"
         )
 
@@ -358,15 +358,15 @@ def wanted(info: KeyInfo, row_ids: Any) -> Ids:
     try:
         given = row_ids.detach().cpu().numpy() if values.is_tensor(row_ids) else np.asarray(row_ids)
     except ValueError:
-        raise ValueError(f"key {info.key!r}: the lists of row ids differ in length, so they are no array") from None
+        raise ValueError(f"{name_of(info.key)}: the lists of row ids differ in length, so they are no array") from None
     if given.size == 0:
         return np.zeros(0, np.int64)
     if given.dtype.kind not in "iu":
-        raise TypeError(f"key {info.key!r}: row ids are integers, and these are {given.dtype}; cast them")
+        raise TypeError(f"{name_of(info.key)}: row ids are integers, and these are {given.dtype}; cast them")
     low, high = int(given.min()), int(given.max())
     if low < 0 or high >= info.shape[0]:
         wrong = low if low < 0 else high
-        raise ValueError(f"key {info.key!r} has rows 0 to {info.shape[0] - 1}, and row {wrong} was asked for")
+        raise ValueError(f"{name_of(info.key)} has rows 0 to {info.shape[0] - 1}, and row {wrong} was asked for")
     if given.ndim == 1 and is_strictly_increasing(given):  # one pass instead of a sort
         return given.astype(np.int64)
     return np.unique(given.astype(np.int64, copy=False))

@@ -46,6 +46,7 @@ from kvdist.kvstore.registry import COMPRESSING_NAMES
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.sparse import MixedTransfers
 from kvdist.kvstore.values import Bits, Key, Keys, UpdaterFunction, Value
+from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.initializer import initializer_from
 from kvdist.protocol.messages import ROWS
@@ -99,7 +100,7 @@ class LocalBackend(Backend):
             self.arrays.compression.require((info.key, info.dtype) for info, _ in arrays)
         if tables and self.arrays.function is not None:
             raise TypeError(
-                f"key {tables[0][0].key!r} is a table of rows, which only an optimizer updates; this store has an"
+                f"{tables[0][0].name} is a table of rows, which only an optimizer updates; this store has an"
                 " updater: call set_optimizer, or make another store"
             )
         made = [self.arrays.made(info, first) for info, first in arrays]
@@ -151,7 +152,7 @@ class LocalBackend(Backend):
                 if self.rows.blocks:
                     table = next(iter(self.rows.blocks))
                     raise TypeError(
-                        f"key {table!r} is a table of rows, which only an optimizer updates; call set_optimizer"
+                        f"{name_of(table)} is a table of rows, which only an optimizer updates; call set_optimizer"
                     )
                 self.arrays.function, self.arrays.updaters = function, None
             case Compress(params):

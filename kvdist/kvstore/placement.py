@@ -19,6 +19,7 @@ from kvdist.errors import DeviceError
 from kvdist.kernels.interface import Array, Device
 from kvdist.kvstore import values
 from kvdist.kvstore.values import Bits, Key
+from kvdist.naming import name_of
 
 LOG = logging.getLogger("kvdist")
 
@@ -154,8 +155,8 @@ def require_one_kind(key: Key, parts: Sequence[Any]) -> None:
     if None in places and any(place is not None for place in places):
         said = ", ".join("cpu" if place is None else f"cuda:{place}" for place in places)
         raise DeviceError(
-            f"the values of key {key!r} lie on {said}: a sum is made on GPUs or on the host, so move all of them to one"
-            " or the other, as with tensor.to(...)"
+            f"the values of {name_of(key)} lie on {said}: a sum is made on GPUs or on the host, so move all of them to"
+            " one or the other, as with tensor.to(...)"
         )
 
 

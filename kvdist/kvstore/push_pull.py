@@ -43,6 +43,7 @@ from kvdist.kvstore.keys import KeyTable, as_dense, named
 from kvdist.kvstore.placement import Devices, OnDevice, Part, as_host_bits, names_gpus, require_one_kind
 from kvdist.kvstore.results import PullArgs, SharedResults, cut, new_results, pull_args, reaches_another
 from kvdist.kvstore.values import Key, Keys, Value
+from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol.arrays import U8, Bits, padded
 from kvdist.protocol.messages import Flag
@@ -682,7 +683,7 @@ def run_hyperparameters(
 
 def _finite(key: Key | None, setting: Hyperparameters) -> Hyperparameters:
     if not all(map(math.isfinite, setting)):
-        whose = "the optimizer" if key is None else f"key {key!r}"
+        whose = "the optimizer" if key is None else name_of(key)
         raise ValueError(f"learning rate, weight decay and rescale of {whose} are {setting}; they must be finite")
     return setting
 

@@ -26,6 +26,7 @@ from kvdist.kvstore.keys import Ids, Rows, as_table, gradient, require_rows, wan
 from kvdist.kvstore.push_pull import ArrayTransfers, hyperparameters_of
 from kvdist.kvstore.rowsparse import RowSparse
 from kvdist.kvstore.values import Key, Keys, Value
+from kvdist.naming import name_of
 from kvdist.protocol.arrays import Bits, padded
 from kvdist.protocol.messages import Flag
 from kvdist.runtime.cluster import Cluster
@@ -90,7 +91,7 @@ class RowTransfers:
     def give(self, info: KeyInfo, rows: Rows) -> None:
         """Send first values, and wait until the servers have them."""
         runs, buffers = self._laid_out(info, rows, None, (), 0)
-        label = f"init of key {info.key!r}"
+        label = f"init of {info.name}"
         self._moves.ask(lambda number: Transfer(number, RunKind.INITIALISE_ROWS, label, runs))
         self._buffers.give_back(buffers)
 
@@ -103,7 +104,7 @@ class RowTransfers:
         if nbytes > largest:
             self._largest[info.key] = nbytes
             under_way.grow(nbytes - largest)
-        label = f"push of rows of key {info.key!r}"
+        label = f"push of rows of {info.name}"
 
         def submit() -> Future[None]:
             runs, buffers = self._laid_out(info, rows, int(flags), (setting,), options.samples)
@@ -133,7 +134,7 @@ class RowTransfers:
                 chunk = RowChunk(high - low, ids[low:high].view(np.uint8).data)
                 sinks = [out[low * length : high * length]]
                 runs.append(Run(plan, sinks=sinks, chunks=(chunk,), row_length=length))
-        label = f"pull of rows of key {info.key!r}"
+        label = f"pull of rows of {info.name}"
         return self._moves.submit(lambda number: Transfer(number, RunKind.PULL_ROWS, label, runs, priority), _nothing)
 
     def _message_bytes_max(self, server: int, near: int) -> int:
@@ -337,7 +338,7 @@ class MixedTransfers:
             info = self._keys.tables[one]
             if call.ignore_sparse:
                 raise ValueError(
-                    f"key {one!r} is a table of rows: row_sparse_pull brings the rows that you name,"
+                    f"{name_of(one)} is a table of rows: row_sparse_pull brings the rows that you name,"
                     " pull(…, ignore_sparse=False) all of them, and pull(…, out=array) writes them into an array"
                 )
             target = self._keys.no_rows(info)
@@ -368,7 +369,7 @@ class MixedTransfers:
                 pulls += self._named_rows(info, [array], array.indices)
             elif in_place and array is not as_table(info.key, array):
                 raise TypeError(
-                    f"key {info.key!r}: rows cannot be written into a sparse tensor; give out=, or push a RowSparse"
+                    f"{info.name}: rows cannot be written into a sparse tensor; give out=, or push a RowSparse"
                 )
             else:
                 pulls.append(self._into_array(info, array))
@@ -391,7 +392,7 @@ class MixedTransfers:
             return [self._named(info, [target], np.arange(count), bits)]
         except MemoryError as error:
             raise MemoryError(
-                f"key {info.key!r}: there is no memory for all {count} rows of the table,"
+                f"{info.name}: there is no memory for all {count} rows of the table,"
                 f" {info.size * info.dtype.itemsize} bytes: name those that you need to row_sparse_pull"
             ) from error
 
@@ -400,13 +401,13 @@ class MixedTransfers:
         for target in targets:
             if not isinstance(target, RowSparse):
                 raise TypeError(
-                    f"key {info.key!r}: rows are pulled into a RowSparse, not into {type(target).__name__};"
+                    f"{info.name}: rows are pulled into a RowSparse, not into {type(target).__name__};"
                     f" RowSparse.zeros({info.shape}) makes one"
                 )
             require_rows(info, target)
         each = list(row_ids) if isinstance(row_ids, (list, tuple)) and _are_arrays(row_ids) else [row_ids]
         if len(each) not in (1, len(targets)):
-            raise ValueError(f"key {info.key!r}: there are {len(targets)} results and {len(each)} row_ids")
+            raise ValueError(f"{info.name}: there are {len(targets)} results and {len(each)} row_ids")
         shares = [list(targets)] if len(each) == 1 else [[target] for target in targets]
         found = [wanted(info, ids) for ids in each]
         return [
@@ -427,7 +428,7 @@ class MixedTransfers:
         if info is None:
             self._backend.require(key)
             raise TypeError(
-                f"key {key!r} is not a table of rows: a key initialised with a RowSparse or LazyRows is one,"
+                f"{name_of(key)} is not a table of rows: a key initialised with a RowSparse or LazyRows is one,"
                 " and pull brings arrays"
             )
         return info

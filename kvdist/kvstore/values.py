@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
 from kvdist.kvstore.rowsparse import RowSparse
+from kvdist.naming import NamedKey, name_of
 
 Key: TypeAlias = int | str
 Shape: TypeAlias = tuple[int, ...]
@@ -117,11 +118,11 @@ def first_shape(key: Key, arrays: Sequence[Any]) -> tuple[Shape, DType]:
         ValueError, TypeError: there is none, or it is not an array, or they differ; the message names the key.
     """
     if not arrays:
-        raise ValueError(f"key {key!r} has no value; init needs an array for every key")
+        raise ValueError(f"{name_of(key)} has no value; init needs an array for every key")
     try:
         shape, dtype = describe(arrays[0])
     except TypeError as error:
-        raise TypeError(f"key {key!r}: {error}") from None
+        raise TypeError(f"{name_of(key)}: {error}") from None
     for other in arrays[1:]:
         require(key, other, shape, dtype)
     return shape, dtype
@@ -139,22 +140,24 @@ def require(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
     try:
         given_shape, given_dtype = describe(value)
     except TypeError as error:
-        raise TypeError(f"key {key!r}: {error}") from None
+        raise TypeError(f"{name_of(key)}: {error}") from None
     if given_dtype is not dtype:
-        raise TypeError(f"key {key!r} holds {dtype.label}, but the value given is {given_dtype.label}; convert it")
+        raise TypeError(f"{name_of(key)} holds {dtype.label}, but the value given is {given_dtype.label}; convert it")
     if given_shape != shape:
-        raise ValueError(f"key {key!r} has shape {shape}, but the value given has shape {given_shape}")
+        raise ValueError(f"{name_of(key)} has shape {shape}, but the value given has shape {given_shape}")
 
 
 def require_writable(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
     """Check that a result for the key can be written into the value: `require`, and it is not read-only."""
     if isinstance(value, RowSparse) or (is_tensor(value) and value.is_sparse):
-        raise TypeError(f"key {key!r} is an array, which cannot be written into rows: give an array as out")
+        raise TypeError(f"{name_of(key)} is an array, which cannot be written into rows: give an array as out")
     require(key, value, shape, dtype)
     if isinstance(value, np.generic):
-        raise ValueError(f"key {key!r}: a NumPy scalar cannot be written into; give numpy.asarray(value) and keep that")
+        raise ValueError(
+            f"{name_of(key)}: a NumPy scalar cannot be written into; give numpy.asarray(value) and keep that"
+        )
     if isinstance(value, np.ndarray) and not value.flags.writeable:
-        raise ValueError(f"key {key!r}: {_read_only(value)}")
+        raise ValueError(f"{name_of(key)}: {_read_only(value)}")
 
 
 def read_bits(value: Any) -> Bits:
@@ -322,16 +325,16 @@ def require_same_type(keys: Iterable[Key], known: Collection[Key]) -> None:
     there = next(iter(known), None)
     for key in keys:
         if there is not None and isinstance(key, str) is not isinstance(there, str):
-            raise TypeError(f"key {key!r} is of another type than {there!r}; a store's keys are all int or all str")
+            raise TypeError(f"{name_of(key)} is of another type than {there!r}; a store's keys are all int or all str")
 
 
 def unknown_key(key: Key, known: Collection[Key]) -> str:
     """The sentence for a key that has no value yet."""
     if not known:
-        return f"key {key!r} has not been initialised, and neither has any other; call init first"
+        return f"{name_of(key)} has not been initialised, and neither has any other; call init first"
     named = ", ".join(repr(one) for one in itertools.islice(known, _KEYS_NAMED_MAX))
     more = "" if len(known) <= _KEYS_NAMED_MAX else f", … ({len(known)} in all)"
-    return f"key {key!r} has not been initialised; call init first. The keys there are: {named}{more}"
+    return f"{name_of(key)} has not been initialised; call init first. The keys there are: {named}{more}"
 
 
 def as_averaged(value: Any) -> Any:
@@ -369,7 +372,7 @@ def _described(value: Any) -> Any:
 def _checked(key: Any) -> Key:
     if isinstance(key, bool) or not isinstance(key, (int, str, np.integer)):
         raise TypeError(f"a key must be an int or a str, not {type(key).__name__} ({key!r})")
-    return key if isinstance(key, str) else int(key)
+    return key if isinstance(key, (str, NamedKey)) else int(key)
 
 
 def _checked_list(keys: Sequence[Any]) -> list[Key]:
@@ -385,7 +388,7 @@ def _arrays(key: Key, value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value]
     if not value:
-        raise ValueError(f"key {key!r} has an empty list of values; give an array, or None for no gradient")
+        raise ValueError(f"{name_of(key)} has an empty list of values; give an array, or None for no gradient")
     return [array for array in value if array is not None]
 
 

@@ -31,6 +31,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kernels.reference import check_sum
+from kvdist.naming import name_of
 from kvdist.optimizer.base import Extent, Optimizer, Piece
 from kvdist.optimizer.states import Part, SliceState
 from kvdist.optimizer.updater import Arithmetic, Updater, check_arrays
@@ -108,7 +109,7 @@ class DeviceUpdater:
             for piece, moved in zip(pieces, there, strict=True):
                 self._device.download(moved.out, piece.out)
         except MemoryError as error:  # of the device's library, in a rule that makes arrays
-            keys = f"key {pieces[0].extent.key!r}"
+            keys = name_of(pieces[0].extent.key)
             raise DeviceError(f"{self._device.name} has no memory left to update {keys}: {error}") from error
         finally:
             # Also when refused: what was being uploaded belongs to others.

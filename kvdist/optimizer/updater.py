@@ -28,6 +28,7 @@ import numpy as np
 from kvdist.dtypes import DType, from_name
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
 from kvdist.kernels.reference import REFERENCE
+from kvdist.naming import name_of
 from kvdist.optimizer.base import Extent, Optimizer, Piece, Step
 from kvdist.optimizer.states import Part, SliceState, joined, state_size
 
@@ -238,9 +239,11 @@ class Updater:
         """
         dtype = from_name(weight.dtype.name)
         if grad.shape != weight.shape:
-            raise ValueError(f"key {index!r}: the gradient has shape {grad.shape}, the weight {weight.shape}")
+            raise ValueError(f"{name_of(index)}: the gradient has shape {grad.shape}, the weight {weight.shape}")
         if grad.dtype != weight.dtype:
-            raise TypeError(f"key {index!r}: the gradient is {grad.dtype}, the weight {weight.dtype}: cast one of them")
+            raise TypeError(
+                f"{name_of(index)}: the gradient is {grad.dtype}, the weight {weight.dtype}: cast one of them"
+            )
         flat = np.ascontiguousarray(weight).reshape(-1)
         flat_grad = np.ascontiguousarray(grad).reshape(-1)
         extent = Extent(index, weight.shape)

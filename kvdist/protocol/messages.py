@@ -543,8 +543,8 @@ class Waiting(WireMessage):
 
     KIND = 32
     SEQUENCED = False
-    subject: Sentence
-    """Such as ``round 7 of key 'fc1'``."""
+    deed: Sentence
+    """What they have to do, such as ``push 'fc1' (step 8)``; without workers who has to do what."""
     ranks: Ranks
     """The workers awaited."""
     since_s: Seconds
@@ -619,8 +619,8 @@ class CheckBlocked(WireMessage):
 
 # Checkpoints.
 
-CHECKPOINT = "checkpoint"
-"""How the subject of every `Waiting` about a checkpoint begins."""
+SAVING = "save_checkpoint ("
+"""What is in every `Waiting` about a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.errors import ProtocolError
+from kvdist.naming import NamedKey
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Coded, Payload, as_octets, check_coded, pad_sizes
 from kvdist.protocol.limits import DEFAULT, WireLimits
@@ -285,37 +286,53 @@ def _read_bytes(source: Source, width: int) -> bytes:
 
 KEY_IS_NUMBER = 0xFFFFFFFF
 """Stands in place of the length of a key that is a number."""
+KEY_HAS_NAME = 0x80000000
+"""Added to the length of the name of a key that is a number and has one."""
 
 
 def _pack_keys(values: Sequence[int | str]) -> list[bytes]:
     """Lengths, and one after the other the texts, or eight bytes of a number."""
     if set(map(type, values)) == {str}:
         return _pack_texts(cast("Sequence[str]", values))
-    parts = list(map(_key_bytes, values))
-    lengths = [len(part) if type(value) is str else KEY_IS_NUMBER for part, value in zip(parts, values, strict=True)]
+    lengths, parts = zip(*map(_key_bytes, values), strict=True) if values else ((), ())
     return [np.array(lengths, _U32).tobytes(), b"".join(parts)]
 
 
-def _key_bytes(value: object) -> bytes:
+def _key_bytes(value: object) -> tuple[int, bytes]:
+    """A key's length, or what stands in its place, and its bytes."""
     if type(value) is str:
-        return value.encode()
-    if type(value) is int and -(1 << 63) <= value < 1 << 63:
-        return value.to_bytes(8, "little", signed=True)
+        text = value.encode()
+        return len(text), text
+    if type(value) in (int, NamedKey) and -(1 << 63) <= (number := cast("int", value)) < 1 << 63:
+        data = number.to_bytes(8, "little", signed=True)
+        if not isinstance(value, NamedKey):
+            return KEY_IS_NUMBER, data
+        name = value.name.encode()
+        return KEY_HAS_NAME + len(name), data + name
     raise ProtocolError(f"expected a key (text, or an integer of 64 bits), found {_found(value)}")
 
 
 def _read_keys(source: Source) -> tuple[int | str, ...]:
     lengths, content = _read_lengths(source)
-    is_number = lengths == KEY_IS_NUMBER
-    parts = _cut(np.where(is_number, 8, lengths), content, source.limits.key_bytes_max)
-    if not is_number.any():
-        return tuple(map(bytes.decode, parts))
-    return tuple(
-        [
-            int.from_bytes(part, "little", signed=True) if number else part.decode()
-            for part, number in zip(parts, is_number.tolist(), strict=True)
-        ]
-    )
+    is_number, has_name = lengths == KEY_IS_NUMBER, lengths >= KEY_HAS_NAME
+    if not has_name.any():
+        return tuple(map(bytes.decode, _cut(lengths, content, source.limits.key_bytes_max)))
+    lengths = np.where(is_number, 8, np.where(has_name, lengths - KEY_HAS_NAME + 8, lengths))
+    parts = _cut(lengths, content, source.limits.key_bytes_max)
+    kinds = (is_number.astype(int) + has_name).tolist()
+    return tuple([_KEY_READERS[kind](part) for kind, part in zip(kinds, parts, strict=True)])
+
+
+def _number_of(part: bytes) -> int:
+    return int.from_bytes(part, "little", signed=True)
+
+
+_KEY_READERS: tuple[Callable[[bytes], int | str], ...] = (
+    bytes.decode,
+    lambda part: NamedKey(_number_of(part[:8]), part[8:].decode()),
+    _number_of,
+)
+"""By how many of these are true: its length is that of a number; it is that of a number, or of its name."""
 
 
 def _pack_texts(values: Sequence[str]) -> list[bytes]:

@@ -63,7 +63,7 @@ class Watch:
         if not self._weights or self._weights == [replica._version for replica in self._replicas]:
             return []
         pairs = zip(self._places, self._replicas, self._weights, strict=True)
-        changed = [self._parameters[i].name for (i, _), replica, count in pairs if replica._version != count]
+        changed = [self._parameters[i].label for (i, _), replica, count in pairs if replica._version != count]
         return list(dict.fromkeys(changed))
 
     def note_grads(self) -> None:
@@ -113,7 +113,7 @@ class Watch:
             RuntimeError: there are some.
         """
         if stale:
-            names = [self._parameters[position].name for position in sorted({position for position, _ in stale})]
+            names = [self._parameters[position].label for position in sorted({position for position, _ in stale})]
             raise RuntimeError(
                 f"the gradient of {_some(names)} used by the last step, and no backward pass has renewed it"
                 f" ({consequence}). Call zero_grad() before each backward pass, or pass ignore_stale_grad=True to leave"
@@ -161,7 +161,7 @@ def refuse_untrained(parameters: Sequence[Parameter]) -> None:
         RuntimeError: one has a gradient.
     """
     names = [
-        one.name
+        one.label
         for one in parameters
         if any(replica.requires_grad and replica.grad is not None for replica in one.replicas)
     ]
@@ -197,17 +197,17 @@ def refuse_nonfinite(
         devices: the GPUs that are used.
 
     Raises:
-        FloatingPointError: one is not finite; the message names rank, key and parameter.
+        FloatingPointError: one is not finite; the message names the worker and the parameter.
     """
     if _all_on_gpus_finite([grad for given in grads for grad in given or ()], devices):
         return
-    for (key, parameter), given in zip(trained, grads, strict=True):
+    for (_, parameter), given in zip(trained, grads, strict=True):
         for grad in given or ():
             if not bool(grad.isfinite().all()):
                 nan = int(grad.isnan().sum())
                 infinite = int(grad.isinf().sum())
                 raise FloatingPointError(
-                    f"the gradient of {parameter.name} (key {key}) on rank {rank} is not finite: {nan} NaN and"
+                    f"the gradient of {parameter.label} on worker-{rank} is not finite: {nan} NaN and"
                     f" {infinite} infinite of {grad.numel()} elements. Nothing was sent, so the other workers wait:"
                     " call skip_step() to go on without this worker's gradients, or end the job"
                 )

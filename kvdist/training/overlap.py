@@ -69,7 +69,7 @@ class Overlap(GradientBuckets):
         self._under_way: list[Future[Any]] = []
         self._watched: list[tuple[Parameter, int, torch.Tensor, int]] = []
         """Sent gradients: parameter, device, the gradient, and its version."""
-        names = [parameter.name for _, parameter in trained]
+        names = [parameter.label for _, parameter in trained]
         # Servers match pushes by keys. Other stores may match sums by their order, and a worker whose pass leaves out a
         # layer must not send the layers after it first.
         in_order = store.type not in DIST_NAMES
@@ -180,7 +180,7 @@ class Overlap(GradientBuckets):
     def _changed(self) -> str:
         """The names of the parameters whose gradients were changed after they were sent."""
         changed = [
-            parameter.name
+            parameter.label
             for parameter, device, grad, version in self._watched
             if parameter.replicas[device].grad is not grad or grad._version != version
         ]

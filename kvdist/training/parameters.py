@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvdist.kvstore import values
+from kvdist.naming import NamedKey
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +31,21 @@ class Parameter:
     """One parameter: its replicas, and whether it is trained or only kept equal to rank 0's."""
 
     name: str
+    """The user's, or ``parameter 7``."""
+    is_named: bool
+    """Whether it is the user's."""
     replicas: list[torch.Tensor]
     trained: bool
     group: Mapping[str, Any]
     _filled: list[torch.Tensor] = field(default_factory=list)
     """Replicas whose gradients `fill_grads` has made."""
+
+    @property
+    def label(self) -> str:
+        """What messages call it: ``'layer1.weight'``, or without a name ``parameter 7 of shape (10, 4)``."""
+        if self.is_named or self.is_lazy:
+            return repr(self.name) if self.is_named else self.name
+        return f"{self.name} of shape {tuple(self.replicas[0].shape)}"
 
     def grads(self) -> list[torch.Tensor] | None:
         """The gradients of the devices that have one, sparse ones made dense; None if no device has one."""
@@ -81,7 +92,7 @@ def collect(params: Any) -> list[Parameter]:
     from torch.nn import Module
 
     if isinstance(params, Module):
-        raise TypeError("give the network's parameters, not the network: net.parameters()")
+        raise TypeError("give the network's parameters, not the network: net.named_parameters()")
     if isinstance(params, str) or values.is_tensor(params) or not isinstance(params, Iterable):
         raise TypeError(f"params must be parameters, such as net.parameters(), not {type(params).__name__}")
     seen: set[int] = set()
@@ -108,7 +119,7 @@ def require_shapes(parameters: Sequence[Parameter]) -> None:
         RuntimeError: one has no shape yet.
         ValueError, TypeError: as in `collect`.
     """
-    lazy = [parameter.name for parameter in parameters if parameter.is_lazy]
+    lazy = [parameter.label for parameter in parameters if parameter.is_lazy]
     if lazy:
         raise RuntimeError(
             f"{', '.join(lazy)} has no shape yet, as its module is lazy: run one forward pass on every worker before"
@@ -116,6 +127,11 @@ def require_shapes(parameters: Sequence[Parameter]) -> None:
         )
     for parameter in parameters:
         _check_replicas(parameter.name, parameter.replicas)
+
+
+def named_keys(parameters: Sequence[Parameter]) -> list[NamedKey]:
+    """The keys of all parameters, which say their names."""
+    return [NamedKey(key, parameter.label) for key, parameter in enumerate(parameters)]
 
 
 def multipliers(parameters: Sequence[Parameter], entry: str) -> dict[int, float]:
@@ -133,18 +149,21 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def _groups(params: Iterable[Any]) -> Iterator[Parameter]:
     if isinstance(params, Mapping):
-        yield from _named([(str(name), params[name]) for name in sorted(params)], {})
+        yield from _named([(str(name), params[name]) for name in sorted(params)], {}, 0)
         return
     items = list(params)
     if not any(isinstance(item, Mapping) for item in items):
-        yield from _named(items, {})
+        yield from _named(items, {}, 0)
         return
+    first = 0
     for item in items:
         if not isinstance(item, Mapping):
             raise TypeError(f"params mixes groups and parameters: {type(item).__name__} stands beside a group (a dict)")
         _check_group(item)
         members = item["params"]
-        yield from _named([members] if values.is_tensor(members) else list(members), item)
+        members = [members] if values.is_tensor(members) else list(members)
+        yield from _named(members, item, first)
+        first += len(members)
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
@@ -156,14 +175,14 @@ def _check_group(group: Mapping[str, Any]) -> None:
         raise ValueError("a parameter group needs 'params', the list of its parameters")
 
 
-def _named(items: Iterable[Any], group: Mapping[str, Any]) -> Iterator[Parameter]:
-    for position, item in enumerate(items):
-        name = f"parameter {position}"
+def _named(items: Iterable[Any], group: Mapping[str, Any], first: int) -> Iterator[Parameter]:
+    for position, item in enumerate(items, first):
+        name, is_named = f"parameter {position}", False
         if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
-            name, item = item
+            (name, item), is_named = item, True
         replicas = list(item) if isinstance(item, (list, tuple)) else [item]
         _check_replicas(name, replicas)
-        yield Parameter(name, replicas, replicas[0].requires_grad, group)
+        yield Parameter(name, is_named, replicas, replicas[0].requires_grad, group)
 
 
 def _check_replicas(name: str, replicas: list[Any]) -> None:

@@ -25,8 +25,9 @@ from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local_values import Updaters
 from kvdist.kvstore.placement import Devices, OnDevice, as_host_bits
 from kvdist.kvstore.registry import DIST_NAMES
+from kvdist.naming import NamedKey
 from kvdist.optimizer.base import Extent, Optimizer
-from kvdist.training.parameters import Parameter
+from kvdist.training.parameters import Parameter, named_keys
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class Exchange:
         if self._shared is not None:
             self._shared.own()
         replicas = [parameter.replicas for parameter in self._parameters]
-        self._store.broadcast(list(range(len(replicas))), [one[0] for one in replicas], out=replicas)
+        self._store.broadcast(named_keys(self._parameters), [one[0] for one in replicas], out=replicas)
 
     def fetch(self) -> None:
         """Write the store's current values into all parameters."""
@@ -86,7 +87,8 @@ class Exchange:
             return None
         self._store.leave_uncompressed([self._ballot_key])
         ballot = torch.zeros(len(self._trained) + CONVENTIONS, dtype=torch.float32, device="cpu")
-        self._store.broadcast([self._ballot_key], [ballot], out=[[ballot]])
+        named = NamedKey(self._ballot_key, "the vote on who has which gradients")
+        self._store.broadcast([named], [ballot], out=[[ballot]])
         return self._ballot_key
 
     def update(self, grads: Grads, average: bool, samples: int) -> None:
@@ -180,7 +182,7 @@ class SharedWeights:
             RuntimeError: some were, and `own` was not called since.
         """
         self._changed = self._changed or [
-            parameter.name
+            parameter.label
             for parameter, version in zip(self._parameters, self._versions, strict=True)
             if version is not None and _weight(parameter)._version != version
         ]

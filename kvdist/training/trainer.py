@@ -86,7 +86,7 @@ class Trainer:
         share_weights: after a step, large parameters show the memory of the servers of this host instead of a copy.
             Where the store cannot do that, they are copied. Needs a store that updates, one device, and no ``overlap``.
         reject_nonfinite: check this worker's gradients before they are sent, in one pass over their bytes: with NaN or
-            infinity `step` raises `FloatingPointError`, naming rank and key. Not with ``overlap``.
+            infinity `step` raises `FloatingPointError`, naming worker and parameter. Not with ``overlap``.
         clip_norm: clip each step's gradient to this norm, as ``torch.nn.utils.clip_grad_norm_(parameters, clip_norm)``
             does under DistributedDataParallel: by the L2 norm over all parameters of the mean of all workers'
             gradients, or with ``step(batch_size)`` of their sum. Must be positive; infinity only measures the norm. The

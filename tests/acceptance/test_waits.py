@@ -47,8 +47,8 @@ def test_init_in_opposite_orders_raises_on_every_worker_and_names_both_calls(job
     )
     job.cluster(2, 1, program)
     for line in deadlocked(job):
-        assert "worker-0 waits in init of key 'a' for worker-1" in line
-        assert "worker-1 waits in init of key 'b' for worker-0" in line
+        assert "worker-0 waits for worker-1 in init of key 'a'" in line
+        assert "worker-1 waits for worker-0 in init of key 'b'" in line
 
 
 def test_a_deadlock_is_found_at_once_after_large_arrays_were_sent_over_the_network(job, script):
@@ -64,7 +64,7 @@ def test_a_deadlock_is_found_at_once_after_large_arrays_were_sent_over_the_netwo
     )
     job.cluster(2, 1, program, KVDIST_TRANSPORT="tcp", KVDIST_SECURITY="none")
     for line in deadlocked(job, within_s=50):
-        assert "worker-0 waits in init of key 'a' for worker-1" in line
+        assert "worker-0 waits for worker-1 in init of key 'a'" in line
 
 
 @pytest.mark.parametrize(("call", "place"), [("store.barrier()", "barrier"), ("store.average(1.0)", "average of")])
@@ -81,8 +81,8 @@ def test_workers_that_take_uneven_steps_and_then_meet_raise(job, script, call, p
     )
     job.cluster(2, 1, program)
     for line in deadlocked(job):
-        assert "worker-0 waits in pull of key 'w', which lacks push 3 of worker-1" in line
-        assert re.search(rf"worker-1 waits in [^;]*{place}[^;]* for worker-0", line)
+        assert "worker-0 waits for worker-1 to push key 'w' (step 3), in pull of key 'w'" in line
+        assert re.search(rf"worker-1 waits for worker-0 in [^;]*{place}", line)
 
 
 def test_a_close_that_waits_for_pushes_of_a_worker_that_waits_for_it_raises(job, script):
@@ -100,8 +100,8 @@ def test_a_close_that_waits_for_pushes_of_a_worker_that_waits_for_it_raises(job,
     )
     job.cluster(2, 1, program)
     for line in deadlocked(job):
-        assert "worker-0 waits in leaving the cluster, which lacks push 2 of worker-1 to key 'w'" in line
-        assert "worker-1 waits in barrier for worker-0" in line
+        assert "worker-0 waits for worker-1 to push key 'w' (step 2), in leaving the cluster" in line
+        assert "worker-1 waits for worker-0 in barrier" in line
 
 
 def test_a_worker_that_closes_after_fewer_steps_is_not_waited_for(job, script):
@@ -164,7 +164,7 @@ IDLE_THREAD = """
 def test_a_thread_that_has_never_called_kvdist_keeps_a_deadlock_from_being_found_for_a_minute_only(job, script):
     job.cluster(2, 1, script(START + IDLE_THREAD))
     for line in deadlocked(job, within_s=SOON_S + 60):
-        assert "worker-0 waits in init of key 'a' for worker-1" in line
+        assert "worker-0 waits for worker-1 in init of key 'a'" in line
 
 
 def test_a_thread_that_keeps_a_deadlock_from_being_found_is_named_with_what_ends_the_wait(job, script):
@@ -295,8 +295,8 @@ def test_pushes_that_wait_for_room_that_only_each_other_could_make_raise(job, sc
     )
     job.cluster(2, 1, program, KVDIST_UNDER_WAY_BYTES="1")
     for line in deadlocked(job):
-        assert re.search(r"worker-0 waits in push \(for room: [^;]*\), which lacks push 1 of worker-1 to key 'a'", line)
-        assert re.search(r"worker-1 waits in push \(for room: [^;]*\), which lacks push 1 of worker-0 to key 'b'", line)
+        assert re.search(r"worker-0 waits for worker-1 to push key 'a' \(step 1\), in push \(for room: [^;]*\)", line)
+        assert re.search(r"worker-1 waits for worker-0 to push key 'b' \(step 1\), in push \(for room: [^;]*\)", line)
 
 
 @pytest.mark.parametrize("way", ["loss", "interrupt", "close"])

@@ -476,11 +476,11 @@ def test_a_long_round_names_its_key_and_who_is_missing() -> None:
     wired = made()
     wired.pushpull(0, whole(1))
     wired.advance(4.0)
-    assert wired.servers[0].explain(wired.now) == "waiting 4.0 s for worker-1: round 1 of key 'a'"
+    assert wired.servers[0].explain(wired.now) == "waiting 4.0 s for worker-1 to push key 'a' (step 2)"
     wired.advance(11.0)
-    assert wired.servers[0].explain(wired.now) == "waiting 15.0 s for worker-1: round 1 of key 'a'"
+    assert wired.servers[0].explain(wired.now) == "waiting 15.0 s for worker-1 to push key 'a' (step 2)"
     assert wired.workers[0].explain(wired.now) == (
-        "worker-0: waiting 15.0 s for worker-1 (host-1): round 1 of key 'a' (pushpull of key 'a', 'b', 'c')"
+        "worker-0: waiting 15.0 s for worker-1 (host-1) to push key 'a' (step 2), in pushpull of key 'a', 'b', 'c'"
     )
 
 

@@ -83,9 +83,9 @@ def test_a_long_wait_names_the_servers_that_have_not_answered() -> None:
             wired.workers[0].handle(SCHEDULER_MEMBER, effect.message, wired.now)
         told.append(str(wired.workers[0].explain(wired.now)).partition(" for ")[2].partition(" (")[0])
         wired.deliver()
-    assert "an answer: the command on server-0, server-1, server-2" in told
-    assert "an answer: the command on server-1, server-2" in told
-    assert told[-2:] == ["an answer: the command on server-2", "an answer: the command on server-2"]
+    assert "server-0, server-1, server-2 to finish the command, in command 7 to the servers" in told
+    assert "server-1, server-2 to finish the command, in command 7 to the servers" in told
+    assert told[-2:] == ["server-2 to finish the command, in command 7 to the servers"] * 2
     wired.settle()
     assert wired.workers[0].explain(wired.now) is None
 
@@ -120,7 +120,9 @@ def test_a_request_in_line_has_a_label_for_people() -> None:
     wired.ask(0, lambda number: Command(number, 5, ""))
     wired.lose()
     wired.now += 3.0
-    assert "waiting 3.0 s for the scheduler: command 5 to the servers" in str(wired.workers[0].explain(wired.now))
+    assert "waiting 3.0 s for the scheduler to answer command 5 to the servers" in str(
+        wired.workers[0].explain(wired.now)
+    )
 
 
 @each("head", [HEAD_OF_USERS_MAX + 1, (1 << 32) - 1])

@@ -192,9 +192,9 @@ def test_who_waits_is_told_that_its_push_goes_through_another_worker() -> None:
     wired.settle()
     text = "waiting 3.0 s for server-0 (host-0)"
     wired.advance(3.0)
-    assert wired.workers[0].explain(wired.now) == f"worker-0: {text}: push of key 'b'"
-    through = "through worker-0 (host-0), which pushes for its host"
-    assert wired.workers[2].explain(wired.now) == f"worker-2: {text}, {through}: push of key 'b'"
+    assert wired.workers[0].explain(wired.now) == f"worker-0: {text} to answer push of key 'b'"
+    through = "through worker-0 (host-0) that pushes for its host"
+    assert wired.workers[2].explain(wired.now) == f"worker-2: {text}, {through}, to answer push of key 'b'"
 
 
 def test_a_leader_that_is_late_itself_is_named_too() -> None:

@@ -313,7 +313,7 @@ def test_who_pulls_behind_a_push_that_is_still_arriving_is_named_as_who_is_await
     fed.say(A, push(rows([5], 1), flags=(MORE,)))
     fed.say(A, pull(np.array([5]), steps=(1,)))
     (wait,) = fed.tables.waits(9.0)
-    assert wait.describe(9.0) == "waiting 9.0 s for worker-0: round 0 of key 't'"
+    assert wait.describe(9.0) == "waiting 9.0 s for worker-0 to push key 't' (step 1)"
     (hint,) = hints(fed.tables.waits(4.0), 9.0)
     assert isinstance(hint, Send) and hint.to == A and hint.message.ranks == (0,)  # type: ignore[union-attr]
 

@@ -162,7 +162,7 @@ def test_who_waits_for_the_cluster_is_told_for_whom(scheduler: Scheduler) -> Non
     scheduler.handle(stranger(Role.WORKER, 1), hello(1), 0.0)
     (hint,) = scheduler.tick(10.0)
     assert isinstance(hint, Send) and isinstance(hint.message, Waiting)
-    assert hint.message.subject == "server-0, worker-0 to register"
+    assert hint.message.deed == "server-0, worker-0 to register"
 
 
 # Agreement.
@@ -248,7 +248,7 @@ def test_a_barrier_that_is_late_names_who_is_missing() -> None:
     wired.advance(2.5)
     error = wired.failed[late]
     assert isinstance(error, BarrierTimeout) and error.missing == (0, 2)
-    assert str(error) == "barrier 0 was not reached by worker-0 (host-0), worker-2 (host-2) within 2.0 s"
+    assert str(error) == "worker-0 (host-0), worker-2 (host-2) did not reach barrier 0 within 2.0 s"
 
 
 def test_a_barrier_can_be_tried_again_after_it_was_late() -> None:
@@ -451,7 +451,7 @@ def test_long_waits_are_hinted_at_with_who_is_missing() -> None:
     wired.declare(0, {"w": (2,)})
     wired.advance(10.5)
     assert wired.workers[0].explain(10.5) == (
-        "worker-0: waiting 10.5 s for worker-1 (host-1): the declaration of key 'w' (init of key 'w')"
+        "worker-0: waiting 10.5 s for worker-1 (host-1) to initialise key 'w', in init of key 'w'"
     )
     assert wired.scheduler.explain(10.5) == "waiting 10.5 s for worker-1 to initialise key 'w'"
 

@@ -187,9 +187,9 @@ def test_a_long_round_is_explained_and_hinted_at(wired: Wired) -> None:
     wired.push(0, {"w": [1, 1, 1]})
     wired.advance(15.0)
     sentence = wired.servers[0].explain(wired.now)
-    assert sentence == "waiting 15.0 s for worker-1: round 0 of key 'w'"
+    assert sentence == "waiting 15.0 s for worker-1 to push key 'w' (step 1)"
     assert wired.workers[0].explain(wired.now) == (
-        "worker-0: waiting 15.0 s for worker-1 (host-1): round 0 of key 'w' (push of key 'w')"
+        "worker-0: waiting 15.0 s for worker-1 (host-1) to push key 'w' (step 1), in push of key 'w'"
     )
 
 

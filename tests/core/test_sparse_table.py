@@ -332,9 +332,9 @@ def test_those_who_wait_for_rows_are_told_for_whom(wired: Tables) -> None:
     wired.table()
     wired.push_rows(0, {0: 1})
     wired.advance(12.0)
-    assert any("worker-0: Waiting(subject=\"round 0 of key 't'\", ranks=(1,)" in line for line in wired.log)
-    assert wired.servers[0].explain(wired.now) == "waiting 12.0 s for worker-1: round 0 of key 't'"
-    assert "waiting 12.0 s for worker-1 (host-1): round 0 of key 't' (push of t)" in str(
+    assert any("worker-0: Waiting(deed=\"push key 't' (step 1)\", ranks=(1,)" in line for line in wired.log)
+    assert wired.servers[0].explain(wired.now) == "waiting 12.0 s for worker-1 to push key 't' (step 1)"
+    assert "waiting 12.0 s for worker-1 (host-1) to push key 't' (step 1), in push of t" in str(
         wired.workers[0].explain(wired.now)
     )
 
@@ -343,7 +343,7 @@ def test_those_who_wait_for_first_values_are_told_who_has_them(wired: Tables) ->
     wired.table(first=None)
     wired.pull_rows(1)
     wired.advance(12.0)
-    assert wired.servers[0].explain(wired.now) == "waiting 12.0 s for worker-0: the first values of key 't'"
+    assert wired.servers[0].explain(wired.now) == "waiting 12.0 s for worker-0 to give key 't' its first values"
     wired.leave(0)
     wired.advance(1.0)
     assert "for worker-1" in str(wired.servers[0].explain(wired.now))

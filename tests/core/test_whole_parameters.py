@@ -107,7 +107,7 @@ def test_a_wait_is_explained_with_who_is_missing() -> None:
     wired.pushpull(0, {"w": vector(1)})
     wired.settle()
     home = wired.servers[wired.infos["w"].slices[0].server]
-    assert home.explain(wired.now) == "waiting 0.0 s for worker-1: round 0 of key 'w'"
+    assert home.explain(wired.now) == "waiting 0.0 s for worker-1 to push key 'w' (step 1)"
     wired.advance(11)
     assert "worker-1" in str(wired.workers[0].explain(wired.now))
 

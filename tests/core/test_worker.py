@@ -287,7 +287,7 @@ def test_a_heartbeat_tells_the_step(wired: Wired) -> None:
 def test_a_wait_is_explained_by_what_and_whom(wired: Wired) -> None:
     wired.pushpull(0, {"w": [1, 1, 1]})
     assert wired.workers[0].explain(wired.now + 3) == (
-        "worker-0: waiting 3.0 s for server-0 (host-0): pushpull of key 'w'"
+        "worker-0: waiting 3.0 s for server-0 (host-0) to answer pushpull of key 'w'"
     )
     wired.barrier(1)
-    assert wired.workers[1].explain(wired.now + 3) == "worker-1: waiting 3.0 s for the scheduler: barrier"
+    assert wired.workers[1].explain(wired.now + 3) == "worker-1: waiting 3.0 s for the scheduler to answer barrier"

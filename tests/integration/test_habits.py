@@ -17,5 +17,7 @@ def test_workers_keep_together_whatever_one_of_them_does(job, tmp_path, workers)
     job.succeed()
     launcher = job.processes["launcher"]
     assert len(launcher.lines_with("checked on")) == workers, job.transcript()
-    said = launcher.lines_with("parameter 1 (key 1) on rank 1 is not finite: 1 NaN and 0 infinite of 15 elements")
+    said = launcher.lines_with(
+        "parameter 1 of shape (15,) on worker-1 is not finite: 1 NaN and 0 infinite of 15 elements"
+    )
     assert len(said) == 2 and all(line.startswith("w1 │ refused: ") for line in said), job.transcript()

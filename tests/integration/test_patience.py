@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-SLOW = r"worker-{rank}: waiting \d+\.\d s for worker-1 \(\S+\): round 0 of key 'w' \(pushpull of key 'w'\)"
+SLOW = r"worker-{rank}: waiting \d+\.\d s for worker-1 \(\S+\) to push key 'w' \(step 1\), in pushpull of key 'w'"
 """The explanation that comes sooner or later: at first, somebody else may be late, or nobody may know yet who is."""
 
 
@@ -56,7 +56,7 @@ def test_a_barrier_with_a_time_out_names_who_is_missing_and_can_be_tried_again(j
     path, release = fifo
     launcher = job.launch(3, 1, "faults.py", "late_to_barrier", str(path))
     for rank in (0, 2):
-        job.match("launcher", rf"w{rank} │ timed out: barrier 0 was not reached by worker-1 \(\S+\) within \d\.\d s")
+        job.match("launcher", rf"w{rank} │ timed out: worker-1 \(\S+\) did not reach barrier 0 within \d\.\d s")
     release()
     job.succeed()
     assert len(launcher.lines_with("met")) == 3

@@ -76,7 +76,7 @@ def _messages() -> list[m.Message]:
         m.RowValues(u32(1, 2), u32(3, 4), u32(5, 6), arrays([3, 1], [5, 0])),
         m.Alive(),
         m.Ack(True),
-        m.Waiting("round 7 of key 'fc1'", (0, 2), 12.5),
+        m.Waiting("push 'fc1' (step 8)", (0, 2), 12.5),
         m.Goodbye(12, "boom"),
         m.Abort(m.ErrorCode.PEER_LOST, "worker-3", "node7", "killed by signal 9", -1, "worker-3 is gone"),
         m.Stop(),

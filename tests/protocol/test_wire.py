@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdist.dtypes import DType
+from kvdist.naming import NamedKey, name_of
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
 from kvdist.protocol import messages as m
 from kvdist.protocol import wire
@@ -506,3 +507,12 @@ def test_a_limit_on_payload_bytes_counts_all_frames(examples):
         wire.decode(wire.encode(packet), WireLimits(payload_bytes_max=23))
     with pytest.raises(wire.ProtocolError, match="expected 3 to 3 frames|expected 3 frames"):
         wire.decode(wire.encode(packet), WireLimits(payload_frames_max=1))
+
+
+def test_a_key_takes_its_name_along(stamped):
+    keys = (NamedKey(0, "'layer1.weight'"), NamedKey(-1, ""), NamedKey(2, "é" * 300), 3, "fc1")
+    declared = m.Declare(1, 0, "sync", keys, ((2,),) * 5, (1,) * 5, (1,) * 5, ("",) * 5)
+    received = wire.decode(wire.encode(stamped(declared))).message.keys
+    assert received == keys
+    assert [type(key) for key in received] == [type(key) for key in keys]
+    assert [name_of(key) for key in received] == ["'layer1.weight'", "", "é" * 200, "key 3", "key 'fc1'"]

@@ -129,7 +129,7 @@ def test_weights_that_were_changed_by_hand_are_refused_until_they_are_everybodys
         replica.grad = None
     backward(*replicas, *other)
     for _ in range(2):  # it is not forgotten
-        with pytest.raises(RuntimeError, match=r"w was changed outside of step.*broadcast_parameters\(\) on every"):
+        with pytest.raises(RuntimeError, match=r"'w' was changed outside of step.*broadcast_parameters\(\) on every"):
             trainer.step()
     assert len(trainer.kvstore.pushed) == pushes
     trainer.broadcast_parameters()
@@ -199,7 +199,7 @@ def test_an_old_gradient_is_refused_or_left_out(kvstore):
     backward(used, old)
     trainer.step(1)
     backward(used)  # without zero_grad, as Gluon's users are used to
-    with pytest.raises(RuntimeError, match=r"the gradient of old was used by the last step.*ignore_stale_grad=True"):
+    with pytest.raises(RuntimeError, match=r"the gradient of 'old' was used by the last step.*ignore_stale_grad=True"):
         trainer.step(1)
     trainer.step(1, ignore_stale_grad=True)
     assert_all(old, -1)
@@ -216,7 +216,7 @@ def test_an_old_gradient_on_one_of_two_devices_is_left_out():
     trainer.step(1)
     replicas[1].grad = None
     backward(replicas[1], factor=3.0)
-    with pytest.raises(RuntimeError, match="parameter 0 was used by the last step"):
+    with pytest.raises(RuntimeError, match=r"parameter 0 of shape \(4,\) was used by the last step"):
         trainer.step(1)
     trainer.step(1, ignore_stale_grad=True)
     for replica in replicas:
@@ -228,7 +228,7 @@ def test_update_after_allreduce_grads_tells_old_gradients_too():
     backward(weight)
     trainer.allreduce_grads()
     trainer.update(1)
-    with pytest.raises(RuntimeError, match="parameter 0 was used by the last step"):
+    with pytest.raises(RuntimeError, match=r"parameter 0 of shape \(4,\) was used by the last step"):
         trainer.update(1)
     trainer.update(1, ignore_stale_grad=True)
     assert_all(weight, -1)
@@ -242,7 +242,7 @@ def test_allreduce_grads_does_not_sum_what_was_summed_before():
     for replica in replicas:
         replica.grad = None
     backward(*replicas)
-    with pytest.raises(RuntimeError, match="parameter 1 was used by the last step"):
+    with pytest.raises(RuntimeError, match=r"parameter 1 of shape \(4,\) was used by the last step"):
         trainer.allreduce_grads()
     before = other[0].detach().clone()
     trainer.allreduce_grads(ignore_stale_grad=True)
@@ -259,7 +259,7 @@ def test_a_layer_that_is_unfrozen_later_is_an_error_and_not_left_out_in_silence(
     frozen.requires_grad_(True)
     trained.grad = None
     backward(trained, frozen)
-    with pytest.raises(RuntimeError, match="frozen was frozen when the trainer was made, and has a gradient now"):
+    with pytest.raises(RuntimeError, match="'frozen' was frozen when the trainer was made, and has a gradient now"):
         trainer.step()
 
 
@@ -338,7 +338,7 @@ def test_a_gradient_that_is_not_finite_is_refused_with_rank_and_key_and_counted(
     trainer.step()
     pushes = len(trainer.kvstore.pushed)
     weights["b"].grad = torch.tensor([1, float("nan"), float("inf"), -float("inf")])
-    message = r"the gradient of b \(key 1\) on rank 0 is not finite: 1 NaN and 2 infinite of 4 elements.*skip_step\(\)"
+    message = r"the gradient of 'b' on worker-0 is not finite: 1 NaN and 2 infinite of 4 elements.*skip_step\(\)"
     for count in (1, 2):
         weights["a"].grad.add_(0)
         with pytest.raises(FloatingPointError, match=message):

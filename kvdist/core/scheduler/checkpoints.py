@@ -31,7 +31,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.nodes import Member, Role
 from kvdist.protocol.messages import (
-    CHECKPOINT,
+    SAVING,
     Claim,
     Claimed,
     Done,
@@ -93,13 +93,13 @@ class SaveUnderWay:
     def name(self) -> str:
         """What it is, for people."""
         steps = {message.step for _, message in self.saves}
-        return CHECKPOINT if len(steps) != 1 else f"{CHECKPOINT} of step {min(steps)}"
+        return "checkpoint" if len(steps) != 1 else f"checkpoint of step {min(steps)}"
 
     def waits(self) -> Iterator[MemberWait]:
         """The workers that wait for it, and for whom."""
         for wait in self.agreement.waits():
-            called = " (every worker must call save_checkpoint)" if wait.workers else ""
-            yield replace(wait, subject=f"{self.name}{called}", deed=f"call save_checkpoint ({self.name})")
+            subject = f"{SAVING}{self.name})"
+            yield replace(wait, subject=subject, deed=f"call {subject}")
 
 
 @dataclass(slots=True, eq=False)
@@ -228,7 +228,7 @@ class Checkpoints:
         saving = self._saving.get(place)
         if saving is None:
             workers, servers = self._membership.workers, dict(self._membership.servers)
-            agreement: Agreement[Save | SavedFile] = Agreement(CHECKPOINT, "", now, workers, (workers, servers))
+            agreement: Agreement[Save | SavedFile] = Agreement("checkpoint", "", now, workers, (workers, servers))
             live = frozenset(node.rank for node in workers)
             saving = self._saving[place] = SaveUnderWay(*place, live, servers, agreement)
         return saving

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvdist.core.machine import NEVER, Effect, Send
+from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import Blocked, CheckBlocked
@@ -179,7 +180,6 @@ def _place(rank: int, members: Mapping[int, _Blocked], waits: Waits, key_of: Key
     one = members[rank]
     names = ", ".join(f"worker-{other}" for other in _awaited(rank, members, waits)[:NAMED_MAX])
     number, awaited = _slice(one.said)
-    text = f"worker-{rank} waits in {one.said.place}"
     if number < 0:
-        return f"{text} for {names}"
-    return f"{text}, which lacks push {awaited} of {names} to key {key_of(number)!r}"
+        return f"worker-{rank} waits for {names} in {one.said.place}"
+    return f"worker-{rank} waits for {names} to push {name_of(key_of(number))} (step {awaited}), in {one.said.place}"

@@ -21,6 +21,7 @@ from kvdist.core.server.table_rows import obstacle
 from kvdist.core.sharding import Keep, Placer, cut, keep_for, row_length
 from kvdist.core.worker.requests import KEYS_PER_MESSAGE
 from kvdist.dtypes import DType
+from kvdist.naming import name_of
 from kvdist.nodes import Member, NodeId, worker
 from kvdist.optimizer.registry import from_description
 from kvdist.protocol.messages import (
@@ -80,12 +81,12 @@ class DeclaredKey:
         if (self.shape, self.dtype, self.form) != (shape, dtype, form):
             ours, theirs = _said(self.shape, self.dtype, self.form), _said(shape, dtype, form)
             return (
-                f"key {self.key!r} was declared with {ours} by {self.first}, but with {theirs} by {sender};"
+                f"{name_of(self.key)} was declared with {ours} by {self.first}, but with {theirs} by {sender};"
                 " every worker must initialise a key alike"
             )
         if self.pulled_as != pulled_as:
             return (
-                f"the values of key {self.key!r} come back as {DType(self.pulled_as).label} to {self.first}, but as"
+                f"the values of {name_of(self.key)} come back as {DType(self.pulled_as).label} to {self.first}, but as"
                 f" {DType(pulled_as).label} to {sender}; every worker must set the same compression"
             )
         return ""
@@ -232,7 +233,7 @@ class StoreKeys:
                 missing = {rank for declared in {entry.declared for entry in entries} for rank in live - declared}
                 found[request.keys] = (tuple(map(worker, sorted(missing))), entries[0].key)
             nodes, key = found[request.keys]
-            subject, deed = f"the declaration of key {key!r}", f"initialise key {key!r}"
+            subject, deed = f"the declaration of {name_of(key)}", f"initialise {name_of(key)}"
             yield MemberWait(request.member, request.request, request.since, nodes, subject, deed)
 
 
@@ -355,7 +356,7 @@ class Keys:
         if split:
             whole = "live whole on one server" if keep is Keep.WHOLE else "be cut between rows"
             raise ValueError(
-                f"the parameters of {message.description['name']} must {whole}, and key {split[0]!r} was initialised"
+                f"the parameters of {message.description['name']} must {whole}, and {name_of(split[0])} was initialised"
                 " before: call set_optimizer before init"
             )
         subject, membership = f"the optimizer of store {message.store}", self._membership

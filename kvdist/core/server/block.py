@@ -32,6 +32,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
+from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent, Piece
 from kvdist.optimizer.states import Part
@@ -138,7 +139,7 @@ class Block:
         return len(self.ids)
 
     def __repr__(self) -> str:
-        return f"the block of key {self.key!r}"  # as errors of rules name what they are to update
+        return f"the block of {name_of(self.key)}"  # as errors of rules name what they are to update
 
     @property
     def key(self) -> int | str:
@@ -227,7 +228,7 @@ class Block:
         for contribution, own in zip(contributions, counted, strict=True):
             if contribution.step != own or contribution.member.node.rank in self.round.slots:
                 raise PushRefused(
-                    f"push {contribution.step} of {contribution.member} to key {self.key!r} came in a sum, but"
+                    f"push {contribution.step} of {contribution.member} to {name_of(self.key)} came in a sum, but"
                     f" {own} of its pushes have been counted"
                 )
         for contribution in contributions:
@@ -406,7 +407,7 @@ def apply_round(
     except (TypeError, ValueError) as error:
         for block, target in zip(blocks, targets, strict=True):
             block.pool.give_back(target)
-        raise PushRefused(f"key {first.key!r}: {error}") from error
+        raise PushRefused(f"{name_of(first.key)}: {error}") from error
     for block, target in zip(blocks, targets, strict=True):
         block.publish(target)
 

@@ -16,6 +16,7 @@ from kvdist.core.server.buffers import Buffer
 from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
+from kvdist.naming import name_of
 from kvdist.optimizer.states import SliceState, has_master, is_count
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.arrays import Bits
@@ -46,13 +47,13 @@ def replace_part(block: Block, updater: SliceUpdater | None, part: int, values: 
     expected = np.zeros(1 + len(state.scalars)) if part == NUMBERS else _array(block, state, part)
     if (values.size, values.dtype) != (expected.size, expected.dtype):
         raise PushRefused(
-            f"part {part} of the optimizer's state of key {block.key!r} has {values.size} elements of {values.dtype},"
-            f" where {updater.optimizer.name} keeps {expected.size} of {expected.dtype}"
+            f"part {part} of the optimizer's state of {name_of(block.key)} has {values.size} elements of"
+            f" {values.dtype}, where {updater.optimizer.name} keeps {expected.size} of {expected.dtype}"
         )
     if part == NUMBERS:
         count, *scalars = values.tolist()
         if not is_count(count):
-            raise PushRefused(f"the optimizer's state of key {block.key!r} cannot have had {count} updates")
+            raise PushRefused(f"the optimizer's state of {name_of(block.key)} cannot have had {count} updates")
         state.count, state.scalars = int(count), tuple(scalars)
         updater.restore(block, state if count else None)
         return
@@ -115,7 +116,7 @@ def load(block: Block, found: ReadSlice, updater: SliceUpdater | None) -> None:
 def _state(block: Block, updater: SliceUpdater | None, kernels: Kernels) -> SliceState:
     """A copy of the present state."""
     if updater is None or block.published is None:
-        raise PushRefused(f"key {block.key!r} has no optimizer's state: call set_optimizer before")
+        raise PushRefused(f"{name_of(block.key)} has no optimizer's state: call set_optimizer before")
     state = updater.states.get(block)
     if state is not None:
         return state.copy()
@@ -125,5 +126,5 @@ def _state(block: Block, updater: SliceUpdater | None, kernels: Kernels) -> Slic
 def _array(block: Block, state: SliceState, part: int) -> Bits:
     found = state.master if part == MASTER else state.arrays[part - 1] if part <= len(state.arrays) else None
     if found is None:
-        raise PushRefused(f"the optimizer's state of key {block.key!r} has no part {part}")
+        raise PushRefused(f"the optimizer's state of {name_of(block.key)} has no part {part}")
     return found

@@ -16,6 +16,7 @@ from kvdist.core.server.block import Block, Contribution
 from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
+from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import Arrays, PayloadView, as_octets, decoded_dtypes, offsets, stretches
 from kvdist.protocol.messages import CompressedPush, Flag, JoinedPush, Push
@@ -79,7 +80,9 @@ class JoinedSlice:
         elif len({contribution.member for contribution in self.contributions}) < len(self.contributions):
             obstacle = f"slice {self.number} has two contributions of one worker"
         elif not block.round.policy.has_rounds:
-            obstacle = f"key {block.key!r} is asynchronous: contributions are applied one by one, not summed on the way"
+            obstacle = (
+                f"{name_of(block.key)} is asynchronous: contributions are applied one by one, not summed on the way"
+            )
         elif any(count != block.pool.size for count in self.counts) or any(code != block.dtype for code in self.dtypes):
             obstacle = f"slice {self.number} has another size or dtype than was declared"
         if obstacle:

@@ -21,6 +21,7 @@ from kvdist.core.server.peers import Peers
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch
+from kvdist.naming import waiting
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import U8, U32, Arrays, Bits, Payload, padded
 from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, RowValues, Values, Waiting
@@ -39,16 +40,16 @@ class Leased(Protocol):
 
 @dataclass(slots=True)
 class RoundWait:
-    """An open round for which workers wait: what it is called, and the ranks that it waits for."""
+    """An open round for which workers wait: what has to be done, and the ranks that have to do it."""
 
     round: Round[Any, Any]
-    subject: str
+    deed: str
     missing: tuple[int, ...]
 
     def describe(self, now: float) -> str:
         """One sentence."""
         names = ", ".join(f"worker-{rank}" for rank in self.missing)
-        return f"waiting {now - self.round.open_since:.1f} s for {names}: {self.subject}"
+        return waiting(now - self.round.open_since, names, self.deed)
 
 
 def hints(waits: Iterable[RoundWait], now: float) -> list[Effect]:
@@ -57,7 +58,7 @@ def hints(waits: Iterable[RoundWait], now: float) -> list[Effect]:
     for wait in waits:
         waited = now - wait.round.open_since
         for waiter in (*wait.round.slots.values(), *wait.round.pulls):
-            messages.setdefault(waiter.member, Waiting(wait.subject, wait.missing, waited))
+            messages.setdefault(waiter.member, Waiting(wait.deed, wait.missing, waited))
     return [Send(member, message) for member, message in messages.items()]
 
 

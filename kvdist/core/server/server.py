@@ -72,6 +72,9 @@ from kvdist.protocol.messages import (
     Welcome,
 )
 
+HINTS_PER_WAIT = 5
+"""Of a server, to workers that wait for a round, until they speak of it."""
+
 
 class Server(Machine):
     """The pure machine of a server.
@@ -196,9 +199,11 @@ class Server(Machine):
             self._next_alive = now + self.limits.heartbeat_s
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
         if now >= self._next_look:
-            self._next_look = now + self.limits.explain_after_s / 2
+            # A worker speaks of a wait after `explain_after_s`, and should know by then for whom it waits.
+            interval = self.limits.explain_after_s / HINTS_PER_WAIT
+            self._next_look = now + interval
             for shard in self._shards:
-                effects += hints(shard.waits(now - self.limits.explain_after_s), now)
+                effects += hints(shard.waits(now - interval), now)
         return effects
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:

@@ -28,6 +28,7 @@ from kvdist.core.sharding import Slice, slices_of
 from kvdist.core.worker.requests import travels_alone
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
+from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.updater import Arithmetic, SliceUpdater
@@ -353,7 +354,7 @@ class DenseShard(Shard[Block]):
             part, run = int(message.parts[row]), int(message.runs[row])
             try:
                 if block.round.counted.get(sender.node.rank, 0) < message.steps[row]:
-                    raise PushRefused(f"a push of {sender} to key {block.key!r} is still under way: pull before")
+                    raise PushRefused(f"a push of {sender} to {name_of(block.key)} is still under way: pull before")
                 with self.kernels.active():
                     found = block_state.read_part(block, self._updaters.get(block.store), part, self.kernels)
             except PushRefused as error:
@@ -525,12 +526,12 @@ class DenseShard(Shard[Block]):
 
     def _wait(self, block: Block) -> RoundWait:
         if not block.has_value:
-            return RoundWait(block.round, f"the first value of key {block.key!r}", (0,))
+            return RoundWait(block.round, f"give {name_of(block.key)} its first value", (0,))
         missing: tuple[int, ...] = ()
         if block.round.slots:
             present = contributors(self._together(block))
             missing = block.round.policy.missing(present, self.peers.workers.keys())
-        return RoundWait(block.round, f"round {block.version} of key {block.key!r}", missing)
+        return RoundWait(block.round, f"push {name_of(block.key)} (step {block.version + 1})", missing)
 
 
 def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:

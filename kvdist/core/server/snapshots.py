@@ -34,6 +34,7 @@ from kvdist.core.machine import Effect, Persist, Persisted, Send
 from kvdist.core.round import Holder, Round
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.peers import Peers
+from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.protocol.messages import (
     Done,
@@ -297,7 +298,7 @@ class Snapshots:
                 saved, leased = source.taken(numbers, snapshot.contents)
             except MemoryError:
                 key = source.key_of(numbers[0])
-                snapshot.fail(f"there is no memory for a copy of what is saved of key {key!r}: use more servers")
+                snapshot.fail(f"there is no memory for a copy of what is saved of {name_of(key)}: use more servers")
             else:
                 snapshot.taken.update(zip(numbers, saved, strict=True))
                 snapshot.leased += [] if leased is None else [leased]
@@ -331,7 +332,7 @@ def _require_alike(snapshot: ServerSnapshot, workers: Mapping[int, Member]) -> N
 
 def _disagreement(key: int | str, rank: int, step: int, step_then: int) -> str:
     return (
-        f"worker-{rank} called save_checkpoint after {step} pushes of key {key!r}, where the checkpoint of the"
+        f"worker-{rank} called save_checkpoint after {step} pushes of {name_of(key)}, where the checkpoint of the"
         f" other workers has {step_then}: every worker must call it at the same step"
     )
 

@@ -38,6 +38,7 @@ from kvdist.core.sharding import slices_of
 from kvdist.dtypes import DType
 from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
+from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.initializer import initializer_from
@@ -146,7 +147,7 @@ class SparseTable:
         if begun is not None:
             obstacle = begun.obstacle_to(contribution)
             if obstacle:
-                raise PushRefused(f"{contribution.member} sent {obstacle} of key {self.round.key!r}")
+                raise PushRefused(f"{contribution.member} sent {obstacle} of {name_of(self.round.key)}")
             begun.parts += contribution.parts
             contribution = begun
         if more:
@@ -185,7 +186,7 @@ class SparseTable:
         try:
             self.rows.update([self._joined(c) for c in present], scales, optimizer, lr, wd)
         except (MemoryError, TypeError, ValueError) as error:
-            raise PushRefused(f"key {key!r}: {error}") from error
+            raise PushRefused(f"{name_of(key)}: {error}") from error
 
     def _joined(self, contribution: RowContribution) -> tuple[RowIds, Bits]:
         """All its ids and values, until the next round; one pass over them where they came in several messages."""
@@ -205,16 +206,16 @@ class SparseTable:
             return ""
         first, stop = self.rows.first, self.rows.stop
         if ids[0] < first or ids[-1] >= stop or not (ids[1:] > ids[:-1]).all():
-            return f"key {self.round.key!r}: rows must ascend from {first} to {stop - 1} here"
+            return f"{name_of(self.round.key)}: rows must ascend from {first} to {stop - 1} here"
         return ""
 
     def obstacle_to(self, sender: Member, run: int, ids: RowIds, values: Bits) -> str:
         """Why this part of a run cannot be taken, nor any later one; '' if it can."""
         rank, key = sender.node.rank, self.round.key
         if self.spoilt.get(rank) == run:
-            return f"key {key!r}: an earlier part of the same rows was refused"
+            return f"{name_of(key)}: an earlier part of the same rows was refused"
         if values.dtype != self.rows.dtype.storage or len(values) != len(ids) * self.rows.row_length:
-            obstacle = f"key {key!r}: {len(ids)} rows of another size or dtype than was declared"
+            obstacle = f"{name_of(key)}: {len(ids)} rows of another size or dtype than was declared"
         else:
             obstacle = self.obstacle_to_ids(ids)
         if obstacle:
@@ -390,7 +391,7 @@ class SparseShard(Shard[SparseTable]):
             run, ids = int(message.runs[i]), arrays[i]
             obstacle = table.obstacle_to_ids(ids)
             if len(ids) * table.rows.row_length * table.rows.dtype.itemsize > DEFAULT.payload_bytes_max:
-                obstacle = f"key {table.round.key!r}: {len(ids)} rows are too many for one message"
+                obstacle = f"{name_of(table.round.key)}: {len(ids)} rows are too many for one message"
             if obstacle:
                 self._refuse(sender, run, table.ids, obstacle)
                 continue
@@ -422,7 +423,9 @@ class SparseShard(Shard[SparseTable]):
         try:
             buffer, message = self._gathered(table, pull)
         except MemoryError:
-            reason = f"key {table.round.key!r}: {self.peers.name} has no memory for an answer of {len(pull.ids)} rows"
+            reason = (
+                f"{name_of(table.round.key)}: {self.peers.name} has no memory for an answer of {len(pull.ids)} rows"
+            )
             self._refuse(pull.member, pull.run, table.ids, f"{reason}: pull fewer at once")
         else:
             self._to(pull.member).rows(message, buffer)
@@ -443,12 +446,12 @@ class SparseShard(Shard[SparseTable]):
     def _wait(self, table: SparseTable) -> RoundWait:
         live, round_ = self.peers.workers.keys(), table.round
         if not table.has_value:
-            return RoundWait(round_, f"the first values of key {round_.key!r}", (min(live, default=0),))
+            return RoundWait(round_, f"give {name_of(round_.key)} its first values", (min(live, default=0),))
         # A worker that pulls waits for its own pushes.
         missing = (
             round_.missing(live) if round_.slots else tuple(sorted({one.member.node.rank for one in round_.pulls}))
         )
-        return RoundWait(round_, f"round {round_.version} of key {round_.key!r}", missing)
+        return RoundWait(round_, f"push {name_of(round_.key)} (step {round_.version + 1})", missing)
 
 
 def _u32(number: int) -> U32:

@@ -21,7 +21,7 @@ from kvdist.core.worker.transfers import Transfers
 from kvdist.errors import BarrierTimeout
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import U32
-from kvdist.protocol.messages import CHECKPOINT, Barrier, Blocked, Claim, Load, MarkPushes, Save, Waiting
+from kvdist.protocol.messages import SAVING, Barrier, Blocked, Claim, Load, MarkPushes, Save, Waiting
 
 ASK_AGAIN_S = 1.0
 """How long the scheduler has to say who is missing at a barrier that is late."""
@@ -167,13 +167,13 @@ class BarrierCalls:
         return [self._time_out(pending, hint.ranks, now) for pending in late]
 
     def _is_about(self, hint: Waiting, pending: Pending) -> bool:
-        return hint.subject == f"barrier {self._open[pending.request].counter}"
+        return hint.deed == f"reach barrier {self._open[pending.request].counter}"
 
     def _time_out(self, pending: Pending, missing: Sequence[int], now: float) -> Effect:
         counter = self._open.pop(pending.request).counter
-        names = ", ".join(map(self._name, missing)) or "every worker"
+        names = ", ".join(map(self._name, missing)) or "the other workers"
         waited = now - pending.since
-        text = f"barrier {counter} was not reached by {names} within {waited:.1f} s"
+        text = f"{names} did not reach barrier {counter} within {waited:.1f} s"
         pending.error = BarrierTimeout(text, tuple(missing))
         return self._pending.close(pending)
 
@@ -224,7 +224,7 @@ class SavingCalls:
 
     def hinted(self, hint: Waiting) -> bool:
         """Whether this is about a checkpoint, which is not what the user's other calls wait for."""
-        if not hint.subject.startswith(CHECKPOINT):
+        if SAVING not in hint.deed:
             return False
         self.hint = hint
         return True

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
+from kvdist.naming import name_of
 from kvdist.protocol.arrays import U8, U32, Bits, Payload, coded_sizes, offsets, padded
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX, MORE, Command, Configure, Declare, Flag, SavedFile
 
@@ -50,6 +51,11 @@ class KeyInfo:
     """Whether what is pushed to it travels encoded."""
     form: str = ""
     """How its rows begin, if it is a sparse table."""
+    name: str = field(init=False, compare=False)
+    """What messages call it: see `name_of`."""
+
+    def __post_init__(self) -> None:
+        self.name = name_of(self.key)
 
     @property
     def size(self) -> int:

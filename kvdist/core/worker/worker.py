@@ -60,6 +60,7 @@ from kvdist.core.worker.requests import (
 )
 from kvdist.core.worker.transfers import LEADER, Credit, Transfers
 from kvdist.errors import DeadlineExceeded, FencedError, KvdistError, StoreClosed
+from kvdist.naming import names_of, waiting
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
     Abort,
@@ -285,15 +286,17 @@ class Worker(Machine):
         oldest = self._pending.oldest
         if oldest is None:
             return None
-        what, room_wait = oldest.label, self._threads.room_wait()
         hint = self._saving.hint if oldest.in_background else self._hint
-        if hint is not None:
-            awaited = ", ".join(self._named(rank) for rank in hint.ranks) or "an answer"
-            what = f"{hint.subject} ({what})"
+        if hint is None:
+            who, deed = self._awaited_servers(oldest.request) or "the scheduler", f"answer {oldest.label}"
+        elif hint.ranks:
+            who, deed = ", ".join(map(self._named, hint.ranks)), hint.deed
         else:
-            awaited = self._awaited_servers(oldest.request) or "the scheduler"
-        text = f"{self.me}: waiting {now - oldest.since:.1f} s for {awaited}: {what}"
-        return f"{text}; another push waits {room_wait}" if room_wait else text
+            who, _, deed = hint.deed.partition(" to ")
+        where = "" if oldest.label in deed else f", in {oldest.label}"
+        room_wait = self._threads.room_wait()
+        also = f"; another push waits {room_wait}" if room_wait else ""
+        return f"{self.me}: {waiting(now - oldest.since, who, deed)}{where}{also}"
 
     def _awaited_servers(self, request: int) -> str:
         """The servers that have not answered a request, with their hosts."""
@@ -302,7 +305,7 @@ class Worker(Machine):
         leader = self._leader
         if leader is None or not self.transfers.slices.has_delegated:
             return names
-        return f"{names}, through worker-{leader.node.rank} ({self._host(leader)}), which pushes for its host"
+        return f"{names}, through worker-{leader.node.rank} ({self._host(leader)}) that pushes for its host,"
 
     def view(self, shares: Callable[[Member], bool]) -> ClusterView:
         """The cluster as the user's threads may see it.
@@ -347,7 +350,7 @@ class Worker(Machine):
                 self._registering.append(request.request)
                 return self._registered() if self.joining.complete else []
             case DeclareKeys():
-                self._open(request.request, f"init of {_keys(request.keys)}", now)
+                self._open(request.request, f"init of {names_of(request.keys)}", now)
                 self._declared[request.request] = request
                 if POLICIES[request.mode].by_priority:
                     self.transfers.keep_little_flying()
@@ -587,7 +590,7 @@ class Worker(Machine):
 
     def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
         if not self.joining.complete:
-            self.joining.hint = hint.subject
+            self.joining.hint = hint.deed
             return []
         if self._saving.hinted(hint):
             return []
@@ -603,8 +606,3 @@ class Worker(Machine):
             if peer.member.node.role is Role.WORKER and peer.member.node.rank == rank:
                 return f"worker-{rank} ({peer.host})"
         return f"worker-{rank}"
-
-
-def _keys(keys: Sequence[int | str]) -> str:
-    shown = ", ".join(repr(key) for key in keys[:3])
-    return f"key {shown}" if len(keys) == 1 else f"{len(keys)} keys ({shown}{', …' if len(keys) > 3 else ''})"
