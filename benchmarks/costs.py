@@ -22,7 +22,7 @@ from modelled import CACHES, COLD_BYTES, Costs
 
 from kvdist.config.settings import Limits
 from kvdist.dtypes import DType
-from kvdist.kernels.choice import choose
+from kvdist.kernels.cpu import choose
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.updater import Updater
 from kvdist.transport.base import Arrived, Route

@@ -24,7 +24,7 @@ import numpy as np
 from cluster import machine
 
 from kvdist.dtypes import DType
-from kvdist.kernels.choice import choose
+from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import Kernels
 from kvdist.optimizer import Optimizer, Updater, create
 

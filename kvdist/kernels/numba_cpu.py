@@ -5,7 +5,7 @@ the results are equal bit by bit (a NaN stays a NaN, its payload may differ). Ev
 and never compiles for another: arrays of another type, unaligned or strided ones are refused with a TypeError. Sources
 and weights are declared read-only, which admits writable ones too. The GIL is released while a kernel runs.
 
-Only `kvdist.kernels.loading` imports this module, because importing numba takes long.
+Only `kvdist.kernels.cpu` imports this module, because importing numba takes long.
 """
 
 from __future__ import annotations

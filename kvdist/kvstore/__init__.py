@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
 from kvdist.core.policy import with_priority_slices
-from kvdist.kernels.choice import choose
+from kvdist.kernels.cpu import choose
 from kvdist.kvstore import registry
 from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.base import KVStore

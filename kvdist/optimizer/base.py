@@ -300,7 +300,17 @@ class Extent:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """One array of an update; see `SliceUpdater.update` for what each is."""
+    """One array of an update.
+
+    Attributes:
+        index: names the state, such as a key and the number of its slice.
+        weight: the present weight, one-dimensional, of `DType.storage`. It is only read. If it was the `out` of the
+            update before under this index, it still has what that wrote.
+        contributions: gradients of the same length and type; none at all is a gradient of zeros.
+        scales: a finite factor for each contribution.
+        out: another array like `weight`, or `weight` itself; it overlaps nothing else.
+        extent: where the array lies in its parameter.
+    """
 
     index: Hashable
     weight: Array

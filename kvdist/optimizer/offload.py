@@ -32,7 +32,7 @@ from kvdist.errors import DeviceError
 from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kernels.reference import check_sum
 from kvdist.naming import name_of
-from kvdist.optimizer.base import Extent, Optimizer, Piece
+from kvdist.optimizer.base import Optimizer, Piece
 from kvdist.optimizer.states import Part, SliceState
 from kvdist.optimizer.updater import Arithmetic, Updater, check_arrays
 
@@ -75,22 +75,6 @@ class DeviceUpdater:
     def states(self) -> Mapping[Hashable, SliceState]:
         """See `SliceUpdater`. Each is downloaded when it is asked for."""
         return _DownloadedStates(self._updater.states, self._device)
-
-    def update(
-        self,
-        index: Hashable,
-        weight: Array,
-        contributions: Sequence[Array],
-        scales: Sequence[float],
-        dtype: DType,
-        out: Array,
-        lr: float | None = None,
-        wd: float | None = None,
-        extent: Extent | None = None,
-    ) -> None:
-        """See `SliceUpdater`."""
-        extent = Extent(index, (weight.size,)) if extent is None else extent
-        self.update_together([Piece(index, weight, contributions, scales, out, extent)], dtype, lr, wd)
 
     def update_together(
         self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None

@@ -44,49 +44,22 @@ class SliceUpdater(Protocol):
     def states(self) -> Mapping[Hashable, SliceState]:
         """The state of each index that has been updated. The arrays may be live: copy what must not change."""
 
-    def update(
-        self,
-        index: Hashable,
-        weight: Array,
-        contributions: Sequence[Array],
-        scales: Sequence[float],
-        dtype: DType,
-        out: Array,
-        lr: float | None = None,
-        wd: float | None = None,
-        extent: Extent | None = None,
-    ) -> None:
-        """Sum the contributions, apply the rule, write the new weight to `out`. On an error nothing has changed.
-
-        Args:
-            index: names the state, such as a key and the number of its slice.
-            weight: the present weight, one-dimensional, of `dtype.storage`. It is only read. If it was the `out` of
-                the update before under this index, it still has what that wrote.
-            contributions: gradients of the same length and type; none at all is a gradient of zeros.
-            scales: a finite factor for each contribution.
-            dtype: the element type.
-            out: another array like `weight`, or `weight` itself; it overlaps nothing else.
-            lr: what `Optimizer.pushed_lr` said where the gradient comes from; None for this optimizer's word on a key
-                called `index`.
-            wd: weight decay, likewise.
-            extent: where the array lies in its parameter; None for a whole one-dimensional parameter called `index`.
-
-        Raises:
-            TypeError: the dtype is not a floating type, or an array has another type.
-            ValueError: lengths differ, a number is not finite, or the rule needs more than this array.
-        """
-
     def update_together(
         self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None
     ) -> None:
-        """Update all pieces of one parameter. A rule that needs norms can have them only so, or of one whole piece.
+        """Update an array, or all arrays of one parameter for a rule that needs norms of the whole: of each, sum the
+        contributions, apply the rule, write the new weight to `out`. On an error nothing has changed.
 
         Args:
             pieces: in the order of their elements.
-            dtype, lr, wd: as of `update`.
+            dtype: the element type.
+            lr: what `Optimizer.pushed_lr` said where the gradient comes from; None for this optimizer's word on a key
+                called `Piece.index`.
+            wd: weight decay, likewise.
 
         Raises:
-            TypeError, ValueError: as of `update`; nothing has changed.
+            TypeError: the dtype is not a floating type, or an array has another type.
+            ValueError: lengths differ, a number is not finite, or the rule needs more than these arrays.
         """
 
     def restore(self, index: Hashable, state: SliceState | None) -> None:
@@ -127,8 +100,8 @@ class Arithmetic:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
-    """A piece with its state and the numbers of this update."""
+class _PieceUpdate:
+    """One update of a piece: with its state, and the numbers of this update."""
 
     piece: Piece
     state: SliceState
@@ -171,27 +144,32 @@ class Updater:
         wd: float | None = None,
         extent: Extent | None = None,
     ) -> None:
-        """See `SliceUpdater`."""
-        if extent is None:
-            extent = Extent(index, (weight.size,))
-        piece = Piece(index, weight, contributions, scales, out, extent)
-        if self.optimizer.is_elementwise:
-            self._apply(self._begun(piece, dtype, *self._rates(index, lr, wd)), dtype)
-        else:
-            self.update_together([piece], dtype, lr, wd)
+        """Update one array: see `update_together` and `Piece`.
+
+        Args:
+            index, weight, contributions, scales, out: as of `Piece`.
+            dtype, lr, wd: as of `update_together`.
+            extent: as of `Piece`; None for a whole one-dimensional parameter called `index`.
+
+        Raises:
+            TypeError, ValueError: as of `update_together`.
+        """
+        extent = Extent(index, (weight.size,)) if extent is None else extent
+        self.update_together([Piece(index, weight, contributions, scales, out, extent)], dtype, lr, wd)
 
     def update_together(
         self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None
     ) -> None:
         """See `SliceUpdater`."""
         lr, wd = self._rates(pieces[0].index, lr, wd)
-        self._check_extents(pieces)
-        runs = [self._begun(piece, dtype, lr, wd) for piece in pieces]
+        if self.optimizer.norm_count or self.optimizer.by_rows:
+            self._check_extents(pieces)
+        updates = [self._begin(piece, dtype, lr, wd) for piece in pieces]
         if self.optimizer.norm_count:
-            norms = self._norms(runs, dtype)
-            runs = [_Run(run.piece, run.state, run.step.knowing(norms)) for run in runs]
-        for run in runs:
-            self._apply(run, dtype)
+            norms = self._norms(updates, dtype)
+            updates = [_PieceUpdate(one.piece, one.state, one.step.knowing(norms)) for one in updates]
+        for one in updates:
+            self._apply(one, dtype)
 
     def state_of(self, index: Hashable) -> SliceState | None:
         """The state of an index; None if it has never been updated. Its arrays are live: copy what must not change."""
@@ -279,7 +257,7 @@ class Updater:
                     " call set_optimizer before init, so that it is cut between rows"
                 )
 
-    def _begun(self, piece: Piece, dtype: DType, lr: float, wd: float) -> _Run:
+    def _begin(self, piece: Piece, dtype: DType, lr: float, wd: float) -> _PieceUpdate:
         """A piece with its state, which is not kept yet, and the numbers of this update; refused if it cannot be."""
         check_arrays(piece, dtype)
         optimizer = self.optimizer
@@ -293,7 +271,7 @@ class Updater:
         rate = optimizer.lr_at(lr, count)
         optimizer.check_update(rate, wd, piece.extent)
         scalars = optimizer.advance(state.scalars, count) if state.scalars else ()
-        return _Run(piece, state, Step(rate, wd, count, piece.extent, piece.extent.start, scalars))
+        return _PieceUpdate(piece, state, Step(rate, wd, count, piece.extent, piece.extent.start, scalars))
 
     def _check_state(self, piece: Piece, state: SliceState, dtype: DType) -> None:
         if not state.arrays:
@@ -315,17 +293,17 @@ class Updater:
             self._scratch[accumulate] = scratch
         return scratch
 
-    def _apply(self, run: _Run, dtype: DType) -> None:
+    def _apply(self, update: _PieceUpdate, dtype: DType) -> None:
         """Update a piece; its state counts from now on."""
-        if not self._run_fused(run, dtype):
-            self._run(run, dtype)
-        state, step = run.state, run.step
+        if not self._update_fused(update, dtype):
+            self._update_chunks(update, dtype)
+        state, step = update.state, update.step
         state.count, state.scalars = step.count, step.scalars
-        self._states[run.piece.index] = state
+        self._states[update.piece.index] = state
 
-    def _run_fused(self, run: _Run, dtype: DType) -> bool:
+    def _update_fused(self, update: _PieceUpdate, dtype: DType) -> bool:
         """Let the backend do all in one pass, if it can."""
-        piece, state, step = run.piece, run.state, run.step
+        piece, state, step = update.piece, update.state, update.step
         equation = self.optimizer.equation(step.lr, step.wd, step.count)
         return equation is not None and self._kernels.fused_update(
             equation,
@@ -339,36 +317,36 @@ class Updater:
             state.master,
         )
 
-    def _norms(self, runs: Sequence[_Run], dtype: DType) -> tuple[float, ...]:
+    def _norms(self, updates: Sequence[_PieceUpdate], dtype: DType) -> tuple[float, ...]:
         """What `measure` asks for, over all pieces of the parameter."""
         measure = self.optimizer.measure
         norms: tuple[float, ...] = ()
         for turn in range(self.optimizer.norm_count):
-            runs = [_Run(run.piece, run.state, run.step.knowing(norms)) for run in runs]
+            updates = [_PieceUpdate(one.piece, one.state, one.step.knowing(norms)) for one in updates]
             sums: list[tuple[float, ...]] = []
             with self._kernels.active(), np.errstate(all="ignore"):
-                for run in runs:
-                    for weight, grad, _, arrays, scratch, step in self._chunks(run, dtype):
+                for update in updates:
+                    for weight, grad, _, arrays, scratch, step in self._chunks(update, dtype):
                         measured = measure(turn, weight, grad, arrays, scratch, step)
                         sums.append(tuple([self._kernels.squares(array) for array in measured]))
             norms += tuple(math.sqrt(sum(column)) for column in zip(*sums, strict=True))
         return norms
 
-    def _run(self, run: _Run, dtype: DType) -> None:
+    def _update_chunks(self, update: _PieceUpdate, dtype: DType) -> None:
         """Update a piece chunk by chunk."""
         apply = self.optimizer.apply
         # A model that diverges shows inf and NaN, not warnings of its server.
         with self._kernels.active(), np.errstate(all="ignore"):
-            for weight, grad, out, arrays, scratch, step in self._chunks(run, dtype):
+            for weight, grad, out, arrays, scratch, step in self._chunks(update, dtype):
                 if weight.dtype == out.dtype:
                     apply(weight, grad, out, arrays, scratch, step)
                 else:
                     apply(weight, grad, weight, arrays, scratch, step)
                     self._kernels.from_float32(weight, dtype, out)
 
-    def _chunks(self, run: _Run, dtype: DType) -> Iterator[_Chunk]:
+    def _chunks(self, update: _PieceUpdate, dtype: DType) -> Iterator[_Chunk]:
         """The piece in parts that fit into the cache, each with its gradient, summed and clipped."""
-        piece, state, step = run.piece, run.state, run.step
+        piece, state, step = update.piece, update.state, update.step
         weight, contributions, scales, out = piece.weight, piece.contributions, piece.scales, piece.out
         row = max(1, piece.extent.row_length) if self.optimizer.by_rows else 1
         length = max(1, self._kernels.chunk_elements // row) * row
@@ -420,7 +398,7 @@ def check_arrays(piece: Piece, dtype: DType) -> None:
     """Refuse arrays and scales that do not fit each other.
 
     Raises:
-        TypeError, ValueError: as of `SliceUpdater.update`.
+        TypeError, ValueError: as of `SliceUpdater.update_together`.
     """
     index, weight, scales, out = piece.index, piece.weight, piece.scales, piece.out
     if not dtype.is_floating:

@@ -82,7 +82,7 @@ class Stamp:
 
 
 class Outcome(enum.IntEnum):
-    """What became of a contribution."""
+    """What became of a contribution. `KEPT` and `DROPPED` are for policies that close a version without all workers."""
 
     COUNTED = 0
     KEPT = 1

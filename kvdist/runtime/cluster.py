@@ -31,7 +31,7 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import Leave, Register, Request
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, DeviceError, KvdistError, StoreClosed
-from kvdist.kernels.choice import choose
+from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import Device
 from kvdist.nodes import Role
 from kvdist.runtime.io_thread import Disk

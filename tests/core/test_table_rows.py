@@ -10,7 +10,7 @@ import pytest
 
 from kvdist.core.server.table_rows import obstacle
 from kvdist.dtypes import DType
-from kvdist.kernels.choice import choose
+from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import CHUNK_ELEMENTS
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create

@@ -8,7 +8,8 @@ import pytest
 from kvdist.dtypes import DType
 from kvdist.errors import DeviceError
 from kvdist.kernels.reference import REFERENCE
-from kvdist.optimizer import Updater, create, offload
+from kvdist.optimizer import Extent, Updater, create, offload
+from kvdist.optimizer.base import Piece
 from kvdist.optimizer.offload import DeviceUpdater, offloaded
 from kvdist.optimizer.states import Part
 from tests.cases import each
@@ -36,7 +37,8 @@ def updated(updater, weight, turn, dtype, index="w", count=3):
     grads = [drawn(10 * turn + i, dtype, weight.size) for i in range(count)]
     for grad in grads:
         grad.flags.writeable = False  # as what peers show
-    updater.update(index, weight, grads, [0.5, 1.0, 0.25][:count], dtype, out, 0.05, 0.1)
+    piece = Piece(index, weight, grads, [0.5, 1.0, 0.25][:count], out, Extent(index, (weight.size,)))
+    updater.update_together([piece], dtype, 0.05, 0.1)
     return out
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvdist.dtypes import DType
-from kvdist.kernels.choice import choose
+from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create

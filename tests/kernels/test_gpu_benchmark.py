@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvdist.dtypes import DType
-from kvdist.kernels.choice import choose
+from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import Equation, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.values import read_bits

@@ -14,8 +14,7 @@ import pytest
 
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError
-from kvdist.kernels.choice import choose
-from kvdist.kernels.loading import Loader
+from kvdist.kernels.cpu import Loader, choose
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer import Updater, create
 
@@ -177,8 +176,8 @@ import sys
 {before}
 import numpy as np
 from kvdist.dtypes import DType
-from kvdist.kernels.choice import choose
-from kvdist.kernels.loading import LOADER
+from kvdist.kernels.cpu import choose
+from kvdist.kernels.cpu import LOADER
 out = np.empty(1 << 20, np.float32)
 kernels = choose({setting!r})
 kernels.weighted_sum([np.ones(1 << 20, np.float32)] * 3, [1.0] * 3, DType.FLOAT32, out)

@@ -38,7 +38,8 @@ def updated(updater, weight, seed, dtype=F32, index="w", count=2, rates=(0.05, 0
     """One update as a server makes it: into another array than the present one. Returns that."""
     out = np.full_like(weight, 77) if kept is None else kept
     grads = [drawn(1000 * seed + i, dtype, weight.size) for i in range(count)]
-    updater.update(index, weight, grads, [0.5, 1.0, 0.25][:count], dtype, out, *rates, extent)
+    extent = Extent(index, (weight.size,)) if extent is None else extent
+    updater.update_together([Piece(index, weight, grads, [0.5, 1.0, 0.25][:count], out, extent)], dtype, *rates)
     return out
 
 
@@ -82,9 +83,8 @@ def test_awkward_sizes_do_not_disturb_each_other(size):
 
 def test_no_contribution_is_a_gradient_of_zeros_there_too():
     out = np.empty(3, np.float32)
-    DeviceUpdater(create("sgd", learning_rate=0.5, wd=0.5), NumpyDevice()).update(
-        "a", np.ones(3, np.float32), [], [], F32, out
-    )
+    updater = DeviceUpdater(create("sgd", learning_rate=0.5, wd=0.5), NumpyDevice())
+    updater.update_together([Piece("a", np.ones(3, np.float32), [], [], out, Extent("a", (3,)))], F32)
     np.testing.assert_array_equal(out, np.full(3, 0.75))
 
 
@@ -155,9 +155,11 @@ def test_a_refused_update_changes_nothing_and_the_next_one_is_right(changes, err
     here, there = Updater(create("adam")), DeviceUpdater(create("adam"), NumpyDevice())
     weight = np.ones(3, np.float32)
     ours, theirs = updated(there, weight, 0), updated(here, weight, 0)
-    arguments = {"weight": ours, "contributions": [weight], "scales": [1.0], "dtype": F32, "out": np.ones_like(weight)}
+    numbers = {"dtype": F32, "lr": None} | {name: changes[name] for name in ("dtype", "lr") if name in changes}
+    arrays = {"weight": ours, "contributions": [weight], "scales": [1.0], "out": np.ones_like(weight)}
+    arrays |= {name: value for name, value in changes.items() if name in arrays}
     with pytest.raises(error, match=words):
-        there.update("w", **(arguments | changes))
+        there.update_together([Piece("w", **arrays, extent=Extent("w", (3,)))], **numbers)
     require_equal_states(there, here)
     assert updated(there, ours, 1).tobytes() == updated(here, theirs, 1).tobytes()
 

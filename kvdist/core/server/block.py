@@ -391,10 +391,11 @@ def apply_round(
     require_optimizer(first.key, first.round.policy, updater)
     lr, wd = agreed_settings(first.key, spoken)
     optimizer = None if updater is None else updater.optimizer
-    targets = [block.pool.take() for block in blocks]
-    pieces = []
-    for block, own, target in zip(blocks, present, targets, strict=True):
+    targets, pieces = [], []
+    for block, own in zip(blocks, present, strict=True):
         assert block.published is not None
+        target = block.pool.take()
+        targets.append(target)
         scales = [scale_of(contribution, total, optimizer) for contribution in own]
         values = [contribution.values for contribution in own]
         extent = block.extents[0] if len(block.extents) == 1 else Extent(block, (block.pool.size,))
