@@ -383,8 +383,9 @@ def apply_round(
     Raises:
         OptimizerMismatch, PushRefused: they cannot be applied, and the values stay as they were.
     """
-    first, total = blocks[0], len(rounds[0])
-    present = [[contribution for contribution in own if not contribution.is_empty] for own in rounds]
+    first, present = blocks[0], []
+    for own in rounds:
+        present.append([contribution for contribution in own if not contribution.is_empty])
     spoken = next(filter(None, present), None)
     if spoken is None:
         return
@@ -392,19 +393,20 @@ def apply_round(
     lr, wd = agreed_settings(first.key, spoken)
     optimizer = None if updater is None else updater.optimizer
     targets, pieces = [], []
-    for block, own in zip(blocks, present, strict=True):
-        assert block.published is not None
-        target = block.pool.take()
-        targets.append(target)
-        scales = [scale_of(contribution, total, optimizer) for contribution in own]
-        values = [contribution.values for contribution in own]
-        extent = block.extents[0] if len(block.extents) == 1 else Extent(block, (block.pool.size,))
-        pieces.append(Piece(block, block.published.array, values, scales, target.array, extent))
     try:
+        for block, own in zip(blocks, present, strict=True):
+            assert block.published is not None
+            target = block.pool.take()
+            targets.append(target)
+            scales = [scale_of(contribution, len(rounds[0]), optimizer) for contribution in own]
+            values = [contribution.values for contribution in own]
+            if updater is None:
+                block.kernels.weighted_sum(values, scales, block.dtype, target.array)
+                continue
+            extent = block.extents[0] if len(block.extents) == 1 else Extent(block, (block.pool.size,))
+            pieces.append(Piece(block, block.published.array, values, scales, target.array, extent))
         if updater is not None:
             updater.update_together(pieces, first.dtype, lr, wd)
-        else:
-            first.kernels.weighted_sum(pieces[0].contributions, pieces[0].scales, first.dtype, pieces[0].out)
     except (TypeError, ValueError) as error:
         for block, target in zip(blocks, targets, strict=True):
             block.pool.give_back(target)

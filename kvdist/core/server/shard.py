@@ -506,7 +506,10 @@ class DenseShard(Shard[Block]):
 
     def _apply(self, blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]]) -> None:
         self.apply(blocks, rounds, self._updaters.get(blocks[0].store))
-        self._traffic.summed += sum([one.values.nbytes for own in rounds for one in own if not one.is_empty])
+        for contributions in rounds:
+            for contribution in contributions:
+                if not contribution.is_empty:
+                    self._traffic.summed += contribution.values.nbytes
 
     def _answer(self, block: Block, contribution: Contribution) -> None:
         if contribution.silent:
