@@ -18,18 +18,24 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdist.core.worker.requests import KeyInfo
+from kvdist.kernels.interface import Kernels
+from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows
 from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.values import Bits, Key, Keys, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 from kvdist.runtime.waits import AwaitedFuture
+
+if TYPE_CHECKING:
+    from kvdist.kvstore.compression import StoreCompression
 
 SAMPLES_MAX = (1 << 32) - 1
 """A message has four bytes for it."""
@@ -139,46 +145,6 @@ class TableTransfers(Protocol):
 # What else a backend is asked for.
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateBy:
-    """Sums are gradients for this optimizer from now on. It follows the same rule as the one before."""
-
-    optimizer: Optimizer
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateByFunction:
-    """A function changes the values from now on."""
-
-    function: UpdaterFunction
-
-
-@dataclass(frozen=True, slots=True)
-class Compress:
-    """Keys that are initialised from now on are compressed; the parameters are the caller's."""
-
-    params: Mapping[str, Any]
-
-
-class Hint(enum.Enum):
-    """What is known about keys before their `init`."""
-
-    UNCOMPRESSED = enum.auto()
-    UNKEPT = enum.auto()
-    EXPECTS_ROWS = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class KeyHint:
-    """A hint for keys that are not initialised yet."""
-
-    hint: Hint
-    keys: Sequence[Key]
-
-
-Configuration: TypeAlias = UpdateBy | UpdateByFunction | Compress | KeyHint
-
-
 class Reduction(enum.Enum):
     """What `Backend.reduce` makes of the workers' arrays."""
 
@@ -217,14 +183,6 @@ class LoadJob:
     states: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class StatesInMemory:
-    """The optimizer's states of keys: to be read by `save`, or to replace those of the store by `load`."""
-
-    keys: Sequence[Key]
-    states: Sequence[SliceState | None] = ()
-
-
 class Backend(abc.ABC):
     """A kind of store.
 
@@ -233,10 +191,13 @@ class Backend(abc.ABC):
         rank: this worker's number.
         num_workers, num_servers: of the store.
         devices: the GPUs that it uses; None where values of GPUs are brought to the host.
+        kernels: what does the arithmetic on the host.
 
     Attributes:
+        keys: the initialised keys.
+        compression: what encodes pushes; None while nothing does.
+        uncompressed: keys that travel as they are.
         errors: of pushes without a future; the next call raises them.
-        table_keys: the keys that are tables of rows are those of its `tables`.
         rows: moves rows of tables; None without `Ability.ROWS`.
     """
 
@@ -249,6 +210,7 @@ class Backend(abc.ABC):
         num_workers: int = 1,
         num_servers: int = 0,
         devices: Devices | None = None,
+        kernels: Kernels = REFERENCE,
     ) -> None:
         self.type = type_name
         self.rank = rank
@@ -256,7 +218,10 @@ class Backend(abc.ABC):
         self.num_servers = num_servers
         self.devices = devices or Devices()
         self.errors: deque[BaseException] = deque()
-        self.table_keys = KeyTable()
+        self.kernels = kernels
+        self.keys = KeyTable()
+        self.compression: StoreCompression | None = None
+        self.uncompressed: set[Key] = set()
         self.rows: TableTransfers | None = None
 
     def require_able(self, ability: Ability) -> None:
@@ -271,18 +236,13 @@ class Backend(abc.ABC):
         """What updates the values; None while a sum replaces a value, or a function changes it."""
 
     @property
-    @abc.abstractmethod
-    def num_keys(self) -> int:
-        """How many keys are initialised."""
-
-    @property
     def holdings(self) -> str:
         """What a store's `repr` says of its keys, such as ``6 keys``."""
-        return f"{self.num_keys} keys"
+        return f"{len(self.keys)} keys"
 
-    @abc.abstractmethod
     def require(self, key: Key) -> object:
         """Raises `KeyNotInitialised` for a key that is not initialised."""
+        return self.keys[key]
 
     @abc.abstractmethod
     def declare(self, given: KeyArrays) -> None:
@@ -305,16 +265,57 @@ class Backend(abc.ABC):
         """Wait until every worker is here, and check that all make the same statement."""
 
     @abc.abstractmethod
-    def configure(self, what: Configuration) -> None:
-        """Use an optimizer, a function or compression, or take a hint about keys."""
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Take sums for gradients of this optimizer. It follows the same rule as the one before."""
+
+    def set_updater(self, function: UpdaterFunction) -> None:
+        """Let a function change the values; see `Ability.UPDATER`."""
+        raise NotImplementedError
+
+    def compress(self, params: Mapping[str, Any]) -> None:
+        """Compress keys that are initialised from now on; a second call must ask for the same."""
+        from kvdist.kvstore.compression import StoreCompression  # a feature at a seam: loaded where it is used
+
+        with self.reporting():
+            chosen = StoreCompression(params, self.uncompressed, self.kernels)
+            self.require_compression(chosen)
+            if self.compression is not None:
+                self.compression.require_equal(chosen)
+                return
+            chosen.require_no_keys(self.keys.infos)
+        self.meet(statement=chosen.statement)
+        self.compression = chosen
+
+    def require_compression(self, chosen: StoreCompression) -> None:  # noqa: B027  # most compress in all ways
+        """Raises a `ValueError` where the store cannot compress so."""
+
+    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
+        """Let keys travel as they are."""
+        if self.compression is not None:
+            self.compression.require_uncompressed(keys, self.keys.infos)
+        self.uncompressed.update(keys)
+
+    def leave_unkept(self, keys: Sequence[Key]) -> None:  # noqa: B027  # a hint may be ignored
+        """A hint: see `KVStore.leave_unkept`."""
+
+    def expect_rows(self, keys: Sequence[Key]) -> None:  # noqa: B027  # a hint may be ignored
+        """A hint: see `KVStore.expect_rows`."""
 
     @abc.abstractmethod
-    def save(self, job: SaveJob | StatesInMemory) -> Any:
-        """Write a checkpoint, a future of its folder; or return states."""
+    def save(self, job: SaveJob) -> Future[Path]:
+        """Write a checkpoint; a future of its folder."""
 
     @abc.abstractmethod
-    def load(self, job: LoadJob | StatesInMemory) -> Any:
-        """Read a checkpoint, which is returned; or take states."""
+    def load(self, job: LoadJob) -> Any:
+        """Read a checkpoint, which is returned."""
+
+    @abc.abstractmethod
+    def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        """The optimizer's states of keys, copies."""
+
+    @abc.abstractmethod
+    def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        """Give the optimizer these states in place of its own."""
 
     @abc.abstractmethod
     def close(self, wait: bool) -> None:

@@ -34,18 +34,12 @@ from kvdist.kvstore.backend import (
     PLAIN,
     Ability,
     Backend,
-    Compress,
-    Hint,
-    KeyHint,
     Lending,
     LoadJob,
     PushOptions,
     PushPull,
     Reduction,
     SaveJob,
-    StatesInMemory,
-    UpdateBy,
-    UpdateByFunction,
 )
 from kvdist.kvstore.registry import require_body, require_head
 from kvdist.kvstore.sparse import MixedTransfers
@@ -157,7 +151,7 @@ class KVStore(KVStoreBase):
             ValueError: one of them is initialised, and compressed.
         """
         self._begin()
-        self._backend.configure(KeyHint(Hint.UNCOMPRESSED, keys))
+        self._backend.leave_uncompressed(keys)
 
     def leave_unkept(self, keys: Sequence[Key]) -> None:
         """A hint, before their `init`: sums of these keys go to the callers of `pushpull`, and no call pulls them.
@@ -165,7 +159,7 @@ class KVStore(KVStoreBase):
         A store that would keep a copy for `pull` alone can do without.
         """
         self._begin()
-        self._backend.configure(KeyHint(Hint.UNKEPT, keys))
+        self._backend.leave_unkept(keys)
 
     def expect_rows(self, keys: Sequence[Key]) -> None:
         """A hint, before their `init`, the same on every worker: most gradients of these keys are a few rows.
@@ -173,7 +167,7 @@ class KVStore(KVStoreBase):
         The store ``hybrid`` keeps such keys on servers.
         """
         self._begin()
-        self._backend.configure(KeyHint(Hint.EXPECTS_ROWS, keys))
+        self._backend.expect_rows(keys)
 
     # Values.
 
@@ -443,7 +437,7 @@ class KVStore(KVStoreBase):
                     f"this store updates its values with {present}; it cannot be changed to {chosen}. Create a second"
                     " store for that"
                 )
-        self._backend.configure(UpdateBy(chosen))
+        self._backend.set_optimizer(chosen)
 
     def set_updater(self, updater: UpdaterFunction) -> None:
         """Let a function update the values: ``fn(key, received, stored)`` changes `stored` in place.
@@ -456,7 +450,7 @@ class KVStore(KVStoreBase):
         self._begin(Ability.UPDATER)
         if not callable(updater):
             raise TypeError(f"an updater is a function of (key, received, stored), not {type(updater).__name__}")
-        self._backend.configure(UpdateByFunction(updater))
+        self._backend.set_updater(updater)
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress what is pushed from now on: keys of float32 travel in fewer bytes.
@@ -475,7 +469,7 @@ class KVStore(KVStoreBase):
             InitMismatch: another worker gave other parameters.
         """
         self._begin(Ability.COMPRESSION)
-        self._backend.configure(Compress(compression_params))
+        self._backend.compress(compression_params)
 
     def send_command_to_servers(self, head: int, body: str = "") -> None:
         """Let every server run the handler that is registered there for `head`; returns when all have.
@@ -535,8 +529,7 @@ class KVStore(KVStoreBase):
                 looked at its future.
         """
         self._begin()
-        saved: Future[Path] = self._backend.save(SaveJob(directory, step, state, keep, names))
-        return saved
+        return self._backend.save(SaveJob(directory, step, state, keep, names))
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
@@ -599,8 +592,7 @@ class KVStore(KVStoreBase):
             PushRefused: pushes of this worker are under way, or there is no optimizer.
         """
         self._begin(Ability.STATES)
-        states: list[SliceState | None] = self._backend.save(StatesInMemory(keys))
-        return states
+        return self._backend.states(keys)
 
     def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         """Give the optimizer these states in place of its own. The values stay.
@@ -617,7 +609,7 @@ class KVStore(KVStoreBase):
             PushRefused: they do not fit, or there is no optimizer.
         """
         self._begin(Ability.STATES)
-        self._backend.load(StatesInMemory(keys, states))
+        self._backend.replace_states(keys, states)
 
     # The store.
 
@@ -653,7 +645,7 @@ class KVStore(KVStoreBase):
             raise backend.errors.popleft()
 
     def _transfer(self, call: PushPull) -> Future[Any]:
-        if self._backend.table_keys.tables:
+        if self._backend.keys.tables:
             return self._mixed.transfer(call)
         return self._backend.transfer(call)
 

@@ -41,21 +41,13 @@ from kvdist.kvstore.allreduce import (
 from kvdist.kvstore.backend import (
     Ability,
     Backend,
-    Compress,
-    Configuration,
-    Hint,
-    KeyHint,
     Lending,
     LoadJob,
     PushPull,
     Reduction,
     SaveJob,
-    StatesInMemory,
-    UpdateBy,
-    UpdateByFunction,
     resolved,
 )
-from kvdist.kvstore.compression import StoreCompression
 from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, alone, as_dense, is_sparse
 from kvdist.kvstore.local import LocalBackend
 from kvdist.kvstore.placement import Devices, Matched
@@ -64,9 +56,11 @@ from kvdist.kvstore.values import Key, Keys, UpdaterFunction, Value
 from kvdist.naming import name_of
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.optimizer.compression import Half
+from kvdist.optimizer.states import SliceState
 
 if TYPE_CHECKING:
-    from kvdist.kvstore.checkpoints import Held, WorkerSaving
+    from kvdist.kvstore.checkpoints import Checkpoint, CheckpointFuture, Held, WorkerSaving
+    from kvdist.kvstore.compression import StoreCompression
 
 ROWS_ADVICE = (
     "tables of rows need servers, which this store does not have: use 'hybrid', which keeps them on servers and sums"
@@ -106,22 +100,18 @@ class CollectiveBackend(Backend):
         predivide: float = 1.0,
     ) -> None:
         self._ranks = ranks = Ranks(engine, number, store)
-        super().__init__(type_name, ranks.rank, ranks.num_workers, devices=devices)
+        super().__init__(type_name, ranks.rank, ranks.num_workers, devices=devices, kernels=kernels)
         abilities = {Ability.UPDATER, Ability.COMPRESSION, Ability.STATES}
         self.abilities = frozenset(abilities | {Ability.OPTIMIZER} if updates else abilities)
         self._leave = leave
-        self._keys = CollectiveKeys(self.devices)
+        self.keys: CollectiveKeys = CollectiveKeys(self)
         self._local = LocalBackend("device", kernels, self.devices)
-        self._values = ReplicatedValues(self._keys, ranks, self._local, predivide)
+        self._values = ReplicatedValues(self.keys, ranks, self._local, predivide)
         self._saving: WorkerSaving | None = None
 
     @property
     def optimizer(self) -> Optimizer | None:
         return self._values.optimizer
-
-    @property
-    def num_keys(self) -> int:
-        return len(self._keys)
 
     def num_dead_nodes(self) -> int:
         return int(self._ranks.has_lost)
@@ -131,20 +121,17 @@ class CollectiveBackend(Backend):
 
     # Keys.
 
-    def require(self, key: Key) -> object:
-        return self._keys[key]
-
     def declare(self, given: KeyArrays) -> None:
         with self.reporting():
-            fresh = self._keys.fresh(given)
-        self._values.place([(one, array, []) for one, array in self._keys.agreed(fresh, self._ranks.agree)])
+            fresh = self.keys.fresh(given)
+        self._values.place([(one, array, []) for one, array in self.keys.agreed(fresh, self._ranks.agree)])
 
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
         with self.reporting():
-            fresh = self._keys.fresh(given)
-        self._keys.agreed(fresh, self._ranks.agree)
+            fresh = self.keys.fresh(given)
+        self.keys.agreed(fresh, self._ranks.agree)
         with self.reporting():
-            places = {info.key: own for info, own in self._keys.writable(key, out)}
+            places = {info.key: own for info, own in self.keys.writable(key, out)}
         self._settle()
         self._values.place([(one, arrays[0], places.get(one, [])) for one, arrays in given])
 
@@ -163,11 +150,11 @@ class CollectiveBackend(Backend):
     def _matched(self, call: PushPull) -> list[tuple[KeyInfo, list[Any], list[Any]]]:
         """The keys of a push, what is given for each, and where its sum goes."""
         if not call.pulls:
-            return [(info, arrays, []) for info, arrays in self._keys.contributed(call.key, call.value)]
+            return [(info, arrays, []) for info, arrays in self.keys.contributed(call.key, call.value)]
         if call.out is None and not holds_rows(call.value):
-            return [(info, arrays, arrays) for info, arrays in self._keys.writable(call.key, call.value)]
-        given = self._keys.contributed(call.key, call.value)
-        out = self._keys.writable(call.key, call.value if call.out is None else call.out)
+            return [(info, arrays, arrays) for info, arrays in self.keys.writable(call.key, call.value)]
+        given = self.keys.contributed(call.key, call.value)
+        out = self.keys.writable(call.key, call.value if call.out is None else call.out)
         return [(info, arrays, places) for (info, arrays), (_, places) in zip(given, out, strict=True)]
 
     # All workers together.
@@ -181,23 +168,23 @@ class CollectiveBackend(Backend):
     def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
         return self._ranks.reduce(arrays, how)
 
-    def configure(self, what: Configuration) -> None:
-        match what:
-            case UpdateBy(optimizer):
-                self._ranks.agree(f"the optimizer {optimizer.describe()}")
-                self._values.update_by(optimizer)
-            case UpdateByFunction(function):
-                self._settle()
-                self._values.call(function)
-            case Compress(params):
-                with self.reporting():
-                    compression = self._keys.compress(params, self.type)
-                self._ranks.agree(compression.statement)
-                self._keys.compression = compression
-            case KeyHint(Hint.UNCOMPRESSED, keys):
-                self._keys.leave_uncompressed(keys)
-            case KeyHint(Hint.UNKEPT, keys):
-                self._values.unkept.update(one for one in keys if one not in self._keys.infos)
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        self._ranks.agree(f"the optimizer {optimizer.describe()}")
+        self._values.update_by(optimizer)
+
+    def set_updater(self, function: UpdaterFunction) -> None:
+        self._settle()
+        self._values.call(function)
+
+    def require_compression(self, chosen: StoreCompression) -> None:
+        if not isinstance(chosen.compression.codec, Half):
+            raise ValueError(
+                f"the store {self.type!r} sums while values travel, so it compresses by 'fp16' or 'bf16' alone, not by"
+                f" {chosen.compression}; 'dist' does the others"
+            )
+
+    def leave_unkept(self, keys: Sequence[Key]) -> None:
+        self._values.unkept.update(one for one in keys if one not in self.keys)
 
     # Files.
 
@@ -207,23 +194,27 @@ class CollectiveBackend(Backend):
     def check(self) -> None:
         """Return: a call can be made."""
 
-    def save(self, job: SaveJob | StatesInMemory) -> Any:
+    def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         self._settle()
-        if isinstance(job, StatesInMemory):
-            with self._values.lock:
-                return self._local.save(job)
+        with self._values.lock:
+            return self._local.states(keys)
+
+    def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        self._settle()
+        with self._values.lock:
+            self._local.replace_states(keys, states)
+
+    def save(self, job: SaveJob) -> CheckpointFuture:
+        self._settle()
         return self._files().save(job)
 
-    def load(self, job: LoadJob | StatesInMemory) -> Any:
+    def load(self, job: LoadJob) -> Checkpoint:
         self._settle()
-        if isinstance(job, StatesInMemory):
-            with self._values.lock:
-                return self._local.load(job)
         if not job.values:
             saved = self._files().saved_optimizer(job)
             if self.optimizer is None and saved is not None:
                 self.require_able(Ability.OPTIMIZER)
-                self.configure(UpdateBy(saved))
+                self.set_optimizer(saved)
         # Not under the lock: the engine's thread takes it for what other threads push, and only then lets ranks agree.
         files = self._files()
         checkpoint, held, found = files.read(job)
@@ -265,17 +256,14 @@ class CollectiveKeys(KeyTable):
     """The keys of one store, and how their values travel.
 
     Args:
-        devices: the GPUs that it uses.
+        backend: the store's: has its GPUs and compression.
     """
 
-    def __init__(self, devices: Devices) -> None:
+    def __init__(self, backend: Backend) -> None:
         super().__init__()
         self.types: dict[Key, tuple[torch.dtype, torch.dtype]] = {}
         """Of a key's values, and that in which they travel."""
-        self.compression: StoreCompression | None = None
-        """By a half, as which values travel."""
-        self._uncompressed: set[Key] = set()
-        self._devices = devices
+        self._backend = backend
 
     def fresh(self, given: KeyArrays) -> Sequence[Fresh]:
         """Those that are new, with what this worker says of them.
@@ -288,8 +276,8 @@ class CollectiveKeys(KeyTable):
             if any(isinstance(array, LazyRows) or is_sparse(array) for array in arrays):
                 raise TypeError(f"{name_of(one)}: {ROWS_ADVICE}")
         fresh = self.undeclared(given)
-        if self.compression is not None:
-            self.compression.require((one, dtype) for one, _, _, dtype, _ in fresh)
+        if self._backend.compression is not None:
+            self._backend.compression.require((one, dtype) for one, _, _, dtype, _ in fresh)
         return fresh
 
     def agreed(self, fresh: Sequence[Fresh], agree: Agree) -> list[tuple[Key, Any]]:
@@ -301,45 +289,24 @@ class CollectiveKeys(KeyTable):
         if fresh:
             said = [f"key {one!r}: {dtype.label} of shape {shape}" for one, _, shape, dtype, _ in fresh]
             agree("\n".join(said), first_difference)
+        compression = self._backend.compression
         for new in fresh:
             one, first, _, dtype, _ = new
             self.add(alone(new), first)
-            wire = dtype if self.compression is None else self.compression.sent_as(one, dtype)
+            wire = dtype if compression is None else compression.sent_as(one, dtype)
             self.types[one] = dtype_of(dtype.label), dtype_of(wire.label)
         return [(one, first) for one, first, *_ in fresh]
 
     def contributed(self, key: Keys, value: Value) -> Matched:
         """The keys of a call with what is given for them, which fits; rows as arrays."""
         pairs = values.pairs(key, value)
-        return self.matched([(one, [as_dense(one, array, self._devices) for array in arrays]) for one, arrays in pairs])
+        return self.matched(
+            [(one, [as_dense(one, array, self._backend.devices) for array in arrays]) for one, arrays in pairs]
+        )
 
     def writable(self, key: Keys, out: Value) -> Matched:
         """The keys of a call with where it wants its results, which fits."""
         return self.matched(values.pairs(key, out), writable=True)
-
-    def compress(self, params: Mapping[str, Any], store_type: str) -> StoreCompression:
-        """The compression that is meant.
-
-        Raises:
-            TypeError, ValueError: none is, or one that comes too late, or one that cannot be summed on its way.
-        """
-        chosen = StoreCompression(params, self._uncompressed, REFERENCE)
-        if not isinstance(chosen.compression.codec, Half):
-            raise ValueError(
-                f"the store {store_type!r} sums while values travel, so it compresses by 'fp16' or 'bf16' alone, not by"
-                f" {chosen.compression}; 'dist' does the others"
-            )
-        if self.compression is None:
-            chosen.require_no_keys(self.infos)
-            return chosen
-        self.compression.require_equal(chosen)
-        return self.compression
-
-    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
-        """Let these keys travel as they are."""
-        if self.compression is not None:
-            self.compression.require_uncompressed(keys, self.infos)
-        self._uncompressed.update(keys)
 
 
 def first_difference(all_said: list[str]) -> str:
@@ -400,13 +367,13 @@ class ReplicatedValues:
         """From now on sums are gradients."""
         own = copy.copy(optimizer)
         with self.lock:
-            self._local.configure(UpdateBy(own))
+            self._local.set_optimizer(own)
         self.optimizer, self._own, self._has_updater = optimizer, own, True
 
     def call(self, updater: UpdaterFunction) -> None:
         """From now on a function changes the values."""
         with self.lock:
-            self._local.configure(UpdateByFunction(updater))
+            self._local.set_updater(updater)
         self.optimizer, self._own, self._has_updater = None, None, True
 
     def pull(self, call: PushPull) -> Future[Any]:

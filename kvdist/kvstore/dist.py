@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,21 +35,15 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.backend import (
     Ability,
     Backend,
-    Compress,
-    Configuration,
-    Hint,
-    KeyHint,
     Lending,
     LoadJob,
     PushPull,
     Reduction,
     SaveJob,
-    StatesInMemory,
-    UpdateBy,
     resolved,
 )
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.keys import Fresh, KeyArrays, KeyTable, require_no_tables, require_sendable
+from kvdist.kvstore.keys import Fresh, KeyArrays, require_no_tables, require_sendable
 from kvdist.kvstore.metrics import MetricsExchange
 from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.push_pull import ArrayTransfers
@@ -57,13 +52,13 @@ from kvdist.kvstore.sparse import MixedTransfers, RowTransfers
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.states import SliceState
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
 from kvdist.protocol.messages import Command, Configure
 from kvdist.runtime.cluster import Cluster
 
 if TYPE_CHECKING:
-    from kvdist.kvstore.checkpoints import ServerSaving
-    from kvdist.kvstore.compression import StoreCompression
+    from kvdist.kvstore.checkpoints import Checkpoint, ServerSaving
 
 LOG = logging.getLogger("kvdist")
 
@@ -93,16 +88,13 @@ class DistBackend(Backend):
         devices: Devices | None = None,
     ) -> None:
         config = cluster.config
-        super().__init__(type_name, cluster.rank, config.num_workers, config.num_servers, devices)
+        super().__init__(type_name, cluster.rank, config.num_workers, config.num_servers, devices, kernels)
         self._policy = policy
         self._cluster = cluster
-        self._kernels = kernels
         self._number = cluster.open_store()
-        self._keys = self.table_keys = KeyTable()
         self.devices.pin_with(lambda device: cluster.memory.pin(device.pin))
-        self._arrays = ArrayTransfers(cluster, self._keys, policy, kernels, self, self._require_usable)
+        self._arrays = ArrayTransfers(cluster, policy, self, self._require_usable)
         self._rows = self.rows = RowTransfers(cluster, self._arrays)
-        self._uncompressed: set[Key] = set()
         self._barrier_lock = threading.Lock()
         self._is_closed = False
         self._metrics = MetricsExchange(lambda: KVStore(DistBackend("dist", SYNC, cluster, kernels)))
@@ -112,32 +104,25 @@ class DistBackend(Backend):
     def optimizer(self) -> Optimizer | None:
         return self._arrays.optimizer
 
-    @property
-    def num_keys(self) -> int:
-        return len(self._keys)
-
     def num_dead_nodes(self) -> int:
         return int(isinstance(self._cluster.node.failure, PeerLostError))
-
-    def require(self, key: Key) -> object:
-        return self._keys[key]
 
     # Keys.
 
     def declare(self, given: KeyArrays) -> None:
-        fresh = self._keys.undeclared(given)
+        fresh = self.keys.undeclared(given)
         if not fresh:
             return
         require_sendable(fresh)
         infos = self._agreed(fresh)
-        compression = self._arrays.compression
+        compression = self.compression
         if compression is not None:
             infos = [replace(one, is_compressed=not one.form and compression.covers(one.key)) for one in infos]
-        before = self._keys.nbytes
+        before = self.keys.nbytes
         for info, (_, array, *_) in zip(infos, fresh, strict=True):
-            self._keys.add(info, array)
+            self.keys.add(info, array)
         padding_max = ALIGNMENT_BYTES * sum(len(info.slices) for info in infos if not info.form)
-        self._cluster.under_way.grow(self._keys.nbytes - before + padding_max)
+        self._cluster.under_way.grow(self.keys.nbytes - before + padding_max)
         mine = [(info, array) for info, (_, array, *_) in zip(infos, fresh, strict=True) if info.giver == self.rank]
         arrays = [(info.key, array) for info, array in mine if not info.form]
         if arrays:
@@ -157,7 +142,7 @@ class DistBackend(Backend):
 
     def _pulled_as(self, names: Sequence[Key], dtypes: Sequence[DType], forms: Sequence[str]) -> tuple[DType, ...]:
         """In which types values come back: tables of rows, of which little travels, as they are."""
-        compression = self._arrays.compression
+        compression = self.compression
         if compression is None:
             return ()
         fresh = list(zip(names, dtypes, forms, strict=True))
@@ -165,8 +150,8 @@ class DistBackend(Backend):
         return tuple(dtype if form else compression.pulled_as(key, dtype) for key, dtype, form in fresh)
 
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
-        replaced = [(one, arrays[0]) for one, arrays in given if one in self._keys and arrays]
-        require_no_tables(self._keys.tables, replaced)
+        replaced = [(one, arrays[0]) for one, arrays in given if one in self.keys and arrays]
+        require_no_tables(self.keys.tables, replaced)
         self.declare(given)
         if replaced:
             # The pull waits for this worker's pushes to be counted, so between the two barriers no push is under way,
@@ -174,20 +159,20 @@ class DistBackend(Backend):
             self._pull([one for one, _ in replaced], None, 0)
             self.check()
             self.meet()
-            mine = [(one, array) for one, array in replaced if self._keys[one].giver == self.rank]
+            mine = [(one, array) for one, array in replaced if self.keys[one].giver == self.rank]
             if mine:
                 self._arrays.give(RunKind.REPLACE, mine)
             # Values that were shown may have been written to: this call is how such a change becomes everybody's.
             with self._barrier_lock:
                 forget = self._cluster.memory.forget_shown
                 self._cluster.wait(self._arrays.submit(lambda number: EnterBarrier(number, self._number), forget))
-            if self._arrays.compression is not None:
-                self._arrays.compression.forget(one for one, _ in replaced)
+            if self.compression is not None:
+                self.compression.forget(one for one, _ in replaced)
         self._pull(key, out, priority)
 
     def _pull(self, key: Keys, out: Value | None, priority: int) -> None:
         call = PushPull(key, None, out, priority, Lending.EVERYTHING, pushes=False)
-        self._cluster.wait((MixedTransfers(self) if self._keys.tables else self).transfer(call))
+        self._cluster.wait((MixedTransfers(self) if self.keys.tables else self).transfer(call))
         if self.errors:
             raise self.errors.popleft()
 
@@ -229,41 +214,22 @@ class DistBackend(Backend):
     def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
         return self._metrics.reduce(arrays, how)
 
-    def configure(self, what: Configuration) -> None:
-        match what:
-            case UpdateBy(optimizer):
-                if self._arrays.optimizer is None:
-                    self._arrays.ask(lambda number: Configure(number, self._number, optimizer.describe()))
-                self._arrays.optimizer = optimizer
-            case Compress(params):
-                from kvdist.kvstore.compression import StoreCompression  # a feature at a seam: loaded where it is used
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        if self._arrays.optimizer is None:
+            self._arrays.ask(lambda number: Configure(number, self._number, optimizer.describe()))
+        self._arrays.optimizer = optimizer
 
-                self._compress(StoreCompression(params, self._uncompressed, self._kernels))
-            case KeyHint(Hint.UNCOMPRESSED, keys):
-                if self._arrays.compression is not None:
-                    self._arrays.compression.require_uncompressed(keys, self._keys.infos)
-                self._uncompressed.update(keys)
-
-    def _compress(self, compression: StoreCompression) -> None:
-        if self._arrays.compression is not None:
-            self._arrays.compression.require_equal(compression)
-            return
-        compression.require_no_keys(self._keys.infos)
-        self.meet(statement=compression.statement)
-        self._arrays.compression = compression
-        self._cluster.node.submit(lambda number: UseKernels(number, self._kernels))
+    def compress(self, params: Mapping[str, Any]) -> None:
+        super().compress(params)
+        self._cluster.node.submit(lambda number: UseKernels(number, self.kernels))
 
     def command(self, head: int, body: str) -> None:
         self._arrays.ask(lambda number: Command(number, head, body))
 
     # Files.
 
-    def save(self, job: SaveJob | StatesInMemory) -> Any:
-        if isinstance(job, StatesInMemory):
-            from kvdist.kvstore.checkpoints import pull_states
-
-            return pull_states(self._arrays.ask, *self._with_states(job.keys))
-        return self._files().save(self._keys.all, job)
+    def save(self, job: SaveJob) -> Future[Path]:
+        return self._files().save(self.keys.all, job)
 
     def claim(self, job: SaveJob) -> None:
         """Make sure that a checkpoint can be saved there, as the first `save` does.
@@ -271,23 +237,28 @@ class DistBackend(Backend):
         Raises:
             CheckpointError: it cannot.
         """
-        self._files().claim(self._keys.all, job)
+        self._files().claim(self.keys.all, job)
 
-    def load(self, job: LoadJob | StatesInMemory) -> Any:
-        if isinstance(job, StatesInMemory):
-            from kvdist.kvstore.checkpoints import replace_states
+    def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        from kvdist.kvstore.checkpoints import pull_states
 
-            infos, optimizer = self._with_states(job.keys)
-            if self.rank == 0:
-                replace_states(self._arrays.ask, infos, job.states, optimizer)
-            return None
+        return pull_states(self._arrays.ask, *self._with_states(keys))
+
+    def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        from kvdist.kvstore.checkpoints import replace_states
+
+        infos, optimizer = self._with_states(keys)
+        if self.rank == 0:
+            replace_states(self._arrays.ask, infos, states, optimizer)
+
+    def load(self, job: LoadJob) -> Checkpoint:
         if not job.values:
             saved = self._files().saved_optimizer(job)
             if self.optimizer is None and saved is not None:
-                self.configure(UpdateBy(saved))
+                self.set_optimizer(saved)
         checkpoint = self._files().load(job)
-        if job.values and self._arrays.compression is not None:
-            self._arrays.compression.forget()
+        if job.values and self.compression is not None:
+            self.compression.forget()
         return checkpoint
 
     def _files(self) -> ServerSaving:
@@ -304,7 +275,7 @@ class DistBackend(Backend):
         optimizer = self._arrays.optimizer
         if optimizer is None:
             raise PushRefused("this store has no optimizer, so there are no states: call set_optimizer before")
-        infos = [self._keys[key] for key in keys]
+        infos = [self.keys[key] for key in keys]
         tables = [info.key for info in infos if info.form]
         if tables:
             raise PushRefused(f"{name_of(tables[0])} is a table of rows, whose states only a checkpoint has")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -26,17 +26,11 @@ from kvdist.kvstore import values
 from kvdist.kvstore.backend import (
     Ability,
     Backend,
-    Compress,
-    Configuration,
-    Hint,
-    KeyHint,
     Lending,
     LoadJob,
     PushPull,
     Reduction,
     SaveJob,
-    StatesInMemory,
-    UpdateBy,
     combined,
 )
 from kvdist.kvstore.collective import CollectiveBackend
@@ -65,7 +59,7 @@ class HybridBackend(Backend):
         self._servers = servers
         self._workers = workers
         self.errors = workers.errors = servers.errors
-        self.table_keys, self.rows = servers.table_keys, servers.rows
+        self.keys, self.rows = servers.keys, servers.rows
         self._on_servers: set[Key] = set()
         self._known: set[Key] = set()
 
@@ -74,12 +68,8 @@ class HybridBackend(Backend):
         return self._servers.optimizer
 
     @property
-    def num_keys(self) -> int:
-        return len(self._known)
-
-    @property
     def holdings(self) -> str:
-        return f"{len(self._on_servers & self._known)} of {self.num_keys} keys on servers"
+        return f"{len(self._on_servers & self._known)} of {len(self._known)} keys on servers"
 
     def num_dead_nodes(self) -> int:
         return max(self._servers.num_dead_nodes(), self._workers.num_dead_nodes())
@@ -172,48 +162,54 @@ class HybridBackend(Backend):
     def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
         return self._workers.reduce(arrays, how)
 
-    def configure(self, what: Configuration) -> None:
-        match what:
-            case UpdateBy():
-                self._servers.configure(what)
-                self._workers.configure(what)
-            case Compress() | KeyHint(Hint.UNCOMPRESSED):
-                self._workers.configure(what)
-                self._servers.configure(what)
-            case KeyHint(Hint.UNKEPT, keys):
-                self._workers.configure(replace(what, keys=[one for one in keys if one not in self._on_servers]))
-            case KeyHint(Hint.EXPECTS_ROWS, keys):
-                self._on_servers.update(one for one in keys if one not in self._known)
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        self._servers.set_optimizer(optimizer)
+        self._workers.set_optimizer(optimizer)
+
+    def compress(self, params: Mapping[str, Any]) -> None:
+        self._workers.compress(params)
+        self._servers.compress(params)
+
+    def leave_uncompressed(self, keys: Sequence[Key]) -> None:
+        self._workers.leave_uncompressed(keys)
+        self._servers.leave_uncompressed(keys)
+
+    def leave_unkept(self, keys: Sequence[Key]) -> None:
+        self._workers.leave_unkept([one for one in keys if one not in self._on_servers])
+
+    def expect_rows(self, keys: Sequence[Key]) -> None:
+        self._on_servers.update(one for one in keys if one not in self._known)
 
     def command(self, head: int, body: str) -> None:
         self._servers.command(head, body)
 
     # Files.
 
-    def save(self, job: SaveJob | StatesInMemory) -> Any:
-        if isinstance(job, StatesInMemory):
-            found: dict[Key, SliceState | None] = {}
-            for side, chosen in self._positions(job.keys):
-                keys = [job.keys[position] for position in chosen]
-                found.update(zip(keys, side.save(StatesInMemory(keys)), strict=True))
-            return [found[key] for key in job.keys]
+    def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        found: dict[Key, SliceState | None] = {}
+        for side, chosen in self._positions(keys):
+            own = [keys[position] for position in chosen]
+            found.update(zip(own, side.states(own), strict=True))
+        return [found[key] for key in keys]
+
+    def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        for side, chosen in self._positions(keys):
+            side.replace_states([keys[i] for i in chosen], [states[i] for i in chosen])
+
+    def save(self, job: SaveJob) -> Future[Path]:
         (first, folder), *others = self._folders(job.directory, "-workers" if job.states_only else "/workers")
         if not job.states_only and others:
             # Before the workers write what would stay if it were refused.
             self._servers.claim(replace(job, directory=folder))
         # Of a step that the servers have, the workers' part is there: it is written before, and goes away after.
         keep = job.keep + 1 if isinstance(job.keep, int) and job.keep > 0 else job.keep
-        for side, beside in others:
-            written = side.save(SaveJob(beside, job.step, keep=keep, states_only=job.states_only))
+        for _, beside in others:
+            written = self._workers.save(SaveJob(beside, job.step, keep=keep, states_only=job.states_only))
             if written.has_failed:
                 return written
         return first.save(replace(job, directory=folder))
 
-    def load(self, job: LoadJob | StatesInMemory) -> Any:
-        if isinstance(job, StatesInMemory):
-            for side, chosen in self._positions(job.keys):
-                side.load(StatesInMemory([job.keys[i] for i in chosen], [job.states[i] for i in chosen]))
-            return None
+    def load(self, job: LoadJob) -> Any:
         (first, folder), *others = self._folders(job.directory, "/workers" if job.values else "-workers")
         # The newest step is that of which both sides are complete: servers come last in saving, and first here.
         found = first.load(replace(job, directory=folder))

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdist.core.server.table_rows import TableRows, obstacle
@@ -24,22 +25,15 @@ from kvdist.kvstore import values
 from kvdist.kvstore.backend import (
     Ability,
     Backend,
-    Compress,
-    Configuration,
-    Hint,
-    KeyHint,
     Lending,
     LoadJob,
     PushOptions,
     PushPull,
     Reduction,
     SaveJob,
-    StatesInMemory,
-    UpdateBy,
-    UpdateByFunction,
     resolved,
 )
-from kvdist.kvstore.keys import Ids, KeyArrays, KeyTable, Rows, alone, as_dense, require_no_tables
+from kvdist.kvstore.keys import Ids, KeyArrays, Rows, alone, as_dense, require_no_tables
 from kvdist.kvstore.local_values import HostValue, LocalValue, Updaters, require_runs_on
 from kvdist.kvstore.placement import Devices, home_of, require_one_kind
 from kvdist.kvstore.registry import COMPRESSING_NAMES
@@ -49,10 +43,11 @@ from kvdist.kvstore.values import Bits, Key, Keys, UpdaterFunction, Value
 from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.initializer import initializer_from
+from kvdist.optimizer.states import SliceState
 from kvdist.protocol.messages import ROWS
 
 if TYPE_CHECKING:
-    from kvdist.kvstore.checkpoints import Held, WorkerSaving
+    from kvdist.kvstore.checkpoints import Checkpoint, Held, WorkerSaving
     from kvdist.kvstore.compression import StoreCompression
 
 Matched = list[tuple[LocalValue, list[Any]]]
@@ -71,13 +66,11 @@ class LocalBackend(Backend):
     abilities = frozenset({Ability.OPTIMIZER, Ability.UPDATER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES})
 
     def __init__(self, type_name: str, kernels: Kernels = REFERENCE, devices: Devices | None = None) -> None:
-        super().__init__(type_name, devices=devices)
-        self.arrays = LocalArrays(self.table_keys, kernels, self.devices)
+        super().__init__(type_name, devices=devices, kernels=kernels)
+        self.arrays = LocalArrays(self)
         self.rows: LocalRows = LocalRows(kernels, lambda: self.optimizer)
         if type_name not in COMPRESSING_NAMES:
             self.abilities = self.abilities - {Ability.COMPRESSION}
-        self._kernels = kernels
-        self._uncompressed: set[Key] = set()
         self._saving: WorkerSaving | None = None
 
     @property
@@ -85,19 +78,12 @@ class LocalBackend(Backend):
         updaters = self.arrays.updaters
         return None if updaters is None else updaters.optimizer
 
-    @property
-    def num_keys(self) -> int:
-        return len(self.table_keys)
-
-    def require(self, key: Key) -> object:
-        return self.table_keys[key]
-
     def declare(self, given: KeyArrays) -> None:
-        fresh = self.table_keys.undeclared(given)
+        fresh = self.keys.undeclared(given)
         tables = [(alone(one), one[1]) for one in fresh if one[-1]]
         arrays = [(alone(one), one[1]) for one in fresh if not one[-1]]
-        if self.arrays.compression is not None:
-            self.arrays.compression.require((info.key, info.dtype) for info, _ in arrays)
+        if self.compression is not None:
+            self.compression.require((info.key, info.dtype) for info, _ in arrays)
         if tables and self.arrays.function is not None:
             raise TypeError(
                 f"{tables[0][0].name} is a table of rows, which only an optimizer updates; this store has an"
@@ -108,7 +94,7 @@ class LocalBackend(Backend):
             self.rows.add(info, first)
         self.arrays.entries.update((value.key, value) for value in made)
         for info, first in [*tables, *arrays]:
-            self.table_keys.add(info, first)
+            self.keys.add(info, first)
 
     def transfer(self, call: PushPull) -> Future[Any]:
         """As of `Backend`: all of it is done when this returns."""
@@ -143,39 +129,22 @@ class LocalBackend(Backend):
     def meet(self, timeout: float | None = None, statement: str | None = None) -> None:
         """Return: this worker is the only one."""
 
-    def configure(self, what: Configuration) -> None:
-        match what:
-            case UpdateBy(optimizer):
-                self.rows.require_fit(optimizer)
-                self.arrays.set_optimizer(optimizer)
-            case UpdateByFunction(function):
-                if self.rows.blocks:
-                    table = next(iter(self.rows.blocks))
-                    raise TypeError(
-                        f"{name_of(table)} is a table of rows, which only an optimizer updates; call set_optimizer"
-                    )
-                self.arrays.function, self.arrays.updaters = function, None
-            case Compress(params):
-                from kvdist.kvstore.compression import StoreCompression  # a feature at a seam: loaded where it is used
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        self.rows.require_fit(optimizer)
+        self.arrays.set_optimizer(optimizer)
 
-                self._compress(StoreCompression(params, self._uncompressed, self._kernels))
-            case KeyHint(Hint.UNCOMPRESSED, keys):
-                if self.arrays.compression is not None:
-                    self.arrays.compression.require_uncompressed(keys, self.arrays.entries)
-                self._uncompressed.update(keys)
+    def set_updater(self, function: UpdaterFunction) -> None:
+        if self.rows.blocks:
+            table = next(iter(self.rows.blocks))
+            raise TypeError(f"{name_of(table)} is a table of rows, which only an optimizer updates; call set_optimizer")
+        self.arrays.function, self.arrays.updaters = function, None
 
-    def _compress(self, compression: StoreCompression) -> None:
-        """Compress what each device pushes, as if it travelled."""
-        if compression.compression.pulled_as is not DType.FLOAT32:
+    def require_compression(self, chosen: StoreCompression) -> None:
+        if chosen.compression.pulled_as is not DType.FLOAT32:
             raise ValueError(
                 f"'pull' is for stores whose values travel, and those of {self.type!r} do not: leave it out, or use"
                 " 'dist'"
             )
-        if self.arrays.compression is not None:
-            self.arrays.compression.require_equal(compression)
-            return
-        compression.require_no_keys(self.arrays.entries)
-        self.arrays.compression = compression
 
     def command(self, head: int, body: str) -> None:
         """Return: there are no servers."""
@@ -183,23 +152,24 @@ class LocalBackend(Backend):
     def check(self) -> None:
         """Return: a call can be made."""
 
-    def save(self, job: SaveJob | StatesInMemory) -> Any:
-        if isinstance(job, StatesInMemory):
-            updaters = self._with_states()
-            states = [updaters.state_of(key) for key in job.keys]
-            return [None if state is None else state.copy() for state in states]
+    def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
+        updaters = self._with_states()
+        states = [updaters.state_of(key) for key in keys]
+        return [None if state is None else state.copy() for state in states]
+
+    def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
+        updaters = self._with_states()
+        for key, state in zip(keys, states, strict=True):
+            updaters.restore(key, None if state is None else state.copy())
+
+    def save(self, job: SaveJob) -> Future[Path]:
         return self._files().save(job)
 
-    def load(self, job: LoadJob | StatesInMemory) -> Any:
-        if isinstance(job, StatesInMemory):
-            updaters = self._with_states()
-            for key, state in zip(job.keys, job.states, strict=True):
-                updaters.restore(key, None if state is None else state.copy())
-            return None
+    def load(self, job: LoadJob) -> Checkpoint:
         if not job.values and self.optimizer is None:
             saved = self._files().saved_optimizer(job)
             if saved is not None:
-                self.configure(UpdateBy(saved))
+                self.set_optimizer(saved)
         checkpoint, found = self._files().load(job)
         if job.values:
             self.take(found)
@@ -212,8 +182,8 @@ class LocalBackend(Backend):
     def take(self, found: Sequence[Bits | None]) -> None:
         """Take these values, in the order of `held`; None leaves one as it is."""
         self.arrays.load(found[: len(self.arrays.entries)])  # behind them the tables, which have theirs
-        if self.arrays.compression is not None:
-            self.arrays.compression.forget()
+        if self.compression is not None:
+            self.compression.forget()
 
     def close(self, wait: bool) -> None:
         self.arrays.entries.clear()
@@ -238,20 +208,18 @@ class LocalArrays:
     """The keys of one store that are arrays.
 
     Args:
-        keys: what is known of them.
-        kernels: what does the arithmetic on the host.
-        devices: the GPUs that are used.
+        backend: has its keys, kernels, GPUs and compression.
     """
 
-    def __init__(self, keys: KeyTable, kernels: Kernels, devices: Devices) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.entries: dict[Key, LocalValue] = {}
         self.updaters: Updaters | None = None
         """What a contribution changes the value by; without it, and without `function`, the sum replaces the value."""
         self.function: UpdaterFunction | None = None
-        self.compression: StoreCompression | None = None
-        self._keys = keys
-        self._kernels = kernels
-        self._devices = devices
+        self._backend = backend
+        self._keys = backend.keys
+        self._kernels = backend.kernels
+        self._devices = backend.devices
         self._settled: dict[Key, tuple[int, int]] = {}
         """Key that has had a contribution → the number of its GPU (-1 for the host), and its bytes."""
 
@@ -295,8 +263,8 @@ class LocalArrays:
         """Take the first of each key's values."""
         for entry, arrays in self.matched(given):
             entry.replace(arrays[0])
-            if self.compression is not None:
-                self.compression.forget([entry.key])
+            if self._backend.compression is not None:
+                self._backend.compression.forget([entry.key])
 
     def writable(self, places: KeyArrays) -> Matched:
         """Where a call wants its results, checked."""
@@ -322,7 +290,7 @@ class LocalArrays:
             if not arrays:
                 continue  # an empty contribution: it adds nothing, and there is no other worker
             home = self._home_for(entry, arrays)
-            compression = self.compression
+            compression = self._backend.compression
             if compression is not None and not compression.covers(entry.key):
                 compression = None
             if self.updaters is not None:

@@ -52,7 +52,7 @@ from kvdist.runtime.node import Finish
 from kvdist.transport.shared_memory.allocator import Allocator
 
 if TYPE_CHECKING:
-    from kvdist.kvstore.compression import EncodedRun, EncodedSlices, StoreCompression
+    from kvdist.kvstore.compression import EncodedRun, EncodedSlices
     from kvdist.kvstore.device import DeviceTransfers
 
 Reads = Callable[[RunPlan], bool]
@@ -64,34 +64,28 @@ class ArrayTransfers:
 
     Args:
         cluster: this process's membership.
-        keys: the initialised keys.
         policy: when servers make a version.
-        kernels: what sums over devices on the host.
-        backend: the store's: has the GPUs that are used, and takes errors of pushes without a future.
+        backend: the store's: has its keys, kernels, GPUs and compression, and takes errors of pushes without a future.
         check: raises why nothing can be pushed any more.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        keys: KeyTable,
         policy: Policy,
-        kernels: Kernels,
         backend: Backend,
         check: Callable[[], None],
     ) -> None:
         self.optimizer: Optimizer | None = None
         """Whose numbers travel with each push."""
-        self.compression: StoreCompression | None = None
-        """What encodes pushes."""
         self._cluster = cluster
-        self._keys = keys
-        self._kernels = kernels
+        self._backend = backend
+        self._keys = backend.keys
+        self._kernels = backend.kernels
         self._devices = backend.devices
         self._gpus: DeviceTransfers | None = None
         """Made by the first value that lies on one."""
         self._gpus_lock = threading.Lock()
-        self._note_failed = backend.note_failed
         self.check = check
         self._stagings = Stagings(policy.slice_bytes(cluster.config.limits), cluster.memory, cluster.traffic)
         # Only what waits for everybody's pushes is summed on the way to a server.
@@ -134,7 +128,7 @@ class ArrayTransfers:
             (bits,) = as_host_bits(given.bits[0])
             self._push_coalesced(given.infos[0], bits, call)
             return
-        self._push(given, call).add_done_callback(self._note_failed)
+        self._push(given, call).add_done_callback(self._backend.note_failed)
 
     def push_async(self, call: PushPull) -> Future[None]:
         """Push; the future resolves when it is counted."""
@@ -181,7 +175,7 @@ class ArrayTransfers:
     def _push(self, given: PushArgs, call: PushPull, places: PullArgs | None = None) -> Future[Any]:
         """Push, and pull into `places`; in parts where it is encoded first, which should not wait for the rest."""
         label = f"{'push' if places is None else 'pushpull'} of {named(given.infos)}"
-        parts = [slice(None)] if self.compression is None or call.shared else parts_of(given.infos)
+        parts = [slice(None)] if self._backend.compression is None or call.shared else parts_of(given.infos)
         if len(parts) == 1:
             return self._push_part(given, call, label, places, None if places is None else places.spread)
         return combined(
@@ -259,8 +253,8 @@ class ArrayTransfers:
         self._cluster.under_way.enter(nbytes, self.check)
         try:
             # Encoded now, not when it leaves: residuals follow the order of the calls.
-            if info.is_compressed and self.compression is not None:
-                encoded = self.compression.encode(info, [bits])
+            if info.is_compressed and self._backend.compression is not None:
+                encoded = self._backend.compression.encode(info, [bits])
             self._coalescer.push(info, bits, setting, call.priority, call.options, encoded)
         except BaseException:
             self._cluster.under_way.leave(nbytes)
@@ -310,8 +304,8 @@ class ArrayTransfers:
     ) -> Payloads:
         """A push in the memory from which it is sent; `encoded` is what was encoded already."""
         codes: Sequence[EncodedRun | None] = [None] * len(lent)
-        if self.compression is not None:
-            codes = self.compression.encoded_runs(staging.plan, given.bits, encoded)
+        if self._backend.compression is not None:
+            codes = self._backend.compression.encoded_runs(staging.plan, given.bits, encoded)
             lent = [own if code is None else code[0] for own, code in zip(lent, codes, strict=True)]
         bring = self._device_transfers().bring if given.is_on_gpus else None
         own = staging.fill(given.bits, self._kernels, lent, bring)

@@ -104,18 +104,17 @@ def new_results(table: KeyTable, key: Keys) -> tuple[list[KeyInfo], list[Bits], 
     infos = [table[one] for one in order]
     results: list[Bits] = [np.empty(info.size, info.dtype.storage) for info in infos]
 
+    def copy(index: int) -> Any:
+        return table.like(infos[index], results[index].copy())
+
     def finish() -> Any:
         arrays = {info.key: table.like(info, bits) for info, bits in zip(infos, results, strict=True)}
         if not isinstance(key, (list, tuple)):
             return arrays[names[0]]
         # A key that is named twice gives two arrays.
-        return [arrays.pop(one) if one in arrays else _copy(table, infos, results, order[one]) for one in names]
+        return [arrays.pop(one) if one in arrays else copy(order[one]) for one in names]
 
     return infos, results, finish
-
-
-def _copy(table: KeyTable, infos: Sequence[KeyInfo], results: Sequence[Bits], index: int) -> Any:
-    return table.like(infos[index], results[index].copy())
 
 
 def cut(run: RunPlan, results: Sequence[Bits]) -> list[Bits]:

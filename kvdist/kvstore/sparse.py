@@ -221,7 +221,7 @@ class MixedTransfers:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._keys = backend.table_keys
+        self._keys = backend.keys
         self._has_logged_skip = False
 
     def transfer(self, call: PushPull) -> Future[Any]:

@@ -127,7 +127,7 @@ def test_a_store_has_priority_slices_by_its_name_or_by_the_environment(monkeypat
     with kv.create(name) as store:
         store.set_optimizer("test")
         store.init("w", np.zeros(1001, np.float32))
-        assert len(store._backend._keys["w"].slices) == 11
+        assert len(store._backend.keys["w"].slices) == 11
         store.push("w", np.arange(1001, dtype=np.float32))
         assert (store.pull("w") == np.arange(1001)).all()
 
@@ -136,7 +136,7 @@ def test_a_store_without_priority_slices_is_cut_as_ever(monkeypatch):
     monkeypatch.setenv("MXNET_KVSTORE_SLICE_THRESHOLD", "100")
     with kv.create("dist") as store:
         store.init("w", np.zeros(1001, np.float32))
-        assert len(store._backend._keys["w"].slices) == 1
+        assert len(store._backend.keys["w"].slices) == 1
 
 
 def test_a_server_does_not_create_stores(monkeypatch):

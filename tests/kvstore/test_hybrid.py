@@ -26,7 +26,6 @@ class Half(Backend):
     """One of the sides, which notes what it is asked for."""
 
     optimizer = None
-    num_keys = 0
 
     def __init__(self, name, calls, failure=None):
         super().__init__("half", 0, 2)
@@ -66,7 +65,7 @@ class Half(Backend):
     def check(self):
         pass
 
-    require = transfer = replace = reduce = configure = command = load = close = check
+    transfer = replace = reduce = set_optimizer = states = replace_states = command = load = close = check
 
 
 def with_keys(calls, **options):
