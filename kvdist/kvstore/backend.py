@@ -268,6 +268,12 @@ class Backend(abc.ABC):
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Take sums for gradients of this optimizer. It follows the same rule as the one before."""
 
+    def adopt_optimizer(self, saved: Optimizer | None) -> None:
+        """Use the optimizer whose states are about to be loaded, unless there is one."""
+        if self.optimizer is None and saved is not None:
+            self.require_able(Ability.OPTIMIZER)
+            self.set_optimizer(saved)
+
     def set_updater(self, function: UpdaterFunction) -> None:
         """Let a function change the values; see `Ability.UPDATER`."""
         raise NotImplementedError

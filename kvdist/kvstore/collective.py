@@ -211,10 +211,7 @@ class CollectiveBackend(Backend):
     def load(self, job: LoadJob) -> Checkpoint:
         self._settle()
         if not job.values:
-            saved = self._files().saved_optimizer(job)
-            if self.optimizer is None and saved is not None:
-                self.require_able(Ability.OPTIMIZER)
-                self.set_optimizer(saved)
+            self.adopt_optimizer(self._files().saved_optimizer(job))
         # Not under the lock: the engine's thread takes it for what other threads push, and only then lets ranks agree.
         files = self._files()
         checkpoint, held, found = files.read(job)

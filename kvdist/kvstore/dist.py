@@ -253,9 +253,7 @@ class DistBackend(Backend):
 
     def load(self, job: LoadJob) -> Checkpoint:
         if not job.values:
-            saved = self._files().saved_optimizer(job)
-            if self.optimizer is None and saved is not None:
-                self.set_optimizer(saved)
+            self.adopt_optimizer(self._files().saved_optimizer(job))
         checkpoint = self._files().load(job)
         if job.values and self.compression is not None:
             self.compression.forget()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ class LocalBackend(Backend):
     def __init__(self, type_name: str, kernels: Kernels = REFERENCE, devices: Devices | None = None) -> None:
         super().__init__(type_name, devices=devices, kernels=kernels)
         self.arrays = LocalArrays(self)
-        self.rows: LocalRows = LocalRows(kernels, lambda: self.optimizer)
+        self.rows: LocalRows = LocalRows(self)
         if type_name not in COMPRESSING_NAMES:
             self.abilities = self.abilities - {Ability.COMPRESSION}
         self._saving: WorkerSaving | None = None
@@ -166,10 +166,8 @@ class LocalBackend(Backend):
         return self._files().save(job)
 
     def load(self, job: LoadJob) -> Checkpoint:
-        if not job.values and self.optimizer is None:
-            saved = self._files().saved_optimizer(job)
-            if saved is not None:
-                self.set_optimizer(saved)
+        if not job.values:
+            self.adopt_optimizer(self._files().saved_optimizer(job))
         checkpoint, found = self._files().load(job)
         if job.values:
             self.take(found)
@@ -336,32 +334,30 @@ class LocalRows:
     """The tables of one store: each is a block of rows such as a server has.
 
     Args:
-        kernels: what does the arithmetic.
-        optimizer: says what updates the store now; None while a sum replaces a value.
+        backend: has its keys, kernels and optimizer.
     """
 
-    def __init__(self, kernels: Kernels, optimizer: Callable[[], Optimizer | None]) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.blocks: dict[Key, TableRows] = {}
-        self._forms: dict[Key, str] = {}
-        self._kernels = kernels
-        self._optimizer = optimizer
+        self._backend = backend
 
     def add(self, info: KeyInfo, value: RowSparse | LazyRows) -> None:
         """Keep a table that is not known yet; a copy."""
         initializer = None if info.form == ROWS else initializer_from(info.form)
         shape = info.shape
-        self._require_fit(info.key, shape, initializer is not None, self._optimizer())
-        block = TableRows(info.key, len(self.blocks), shape, info.dtype, 0, shape[0], initializer, self._kernels)
+        self._require_fit(info.key, shape, initializer is not None, self._backend.optimizer)
+        kernels = self._backend.kernels
+        block = TableRows(info.key, len(self.blocks), shape, info.dtype, 0, shape[0], initializer, kernels)
         if isinstance(value, RowSparse):
             ids, rows = value.canonical()
             block.put(ids, rows.reshape(-1))
-        self.blocks[info.key], self._forms[info.key] = block, info.form
+        self.blocks[info.key] = block
 
     def held(self) -> list[Held]:
         """What is to be saved, in the order of initialisation."""
         from kvdist.kvstore.checkpoints import HeldTable
 
-        return [HeldTable(block, self._forms[key]) for key, block in self.blocks.items()]
+        return [HeldTable(block, self._backend.keys[key].form) for key, block in self.blocks.items()]
 
     def require_fit(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that cannot update one of the tables."""
@@ -372,7 +368,7 @@ class LocalRows:
         """Update the table by these rows."""
         if rows is not None:
             ids, bits = rows
-            optimizer = self._optimizer()
+            optimizer = self._backend.optimizer
             scale = 1.0 if optimizer is None else optimizer.rescale_grad
             self.blocks[info.key].update([(ids, bits.reshape(-1))], [scale], optimizer)
         return resolved(None)
