@@ -215,6 +215,8 @@ class Outbox:
 class SliceTable:
     """What a worker knows of each slice: its pushes, the newest version seen, what waits in line. Grows with keys."""
 
+    _COLUMNS = ("pushed", "versions", "aggregated", "has_rounds", "_delegated", "_delegated_run", "_busy")
+
     def __init__(self) -> None:
         self.pushed: U32 = np.zeros(0, np.uint32)
         """Pushes submitted by the user's thread so far."""
@@ -235,13 +237,9 @@ class SliceTable:
         """Have rows for slices 0 to `size - 1`. The table at least doubles when it grows."""
         if size > len(self.pushed):
             more = max(size - len(self.pushed), len(self.pushed))
-            self.pushed = np.concatenate([self.pushed, np.zeros(more, np.uint32)])
-            self.versions = np.concatenate([self.versions, np.zeros(more, np.uint32)])
-            self._busy = np.concatenate([self._busy, np.zeros(more, np.bool_)])
-            self.aggregated = np.concatenate([self.aggregated, np.zeros(more, np.bool_)])
-            self.has_rounds = np.concatenate([self.has_rounds, np.zeros(more, np.bool_)])
-            self._delegated = np.concatenate([self._delegated, np.zeros(more, np.bool_)])
-            self._delegated_run = np.concatenate([self._delegated_run, np.zeros(more, np.uint32)])
+            for name in self._COLUMNS:
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
 
     def enter(self, run: Run) -> RunPart | None:
         """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
