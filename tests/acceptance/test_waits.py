@@ -37,6 +37,7 @@ def deadlocked(job: Job, workers: int = 2, within_s: float = SOON_S) -> list[str
     return told
 
 
+@pytest.mark.slow
 def test_init_in_opposite_orders_raises_on_every_worker_and_names_both_calls(job, script):
     program = script(
         START
@@ -65,9 +66,13 @@ def test_a_deadlock_is_found_at_once_after_large_arrays_were_sent_over_the_netwo
     job.cluster(2, 1, program, KVDIST_TRANSPORT="tcp", KVDIST_SECURITY="none")
     for line in deadlocked(job, within_s=50):
         assert "worker-0 waits for worker-1 in init of key 'a'" in line
+        assert "worker-1 waits for worker-0 in init of key 'b'" in line
 
 
-@pytest.mark.parametrize(("call", "place"), [("store.barrier()", "barrier"), ("store.average(1.0)", "average of")])
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [pytest.param("store.barrier()", "barrier", marks=pytest.mark.slow), ("store.average(1.0)", "average of")],
+)
 def test_workers_that_take_uneven_steps_and_then_meet_raise(job, script, call, place):
     program = script(
         START
@@ -235,7 +240,7 @@ def test_pushes_ahead_of_a_slow_worker_wait_for_room_and_memory_stays_bounded(jo
         before = -1
         while before != pushed or pushed < 2:
             before = pushed
-            time.sleep(1)
+            time.sleep(0.5)
         print("pushed", pushed, flush=True)
     thread.join()
     value = store.pull("w")
@@ -312,7 +317,7 @@ def test_a_push_that_waits_for_room_ends_with_whatever_ends_the_job_or_the_store
         before = -1
         while before != pushed or pushed < 2:
             before = pushed
-            time.sleep(1)
+            time.sleep(0.5)
         print("waits", flush=True)
         if sys.argv[1] == "close":
             store.close()

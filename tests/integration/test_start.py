@@ -19,13 +19,14 @@ def test_a_command_may_be_one_quoted_string(job):
     path = program("values.py")[-1]
     launcher = job.launch(1, 1, f"{sys.executable} {path} own_writes dist")
     job.succeed()
-    assert launcher.lines_with("w0 │ checked on 0 of 1")
+    assert launcher.lines_with("w0 │ own_writes checked on 0 of 1")
 
 
 def test_a_job_started_by_hand_ends_well(job):
     job.cluster(2, 2, "values.py", "sum_replaces", "dist")
     job.succeed()
-    assert [job.processes[f"worker-{rank}"].text for rank in range(2)] == ["checked on 0 of 2\n", "checked on 1 of 2\n"]
+    for rank in range(2):
+        assert job.processes[f"worker-{rank}"].text == f"sum_replaces checked on {rank} of 2\n"
     assert [job.processes[name].text for name in ("scheduler", "server-0", "server-1")] == ["", "", ""]
 
 
@@ -36,7 +37,7 @@ def test_without_ranks_the_scheduler_gives_them_out(job):
             job.start(f"{role} {i}", argv, **job.environment(role, 3, 2))
     job.succeed()
     ranks = sorted(line for process in job.processes.values() for line in process.lines_with("checked"))
-    assert ranks == [f"checked on {rank} of 3" for rank in range(3)]
+    assert ranks == [f"sum_replaces checked on {rank} of 3" for rank in range(3)]
 
 
 def test_our_names_of_the_variables_do_the_same(job):

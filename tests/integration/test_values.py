@@ -20,18 +20,17 @@ SCENARIOS = [
 ]
 
 
-def run(job, workers, servers, *words, **variables):
-    """Launch a scenario of `programs/values.py` and see that every worker has checked it."""
-    job.launch(workers, servers, "values.py", *words, **variables)
+def run(job, workers, servers, scenarios, store, **variables):
+    """Launch scenarios of `programs/values.py`, one after the other in one job; every worker has checked each."""
+    job.launch(workers, servers, "values.py", scenarios, store, **variables)
     job.succeed()
-    checked = sorted(line.split(" │ ")[1] for line in job.processes["launcher"].lines_with("checked on"))
-    assert checked == [f"checked on {rank} of {workers}" for rank in range(workers)]
+    for scenario in scenarios.split(","):
+        for rank in range(workers):
+            assert job.processes["launcher"].lines_with(f"│ {scenario} checked on {rank} of {workers}"), scenario
 
 
-@pytest.mark.slow_cases("calls_key_by_key", "devices", "orders", "replaced_values", "two_stores")
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_two_workers_and_two_servers_agree_on(job, scenario):
-    run(job, 2, 2, scenario, "dist")
+def test_two_workers_and_two_servers_agree_on_every_value(job):
+    run(job, 2, 2, ",".join(SCENARIOS), "dist")
 
 
 @pytest.mark.slow_cases("1-1", "2-2", "4-3")
@@ -70,7 +69,5 @@ def test_an_asynchronous_store_counts_every_push_once(job, workers):
     run(job, workers, 2, "asynchronous", "dist_async")
 
 
-@pytest.mark.slow_cases("awkward_shapes", "missing_gradients", "orders")
-@pytest.mark.parametrize("scenario", ["sum_replaces", "missing_gradients", "awkward_shapes", "orders"])
-def test_three_workers_and_one_server_agree_on(job, scenario):
-    run(job, 3, 1, scenario, "dist_device_sync")
+def test_three_workers_and_one_server_agree_on_every_value(job):
+    run(job, 3, 1, "sum_replaces,missing_gradients,awkward_shapes,orders", "dist_device_sync")

@@ -511,6 +511,9 @@ def print_digest_of(weights, label=""):
 
 
 if __name__ == "__main__":
-    used = globals()[sys.argv[1]]()
-    print(f"checked on {used.rank} of {used.num_workers}", flush=True)
-    used.close()
+    stores = []
+    for scenario in sys.argv[1].split(","):
+        stores.append(globals()[scenario]())
+        print(f"{scenario} checked on {stores[-1].rank} of {stores[-1].num_workers}", flush=True)
+    for used in stores:
+        used.close()
