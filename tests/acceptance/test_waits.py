@@ -240,7 +240,7 @@ def test_pushes_ahead_of_a_slow_worker_wait_for_room_and_memory_stays_bounded(jo
         before = -1
         while before != pushed or pushed < 2:
             before = pushed
-            time.sleep(0.5)
+            time.sleep(1)
         print("pushed", pushed, flush=True)
     thread.join()
     value = store.pull("w")
