@@ -100,7 +100,7 @@ def test_a_parameter_of_another_type_is_named():
     weights = [torch.nn.Parameter(torch.zeros(5)), torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))]
     with kv.create("dist") as store:
         trainer = Trainer(weights, "sgd", kvstore=store, compression_params=TWO_BIT)
-        with pytest.raises(TypeError, match="key 1 is float64, and this store compresses"):
+        with pytest.raises(TypeError, match="parameter 1 .*is float64, and this store compresses"):
             trainer.broadcast_parameters()
 
 
