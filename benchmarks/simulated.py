@@ -20,7 +20,7 @@ from kvdist.core.joining import Introduction
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import replies as answers
 from kvdist.core.server.server import Server
-from kvdist.core.worker import outbox, requests
+from kvdist.core.worker import requests, transfers
 from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,
@@ -172,7 +172,7 @@ def summary(marks: Sequence[Mark], seconds: Sequence[Sequence[float]], together:
 def shrunk_thresholds(shrink: int) -> Iterator[None]:
     """Sizes at which messages are joined or sent alone, for arrays that are smaller than what they stand for."""
     thresholds = [(requests, "ALONE_BYTES_MIN"), (answers, "JOIN_BYTES_MAX"), (answers, "TOGETHER_BYTES_MAX")]
-    thresholds += [(outbox, name) for name in ("ALONE_BYTES_MIN", "FAR_BYTES_MAX", "NEAR_BYTES_MAX")]
+    thresholds += [(transfers, name) for name in ("ALONE_BYTES_MIN", "FAR_BYTES_MAX", "NEAR_BYTES_MAX")]
     before = [getattr(module, name) for module, name in thresholds]
     try:
         for (module, name), value in zip(thresholds, before, strict=True):
