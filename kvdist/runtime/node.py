@@ -296,6 +296,8 @@ class Node:
         """Who has introduced itself last by a route that others have dialled, and has no seat yet."""
         self._refused_routes: set[Route] = set()
         """Routes of strangers, of other versions or of others' names: told so once, and not listened to any more."""
+        self._superseded: dict[Route, Member] = {}
+        """Routes of members that have dialled anew: what is left there is still heard, and nothing is sent there."""
         self._answers: dict[int, tuple[Answer | AnswerByKey, Finish | None]] = {}
         self._numbers = count(1)
         _living.add(self)
@@ -396,7 +398,7 @@ class Node:
                 case Disconnected(route, reason, after_silence):
                     self._share(route, False)
                     self._went_away(route, reason, after_silence)
-                    self._forget_stranger(route)
+                    self._forget_route(route)
                 case DialRefused(_, reason):
                     self._stop(AuthenticationError(reason))
         asked = self._take_mail()
@@ -475,11 +477,14 @@ class Node:
             return False
         if isinstance(packet.message, Rejected):
             return True
+        if self._superseded.get(route) == source:
+            # Several connections are read in turn: this was said before the peer dialled anew, and is read after.
+            return True
         known = self._routes.get(source)
         if known is not None:
             # The peer dialled anew. What was said under the old connection may be lost, noticed or not.
             self._went_away(known, "a new connection took its place")
-            self._members.pop(known, None)
+            self._supersede(known, source)
         if source.node.rank == UNRANKED:
             self._routes.pop(self._introduced.get(route, source), None)
             self._introduced[route] = source
@@ -488,6 +493,10 @@ class Node:
         if known is not None:
             self._came_back(source)
         return True
+
+    def _supersede(self, known: Route, member: Member) -> None:
+        self._members.pop(known, None)
+        self._superseded[known] = member
 
     def _may_speak(self, route: Route, packet: Packet) -> bool:
         """Whether the sender of a message can be at the other end of its route.
@@ -547,9 +556,12 @@ class Node:
         if member is not None and self._routes.get(member) == route:
             self._carry_out(self.reliable.observe(PeerDisconnected(member, reason, after_silence), self._clock()))
 
-    def _forget_stranger(self, route: Route) -> None:
-        """The connection of a route is over: nothing of a stranger's is kept."""
+    def _forget_route(self, route: Route) -> None:
+        """The connection of a route is over: nothing of a stranger's is kept, and a member may come back anywhere."""
         self._refused_routes.discard(route)
+        self._superseded.pop(route, None)
+        if self._superseded and (member := self._members.get(route)) is not None:
+            self._superseded = {old: whose for old, whose in self._superseded.items() if whose != member}
         stranger = self._introduced.pop(route, None)
         if stranger is not None and self._routes.get(stranger) == route:
             del self._routes[stranger]
@@ -626,8 +638,10 @@ class Node:
                     self._routes[to] = route
                     self._members[route] = self._dialled[route] = to
                 case Bind(stranger, member):
-                    route = self._routes.pop(stranger)
+                    route, known = self._routes.pop(stranger), self._routes.get(member, None)
                     self._introduced.pop(route, None)
+                    if known not in (None, route):
+                        self._supersede(known, member)
                     self._routes[member] = route
                     self._members[route] = member
                 case Log(text):

@@ -260,3 +260,28 @@ def test_who_reads_the_memory_of_a_worker_stands_in_its_view_until_the_connectio
     assert [view.shares_memory(0) for view in views] == [False, False, True, False, False]
     assert not views[2].shares_memory(1) and views[2].epoch == views[0].epoch
     made.finish()
+
+
+def test_what_is_left_of_a_connection_that_was_replaced_is_heard_and_answered_by_the_new_one(node):
+    """A ROUTER reads its connections in turn, so the last words of the old one may come after the first of the new."""
+    member = Member(worker(0), 100)
+    others = [hello(Role.WORKER, 1, worker(1), "other", 2), hello(Role.SERVER, 0, server(0), "server", 3)]
+    heard(node, hello(Role.WORKER, 0, worker(0), "old", 1), *others)
+
+    def said(route, message_said):
+        return Arrived(route, message(member, message_said), worker(0))
+
+    heard(node, said("new", Ack(wanted=True)))
+    assert node._routes[member] == "new"
+    answers = heard(node, said("old", Ack(wanted=True)), Disconnected("old", "it broke"))
+    assert answers and {route for route, _ in answers} == {"new"}, "the roster, said again"
+    assert node._routes[member] == "new"
+
+
+def test_where_the_new_connection_ends_first_the_member_is_heard_at_the_old_one_again(node):
+    member = Member(worker(0), 100)
+    heard(node, hello(Role.WORKER, 0, worker(0), "old", 1))
+    for route in ("new", "old"):
+        heard(node, Arrived(route, message(member, Ack(wanted=True)), worker(0)))
+    heard(node, Disconnected("new", "it broke"), Arrived("old", message(member, Ack(wanted=True)), worker(0)))
+    assert node._routes[member] == "old"
