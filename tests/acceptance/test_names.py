@@ -1,0 +1,78 @@
+"""Errors and sentences about waits name parameters as the user did, and begin with who has to do what."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+START = """
+    import sys, time
+    import torch
+    from kvdist import Trainer, kv
+
+    store = kv.create("dist")
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    parameters = net.named_parameters() if sys.argv[1] == "named" else net.parameters()
+    trainer = Trainer(parameters, "sgd", {"learning_rate": 0.1}, kvstore=store)
+"""
+NAMES = {
+    "named": (r"'\d\.(weight|bias)'", "'0.weight'"),
+    "plain": (r"parameter \d of shape \([\d, ]+\)", r"parameter 0 of shape \(\d, 4\)"),
+}
+
+
+@pytest.mark.parametrize("how", NAMES)
+def test_the_first_line_of_a_wait_says_who_has_to_push_which_parameter(job, script, how):
+    program = script(
+        START
+        + """
+    for step in range(2):
+        if step == 1 and store.rank == 1:
+            time.sleep(4)
+        net(torch.ones(1, 4)).sum().backward()
+        trainer.step()
+        net.zero_grad()
+    """
+    )
+    pytest.importorskip("torch")
+    job.cluster(2, 2, program, how, KVDIST_EXPLAIN_AFTER_S="2")
+    job.succeed()
+    first = next(line for line in job.processes["worker-0"].text.splitlines() if "waiting" in line)
+    sentence = (
+        rf"worker-0: waiting \d+\.\d s for worker-1 \(\S+\) to push {NAMES[how][0]} \(step 2\), in pushpull of 4 keys"
+    )
+    assert re.search(sentence, first), first
+
+
+@pytest.mark.parametrize("how", NAMES)
+def test_workers_that_declare_a_parameter_differently_hear_its_name(job, script, how):
+    program = script(
+        START.replace("Linear(4, 3)", "Linear(4, 3 + store.rank)").replace("Linear(3, 2)", "Linear(3 + store.rank, 2)")
+        + """
+    trainer.broadcast_parameters()
+    """
+    )
+    pytest.importorskip("torch")
+    job.cluster(2, 1, program, how)
+    job.finish()
+    for rank in range(2):
+        text = job.processes[f"worker-{rank}"].text
+        assert re.search(rf"InitMismatch: {NAMES[how][1]} was declared with shape \(\d, 4\)", text), text
+
+
+def test_workers_that_disagree_on_a_learning_rate_hear_the_name_of_a_parameter(job, script):
+    program = script(
+        START
+        + """
+    net(torch.ones(1, 4)).sum().backward()
+    trainer.broadcast_parameters()
+    trainer.set_learning_rate(0.1 + store.rank)
+    trainer.step()
+    """
+    )
+    pytest.importorskip("torch")
+    job.cluster(2, 1, program, "named")
+    job.finish()
+    text = job.transcript()
+    assert "workers disagree on the learning rate or weight decay of '0.weight' in one round" in text, text
