@@ -117,7 +117,7 @@ def refuse(process_set: ProcessSet, error: Exception) -> NoReturn:
 
 
 def group_of(process_set: ProcessSet) -> Group:
-    """The group of a process set of which this rank is a member."""
+    """The group of a process set that this rank is a member of."""
     return current().group(process_set._number())
 
 

@@ -89,7 +89,7 @@ class CollectiveEngine:
         return sizes == {self.world.local_size}
 
     def group(self, number: int = ALL_RANKS) -> Group:
-        """Return a group of which this rank is a member.
+        """Return a group that this rank is a member of.
 
         Raises:
             CollectiveError: it is not a member.

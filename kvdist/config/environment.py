@@ -1,7 +1,7 @@
 """Who this process is, whatever started it. Alone reads the environment of the process.
 
 A job with servers is described by kvdist's own variables (``DMLC_*`` or ``KVDIST_*``). A job without servers may be
-started by other launchers, each with its own variables. The first one in `LAUNCHERS` of which any variable is set
+started by other launchers, each with its own variables. The first one in `LAUNCHERS` that has any variable set
 counts, and it must have set all that are needed: half of a description is an error, never a guess.
 
 Some launchers say nothing about machines, or not enough. The local and cross numbers are then assumed, and `placed`
@@ -203,7 +203,7 @@ class World:
     Attributes:
         rank, size: among all processes.
         local_rank, local_size: among those of its machine.
-        cross_rank, cross_size: among those that have its local rank, one on each machine.
+        cross_rank, cross_size: among the workers with its local rank, one on each machine.
         launcher: what started it; '' for a process on its own.
         meeting: where the others are found.
         is_assumed: whether the launcher left local or cross numbers open; see `placed`.

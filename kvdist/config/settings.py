@@ -235,7 +235,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_CROSS_RANK", whole_number(0), None,
-            "set by the launcher for workers: this machine's number among those that have a worker of this local rank",
+            "set by the launcher for workers: this machine's number among machines with a worker of this local rank",
         ),
         Setting(
             "KVDIST_CROSS_SIZE", whole_number(1), None, "set by the launcher for workers: how many machines have one"
@@ -269,7 +269,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         Setting(
             "KVDIST_SECRET_FILE", TEXT, None,
             "a file with the secret of the job, at least 32 random bytes, the same for all processes",
-            "Every connection is encrypted, and only processes with the secret are let in. Every process needs its"
+            "Every connection is encrypted, and only processes with the secret are accepted. Every process needs its"
             " `KVDIST_RANK` then ([security.md](security.md))",
         ),
         Setting(

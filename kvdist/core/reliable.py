@@ -152,7 +152,7 @@ class PeerLink:
     retry_s: float = RETRY_S
     retry_due: float = NEVER
     listed: float = NEVER
-    """Its place among those that will be due."""
+    """Its place in the heap of due times."""
     broken: bool = False
     asked_at: int = -1
     """The value of `received` at which a repetition was asked for, so that one gap asks once."""

@@ -96,14 +96,14 @@ class Round(Generic[C, P]):
     counted: dict[int, int] = field(default_factory=dict)
     """Worker rank → how many of its pushes are in the value, or were refused for good."""
     refused: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
-    """Worker rank → the counter of its last push, if that was refused for good. Whoever says that push again is told
+    """Worker rank → the counter of its last push, if that was refused for good. A worker that repeats the push is told
     again: the first answer may have gone to a neighbour that left before it had passed it on."""
     pulls: list[P] = field(default_factory=list)
     open_since: float = 0.0
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it has no contribution, and nobody waits."""
+        """Whether it has no contribution and no waiting reader."""
         return not self.slots and not self.pulls
 
     def offer(self, contribution: C, now: float) -> Verdict:
@@ -156,7 +156,7 @@ class Round(Generic[C, P]):
         """Count contributions, in rank order, which makes a version.
 
         Args:
-            ranks: whose; None for those that the policy says.
+            ranks: whose; None for the ones that the policy chooses.
         """
         contributions = [self.slots.pop(rank) for rank in ranks or self.policy.chosen(self.slots)]
         self.version += 1

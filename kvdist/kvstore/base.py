@@ -267,7 +267,7 @@ class KVStore(KVStoreBase):
     def pushpull_shared(
         self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
     ) -> list[Any]:
-        """`pushpull` of which large results stay where they are, in the memory of servers of this host.
+        """`pushpull` whose large results stay where they are, in the memory of servers of this host.
 
         A pull is then no pass over the bytes at all. Such a result shows another version some time after the next
         `pushpull_shared` of its key has returned: use it until then. Do not write to it: others would not see that,

@@ -84,7 +84,7 @@ Names = Mapping[int | str, str]
 """Key → what the user calls it."""
 STEP_MAX = (1 << 63) - 1
 MARK_BYTES = 80
-"""At most so many, run and step, are added to what a worker keeps."""
+"""At most this many pairs of run and step are added to what a worker keeps."""
 DEPTH_MAX = 100
 """Of a state: what JSON writes it must be able to read, on a smaller stack too."""
 
@@ -716,7 +716,7 @@ class ServerSaving(Saving):
         submit: hands a request to the worker.
         result_of: waits for a future.
         hold: keeps the process in the cluster until a future is done.
-        forget_shown: lets go of values that are shown: they will be others.
+        forget_shown: forgets values that are shown, because they will be others.
     """
 
     def __init__(
@@ -738,7 +738,7 @@ class ServerSaving(Saving):
         self._claimed: dict[Path, str] = {}
         """Directory → the run that its checkpoints are of, if this store has saved there."""
         self._seen: set[Path] = set()
-        """Directories of those that are the same folder here as on the scheduler."""
+        """The directories that are the same folder here as on the scheduler."""
 
     def claim(self, keys: Sequence[KeyInfo], job: SaveJob) -> None:
         """Make sure that checkpoints can be saved into this directory, as the first `save` does.
@@ -756,7 +756,7 @@ class ServerSaving(Saving):
             raise
 
     def save(self, keys: Sequence[KeyInfo], job: SaveJob) -> Future[Path]:
-        """Take part in a checkpoint. A failure of this worker is told to all, or they would wait for it."""
+        """Take part in a checkpoint. All hear of a failure of this worker, or they would wait for it."""
         if not keys:
             raise ValueError("the store has no keys to save: init them before")
         self.wait()

@@ -3,7 +3,7 @@
 Invariants:
 
 * Requests keep their order: a batch takes in a call only while no other request of the store stands behind it in the
-  mailbox, except the pulls that follow its pushes, none of which may be of the key that is pushed.
+  mailbox, except the pulls that follow its pushes; none of these may be of a key that is pushed.
 * A call is checked, and its value copied, before it returns. The rest is done by the node's thread.
 * Pulls travel together, but each has its own future: a caller that waits for one key does not wait for other rounds.
 * A loop is joined as it was the last time, so that the servers see the same keys together at every step.
@@ -76,7 +76,7 @@ class PullFuture(AwaitedFuture[None]):
         """Wait until the result is in its array.
 
         Raises:
-            TimeoutError: it is not there after so many seconds.
+            TimeoutError: it is not there after this time.
             KvdistError: what the pull failed with.
         """
         if not self._is_done:

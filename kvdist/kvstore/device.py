@@ -99,7 +99,7 @@ def moved(part: OnDevice, home: Device) -> Array:
 ALIGNMENT_BYTES = 256
 """Where results begin: as allocators of GPUs align."""
 LARGE_BYTES = 1 << 18
-"""A result of so many bytes is worth a copy of its own."""
+"""A result of this many bytes is worth a copy of its own."""
 PINNED_BYTES_MIN = 1 << 14
 """Pinning takes longer than a copy of fewer bytes does, and a loop over keys would pin a page for each of them."""
 KEPT_MAX = 4
@@ -131,7 +131,7 @@ class PinnedBlocks:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, device: Device) -> PinnedBlock:
-        """A block of so many bytes, pinned for GPUs, which is not read any more."""
+        """A block of this many bytes, pinned for GPUs, which is not read any more."""
         if nbytes < PINNED_BYTES_MIN:
             return PinnedBlock(np.empty(nbytes, np.uint8))
         with self._lock:
@@ -147,7 +147,7 @@ class PinnedBlocks:
         return found
 
     def give_back(self, block: PinnedBlock) -> None:
-        """It may be taken again, once its marks are passed. Of too many the smallest is let go."""
+        """It may be taken again, once its marks are passed. Of too many the smallest is freed."""
         if block.pin is None and block.memory.size < PINNED_BYTES_MIN:
             block.wait()
             return
@@ -321,11 +321,11 @@ class DeviceTransfers:
         """GPU → bytes that were summed there."""
 
     def close(self) -> None:
-        """Nothing is asked any more: let go of what results came in."""
+        """Free the memory into which results came; nothing is asked any more."""
         self._blocks.close()
 
     def places(self, matched: Matched) -> tuple[list[Bits], list[tuple[Any, Bits]], Finish]:
-        """Where the results of keys go of which some are wanted on GPUs.
+        """Where the results of keys go when some are wanted on GPUs.
 
         Args:
             matched: the keys, and the arrays that take their results.

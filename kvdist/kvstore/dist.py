@@ -141,7 +141,7 @@ class DistBackend(Backend):
         return [info for future in futures for info in self._cluster.wait(future)]
 
     def _pulled_as(self, names: Sequence[Key], dtypes: Sequence[DType], forms: Sequence[str]) -> tuple[DType, ...]:
-        """In which types values come back: tables of rows, of which little travels, as they are."""
+        """In which types values come back: tables of rows, which send little, as they are."""
         compression = self.compression
         if compression is None:
             return ()

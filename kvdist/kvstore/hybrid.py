@@ -211,7 +211,7 @@ class HybridBackend(Backend):
 
     def load(self, job: LoadJob) -> Any:
         (first, folder), *others = self._folders(job.directory, "/workers" if job.values else "-workers")
-        # The newest step is that of which both sides are complete: servers come last in saving, and first here.
+        # The newest step is the last one that both sides have complete: servers come last in saving, and first here.
         found = first.load(replace(job, directory=folder))
         for side, beside in others:
             side.load(replace(job, directory=beside, step=found.step if job.values else None))

@@ -121,7 +121,7 @@ class Devices:
     def place(self, value: Any, dtype: DType) -> OnDevice | None:
         """The value's own memory on a GPU, to be written into; None where it has none in order.
 
-        Autograd is told that a tensor changes, as by `values.writable_bits`.
+        Tell autograd that a tensor changes, as by `values.writable_bits`.
         """
         device = self.of(value)
         if device is None or not values.is_in_order(value):
@@ -169,7 +169,7 @@ def home_of(devices: Sequence[Device], load: Mapping[int, int]) -> Device:
     """The one with the fewest bytes so far; the first of several.
 
     Args:
-        devices: those that contribute.
+        devices: the ones that contribute.
         load: device index → bytes that are summed there.
     """
     return min(devices, key=lambda device: load.get(device.index, 0))

@@ -101,7 +101,7 @@ class ArrayTransfers:
         )
 
     def close(self) -> None:
-        """Nothing is asked any more: let go of what results came in."""
+        """Free the memory into which results came; nothing is asked any more."""
         if self._gpus is not None:
             self._gpus.close()
 
@@ -219,7 +219,7 @@ class ArrayTransfers:
                 finish = own.release if places is None else self._answered(own, call, places, spread)
                 return self.submit(make, finish)
             except BaseException:
-                own.settle()  # the buffers are let go, and a GPU may still be writing into them
+                own.settle()  # the buffers become free, and a GPU may still be writing into them
                 raise
 
         return self._cluster.under_way.count(staging.nbytes, self.check, submit)
@@ -345,7 +345,7 @@ PART_BYTES = 8 << 20
 
 
 def parts_of(infos: Sequence[KeyInfo], part_bytes: int = PART_BYTES) -> list[slice]:
-    """Stretches of a list of keys, each but the last of so many bytes of values or more; at least one."""
+    """Stretches of a list of keys, each but the last with at least this many bytes of values; at least one."""
     parts, begin, nbytes = [], 0, 0
     for i, info in enumerate(infos):
         nbytes += info.size * info.dtype.itemsize
@@ -539,7 +539,7 @@ class Staging:
                     payload = buffer.payload
                 filled.memory.append(payload)
         except BaseException:
-            filled.settle()  # the buffers are let go, and a GPU may still be writing into them
+            filled.settle()  # the buffers become free, and a GPU may still be writing into them
             raise
         return filled
 

@@ -44,7 +44,7 @@ DEVICE_NAMES = frozenset(
 """Stores that sum values of GPUs there, and say so where they cannot. The other ones on a cluster do it if they can."""
 
 COMPRESSING_NAMES = frozenset({"device", "local_allreduce_device"})
-"""Those of them that compress gradients; the others do not in the mirrored system either."""
+"""The stores that compress gradients; the others do not in MXNet either."""
 
 DIST_NAMES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -71,7 +71,7 @@ HYBRID = "hybrid"
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
-        "teststore": "it is a test double of the mirrored system: register a class of your own called TestStore",
+        "teststore": "it is a test double of MXNet's: register a class of your own called TestStore",
         "dist_device": "say whether workers wait for each other: use 'dist_device_sync' or 'dist_device_async'",
         "dist_sync_async": "it is one or the other: use 'dist_sync' or 'dist_async'",
     }

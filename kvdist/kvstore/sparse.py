@@ -59,7 +59,7 @@ class RowStaging:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """At least so many bytes, and not much more."""
+        """At least this number of bytes, and not much more."""
         with self._lock:
             for i, buffer in enumerate(self._free):
                 if nbytes <= len(buffer) <= 4 * nbytes + BUFFER_UNIT_BYTES:
@@ -225,7 +225,7 @@ class MixedTransfers:
         self._has_logged_skip = False
 
     def transfer(self, call: PushPull) -> Future[Any]:
-        """Push and pull keys of which some may be tables."""
+        """Push and pull keys; some may be tables."""
         if not call.pushes:
             return self._pull(call)
         plain, tables = self._apart(call.key, call.value)
@@ -393,7 +393,7 @@ class MixedTransfers:
         except MemoryError as error:
             raise MemoryError(
                 f"{info.name}: there is no memory for all {count} rows of the table,"
-                f" {info.size * info.dtype.itemsize} bytes: name those that you need to row_sparse_pull"
+                f" {info.size * info.dtype.itemsize} bytes: name the ones that you need to row_sparse_pull"
             ) from error
 
     def _named_rows(self, info: KeyInfo, targets: Sequence[Any], row_ids: Any) -> list[_RowPull]:
@@ -443,7 +443,7 @@ def _room_in(info: KeyInfo, targets: Sequence[RowSparse], rows: int) -> Bits:
 
 
 def _room(info: KeyInfo, rows: int) -> Bits:
-    """Memory for so many rows of a table."""
+    """Memory for a number of rows of a table."""
     return np.empty(rows * row_length(info.shape), info.dtype.storage)
 
 

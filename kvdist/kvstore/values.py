@@ -219,7 +219,7 @@ def in_order(value: Any) -> Any:
 
 def gpu_of(value: Any) -> int | None:
     """The number of the GPU on which a value lies; None for the host's memory."""
-    # Asked for every array of every call: what is usual is told without asking torch what a tensor is.
+    # Asked for every array of every call: what is usual is recognised without asking torch what a tensor is.
     if type(value) is np.ndarray or getattr(value, "is_cuda", None) is False:
         return None
     if is_tensor(value):
@@ -317,7 +317,7 @@ def as_numpy_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def require_same_type(keys: Iterable[Key], known: Collection[Key]) -> None:
-    """Check that new keys are of the type of those that the store has.
+    """Check that new keys are of the same type as the store's.
 
     Raises:
         TypeError: they are names where the others are numbers, or the other way round.

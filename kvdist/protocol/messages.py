@@ -322,7 +322,7 @@ class _OfSlices(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AfterPushes(_OfSlices):
-    """A message about slices after so many pushes of the worker, at these versions."""
+    """A message about slices after a number of pushes of the worker, at these versions."""
 
     steps: U32s
     """The worker's push counter of the slice: 0 for its first push."""

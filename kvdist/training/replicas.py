@@ -136,7 +136,7 @@ def _devices(devices: Sequence[Any]) -> list[torch.device]:
         except (AssertionError, NotImplementedError, RuntimeError) as error:  # torch without CUDA asserts
             raise DeviceError(
                 f"the device {str(place)!r} cannot be used here ({first_line(error)}): torch sees"
-                f" {torch.cuda.device_count()} CUDA devices, counted from 0, of those that CUDA_VISIBLE_DEVICES leaves"
+                f" {torch.cuda.device_count()} CUDA devices, counted from 0, after CUDA_VISIBLE_DEVICES"
             ) from error
         places.append(place)
     return places

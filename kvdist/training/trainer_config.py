@@ -260,7 +260,7 @@ def fit(
     compression_params: Mapping[str, Any] | None,
     updates_here: bool = False,
 ) -> KVStore | Adapted:
-    """Prepare a store for a trainer: compression, sparse keys, and keys of which only sums are needed.
+    """Prepare a store for a trainer: compression, sparse keys, and keys that need only sums.
 
     Args:
         store: the store.

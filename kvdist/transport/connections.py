@@ -11,7 +11,7 @@ Then one doubt is left: the message may be the last word of the old connection, 
 upwards, so when both have spoken the higher one is the new connection. While only one has, it is taken for the new
 one: no living peer is ever called lost, and a dead one at the latest when a send to it fails.
 
-`SilentConnections` bounds those that have not sent a message yet. libzmq bounds the bytes of a frame, but neither the
+`SilentConnections` bounds connections that have not sent a message. libzmq bounds the bytes of a frame, but neither the
 frames of an incomplete message nor the connections. `Bounds` limits their number and the bytes, counted by the kernel,
 that each and all of them may bring; beyond that they are shut down, and a member dials again. A refusal is
 logged once for each address, and again when the reason is certain. If a connection is over before its address could be
@@ -181,7 +181,7 @@ class SilentConnections:
             self._brought = {one: bytes_received(one) for one, address in self._addresses.items() if address != NOWHERE}
 
     def judge(self) -> None:
-        """Shut down those that had brought too much at the last look.
+        """Shut down the connections that had brought too much at the last look.
 
         Call it when every message that was complete then has been read: a connection that has sent one is exempt.
         """

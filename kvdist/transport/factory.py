@@ -77,7 +77,7 @@ def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
 
 
 def credentials_of(config: ClusterConfig) -> Credentials | None:
-    """The keys of this process and the names of those that may dial it; None for a job that does not encrypt.
+    """The keys of this process and the names of the processes that may dial it; None for a job that does not encrypt.
 
     Raises:
         ConfigError: the secret is missing or cannot be used, or this process does not know its rank.

@@ -170,7 +170,7 @@ class ZeroMQTransport(Transport):
 
     Args:
         limits: gives the largest frame, and how long a peer may be silent.
-        credentials: the name of this process and those that may dial it; None for connections without encryption.
+        credentials: the names of this process and of its possible peers; None for connections without encryption.
         io_threads: how many threads of libzmq move bytes, each for some of the connections, and encrypt them.
         peers_max: how many processes may dial this one.
         judges_silence: whether a peer that sends nothing is lost. If not, a peer is lost only when its machine does not

@@ -161,7 +161,7 @@ trap : INT TERM
 
 UNBUFFERED = "PYTHONUNBUFFERED"
 """Left out: mpirun gives ranks a terminal, to which Python writes whole lines, and unbuffered it writes pieces of them,
-each of which mpirun would tag."""
+which mpirun would tag one by one."""
 
 
 def mpi(processes: Sequence[Process], hosts: Sequence[Host], here: str, word: str, is_secret: bool) -> str:

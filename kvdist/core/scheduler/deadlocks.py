@@ -143,7 +143,7 @@ def _sentence(members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> s
 
 
 def _cycle(members: Mapping[int, _Blocked], waits: Waits) -> list[int]:
-    """A cycle of workers, each of which waits for the next one; the lowest rank first."""
+    """A cycle of workers, each waiting for the next one; the lowest rank first."""
     chain: list[int] = []
     rank = min(members)
     while rank not in chain:

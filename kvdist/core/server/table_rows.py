@@ -364,7 +364,7 @@ class TableRows:
             ) from error
 
     def _replace(self, ids: Sequence[Slots], values: Sequence[Array], scales: Sequence[float]) -> None:
-        """Make the sum the whole value. Costs the rows that are pushed and those that were other than zeros."""
+        """Make the sum the whole value. Costs the rows that are pushed and the rows that were not zero."""
 
         def apply(gradients: Sequence[Array], weight: Array, _state: SliceState, _row: int) -> None:
             self._kernels.weighted_sum(gradients, scales, self.dtype, weight)
@@ -416,7 +416,7 @@ class TableRows:
     # Rows and slots.
 
     def _found(self, ids: Slots) -> Slots:
-        """The slots of rows, -1 for those that do not exist."""
+        """The slots of rows, -1 for rows that do not exist."""
         return ids - self.first if self._index is None else self._index.find(ids)
 
     def _made(self, ids: Slots) -> Slots:
