@@ -581,7 +581,7 @@ class PushJoiner:
             own = host_round.shares[self._me.node.rank].own
             assert own is not None
             pull = any(share.pull for share in host_round.shares.values())
-            key = (own.plan.server, pull, own.transfer.priority)
+            key = (own.plan.server, pull, own.priority)
             rows = self._rows(host_round)
             if _nbytes(rows) >= ALONE_BYTES_MIN:
                 yield self._ready(key, rows)

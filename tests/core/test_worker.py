@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -81,6 +84,25 @@ def test_a_transfer_of_nothing_is_finished_at_once(wired: Wired) -> None:
     wired.submit(0, [Transfer(900, RunKind.PULL, "pull of nothing", [], 0)])
     assert 900 in wired.completed
     assert wired.workers[0].waiting_since is None
+
+
+def test_memory_of_a_transfer_is_free_when_it_is_done_and_not_when_python_looks_for_cycles() -> None:
+    wired = Wired(1, 1)
+    wired.initialise({"w": [1, 2, 3]})
+    (plan,) = make_plan([wired.infos["w"]], 1024).runs
+    sink = np.empty(3, np.float32)
+    seen = weakref.ref(sink)
+    run = Run(plan, sinks=[sink])
+    del sink
+    gc.disable()
+    try:
+        wired.submit(0, [Transfer(900, RunKind.PULL, "pull", [run])])
+        wired.settle()
+        assert 900 in wired.completed and seen() is not None
+        del run
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_pulls_that_were_asked_for_together_leave_in_one_message(wired: Wired) -> None:

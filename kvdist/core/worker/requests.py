@@ -239,8 +239,13 @@ class Run:
 
     # What the worker knows of it while it is under way.
 
+    # Not the transfer itself: a cycle of the two would keep the payload's memory until Python looks for cycles.
+
     number: int = field(init=False)
-    transfer: Transfer = field(init=False)
+    request: int = field(init=False)
+    kind: RunKind = field(init=False)
+    priority: int = field(init=False)
+    key_by_key: bool = field(init=False)
     steps: U32 = field(init=False)
     """(n,) the worker's push counters."""
     versions: U32 = field(init=False)
@@ -250,14 +255,15 @@ class Run:
 
     def begin(self, number: int, transfer: Transfer, steps: U32, versions: U32) -> None:
         """Take a run over: it is under way, as part of a transfer."""
-        self.number, self.transfer = number, transfer
+        self.number, self.request, self.kind = number, transfer.request, transfer.kind
+        self.priority, self.key_by_key = transfer.priority, transfer.key_by_key
         self.steps, self.versions, self.left = steps, versions, len(self.plan.ids)
 
     @property
     def batch_key(self) -> tuple[RunKind, int, float]:
         """Equal for runs that may travel in one message: what they do, and their encoding."""
         encoded = self.encoded
-        kind = self.transfer.kind
+        kind = self.kind
         return (kind, 0, 0.0) if encoded is None else (kind, encoded.encoding, encoded.parameter)
 
 
@@ -352,7 +358,7 @@ class RunPart:
 
     @property
     def _width(self) -> int:
-        return 1 if self.run.transfer.kind is RunKind.PULL_ROWS else 2
+        return 1 if self.run.kind is RunKind.PULL_ROWS else 2
 
     def _of(self, column: Column) -> Column:
         return column if self._positions is None else column[self._positions]

@@ -135,7 +135,7 @@ class Outbox:
         """Queue slices that may leave."""
         self._arrivals += 1
         heap = self._heaps.setdefault(part.run.batch_key, [])
-        heapq.heappush(heap, (-part.run.transfer.priority, self._arrivals, part))
+        heapq.heappush(heap, (-part.run.priority, self._arrivals, part))
 
     def add_ready(self, ready: Ready) -> None:
         """Queue a complete message."""
@@ -388,7 +388,7 @@ class Transfers:
         """Send slices of a run to their server, or to the sums of this host."""
         run = part.run
         # Encoded contributions cannot be summed, and are small.
-        if run.transfer.kind.pushes and run.encoded is None and self.slices.aggregated[run.plan.ids[0]]:
+        if run.kind.pushes and run.encoded is None and self.slices.aggregated[run.plan.ids[0]]:
             self._to_aggregate.append(part)
         else:
             self.send_directly(part)
@@ -467,7 +467,7 @@ class Transfers:
         """Copy values to the user's arrays; returns what is finished."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
-            if not run.transfer.kind.pulls:
+            if not run.kind.pulls:
                 continue  # for another worker of this host
             positions = run.plan.places(message.ids[begin:end])
             if run.kept is not None:
@@ -495,11 +495,11 @@ class Transfers:
 
     def refused(self, message: Refused) -> dict[int, int]:
         """The requests with refused slices, each with the server that refused."""
-        return {run.transfer.request: run.plan.server for run, _, _ in self._segments(message.runs)}
+        return {run.request: run.plan.server for run, _, _ in self._segments(message.runs)}
 
     def pushed_stretches(self, runs: U32) -> list[tuple[int, int]]:
         """The stretches of an answer that belong to pushes."""
-        return [(begin, end) for run, begin, end in self._segments(runs) if run.transfer.kind.pushes]
+        return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
 
     def answered(self, message: Values | RowValues | Counted | Refused) -> Finished:
         """Note that these slices have their reply; returns what is finished."""
@@ -507,25 +507,25 @@ class Transfers:
             self.slices.saw(message.ids, message.versions)
         finished = Finished()
         for run, begin, end in self._segments(message.runs):
-            if run.transfer.kind.pushes:
+            if run.kind.pushes:
                 self.slices.reclaim(message.ids[begin:end])
                 for freed in self.slices.counted(message.ids[begin:end]):
                     self._leave(freed)
-            if run.transfer.key_by_key:
+            if run.key_by_key:
                 plan = run.plan
-                finished.keys.append((run.transfer.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
+                finished.keys.append((run.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
             run.left -= end - begin
             if run.left == 0:
                 del self._runs[run.number]
-                self._runs_left[run.transfer.request] -= 1
-                if not self._runs_left[run.transfer.request]:
-                    del self._runs_left[run.transfer.request]
-                    finished.requests.append(run.transfer.request)
+                self._runs_left[run.request] -= 1
+                if not self._runs_left[run.request]:
+                    del self._runs_left[run.request]
+                    finished.requests.append(run.request)
         return finished
 
     def awaited_servers(self, request: int) -> Sequence[int]:
         """The ranks of the servers that have not answered a request."""
-        return sorted({run.plan.server for run in self._runs.values() if run.transfer.request == request})
+        return sorted({run.plan.server for run in self._runs.values() if run.request == request})
 
     def is_open(self, request: int) -> bool:
         """Whether this is a transfer without all its answers."""
@@ -541,9 +541,9 @@ class Transfers:
         slices, counted = self.slices, self.slices.counted_pushes()
         for run in self._runs.values():
             ids = run.plan.ids
-            if run.transfer.kind.pushes:
+            if run.kind.pushes:
                 waits = counted[ids] <= run.steps
-            elif run.transfer.kind in (RunKind.PULL, RunKind.PULL_ROWS):
+            elif run.kind in (RunKind.PULL, RunKind.PULL_ROWS):
                 waits = counted[ids] < run.steps
             else:
                 return None
@@ -555,7 +555,7 @@ class Transfers:
     def first_awaited(self, request: int, awaited: U32) -> int:
         """The first slice of a request for whose round it waits; -1 if there is none."""
         for run in self._runs.values():
-            if run.transfer.request == request:
+            if run.request == request:
                 waited = run.plan.ids[awaited[run.plan.ids] > 0]
                 if len(waited):
                     return int(waited[0])
@@ -584,7 +584,7 @@ class Transfers:
         """Check every invariant."""
         self.slices.validate()
         for run in self._runs.values():
-            assert run.transfer.request in self._runs_left, "a run belongs to a transfer that is not finished"
+            assert run.request in self._runs_left, "a run belongs to a transfer that is not finished"
             assert 0 < run.left <= len(run.plan.ids)
         for rank, outbox in self._outboxes.items():
             assert outbox.flying_bytes >= 0
@@ -613,7 +613,7 @@ def _message(parts: Sequence[RunPart]) -> Message:
     ids = [part.ids for part in parts]
     numbers = _per_slice([part.run.number for part in parts], ids)
     steps, versions = _joined([part.steps for part in parts]), _joined([part.versions for part in parts])
-    kind = parts[0].run.transfer.kind
+    kind = parts[0].run.kind
     if kind is RunKind.PULL:
         return Pull(numbers, _joined(ids), steps, versions)
     if kind is RunKind.PULL_STATE:
