@@ -20,7 +20,8 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
 
     It is for a test that needs nothing anew for each case: the cases share the fixtures, but each finds a folder of its
     own at ``tmp_path``, and what it does with ``monkeypatch`` is undone. All of them run, and the test fails with a
-    list of those that failed, below the traceback of the first.
+    list of those that failed, below the traceback of the first; after one that used up the time of the test none runs.
+    A case that skips is passed over, and the test is skipped where all are.
 
     Args:
         names: the arguments that a case gives, with commas between.
@@ -37,16 +38,23 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def all_cases(*args: Any, **kwargs: Any) -> None:
-            failed: list[tuple[dict[str, Any], BaseException]] = []
+            failed: list[tuple[str, BaseException]] = []
+            skipped: list[BaseException] = []
             for number, row in enumerate(rows):
                 try:
                     with own_fixtures(kwargs, number) as fixtures:
                         test(*args, **fixtures, **row)
+                except pytest.skip.Exception as error:
+                    skipped.append(error)
                 except FAILURES as error:
-                    failed.append((row, error))
+                    failed.append((f"case {number}, {text_of(row)}", error))
+                    if is_timeout(error):
+                        break  # its alarm rings once: nothing would end the cases to come
             if failed:
-                lines = "".join(f"\n{text_of(row)}: {str(error)[:TEXT_CHARACTERS_MAX]}" for row, error in failed)
+                lines = "".join(f"\n{text}: {str(error)[:TEXT_CHARACTERS_MAX]}" for text, error in failed)
                 raise AssertionError(f"{len(failed)} of {len(rows)} cases failed:{lines}") from failed[0][1]
+            if len(skipped) == len(rows):
+                raise skipped[0]
 
         signature = inspect.signature(test)
         if missing := [key for key in keys if key not in signature.parameters]:
@@ -69,6 +77,11 @@ def own_fixtures(fixtures: dict[str, Any], number: int) -> Iterator[dict[str, An
         if "monkeypatch" in fixtures:
             own["monkeypatch"] = monkeypatch
         yield {**fixtures, **own}
+
+
+def is_timeout(error: BaseException | None) -> bool:
+    """Whether pytest-timeout ended the case, or one of a table within it."""
+    return error is not None and ("from pytest-timeout" in str(error) or is_timeout(error.__cause__))
 
 
 def text_of(row: Mapping[str, Any]) -> str:

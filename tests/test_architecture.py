@@ -389,6 +389,7 @@ WRONG = [
     (banned_faults, BLOCK, "os.system('ls')"),
     (banned_faults, BLOCK, "sys.exit(1)"),
     (banned_faults, BLOCK, "from os import system"),
+    (banned_faults, "launcher.kvdist_launch.serialization", "import pickle"),
     (handler_faults, BLOCK, "try:\n    f()\nexcept:\n    pass"),
     (length_faults, BLOCK, f"def f():\n{LONG_BODY}"),
 ]

@@ -20,10 +20,43 @@ def test_all_cases_run_and_those_that_fail_are_named():
             pytest.fail("DID NOT RAISE")
         assert a == b
 
-    with pytest.raises(AssertionError, match=r"2 of 4 cases failed:\na=1, b=2: (.|\n)*a=2, b=3: DID NOT") as failure:
+    with pytest.raises(
+        AssertionError, match=r"2 of 4 cases failed:\ncase 1, a=1, b=2: (.|\n)*case 2, a=2, b=3: DID N"
+    ) as failure:
         check()
     assert seen == [(1, 1), (1, 2), (2, 3), (4, 4)]
     assert failure.value.__cause__ is not None
+
+
+def test_a_case_that_skips_hides_no_other_and_all_that_skip_skip_the_test():
+    seen = []
+
+    @each("a", [1, 2, 3])
+    def check(a, wrong):
+        seen.append(a)
+        if a != wrong:
+            pytest.skip("not here")
+        pytest.fail("wrong")
+
+    with pytest.raises(AssertionError, match="1 of 3 cases failed:\ncase 2, a=3: wrong"):
+        check(wrong=3)
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        check(wrong=None)
+    assert seen == [1, 2, 3, 1, 2, 3]
+
+
+def test_no_case_runs_after_the_time_of_the_test_is_over():
+    seen = []
+
+    @each("a", [1, 2])
+    @each("b", [1, 2])
+    def check(a, b):
+        seen.append((a, b))
+        pytest.fail("Timeout (>300.0s) from pytest-timeout.")
+
+    with pytest.raises(AssertionError, match="1 of 2 cases failed:\ncase 0, a=1: 1 of 2 cases failed:\ncase 0, b=1: T"):
+        check()
+    assert seen == [(1, 1)]
 
 
 @pytest.fixture

@@ -93,13 +93,26 @@ def assert_equal_runs(numba, *arguments, **settings):
         assert_same_bits(ours, theirs, settings.get("dtype", DType.FLOAT32))
 
 
+@each("rule, count, size", pairs(RULES, COUNTS, SIZES))
+def test_an_update_has_the_bits_of_the_reference_at_every_size(numba, rule, count, size):
+    assert_equal_runs(numba, rule, size, count)
+
+
+@each("rule", RULES)
 @each(
-    "rule, count, size, kind, wd, clip, dtype, in_place",
-    pairs(RULES, COUNTS, SIZES, ["ones", "equal", "unequal"], [0.0, 0.01], [None, 0.5], FLOATS, [False, True]),
+    "count, kind, wd, clip, dtype, in_place",
+    pairs([1, 2, 5, 9], ["ones", "equal", "unequal"], [0.0, 0.01], [None, 0.5], FLOATS, [False, True]),
 )
-def test_an_update_has_the_bits_of_the_reference(numba, rule, count, size, kind, wd, clip, dtype, in_place):
+def test_an_update_has_the_bits_of_the_reference_with_every_setting(
+    numba, rule, count, kind, wd, clip, dtype, in_place
+):
     settings = {"kind": kind, "wd": wd, "clip_gradient": clip, "dtype": dtype, "in_place": in_place}
-    assert_equal_runs(numba, rule, size, count, **settings)
+    assert_equal_runs(numba, rule, 1001, count, **settings)
+
+
+@each("rule", RULES)
+def test_a_long_weight_may_be_updated_in_place(numba, rule):
+    assert_equal_runs(numba, rule, CHUNK_ELEMENTS + 5, 2, wd=0.01, in_place=True)
 
 
 def read_only(array):
