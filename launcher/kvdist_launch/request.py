@@ -82,6 +82,8 @@ def _require_program(program: str, path: str | None) -> None:
             NOT_EXECUTABLE,
         )
     where = "there is no such file" if os.path.dirname(program) else "it is not in any directory of PATH"
+    if os.path.isfile(program):
+        where += f"; a file of that name lies here, so name its interpreter too (python {shlex.quote(program)})"
     raise CommandError(f"the command {program!r} does not exist: {where}", NOT_FOUND)
 
 

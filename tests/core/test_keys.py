@@ -69,14 +69,14 @@ def test_a_key_that_is_placed_is_answered_at_once_to_a_worker_that_declares_it_l
 def test_two_shapes_are_an_error_that_names_both_workers(store: StoreKeys) -> None:
     declare(store, 0, {"w": (2, 3)})
     reason = declare(store, 1, {"w": (6,)})
-    assert "shape (2, 3) and dtype float32 by worker-0, but with shape (6,)" in reason
+    assert "shape (2, 3) and dtype float32 on worker-0, but shape (6,)" in reason
     assert [(request.member, text) for request, text in store.take_conflicts()] == [(member(0), reason)]
 
 
 def test_two_dtypes_are_an_error_that_names_them(store: StoreKeys) -> None:
     declare(store, 0, {"w": (2,)})
     reason = declare(store, 1, {"w": (2,)}, INT32)
-    assert "dtype float32 by worker-0, but with shape (2,) and dtype int32 by worker-1" in reason
+    assert "dtype float32 on worker-0, but shape (2,) and dtype int32 on worker-1" in reason
 
 
 def test_a_worker_that_comes_late_to_a_disagreement_gets_the_same_error(store: StoreKeys) -> None:

@@ -188,7 +188,7 @@ def test_a_mismatch_reaches_every_rank_even_one_that_comes_late() -> None:
     wired.settle()
     sentences = {str(wired.failed[request]) for request in requests}
     assert len(sentences) == 1 and all(isinstance(wired.failed[request], InitMismatch) for request in requests)
-    assert "shape (2, 3) and dtype float32 by worker-0, but with shape (3, 2)" in sentences.pop()
+    assert "shape (2, 3) and dtype float32 on worker-0, but shape (3, 2)" in sentences.pop()
 
 
 def test_stores_of_two_types_are_the_same_error_on_every_rank() -> None:

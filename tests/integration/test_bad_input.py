@@ -70,7 +70,7 @@ def test_shapes_or_dtypes_that_differ_between_workers_are_told_to_all_of_them(jo
         said = [line for line in launcher.text.splitlines() if line.startswith(f"w{rank} │ ")]
         assert len(said) == 4, job.transcript()
         for line, key in zip(said[:3], ("w", "v", "u"), strict=True):
-            assert f"InitMismatch: key {key!r} was declared with " in line, job.transcript()
+            assert f"InitMismatch: key {key!r} has " in line, job.transcript()
             assert "worker-1" in line and "every worker must initialise a key alike" in line, line
         assert "shape (3,)" in said[0] and "shape (4,)" in said[0]
         assert "float32" in said[1] and "float64" in said[1]

@@ -112,15 +112,15 @@ def test_tables_that_differ_between_workers_are_told_to_all_of_them(job):
     expected = [
         ("'a'", "shape (6, 2) and dtype float32, as a table of rows", "shape (5, 2)"),
         ("'b'", "dtype float32", "dtype float16"),
-        ("'c'", "shape (6, 2) and dtype float32, as a table of rows by", "shape (6, 2) and dtype float32 by worker-1"),
+        ("'c'", "shape (6, 2) and dtype float32, as a table of rows on", "shape (6, 2) and dtype float32 on worker-1"),
         ("'d'", "rows that begin as constant(0", "rows that begin as constant(1"),
-        ("'e'", "as a table of rows by", "rows that begin as zeros by worker-1"),
+        ("'e'", "as a table of rows on", "rows that begin as zeros on worker-1"),
     ]
     for rank in range(3):
         said = said_by(launcher, rank)
         assert len(said) == len(expected) + 2, job.transcript()
         for line, (key, *words) in zip(said, expected, strict=False):
-            assert line.startswith(f"InitMismatch: key {key} was declared with "), job.transcript()
+            assert line.startswith(f"InitMismatch: key {key} has "), job.transcript()
             if "worker-1" in line.split("but with")[0]:  # who came first is named first
                 words = [word.replace(" by worker-1", "").replace(" by", "") for word in words]
             assert all(word in line for word in words), (line, words)

@@ -81,7 +81,7 @@ class DeclaredKey:
         if (self.shape, self.dtype, self.form) != (shape, dtype, form):
             ours, theirs = _said(self.shape, self.dtype, self.form), _said(shape, dtype, form)
             return (
-                f"{name_of(self.key)} was declared with {ours} by {self.first}, but with {theirs} by {sender};"
+                f"{name_of(self.key)} has {ours} on {self.first}, but {theirs} on {sender};"
                 " every worker must initialise a key alike"
             )
         if self.pulled_as != pulled_as:
