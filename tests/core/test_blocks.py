@@ -13,8 +13,9 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.machine import Send
+from kvdist.core.round import PullRequest
 from kvdist.core.server import replies as answers
-from kvdist.core.server.block import ROUNDS_WORTH_IT, Block
+from kvdist.core.server.block import ROUNDS_WORTH_IT, Block, Contribution
 from kvdist.core.server.buffers import BufferPool
 from kvdist.core.server.shard import DenseShard
 from kvdist.core.worker import requests, transfers
@@ -69,6 +70,22 @@ def sizes(wired: Wired) -> list[int]:
 
 def values(wired: Wired, request: int, keys: Sequence[int | str] = ("a", "b", "c")) -> list[list[float]]:
     return [wired.value(request, key) for key in keys]
+
+
+def test_a_full_round_and_a_pull_that_were_left_open_are_invariants_broken() -> None:
+    wired = made()
+    shard(wired).validate()
+    one, (first, second) = block(wired), (wired.member(f"worker-{rank}") for rank in (0, 1))
+    assert one.published is not None
+    one.round.pulls.append(PullRequest(first, 1, 0, 0))
+    with pytest.raises(AssertionError, match="a pull that can be answered is answered"):
+        shard(wired).validate()
+    one.round.pulls.clear()
+    for member in (first, second):
+        shard(wired).validate()
+        one.offer(Contribution(member, 1, 1, 0, 1, 0, (None, None, None), one.published.array, pull=False), 0.0)
+    with pytest.raises(AssertionError, match="a full round is closed at once"):
+        shard(wired).validate()
 
 
 # The same story with slices together and alone.

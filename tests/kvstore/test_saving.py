@@ -34,6 +34,7 @@ RULES = {
     "no rule": (None, {}),
 }
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+ACROSS = [("local", "dist"), ("dist", "local")]
 
 
 def random(shape, seed, dtype):
@@ -85,7 +86,8 @@ def assert_goes_on(store, directory, expected, dtype=torch.float32, shapes=SHAPE
         assert bits(store, shapes) == wanted
 
 
-@each("rule, before, after", pairs(RULES, ["local", "dist"], ["local", "dist"]))
+@each("rule", RULES)
+@each("before, after", ACROSS)
 def test_it_goes_on_bit_by_bit_in_the_same_store_and_in_another(tmp_path, before, after, rule):
     shapes = MATRICES if rule == "rows" else SHAPES
     with started(before, RULES[rule], shapes=shapes) as store:
@@ -96,8 +98,9 @@ def test_it_goes_on_bit_by_bit_in_the_same_store_and_in_another(tmp_path, before
         assert_goes_on(store, tmp_path, expected, shapes=shapes)
 
 
-@each("dtype, multi_precision, before, after", pairs(TYPES, [False, True], ["local", "dist"], ["local", "dist"]))
-def test_it_goes_on_in_every_type_with_masters_and_without(tmp_path, before, after, dtype, multi_precision):
+@each("dtype, multi_precision, way", pairs(TYPES, [False, True], ACROSS))
+def test_it_goes_on_in_every_type_with_masters_and_without(tmp_path, dtype, multi_precision, way):
+    before, after = way
     rule = ("adam", {"learning_rate": 0.001, "multi_precision": multi_precision})
     with started(before, rule, dtype) as store:
         expected = course(store, tmp_path, dtype)

@@ -29,6 +29,7 @@ RULES = {
     "no rule": (None, {}),
 }
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+ACROSS = [("local", "dist"), ("dist", "local")]
 
 
 def rows_of(seed, count, rows, dtype, far=1):
@@ -86,7 +87,7 @@ def assert_goes_on(store, directory, expected, dtype=torch.float32):
         assert bits(store) == wanted
 
 
-@each("rule, before, after", [*pairs(RULES, ["local", "dist"], ["local", "dist"]), ("adam", "dist", "dist_async")])
+@each("rule, before, after", [*((rule, *way) for rule in RULES for way in ACROSS), ("adam", "dist", "dist_async")])
 def test_tables_go_on_bit_by_bit_in_the_same_store_and_in_another(tmp_path, before, after, rule):
     with started(before, RULES[rule]) as store:
         expected = course(store, tmp_path)
@@ -96,8 +97,9 @@ def test_tables_go_on_bit_by_bit_in_the_same_store_and_in_another(tmp_path, befo
         assert_goes_on(store, tmp_path, expected)
 
 
-@each("dtype, multi_precision, before, after", pairs(TYPES, [False, True], ["local", "dist"], ["local", "dist"]))
-def test_tables_go_on_in_every_type_with_masters_and_without(tmp_path, before, after, dtype, multi_precision):
+@each("dtype, multi_precision, way", pairs(TYPES, [False, True], ACROSS))
+def test_tables_go_on_in_every_type_with_masters_and_without(tmp_path, dtype, multi_precision, way):
+    before, after = way
     rule = ("adam", {"learning_rate": 0.001, "multi_precision": multi_precision, **LAZY})
     with started(before, rule, dtype) as store:
         expected = course(store, tmp_path, dtype)
