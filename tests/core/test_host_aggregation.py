@@ -197,6 +197,21 @@ def test_who_waits_is_told_that_its_push_goes_through_another_worker() -> None:
     assert wired.workers[2].explain(wired.now) == f"worker-2: {text}, {through}, to answer push of key 'b'"
 
 
+def test_a_pull_that_waits_for_what_the_leader_holds_is_told_that_the_server_has_to_answer() -> None:
+    wired = cluster("xxxx")
+    wired.advance(20.0)  # servers look for rounds that wait
+    wired.push(2, {"b": [1]})
+    read = wired.pull(2, "b")
+    wired.settle()
+    wired.advance(4.5)
+    who = "server-0 (host-0), through worker-0 (host-0) that pushes for its host,"
+    assert wired.workers[2].explain(wired.now) == f"worker-2: waiting 4.5 s for {who} to answer push of key 'b'"
+    for rank in (0, 1, 3):
+        wired.push(rank, {"b": [1]})
+    wired.settle()
+    assert wired.value(read, "b") == [4]
+
+
 def test_a_leader_that_is_late_itself_is_named_too() -> None:
     wired = cluster("xx")
     read = wired.pushpull(1, {"b": [1]})

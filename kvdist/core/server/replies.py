@@ -53,9 +53,14 @@ class RoundWait:
 
 
 def hints(waits: Iterable[RoundWait], now: float) -> list[Effect]:
-    """Messages to the workers that wait: for which round, how long, and for whom."""
+    """Messages to the workers that wait: for which round, how long, and for whom.
+
+    Whoever waits for no worker hears nothing: its own push is still under way, perhaps through a leader.
+    """
     messages: dict[Member, Waiting] = {}
     for wait in waits:
+        if not wait.missing:
+            continue
         waited = now - wait.round.open_since
         for waiter in (*wait.round.slots.values(), *wait.round.pulls):
             messages.setdefault(waiter.member, Waiting(wait.deed, wait.missing, waited))
