@@ -182,7 +182,7 @@ def names_of_stores(page: str) -> list[set[str]]:
 
 
 def test_the_table_of_stores_has_every_name_in_the_column_of_its_mode() -> None:
-    in_rounds = {name for name, policy in DIST_NAMES.items() if policy.has_rounds}
+    in_rounds = {name for name, policy in DIST_NAMES.items() if policy.is_lockstep}
     page = text_of(ROOT / "docs" / "stores.md")
     assert names_of_stores(page) == [set(LOCAL_NAMES), in_rounds, set(DIST_NAMES) - in_rounds]
     assert names_of_stores(page.replace("| `dist_async` |", "| `dist_late` |"))[2] >= {"dist_late"}

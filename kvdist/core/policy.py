@@ -35,14 +35,12 @@ class Policy:
             )
 
     @property
-    def has_rounds(self) -> bool:
-        """Whether a version sums contributions of several workers; only those may be summed on the way to a server."""
-        return self.close != 1
-
-    @property
     def is_lockstep(self) -> bool:
-        """Whether each version has one contribution of every live worker, so that counters name a moment of training:
-        a checkpoint is exact, and a push waits for all workers."""
+        """Whether each version has one contribution of every live worker.
+
+        Then contributions may be summed on the way to a server, a push waits for all workers (what the search for
+        deadlocks relies on), and counters name a moment of training, so a checkpoint is exact.
+        """
         return self.close is None
 
     def slice_bytes(self, limits: Limits) -> int:
@@ -76,4 +74,4 @@ POLICIES = {policy.name: policy for policy in (SYNC, ASYNC, P3, P3_ASYNC)}
 
 def with_priority_slices(policy: Policy) -> Policy:
     """The policy that makes versions alike, with priority slices."""
-    return P3 if policy.has_rounds else P3_ASYNC
+    return P3 if policy.is_lockstep else P3_ASYNC

@@ -89,7 +89,7 @@ class ArrayTransfers:
         self.check = check
         self._stagings = Stagings(policy.slice_bytes(cluster.config.limits), cluster.memory, cluster.traffic)
         # Only what waits for everybody's pushes is summed on the way to a server.
-        self._is_summed = policy.has_rounds
+        self._is_summed = policy.is_lockstep
         node = self._node = cluster.node
         self._coalescer = Coalescer(
             self._lay_out_batch,

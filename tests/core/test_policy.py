@@ -42,7 +42,7 @@ def test_policies_are_found_by_the_word_on_the_wire() -> None:
 @each("plain, sliced", [(SYNC, P3), (ASYNC, P3_ASYNC)])
 def test_priority_slices_change_how_a_store_sends_and_not_when_its_versions_are_made(plain, sliced) -> None:
     assert with_priority_slices(plain) is with_priority_slices(sliced) is sliced
-    same = ("close", "needs_optimizer", "has_rounds")
+    same = ("close", "needs_optimizer", "is_lockstep")
     assert [getattr(plain, name) for name in same] == [getattr(sliced, name) for name in same]
     limits = Limits(slice_bytes=4096, priority_slice_bytes=64)
     assert (plain.slice_bytes(limits), sliced.slice_bytes(limits)) == (4096, 64)

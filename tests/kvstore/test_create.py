@@ -32,8 +32,8 @@ def test_the_names_of_stores_on_a_cluster(name):
 
 
 def test_the_mode_of_a_store_is_that_of_its_name():
-    assert {name for name, policy in DIST_NAMES.items() if policy.has_rounds} == set(SYNC_NAMES)
-    assert {name for name, policy in DIST_NAMES.items() if not policy.has_rounds} == set(ASYNC_NAMES)
+    assert {name for name, policy in DIST_NAMES.items() if policy.is_lockstep} == set(SYNC_NAMES)
+    assert {name for name, policy in DIST_NAMES.items() if not policy.is_lockstep} == set(ASYNC_NAMES)
     assert {name for name, policy in DIST_NAMES.items() if policy.by_priority} == {"p3", "p3store_dist"}
 
 

@@ -79,7 +79,7 @@ class JoinedSlice:
             obstacle = f"the sender speaks for {names}, and may speak for itself and the workers of its host"
         elif len({contribution.member for contribution in self.contributions}) < len(self.contributions):
             obstacle = f"slice {self.number} has two contributions of one worker"
-        elif not block.round.policy.has_rounds:
+        elif not block.round.policy.is_lockstep:
             obstacle = (
                 f"{name_of(block.key)} is asynchronous: contributions are applied one by one, not summed on the way"
             )

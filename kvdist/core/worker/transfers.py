@@ -215,7 +215,7 @@ class Outbox:
 class SliceTable:
     """What a worker knows of each slice: its pushes, the newest version seen, what waits in line. Grows with keys."""
 
-    _COLUMNS = ("pushed", "versions", "aggregated", "has_rounds", "_delegated", "_delegated_run", "_busy")
+    _COLUMNS = ("pushed", "versions", "aggregated", "is_lockstep", "_delegated", "_delegated_run", "_busy")
 
     def __init__(self) -> None:
         self.pushed: U32 = np.zeros(0, np.uint32)
@@ -224,7 +224,7 @@ class SliceTable:
         """The newest version seen."""
         self.aggregated: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         """Whether its pushes are summed with those of other workers of this host."""
-        self.has_rounds: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.is_lockstep: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         """Whether its pushes are counted only together with those of all other workers."""
         self._delegated: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         """Whether its push is with the leader of this host, and not answered."""
@@ -547,9 +547,9 @@ class Transfers:
                 waits = counted[ids] < run.steps
             else:
                 return None
-            if np.count_nonzero(waits & slices.has_rounds[ids]) != run.left:
+            if np.count_nonzero(waits & slices.is_lockstep[ids]) != run.left:
                 return None
-        pushed = np.where(slices.has_rounds, slices.pushed, np.uint32(0))
+        pushed = np.where(slices.is_lockstep, slices.pushed, np.uint32(0))
         return pushed, np.where(pushed > counted, counted + np.uint32(1), np.uint32(0))
 
     def first_awaited(self, request: int, awaited: U32) -> int:

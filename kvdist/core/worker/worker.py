@@ -505,7 +505,7 @@ class Worker(Machine):
         placement = message.placement
         infos, aggregated, last = [], [], -1
         in_rounds: list[int] = []
-        has_rounds, num_servers = POLICIES[declared.mode].has_rounds, len(self.servers)
+        is_lockstep, num_servers = POLICIES[declared.mode].is_lockstep, len(self.servers)
         aggregation = self.aggregation if self.aggregation is not None and self.aggregation.servers else None
         pulled = declared.pulled_as or declared.dtypes
         columns = (declared.keys, declared.shapes, declared.dtypes, pulled, declared.message.forms)
@@ -513,16 +513,16 @@ class Worker(Machine):
         for key, shape, dtype, pulled_as, form, first, home, giver in zip(*columns, *homes, strict=True):
             slices = slices_of(shape, dtype.itemsize, form, home, num_servers, first, placement.slice_bytes)
             last = max(last, slices[-1].number)
-            if has_rounds:
+            if is_lockstep:
                 in_rounds += range(first, slices[-1].number + 1)
-            if aggregation is not None and has_rounds and not form:  # without rounds there is nothing to sum
+            if aggregation is not None and is_lockstep and not form:  # without rounds there is nothing to sum
                 sizes = ((piece, piece.count * dtype.itemsize) for piece in slices)
                 aggregated += [piece.number for piece, size in sizes if aggregation.aggregates(piece.server, size)]
             other = None if pulled_as is dtype else pulled_as
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
         self.transfers.slices.grow(last + 1)
         self.transfers.slices.aggregated[aggregated] = True
-        self.transfers.slices.has_rounds[in_rounds] = True
+        self.transfers.slices.is_lockstep[in_rounds] = True
         return [self._close(self._pending[message.request], tuple(infos))]
 
     def _done(self, request: int) -> list[Effect]:
