@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from types import FunctionType
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -210,9 +211,15 @@ def arguments_of(make: Callable[Args, Call]) -> Callable[[Callable[[Call], Resul
     """
 
     def decorate(function: Callable[[Call], Result]) -> Callable[Args, Result]:
+        # A copy that has the user's name for it, because Python says that name of wrong arguments.
+        own = cast("FunctionType", make)
+        named = FunctionType(own.__code__, own.__globals__, function.__name__, own.__defaults__)
+        named.__qualname__ = function.__qualname__
+
         @wraps(function)
         def begun(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-            return function(make(*args, **kwargs))
+            call: Call = named(*args, **kwargs)
+            return function(call)
 
         begun.__annotations__ = {**make.__annotations__, "return": function.__annotations__["return"]}
         signature = inspect.signature(make).replace(return_annotation=begun.__annotations__["return"])

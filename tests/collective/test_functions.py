@@ -56,6 +56,18 @@ def test_what_is_no_tensor_is_refused_by_its_name():
     assert isinstance(error, TypeError) and str(error).startswith("epoch is a int")
 
 
+@each(
+    "function",
+    [hvd.allreduce_async, hvd.grouped_allreduce_async_, hvd.allreduce_, hvd.broadcast_, hvd.broadcast_async],
+)
+def test_wrong_arguments_are_those_of_the_function_that_was_called(function):
+    name = function.__name__
+    with pytest.raises(TypeError, match=rf"^{name}\(\) missing \d required positional"):
+        function()
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'nme'"):
+        function(torch.ones(1), nme="a")
+
+
 OPTIMIZERS = {
     "Adadelta": {},
     "Adagrad": {},
