@@ -91,9 +91,10 @@ class LocalBackend(Backend):
             )
         made = [self.arrays.made(info, first) for info, first in arrays]
         for info, first in tables:
-            self.rows.add(info, first)
+            self.rows.add(info, first)  # may refuse one; those before it are initialised then
+            self.keys.add(info, first)
         self.arrays.entries.update((value.key, value) for value in made)
-        for info, first in [*tables, *arrays]:
+        for info, first in arrays:
             self.keys.add(info, first)
 
     def transfer(self, call: PushPull) -> Future[Any]:
@@ -266,7 +267,7 @@ class LocalArrays:
 
     def writable(self, places: KeyArrays) -> Matched:
         """Where a call wants its results, checked."""
-        return [(self[info.key], arrays) for info, arrays in self._keys.matched(places, writable=True)]
+        return [(self.entries[info.key], arrays) for info, arrays in self._keys.matched(places, writable=True)]
 
     def write_to(self, results: Matched) -> None:
         """Copy values into these arrays."""

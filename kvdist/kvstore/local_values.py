@@ -218,8 +218,8 @@ class HostValue(LocalValue):
     def _for_function(self) -> tuple[Any, Array, Any]:
         library = "torch" if self.kind.startswith("torch") else "numpy"
         total = np.empty_like(self._bits)
-        received, stored = (values.like(library, self.shape, self.dtype, bits) for bits in (total, self._bits))
-        return received, total, stored
+        received = values.like(library, self.shape, self.dtype, total)
+        return received, total, values.like(library, self.shape, self.dtype, self._bits)
 
     def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Bits]:
         parts = [values.read_bits(array) for array in arrays]

@@ -275,6 +275,17 @@ def test_a_table_that_the_optimizer_cannot_update_is_refused_by_name(store):
         store.init("t", LazyRows((10, 3)))
 
 
+def test_what_came_before_a_table_that_is_refused_can_be_saved(tmp_path):
+    with kv.create("local") as store:
+        store.set_optimizer("adam")
+        with pytest.raises(ValueError, match="lazy_update=True"):
+            store.init(["t", "lazy"], [table(), LazyRows((10, 3))])
+        assert column(store) == [1.0] * 10
+        store.save_checkpoint(tmp_path, 1).result()
+        store.init(["t", "a"], [table(), np.zeros(3, np.float32)])  # a second init of the first changes nothing
+        assert column(store) == [1.0] * 10
+
+
 def test_futures_have_the_rows(store):
     store.init("t", table())
     pushed = store.push_async("t", rows_of([2], 5))
