@@ -37,7 +37,7 @@ class Left:
         """What it is, once it is made."""
         if self.transfer is None:
             self.transfer = self.make(1)
-        return self.kind, list(self.answer.infos)
+        return self.transfer.kind, list(self.answer.infos)
 
 
 @dataclass
