@@ -241,16 +241,16 @@ class Run:
 
     # Not the transfer itself: a cycle of the two would keep the payload's memory until Python looks for cycles.
 
-    number: int = field(init=False)
-    request: int = field(init=False)
-    kind: RunKind = field(init=False)
-    priority: int = field(init=False)
-    key_by_key: bool = field(init=False)
-    steps: U32 = field(init=False)
+    number: int = field(init=False, repr=False)
+    request: int = field(init=False, repr=False)
+    kind: RunKind = field(init=False, repr=False)
+    priority: int = field(init=False, repr=False)
+    key_by_key: bool = field(init=False, repr=False)
+    steps: U32 = field(init=False, repr=False)
     """(n,) the worker's push counters."""
-    versions: U32 = field(init=False)
+    versions: U32 = field(init=False, repr=False)
     """(n,) the versions that were seen."""
-    left: int = field(init=False)
+    left: int = field(init=False, repr=False)
     """Slices without an answer."""
 
     def begin(self, number: int, transfer: Transfer, steps: U32, versions: U32) -> None:
