@@ -76,7 +76,7 @@ GARBAGE_REPORTS_MAX = 5
 
 URGENT = -NEVER
 WAIT_MAX_S = 0.05
-"""The longest that anything waits here, however much comes after it."""
+"""The longest that anything waits in the mailbox, however much comes after it."""
 
 _living: weakref.WeakSet[Node] = weakref.WeakSet()
 

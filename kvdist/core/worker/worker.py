@@ -515,7 +515,7 @@ class Worker(Machine):
             last = max(last, slices[-1].number)
             if is_lockstep:
                 in_rounds += range(first, slices[-1].number + 1)
-            if aggregation is not None and is_lockstep and not form:  # without rounds there is nothing to sum
+            if aggregation is not None and is_lockstep and not form:  # else there is nothing to sum
                 sizes = ((piece, piece.count * dtype.itemsize) for piece in slices)
                 aggregated += [piece.number for piece, size in sizes if aggregation.aggregates(piece.server, size)]
             other = None if pulled_as is dtype else pulled_as
