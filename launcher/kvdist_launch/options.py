@@ -12,6 +12,7 @@ import argparse
 import ipaddress
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from kvdist.config.settings import SETTINGS
@@ -61,7 +62,7 @@ def grouped_parser(
     program: str, usage: str, description: str, examples: str, groups: Iterable[tuple[str, Iterable[Option]]]
 ) -> argparse.ArgumentParser:
     """A parser of options in groups: for each group its title, and the arguments of `add_argument`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=program,
         usage=usage,
         description=description,
@@ -75,6 +76,53 @@ def grouped_parser(
         for names, settings in options:
             group.add_argument(*names, **settings)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the nearest options to one that it does not know."""
+
+    def parse_args(self, words: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
+        unknown = self._unknown(words)
+        if unknown:
+            near = self._near(unknown)
+            advice = f"did you mean {' or '.join(near)}?" if near else "--help lists all"
+            self.exit(2, f"{self.prog}: error: unknown option {unknown}; {advice}\n")
+        return super().parse_args(words, namespace)
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        """The first option that there is not; '' if all are known."""
+        known, is_value = self._option_string_actions, False
+        for word in words:
+            name, is_joined, _ = word.partition("=")
+            if is_value:
+                is_value = False
+            elif name in known:
+                is_value = known[name].nargs != 0 and not is_joined
+            elif word[:2] not in known or not _accepts(known[word[:2]], word[2:]):
+                return name
+        return ""
+
+    def _near(self, unknown: str) -> list[str]:
+        """The options, at most two, that are spelled like this one or take a value that is."""
+        candidates: dict[str, str] = {}
+        for name, action in self._option_string_actions.items():
+            if action.help != argparse.SUPPRESS:
+                candidates[name] = f"{name} {action.metavar or ''}".strip()
+        for action in self._actions:
+            # `--restart` for `--on-worker-exit abort|restart:N`, `--workers` for `-n WORKERS`.
+            for value in re.findall(r"\b[a-z]{3,}\b|\b[A-Z]+S\b", str(action.metavar or "")):
+                candidates.setdefault(f"--{value.lower()}", candidates.get(action.option_strings[0], ""))
+        longer = [one for one in candidates if one.startswith(unknown)]
+        found = get_close_matches(unknown, longer or candidates, 2, 0 if longer else 0.75)
+        return list(dict.fromkeys(candidates[one] for one in found if candidates[one]))
+
+
+def _accepts(action: argparse.Action, text: str) -> bool:
+    """Whether an option takes what is written behind its letter, as in ``-n4``."""
+    try:
+        return action.nargs != 0 and (not callable(action.type) or action.type(text) is not None)
+    except (ValueError, argparse.ArgumentTypeError):
+        return False
 
 
 def target_of(options: argparse.Namespace) -> str:

@@ -84,14 +84,31 @@ def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, 
     [
         (["-n", "1", "--grace", "-1", "true"], "'-1' is not a number of seconds; write a number of at least 0"),
         (["-n", "two", "true"], "invalid int value: 'two'"),
-        (["-n", "1", "--num", "2", "true"], "unrecognized arguments: --num"),
     ],
 )
-def test_an_unknown_or_missing_option_is_a_usage_error(capsys, words, message):
+def test_a_value_of_an_option_that_cannot_be_read_is_a_usage_error(capsys, words, message):
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@each(
+    "words, near",
+    [
+        ("--restart 1", "--restart; did you mean --on-worker-exit abort|restart:N?"),
+        ("--worker 2", "--worker; did you mean -n WORKERS?"),
+        ("-np 2", "-np; did you mean -n WORKERS?"),
+        ("--num 2", "--num; did you mean --num-workers WORKERS or --num-servers SERVERS?"),
+        ("--hostfiel=d", "--hostfiel; did you mean --hostfile HOSTS?"),
+        ("--zzz", "--zzz; --help lists all"),
+    ],
+)
+def test_an_option_that_there_is_not_is_refused_in_a_sentence_with_the_nearest_one(capsys, words, near):
+    with pytest.raises(SystemExit) as caught:
+        main(["-n1", *words.split(), "true"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"kvdist-launch: error: unknown option {near}\n"
 
 
 def test_schedulers_and_servers_are_told_of_optimizer_modules_and_workers_are_not(capfd):
