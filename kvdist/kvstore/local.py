@@ -155,13 +155,13 @@ class LocalBackend(Backend):
 
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         updaters = self._with_states()
-        states = [updaters.state_of(key) for key in keys]
+        states = [updaters.state_of(self.keys[key].key) for key in keys]
         return [None if state is None else state.copy() for state in states]
 
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         updaters = self._with_states()
-        for key, state in zip(keys, states, strict=True):
-            updaters.restore(key, None if state is None else state.copy())
+        for info, state in zip([self.keys[key] for key in keys], states, strict=True):
+            updaters.restore(info.key, None if state is None else state.copy())
 
     def save(self, job: SaveJob) -> Future[Path]:
         return self._files().save(job)

@@ -14,7 +14,7 @@ import torch
 from kvdist import KVStore, StoreClosed, kv, lr_scheduler, optimizer
 from kvdist.checkpoint.folders import complete_steps
 from kvdist.checkpoint.format import NAME, read_manifest
-from kvdist.errors import CheckpointError
+from kvdist.errors import CheckpointError, KeyNotInitialised
 from tests.cases import each, pairs
 
 STORES = ["local", "dist", "dist_async"]
@@ -216,6 +216,20 @@ def test_states_alone_come_back_and_the_weights_stay(tmp_path, before, after, ru
         assert bits(store, shapes) == present
         step(store, 2, shapes=shapes)
         assert bits(store, shapes) == wanted
+
+
+@each("kind", STORES)
+def test_states_of_an_unknown_key_are_refused_and_nothing_is_replaced(kind):
+    with started(kind, RULES["adam"]) as store:
+        step(store, 1)
+        first = next(iter(SHAPES))
+        for call in (
+            lambda: store.optimizer_states([first, "unknown"]),
+            lambda: store.replace_optimizer_states([first, "unknown"], [None, None]),
+        ):
+            with pytest.raises(KeyNotInitialised, match="key 'unknown' has not been initialised"):
+                call()
+        assert store.optimizer_states([first])[0] is not None
 
 
 @each("kind", STORES)
