@@ -15,6 +15,7 @@ from kvdist.collective.engine import using as using
 from kvdist.collective.process_sets import ProcessSet, add_process_set
 from kvdist.collective.rendezvous import forget_port, leave_port, meet, meet_again
 from kvdist.config.environment import World, collective_settings_from_env, world_from_env
+from kvdist.config.exit_codes import shorten_tracebacks
 from kvdist.errors import CollectiveError
 from kvdist.runtime.process_name import name_process
 
@@ -55,6 +56,7 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
     """
     if is_initialized():
         return
+    shorten_tracebacks()
     found = world_from_env() if world is None else world
     try:
         engine = CollectiveEngine(found, _meeting.met, _meeting.find, collective_settings_from_env())

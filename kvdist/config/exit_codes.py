@@ -1,13 +1,17 @@
-"""Exit codes with which a supervisor (the launcher, Slurm, systemd) tells a lost peer from a bug."""
+"""How a process ends: with which exit code, and what it shows of an uncaught error of ours.
+
+By the code a supervisor (the launcher, Slurm, systemd) tells a lost peer from a bug.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
-from kvdist.errors import PeerLostError
+from kvdist.errors import KvdistError, PeerLostError
 
 EXIT_PEER_LOST = 75
 """This process ended because another one was lost: sysexits.h's EX_TEMPFAIL, which says that trying again may help."""
@@ -17,43 +21,76 @@ EXIT_CONFIG = 2
 
 
 FRAMES_OF_OURS_MAX = 3
-"""How many frames of kvdist a traceback shows below the program's call."""
+"""How many frames of kvdist the traceback of an error of ours shows."""
+INNER_MODULES = ("concurrent", "contextlib")
+"""Modules of Python whose frames count as ours where kvdist calls them."""
+
+
+def shorten_tracebacks() -> _Hook:
+    """From now on let `sys.excepthook` show all frames of the program, and few of ours, if it shows an error of ours.
+
+    Exceptions of the program's own are shown in full, and so is everything with ``python -X dev`` and in an
+    interactive interpreter, where a debugger may look at all frames later. Returns the hook.
+    """
+    hook = sys.excepthook
+    if not isinstance(hook, _Hook):
+        hook = sys.excepthook = _Hook(hook)
+    return hook
 
 
 def exit_with_peer_lost() -> None:
     """From now on, as a peer is lost, an uncaught `PeerLostError` ends the process with `EXIT_PEER_LOST`.
 
-    `sys.excepthook`, the program's own or another library's, prints the exception, with few frames of ours. It is
-    wrapped when a peer is lost and not earlier, because one that was installed over ours would not expect that ours
-    raises `SystemExit`. An interactive interpreter does not end. Nor does an exception of a thread end a process, as
-    ever in Python.
+    Our hook becomes the outermost one again, because one that was installed over it would not expect that it raises
+    `SystemExit`. An interactive interpreter does not end. Nor does an exception of a thread end a process, as ever in
+    Python.
     """
-    if not isinstance(sys.excepthook, _ExitHook):
-        sys.excepthook = _ExitHook()
+    shorten_tracebacks().ends = True
 
 
-class _ExitHook:
-    def __init__(self) -> None:
-        self._hook = sys.excepthook
+class _Hook:
+    """A `sys.excepthook` around the program's own, or another library's, which prints the exception.
+
+    Attributes:
+        ends: whether an uncaught `PeerLostError` ends the process.
+    """
+
+    def __init__(self, hook: Callable[..., object]) -> None:
+        self._hook = hook
+        self.ends = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ends = isinstance(error, PeerLostError) and not (hasattr(sys, "ps1") or sys.flags.inspect)
-        if ends:
-            _cut_after_call(trace)
+        is_interactive = hasattr(sys, "ps1") or bool(sys.flags.inspect)
+        ends = self.ends and isinstance(error, PeerLostError) and not is_interactive
+        if not (is_interactive or sys.flags.dev_mode):
+            for one in _chain(error):
+                _cut(one.__traceback__)
         self._hook(kind, error, trace)
         if ends:
             raise SystemExit(EXIT_PEER_LOST)
 
 
-def _cut_after_call(trace: TracebackType | None) -> None:
-    """Cut a traceback that ends in kvdist below the program's call, as what follows does not help its reader."""
-    ours: list[TracebackType] = []
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__", "")
-        ours = [*ours, trace] if module.partition(".")[0] in ("kvdist", "concurrent") else []
+def _chain(error: BaseException | None) -> Iterator[KvdistError]:
+    """An error of ours, and those of ours that caused it."""
+    seen: set[int] = set()
+    while isinstance(error, KvdistError) and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _cut(trace: TracebackType | None) -> None:
+    """Take all but the first frames of kvdist out of a traceback, as the others do not help its reader."""
+    is_ours, ours, shown = False, 0, trace
+    while trace is not None and shown is not None:
+        package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        is_ours = package == "kvdist" or (is_ours and package in INNER_MODULES)
+        ours += is_ours
+        if is_ours and ours > FRAMES_OF_OURS_MAX:
+            shown.tb_next = trace.tb_next
+        else:
+            shown = trace
         trace = trace.tb_next
-    if len(ours) > FRAMES_OF_OURS_MAX:
-        ours[FRAMES_OF_OURS_MAX - 1].tb_next = None
 
 
 class _NotingExit:

@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
+from kvdist.config import exit_codes
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
 from kvdist.core.policy import with_priority_slices
 from kvdist.kernels.cpu import choose
@@ -62,6 +63,7 @@ def create(name: str = "local") -> KVStore:
         CollectiveError: the other ranks of a job without servers were not found in time.
         DeadlineExceeded: the scheduler does not answer, or the cluster does not become complete.
     """
+    exit_codes.shorten_tracebacks()
     if not isinstance(name, str):
         raise TypeError(f"the name of a store is a string, not {type(name).__name__}")
     lowered = name.lower()

@@ -1,0 +1,77 @@
+"""What is shown of an uncaught error: all frames of the program, and few of kvdist if the error is its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import sys
+import numpy as np
+import kvdist
+from kvdist import kv
+
+def update(key, gradient, value):
+    raise ZeroDivisionError("the program's own")
+
+def called_back():
+    store.set_updater(update)
+    store.push("w", np.ones(3, np.float32))
+
+def loads():
+    store.load_checkpoint("/nonexistent")
+
+def fails_after_another():
+    try:
+        loads()
+    except kvdist.CheckpointError:
+        store.pull("unknown")
+
+store = kv.create("local" if sys.argv[1] == "called_back" else "dist")
+store.init("w", np.zeros(3, np.float32))
+globals()[sys.argv[1]]()
+"""
+
+
+def shown(script: Path, *words: str, options: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """The last line of a program's traceback, and the files of its frames."""
+    command = [sys.executable, *options, str(script), *words]
+    variables = {**os.environ, "KVDIST_KERNELS": "numpy"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, env=variables)
+    assert done.returncode == 1, done.stderr
+    return done.stderr.splitlines()[-1], re.findall(r'^  File "([^"]+)"', done.stderr, re.MULTILINE)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_an_error_of_kvdist_shows_the_frames_of_the_program_and_three_others(script: Path) -> None:
+    sentence, files = shown(script, "loads")
+    assert sentence.startswith("kvdist.errors.NoCheckpoint: there is no checkpoint in /nonexistent")
+    assert files[:2] == [str(script)] * 2 and len(files) == 2 + 3
+    in_full = shown(script, "loads", options=["-X", "dev"])
+    assert in_full[0] == sentence and len(in_full[1]) > len(files)
+
+
+def test_an_error_of_kvdist_that_another_one_caused_shows_few_frames_of_both(script: Path) -> None:
+    sentence, files = shown(script, "fails_after_another")
+    assert sentence.startswith("kvdist.errors.KeyNotInitialised: key 'unknown' has not been initialised")
+    assert files.count(str(script)) == 2 + 2 and len(files) <= 4 + 2 * 3
+
+
+def test_an_exception_of_the_program_is_shown_in_full(script: Path) -> None:
+    sentence, files = shown(script, "called_back")
+    assert sentence == "ZeroDivisionError: the program's own"
+    assert (files[:2], files[-1]) == ([str(script)] * 2, str(script)) and len(files) > 3 + 3
