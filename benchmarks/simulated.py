@@ -18,7 +18,7 @@ from workers.workload import Spec
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import Introduction
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server import replies as answers
+from kvdist.core.server import shard as answers
 from kvdist.core.server.server import Server
 from kvdist.core.worker import requests, transfers
 from kvdist.core.worker.requests import (

@@ -112,12 +112,19 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value: Any = import_module(_MODULES[name])
-    elif name in _NAMES:
-        value = getattr(import_module(_NAMES[name]), name)
-    else:
-        raise AttributeError(f"module 'kvdist' has no attribute {name!r}")
+    try:
+        if name in _MODULES:
+            value: Any = import_module(_MODULES[name])
+        elif name in _NAMES:
+            value = getattr(import_module(_NAMES[name]), name)
+        else:
+            raise AttributeError(f"module 'kvdist' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"kvdist.{name} needs torch, which is not installed: pip install 'kvdist[torch]'", name="torch"
+        ) from error
     globals()[name] = value
     return value
 

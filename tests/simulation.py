@@ -30,8 +30,8 @@ from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds,
 from kvdist.core.joining import Introduction
 from kvdist.core.round import Verdict
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server import replies as answers
 from kvdist.core.server import server, shard
+from kvdist.core.server import shard as answers
 from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded

@@ -198,6 +198,24 @@ def test_a_store_on_a_cluster_of_numpy_arrays_needs_no_torch():
     assert done.stdout.strip() == "False"
 
 
+def test_what_needs_torch_says_so_where_torch_is_missing():
+    program = """
+import sys
+sys.modules["torch"] = None
+import kvdist
+for name in ("Trainer", "Embedding", "horovod"):
+    try:
+        getattr(kvdist, name)
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=True)
+    assert done.stdout.splitlines() == [
+        f"kvdist.{name} needs torch, which is not installed: pip install 'kvdist[torch]'"
+        for name in ("Trainer", "Embedding", "horovod")
+    ]
+
+
 def test_an_installed_package_says_the_version_that_the_module_says():
     try:
         installed = metadata.version("kvdist")

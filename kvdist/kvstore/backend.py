@@ -132,6 +132,13 @@ class PushPull:
     shared: bool = False
 
 
+class DenseTransfers(Protocol):
+    """Moves keys that are arrays."""
+
+    def transfer(self, call: PushPull) -> Future[Any]:
+        """Push and pull; a future of what the call returns. That of a push without one is not read."""
+
+
 class TableTransfers(Protocol):
     """Moves rows of keys that are tables."""
 
@@ -198,10 +205,12 @@ class Backend(abc.ABC):
         compression: what encodes pushes; None while nothing does.
         uncompressed: keys that travel as they are.
         errors: of pushes without a future; the next call raises them.
+        arrays: moves arrays.
         rows: moves rows of tables; None without `Ability.ROWS`.
     """
 
     abilities: frozenset[Ability] = frozenset()
+    arrays: DenseTransfers
 
     def __init__(
         self,
@@ -247,10 +256,6 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def declare(self, given: KeyArrays) -> None:
         """Agree on new keys with all workers, and give them rank 0's values."""
-
-    @abc.abstractmethod
-    def transfer(self, call: PushPull) -> Future[Any]:
-        """Push and pull arrays; a future of what the call returns. That of a push without one is not read."""
 
     @abc.abstractmethod
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:

@@ -647,7 +647,7 @@ class KVStore(KVStoreBase):
     def _transfer(self, call: PushPull) -> Future[Any]:
         if self._backend.keys.tables:
             return self._mixed.transfer(call)
-        return self._backend.transfer(call)
+        return self._backend.arrays.transfer(call)
 
     def _result_of(self, future: Future[Any], lends: bool = False) -> Any:
         result = self._backend.wait(future, lends)

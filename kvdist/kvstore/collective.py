@@ -106,12 +106,12 @@ class CollectiveBackend(Backend):
         self._leave = leave
         self.keys: CollectiveKeys = CollectiveKeys(self)
         self._local = LocalBackend("device", kernels, self.devices)
-        self._values = ReplicatedValues(self.keys, ranks, self._local, predivide)
+        self.arrays: ReplicatedValues = ReplicatedValues(self, ranks, self._local, predivide)
         self._saving: WorkerSaving | None = None
 
     @property
     def optimizer(self) -> Optimizer | None:
-        return self._values.optimizer
+        return self.arrays.optimizer
 
     def num_dead_nodes(self) -> int:
         return int(self._ranks.has_lost)
@@ -124,7 +124,7 @@ class CollectiveBackend(Backend):
     def declare(self, given: KeyArrays) -> None:
         with self.reporting():
             fresh = self.keys.fresh(given)
-        self._values.place([(one, array, []) for one, array in self.keys.agreed(fresh, self._ranks.agree)])
+        self.arrays.place([(one, array, []) for one, array in self.keys.agreed(fresh, self._ranks.agree)])
 
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
         with self.reporting():
@@ -133,29 +133,7 @@ class CollectiveBackend(Backend):
         with self.reporting():
             places = {info.key: own for info, own in self.keys.writable(key, out)}
         self._settle()
-        self._values.place([(one, arrays[0], places.get(one, [])) for one, arrays in given])
-
-    # Values.
-
-    def transfer(self, call: PushPull) -> Future[Any]:
-        if not call.pushes:
-            return self._values.pull(call)
-        with self.reporting():
-            given = self._matched(call)
-        future = self._values.begin(given, call.options.average, call.pulls and call.lending is Lending.EVERYTHING)
-        if call.lending is Lending.NOTHING:
-            future.add_done_callback(self.note_failed)
-        return future
-
-    def _matched(self, call: PushPull) -> list[tuple[KeyInfo, list[Any], list[Any]]]:
-        """The keys of a push, what is given for each, and where its sum goes."""
-        if not call.pulls:
-            return [(info, arrays, []) for info, arrays in self.keys.contributed(call.key, call.value)]
-        if call.out is None and not holds_rows(call.value):
-            return [(info, arrays, arrays) for info, arrays in self.keys.writable(call.key, call.value)]
-        given = self.keys.contributed(call.key, call.value)
-        out = self.keys.writable(call.key, call.value if call.out is None else call.out)
-        return [(info, arrays, places) for (info, arrays), (_, places) in zip(given, out, strict=True)]
+        self.arrays.place([(one, arrays[0], places.get(one, [])) for one, arrays in given])
 
     # All workers together.
 
@@ -170,11 +148,11 @@ class CollectiveBackend(Backend):
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         self._ranks.agree(f"the optimizer {optimizer.describe()}")
-        self._values.update_by(optimizer)
+        self.arrays.update_by(optimizer)
 
     def set_updater(self, function: UpdaterFunction) -> None:
         self._settle()
-        self._values.call(function)
+        self.arrays.call(function)
 
     def require_compression(self, chosen: StoreCompression) -> None:
         if not isinstance(chosen.compression.codec, Half):
@@ -184,7 +162,7 @@ class CollectiveBackend(Backend):
             )
 
     def leave_unkept(self, keys: Sequence[Key]) -> None:
-        self._values.unkept.update(one for one in keys if one not in self.keys)
+        self.arrays.unkept.update(one for one in keys if one not in self.keys)
 
     # Files.
 
@@ -196,12 +174,12 @@ class CollectiveBackend(Backend):
 
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         self._settle()
-        with self._values.lock:
+        with self.arrays.lock:
             return self._local.states(keys)
 
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         self._settle()
-        with self._values.lock:
+        with self.arrays.lock:
             self._local.replace_states(keys, states)
 
     def save(self, job: SaveJob) -> CheckpointFuture:
@@ -215,7 +193,7 @@ class CollectiveBackend(Backend):
         # Not under the lock: the engine's thread takes it for what other threads push, and only then lets ranks agree.
         files = self._files()
         checkpoint, held, found = files.read(job)
-        with self._values.lock:
+        with self.arrays.lock:
             self._local.take(files.restore(held, found))
         return checkpoint
 
@@ -227,7 +205,7 @@ class CollectiveBackend(Backend):
         return self._saving
 
     def _held(self) -> list[Held]:
-        with self._values.lock:
+        with self.arrays.lock:
             return self._local.held()
 
     def close(self, wait: bool) -> None:
@@ -236,7 +214,7 @@ class CollectiveBackend(Backend):
             if self._saving is not None:
                 stack.callback(self._saving.close, wait)
             if wait:
-                wait_for([self._values.last])
+                wait_for([self.arrays.last])
             self._local.close(wait)
             self._leave()
             if self.errors:
@@ -244,7 +222,7 @@ class CollectiveBackend(Backend):
 
     def _settle(self) -> None:
         """What was begun is done: the values are those of now."""
-        wait_for([self._values.last])
+        wait_for([self.arrays.last])
         if self.errors:
             raise self.errors.popleft()
 
@@ -318,13 +296,13 @@ class ReplicatedValues:
     """This worker's copy of the values.
 
     Args:
-        keys: that there are.
+        backend: the store's: has its keys, and takes errors of pushes without a future.
         ranks: with whom sums are made.
         local: has the values.
         predivide: by what values are divided before they are summed, and multiplied after it.
     """
 
-    def __init__(self, keys: CollectiveKeys, ranks: Ranks, local: LocalBackend, predivide: float = 1.0) -> None:
+    def __init__(self, backend: CollectiveBackend, ranks: Ranks, local: LocalBackend, predivide: float = 1.0) -> None:
         self.lock = threading.RLock()
         self.unkept: set[Key] = set()
         """Keys whose sums go to the callers alone."""
@@ -332,12 +310,24 @@ class ReplicatedValues:
         """The one whose numbers the user may change; the values are updated by a copy of it."""
         self.last: Future[Any] = resolved(None)
         """What was begun last: the values are those of now when it is done."""
-        self._keys = keys
+        self._backend = backend
+        self._keys = backend.keys
         self._ranks = ranks
         self._local = local
         self._predivide = predivide
         self._own: Optimizer | None = None
         self._has_updater = False
+
+    def transfer(self, call: PushPull) -> Future[Any]:
+        """Push and pull; a future of what the call returns."""
+        if not call.pushes:
+            return self._pull(call)
+        with self._ranks.reporting():
+            given = self._matched(call)
+        future = self._begin(given, call.options.average, call.pulls and call.lending is Lending.EVERYTHING)
+        if call.lending is Lending.NOTHING:
+            future.add_done_callback(self._backend.note_failed)
+        return future
 
     def place(self, given: Sequence[tuple[Key, Any, list[Any]]]) -> None:
         """Have rank 0's values in the store and in places."""
@@ -373,7 +363,17 @@ class ReplicatedValues:
             self._local.set_updater(updater)
         self.optimizer, self._own, self._has_updater = None, None, True
 
-    def pull(self, call: PushPull) -> Future[Any]:
+    def _matched(self, call: PushPull) -> list[tuple[KeyInfo, list[Any], list[Any]]]:
+        """The keys of a push, what is given for each, and where its sum goes."""
+        if not call.pulls:
+            return [(info, arrays, []) for info, arrays in self._keys.contributed(call.key, call.value)]
+        if call.out is None and not holds_rows(call.value):
+            return [(info, arrays, arrays) for info, arrays in self._keys.writable(call.key, call.value)]
+        given = self._keys.contributed(call.key, call.value)
+        out = self._keys.writable(call.key, call.value if call.out is None else call.out)
+        return [(info, arrays, places) for (info, arrays), (_, places) in zip(given, out, strict=True)]
+
+    def _pull(self, call: PushPull) -> Future[Any]:
         """Write values into `out`, or new arrays, once what was begun before is done."""
         for one in values.keys(call.key):
             self._keys[one]  # which says so if there is none
@@ -386,11 +386,11 @@ class ReplicatedValues:
 
         def hand_out() -> Any:
             with self.lock:
-                return self._local.transfer(call).result()
+                return self._local.arrays.transfer(call).result()
 
         return after(self.last, hand_out)
 
-    def begin(
+    def _begin(
         self, given: Sequence[tuple[KeyInfo, list[Any], list[Any]]], average: bool, keeps: bool = False
     ) -> Future[None]:
         """Have sums made, and then whatever follows from them."""

@@ -40,7 +40,6 @@ from kvdist.kvstore.backend import (
     PushPull,
     Reduction,
     SaveJob,
-    resolved,
 )
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.keys import Fresh, KeyArrays, require_no_tables, require_sendable
@@ -61,9 +60,6 @@ if TYPE_CHECKING:
     from kvdist.kvstore.checkpoints import Checkpoint, ServerSaving
 
 LOG = logging.getLogger("kvdist")
-
-_NOT_READ = resolved(None)
-"""The future of a push that has none."""
 
 
 class DistBackend(Backend):
@@ -93,8 +89,8 @@ class DistBackend(Backend):
         self._cluster = cluster
         self._number = cluster.open_store()
         self.devices.pin_with(lambda device: cluster.memory.pin(device.pin))
-        self._arrays = ArrayTransfers(cluster, policy, self, self._require_usable)
-        self._rows = self.rows = RowTransfers(cluster, self._arrays)
+        self.arrays: ArrayTransfers = ArrayTransfers(cluster, policy, self, self._require_usable)
+        self._rows = self.rows = RowTransfers(cluster, self.arrays)
         self._barrier_lock = threading.Lock()
         self._is_closed = False
         self._metrics = MetricsExchange(lambda: KVStore(DistBackend("dist", SYNC, cluster, kernels)))
@@ -102,7 +98,7 @@ class DistBackend(Backend):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        return self._arrays.optimizer
+        return self.arrays.optimizer
 
     def num_dead_nodes(self) -> int:
         return int(isinstance(self._cluster.node.failure, PeerLostError))
@@ -126,7 +122,7 @@ class DistBackend(Backend):
         mine = [(info, array) for info, (_, array, *_) in zip(infos, fresh, strict=True) if info.giver == self.rank]
         arrays = [(info.key, array) for info, array in mine if not info.form]
         if arrays:
-            self._arrays.give(RunKind.INITIALISE, arrays)
+            self.arrays.give(RunKind.INITIALISE, arrays)
         for info, array in mine:
             if isinstance(array, RowSparse):
                 self._rows.give(info, array.canonical())
@@ -137,7 +133,7 @@ class DistBackend(Backend):
         for start in range(0, len(fresh), KEYS_PER_MESSAGE):
             names, _, shapes, dtypes, forms = zip(*fresh[start : start + KEYS_PER_MESSAGE], strict=True)
             said = (self._policy.name, names, shapes, dtypes, self._pulled_as(names, dtypes, forms), forms)
-            futures.append(self._arrays.submit(partial(_declaration, self._number, said), None))
+            futures.append(self.arrays.submit(partial(_declaration, self._number, said), None))
         return [info for future in futures for info in self._cluster.wait(future)]
 
     def _pulled_as(self, names: Sequence[Key], dtypes: Sequence[DType], forms: Sequence[str]) -> tuple[DType, ...]:
@@ -161,32 +157,22 @@ class DistBackend(Backend):
             self.meet()
             mine = [(one, array) for one, array in replaced if self.keys[one].giver == self.rank]
             if mine:
-                self._arrays.give(RunKind.REPLACE, mine)
+                self.arrays.give(RunKind.REPLACE, mine)
             # Values that were shown may have been written to: this call is how such a change becomes everybody's.
             with self._barrier_lock:
                 forget = self._cluster.memory.forget_shown
-                self._cluster.wait(self._arrays.submit(lambda number: EnterBarrier(number, self._number), forget))
+                self._cluster.wait(self.arrays.submit(lambda number: EnterBarrier(number, self._number), forget))
             if self.compression is not None:
                 self.compression.forget(one for one, _ in replaced)
         self._pull(key, out, priority)
 
     def _pull(self, key: Keys, out: Value | None, priority: int) -> None:
         call = PushPull(key, None, out, priority, Lending.EVERYTHING, pushes=False)
-        self._cluster.wait((MixedTransfers(self) if self.keys.tables else self).transfer(call))
+        self._cluster.wait((MixedTransfers(self) if self.keys.tables else self.arrays).transfer(call))
         if self.errors:
             raise self.errors.popleft()
 
     # Values.
-
-    def transfer(self, call: PushPull) -> Future[Any]:
-        if not call.pushes:
-            return self._arrays.pull(call)
-        if call.pulls:
-            return self._arrays.pushpull(call)
-        if call.lending is not Lending.NOTHING:
-            return self._arrays.push_async(call)
-        self._arrays.push(call)
-        return _NOT_READ
 
     def wait(self, future: Future[Any], lends: bool = False) -> Any:
         try:
@@ -209,22 +195,22 @@ class DistBackend(Backend):
     def meet(self, timeout: float | None = None, statement: str | None = None) -> None:
         # One at a time: a second thread's barrier is the next one, not the same.
         with self._barrier_lock:
-            self._arrays.ask(lambda number: EnterBarrier(number, self._number, timeout, statement or ""))
+            self.arrays.ask(lambda number: EnterBarrier(number, self._number, timeout, statement or ""))
 
     def reduce(self, arrays: Sequence[Any], how: Reduction) -> list[Any]:
         return self._metrics.reduce(arrays, how)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        if self._arrays.optimizer is None:
-            self._arrays.ask(lambda number: Configure(number, self._number, optimizer.describe()))
-        self._arrays.optimizer = optimizer
+        if self.arrays.optimizer is None:
+            self.arrays.ask(lambda number: Configure(number, self._number, optimizer.describe()))
+        self.arrays.optimizer = optimizer
 
     def compress(self, params: Mapping[str, Any]) -> None:
         super().compress(params)
         self._cluster.node.submit(lambda number: UseKernels(number, self.kernels))
 
     def command(self, head: int, body: str) -> None:
-        self._arrays.ask(lambda number: Command(number, head, body))
+        self.arrays.ask(lambda number: Command(number, head, body))
 
     # Files.
 
@@ -242,14 +228,14 @@ class DistBackend(Backend):
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         from kvdist.kvstore.checkpoints import pull_states
 
-        return pull_states(self._arrays.ask, *self._with_states(keys))
+        return pull_states(self.arrays.ask, *self._with_states(keys))
 
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         from kvdist.kvstore.checkpoints import replace_states
 
         infos, optimizer = self._with_states(keys)
         if self.rank == 0:
-            replace_states(self._arrays.ask, infos, states, optimizer)
+            replace_states(self.arrays.ask, infos, states, optimizer)
 
     def load(self, job: LoadJob) -> Checkpoint:
         if not job.values:
@@ -265,12 +251,12 @@ class DistBackend(Backend):
 
             cluster = self._cluster
             self._saving = ServerSaving(
-                self._number, self.rank, self._arrays.submit, cluster.wait, cluster.hold, cluster.memory.forget_shown
+                self._number, self.rank, self.arrays.submit, cluster.wait, cluster.hold, cluster.memory.forget_shown
             )
         return self._saving
 
     def _with_states(self, keys: Sequence[Key]) -> tuple[list[KeyInfo], Optimizer]:
-        optimizer = self._arrays.optimizer
+        optimizer = self.arrays.optimizer
         if optimizer is None:
             raise PushRefused("this store has no optimizer, so there are no states: call set_optimizer before")
         infos = [self.keys[key] for key in keys]
@@ -294,7 +280,7 @@ class DistBackend(Backend):
                 self._cluster.leave(wait=wait)
         finally:
             with contextlib.suppress(DeviceError):  # a GPU that has failed reads nothing any more
-                self._arrays.close()
+                self.arrays.close()
         if self.errors:
             raise self.errors.popleft()
         if self._saving is not None:

@@ -60,7 +60,8 @@ class HybridBackend(Backend):
         self._workers = workers
         self.errors = workers.errors = servers.errors
         self.keys, self.rows = servers.keys, servers.rows
-        self._on_servers: set[Key] = set()
+        self.arrays: Sides = Sides(servers, workers)
+        self._on_servers = self.arrays.on_servers
         self._known: set[Key] = set()
 
     @property
@@ -93,7 +94,7 @@ class HybridBackend(Backend):
     # Keys.
 
     def require(self, key: Key) -> object:
-        return self._side_of(key).require(key)
+        return self.arrays.side_of(key).require(key)
 
     def declare(self, given: KeyArrays) -> None:
         self._place(given)
@@ -123,36 +124,10 @@ class HybridBackend(Backend):
             self._workers.meet(statement=f"of {len(new)} new keys these go to the servers: {there or 'none'}")
         self._on_servers.update(tables)
 
-    def _side_of(self, key: Key) -> Side:
-        return self._servers if key in self._on_servers else self._workers
-
     def _split(self, given: KeyArrays) -> list[tuple[Side, KeyArrays]]:
-        """The sides that have keys of a call, with those. Servers first: they work while workers sum."""
-        return [(side, [given[i] for i in chosen]) for side, chosen in self._positions([one for one, _ in given])]
-
-    # Values.
-
-    def transfer(self, call: PushPull) -> Future[Any]:
-        positions = self._positions(values.keys(call.key))
-        if len(positions) == 1:
-            return positions[0][0].transfer(call)
-        futures = [side.transfer(_part(call, chosen)) for side, chosen in positions]
-        if call.pushes or call.out is not None:
-            return combined(futures)
-
-        def in_order() -> list[Any]:
-            found: dict[int, Any] = {}
-            for (_, chosen), future in zip(positions, futures, strict=True):
-                found.update(zip(chosen, future.result(), strict=True))
-            return [found[position] for position in sorted(found)]
-
-        return combined(futures, in_order)
-
-    def _positions(self, keys: Sequence[Key]) -> list[tuple[Side, list[int]]]:
-        """The sides that have some of these keys, with their positions."""
-        sides: tuple[Side, ...] = (self._servers, self._workers)
-        found = [(side, [i for i, key in enumerate(keys) if self._side_of(key) is side]) for side in sides]
-        return [(side, chosen) for side, chosen in found if chosen]
+        """The sides that have keys of a call, with those."""
+        positions = self.arrays.positions([one for one, _ in given])
+        return [(side, [given[i] for i in chosen]) for side, chosen in positions]
 
     # All workers together.
 
@@ -187,13 +162,13 @@ class HybridBackend(Backend):
 
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         found: dict[Key, SliceState | None] = {}
-        for side, chosen in self._positions(keys):
+        for side, chosen in self.arrays.positions(keys):
             own = [keys[position] for position in chosen]
             found.update(zip(own, side.states(own), strict=True))
         return [found[key] for key in keys]
 
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        for side, chosen in self._positions(keys):
+        for side, chosen in self.arrays.positions(keys):
             side.replace_states([keys[i] for i in chosen], [states[i] for i in chosen])
 
     def save(self, job: SaveJob) -> Future[Path]:
@@ -232,6 +207,47 @@ class HybridBackend(Backend):
             self._workers.close(wait)
         finally:
             self._servers.close(wait)
+
+
+class Sides:
+    """Moves arrays of either side.
+
+    Args:
+        servers, workers: the sides.
+    """
+
+    def __init__(self, servers: DistBackend, workers: CollectiveBackend) -> None:
+        self.on_servers: set[Key] = set()
+        """Keys that go to the servers, initialised or not."""
+        self._servers = servers
+        self._workers = workers
+
+    def transfer(self, call: PushPull) -> Future[Any]:
+        """Push and pull; a future of what the call returns."""
+        positions = self.positions(values.keys(call.key))
+        if len(positions) == 1:
+            return positions[0][0].arrays.transfer(call)
+        futures = [side.arrays.transfer(_part(call, chosen)) for side, chosen in positions]
+        if call.pushes or call.out is not None:
+            return combined(futures)
+
+        def in_order() -> list[Any]:
+            found: dict[int, Any] = {}
+            for (_, chosen), future in zip(positions, futures, strict=True):
+                found.update(zip(chosen, future.result(), strict=True))
+            return [found[position] for position in sorted(found)]
+
+        return combined(futures, in_order)
+
+    def side_of(self, key: Key) -> Side:
+        """Where a key is."""
+        return self._servers if key in self.on_servers else self._workers
+
+    def positions(self, keys: Sequence[Key]) -> list[tuple[Side, list[int]]]:
+        """The sides that have some of these keys, with their positions. Servers first: they work while workers sum."""
+        sides: tuple[Side, ...] = (self._servers, self._workers)
+        found = [(side, [i for i, key in enumerate(keys) if self.side_of(key) is side]) for side in sides]
+        return [(side, chosen) for side, chosen in found if chosen]
 
 
 def _part(call: PushPull, chosen: Sequence[int]) -> PushPull:

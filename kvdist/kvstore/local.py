@@ -67,7 +67,7 @@ class LocalBackend(Backend):
 
     def __init__(self, type_name: str, kernels: Kernels = REFERENCE, devices: Devices | None = None) -> None:
         super().__init__(type_name, devices=devices, kernels=kernels)
-        self.arrays = LocalArrays(self)
+        self.arrays: LocalArrays = LocalArrays(self)
         self.rows: LocalRows = LocalRows(self)
         if type_name not in COMPRESSING_NAMES:
             self.abilities = self.abilities - {Ability.COMPRESSION}
@@ -96,19 +96,6 @@ class LocalBackend(Backend):
         self.arrays.entries.update((value.key, value) for value in made)
         for info, first in arrays:
             self.keys.add(info, first)
-
-    def transfer(self, call: PushPull) -> Future[Any]:
-        """As of `Backend`: all of it is done when this returns."""
-        arrays = self.arrays
-        contributions = arrays.matched(values.pairs(call.key, call.value)) if call.pushes else []
-        if call.pulls and call.out is None and not call.pushes:
-            copies = [arrays[one].new() for one in values.keys(call.key)]
-            return resolved(copies if isinstance(call.key, (list, tuple)) else copies[0])
-        places = call.value if call.out is None else call.out
-        results = arrays.writable(values.pairs(call.key, places)) if call.pulls else []
-        arrays.contribute(contributions)
-        arrays.write_to(results)
-        return resolved(None)
 
     def replace(self, given: KeyArrays, key: Keys, out: Value, priority: int) -> None:
         require_no_tables(self.rows.blocks, [(one, arrays) for one, arrays in given if one in self.rows.blocks])
@@ -235,6 +222,18 @@ class LocalArrays:
         entry = DeviceValue(info.key, info.shape, info.dtype, kind, self._devices, device, first)
         entry.replace(first)
         return entry
+
+    def transfer(self, call: PushPull) -> Future[Any]:
+        """Push and pull: all of it is done when this returns."""
+        contributions = self.matched(values.pairs(call.key, call.value)) if call.pushes else []
+        if call.pulls and call.out is None and not call.pushes:
+            copies = [self[one].new() for one in values.keys(call.key)]
+            return resolved(copies if isinstance(call.key, (list, tuple)) else copies[0])
+        places = call.value if call.out is None else call.out
+        results = self.writable(values.pairs(call.key, places)) if call.pulls else []
+        self.contribute(contributions)
+        self.write_to(results)
+        return resolved(None)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Update by this one from now on; it follows the same rule as the one before."""

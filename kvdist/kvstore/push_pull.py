@@ -1,6 +1,6 @@
 """Pushes and pulls of arrays on a cluster: the way of one call from its arguments to its answer.
 
-`ArrayTransfers` has the calls; what each does stands below it in this order:
+`ArrayTransfers.transfer` takes a call; what happens to it stands below in this order:
 
 1. *check*: `push_args` (and `results.pull_args`) find that keys, shapes and dtypes fit, and which memory is meant;
 2. *plan*: `Stagings.of` has the plan of this list of keys, which says what travels together to which server;
@@ -37,7 +37,7 @@ from kvdist.core.worker.requests import (
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, combined
+from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, combined, resolved
 from kvdist.kvstore.coalescing import SMALL_BYTES_MAX, Coalescer, Hyperparameters
 from kvdist.kvstore.keys import KeyTable, as_dense, named
 from kvdist.kvstore.placement import Devices, OnDevice, Part, as_host_bits, names_gpus, require_one_kind
@@ -54,6 +54,9 @@ from kvdist.transport.shared_memory.allocator import Allocator
 if TYPE_CHECKING:
     from kvdist.kvstore.compression import EncodedRun, EncodedSlices
     from kvdist.kvstore.device import DeviceTransfers
+
+_NOT_READ: Future[None] = resolved(None)
+"""The future of a push that has none."""
 
 Reads = Callable[[RunPlan], bool]
 """Whether the receiver of a run reads it where it lies."""
@@ -117,35 +120,41 @@ class ArrayTransfers:
 
     # The calls.
 
-    def push(self, call: PushPull) -> None:
-        """Push; the caller's arrays are free when this returns, and no one waits for the answer."""
-        plain = self._keys.plain_one(call.key, call.value)
-        if plain is not None and plain[1].nbytes <= SMALL_BYTES_MAX:
-            self._push_coalesced(*plain, call)
-            return
-        given = push_args(self._keys, call.key, call.value, self._devices)
-        if _is_one_small(given):
-            (bits,) = as_host_bits(given.bits[0])
-            self._push_coalesced(given.infos[0], bits, call)
-            return
-        self._push(given, call).add_done_callback(self._backend.note_failed)
+    def transfer(self, call: PushPull) -> Future[Any]:
+        """Push and pull; a future of what the call returns. That of a push without one is not read.
 
-    def push_async(self, call: PushPull) -> Future[None]:
-        """Push; the future resolves when it is counted."""
-        return self._push(push_args(self._keys, call.key, call.value, self._devices), call)
-
-    def pushpull(self, call: PushPull) -> Future[Any]:
-        """Push and pull the result; large results are shown where they lie if `shared`, except those of GPUs."""
+        Large results are shown where they lie if `call.shared`, except those of GPUs.
+        """
+        if not call.pushes:
+            return self._pull(call)
+        if call.lending is Lending.NOTHING and not call.pulls:
+            return self._push_unread(call)
         given = push_args(self._keys, call.key, call.value, self._devices)
+        if not call.pulls:
+            return self._push(given, call)
         places = self._places(call.key, call.value if call.out is None else call.out)
         if call.out is not None and reaches_another(given.bits, places.results):
             call = replace(call, lending=Lending.NOTHING)
         return self._push(given, call, places)
 
-    def pull(self, call: PushPull) -> Future[Any]:
+    def _push_unread(self, call: PushPull) -> Future[None]:
+        """Push; the caller's arrays are free when this returns, and no one waits for the answer."""
+        plain = self._keys.plain_one(call.key, call.value)
+        if plain is not None and plain[1].nbytes <= SMALL_BYTES_MAX:
+            self._push_coalesced(*plain, call)
+            return _NOT_READ
+        given = push_args(self._keys, call.key, call.value, self._devices)
+        if _is_one_small(given):
+            (bits,) = as_host_bits(given.bits[0])
+            self._push_coalesced(given.infos[0], bits, call)
+        else:
+            self._push(given, call).add_done_callback(self._backend.note_failed)
+        return _NOT_READ
+
+    def _pull(self, call: PushPull) -> Future[Any]:
         """Pull into `out`, or into new arrays."""
         if call.out is None:
-            return self._pull(*new_results(self._keys, call.key), call.priority)
+            return self._pull_into(*new_results(self._keys, call.key), call.priority)
         # Pulls of small keys that are asked for one by one travel together.
         may_join = call.lending is Lending.RESIDENT
         plain = self._keys.plain_one(call.key, call.out, writable=True) if may_join else None
@@ -155,7 +164,7 @@ class ArrayTransfers:
         if may_join and len(places.infos) == 1 and _is_coalesced(places.infos[0], places.results[0]):
             finish = None if places.is_direct else places.spread
             return self._coalescer.pull(places.infos[0], places.results[0], finish, call.priority)
-        return self._pull(places.infos, places.results, places.spread, call.priority)
+        return self._pull_into(places.infos, places.results, places.spread, call.priority)
 
     def give(self, kind: RunKind, given: Sequence[tuple[Key, Any]]) -> None:
         """Send first or new values, and wait until the servers have them."""
@@ -260,7 +269,9 @@ class ArrayTransfers:
             self._cluster.under_way.leave(nbytes)
             raise
 
-    def _pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits], finish: Finish, priority: int) -> Future[Any]:
+    def _pull_into(
+        self, infos: Sequence[KeyInfo], results: Sequence[Bits], finish: Finish, priority: int
+    ) -> Future[Any]:
         runs = self._plan_pull(infos, results)
         label = f"pull of {named(infos)}"
         return self.submit(lambda number: Transfer(number, RunKind.PULL, label, runs, priority), finish)

@@ -12,17 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.initializer import Initializer
-
-try:
-    import torch
-except ImportError as error:
-    raise ImportError("kvdist.Embedding needs torch, which is not installed: pip install 'kvdist[torch]'") from error
 
 Ids = npt.NDArray[np.int64]
 

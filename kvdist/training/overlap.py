@@ -42,7 +42,7 @@ class Overlap(GradientBuckets):
         live: the optimizer whose hyper-parameters the user may change.
         sent: the store's copy of it; None when the workers update.
         refresh: updates `live` when a step begins.
-        ballot_key: the key of the ballot (see `kvdist.training.step`) when the workers update.
+        ballot_key: the key of the ballot (see `kvdist.training.trainer`) when the workers update.
         bucket_bytes: the size of a bucket.
     """
 

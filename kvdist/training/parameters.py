@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
 
 from kvdist.kvstore import values
 from kvdist.naming import NamedKey
-
-if TYPE_CHECKING:
-    import torch
 
 _GROUP_ENTRIES = ("params", "lr_mult", "wd_mult")
 _GROUP_ADVICE = {
@@ -203,3 +203,21 @@ def _check_replicas(name: str, replicas: list[Any]) -> None:
                 f" {tuple(replica.shape)} {replica.dtype} on another"
             )
         values.describe(replica)
+
+
+Grads: TypeAlias = Sequence["list[Tensor] | None"]
+"""For each trained parameter its gradients, one per device; None without a gradient."""
+
+
+def divide(grads: Grads, divisor: float) -> None:
+    """Divide gradients in place."""
+    present = [grad for given in grads for grad in given or ()]
+    if present and divisor != 1:
+        torch._foreach_div_(present, divisor)
+
+
+def scale(parameters: Sequence[Parameter], factor: float) -> None:
+    """Multiply the gradients of parameters, on every device, in place."""
+    present = [grad for parameter in parameters for grad in parameter.grads() or ()]
+    if present and factor != 1:
+        torch._foreach_mul_(present, factor)

@@ -31,8 +31,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, is_count
-from kvdist.training.parameters import Parameter, require_shapes
-from kvdist.training.step import divide
+from kvdist.training.parameters import Parameter, divide, require_shapes
 
 NUMBERS = {"lr": ("learning_rate", "lr_mult"), "weight_decay": ("wd", "wd_mult")}
 """Hyper-parameters of a group that may change: torch's name → our name and the table of its factors."""

@@ -1,7 +1,6 @@
 """`Trainer`: updates the parameters of a torch network through a store, in place of a ``torch.optim`` optimizer.
 
-`step` has the exchange of a step, `trainer_config` decides where weights are updated, `grad_checks` reads torch's
-version counters. Invariants:
+`trainer_config` decides where weights are updated, `grad_checks` reads torch's version counters. Invariants:
 
 * Nothing is sent before the first `step` (or `allreduce_grads`, `update`, `broadcast_parameters`), which makes rank 0's
   weights those of all workers.
@@ -10,6 +9,11 @@ version counters. Invariants:
 * Weights are written in place, or with ``share_weights=True`` shown in the servers' memory; torch counts either as a
   change, so a backward pass through the old weights raises.
 * Where possible, errors in this worker's part of a step are raised before anything of it is sent.
+* All parameters travel in one list call, in the order given, so the first layers, which the next forward pass needs
+  first, come first. Keys are positions: 0, 1, 2, ….
+* Where workers update, all must update the same parameters. One more key, the ballot, tells which gradients each
+  worker has: a parameter without a gradient on any worker stays as it is everywhere. The ballot also tells whether a
+  worker averages; all workers with gradients must do the same where no server divides.
 """
 
 from __future__ import annotations
@@ -22,18 +26,22 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from kvdist.checkpoint.shards import updates_in
 from kvdist.kvstore import create as create_store
-from kvdist.kvstore.adapter import KVStoreBase
+from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.checkpoints import Checkpoint
+from kvdist.kvstore.registry import DIST_NAMES
+from kvdist.naming import NamedKey
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.training.data import Batches, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
 from kvdist.training.overlap import Overlap, weakly
-from kvdist.training.parameters import Parameter, collect, multipliers, require_shapes
-from kvdist.training.step import Exchange, Grads, LocalUpdate, SharedWeights, divide, scale
+from kvdist.training.parameters import Grads, Parameter, collect, divide, multipliers, named_keys, require_shapes, scale
+from kvdist.training.torch_optimizer import TorchOptimizer
 from kvdist.training.trainer_config import (
     checked_clip_norm,
     choose_store,
@@ -47,13 +55,7 @@ from kvdist.training.trainer_config import (
     statement,
 )
 from kvdist.training.training_state import TrainingState
-
-try:
-    import torch
-except ImportError as error:
-    raise ImportError("kvdist.Trainer needs torch, which is not installed: pip install 'kvdist[torch]'") from error
-
-from kvdist.training.torch_optimizer import TorchOptimizer
+from kvdist.training.weights import LocalUpdate, SharedWeights
 
 BATCH_SIZE_LIMIT = 1 << 32
 """Batch sizes are smaller: they travel as 32 bits."""
@@ -598,3 +600,116 @@ class Trainer:
             rank = 0 if self._kvstore is None else self._kvstore.rank
             refuse_nonfinite(self._trained, grads, rank, self._local.devices)
         self._nonfinite_steps -= 1
+
+
+# The exchange of a step.
+
+CONVENTIONS = 2
+"""Elements of a ballot after those of the parameters: one for averages, one for sums."""
+
+
+class Exchange:
+    """The exchange of a trainer with its store.
+
+    Args:
+        store: the store.
+        parameters: all of the trainer's.
+        trained: keys and parameters that have gradients.
+        shared: the parameters that show the servers' memory; None without ``share_weights``.
+    """
+
+    def __init__(
+        self,
+        store: KVStore | Adapted,
+        parameters: Sequence[Parameter],
+        trained: Sequence[tuple[int, Parameter]],
+        shared: SharedWeights | None = None,
+    ) -> None:
+        self._store = store
+        self._parameters = parameters
+        self._trained = trained
+        self._keys = [key for key, _ in trained]
+        self._ballot_key = len(parameters)
+        self._shared = shared
+        self.always_averages = False
+        """Whether sums are averages in steps with a batch size too."""
+
+    def broadcast(self) -> None:
+        """Copy rank 0's weights to all workers."""
+        if self._shared is not None:
+            self._shared.own()
+        replicas = [parameter.replicas for parameter in self._parameters]
+        self._store.broadcast(named_keys(self._parameters), [one[0] for one in replicas], out=replicas)
+
+    def fetch(self) -> None:
+        """Write the store's current values into all parameters."""
+        if self._shared is not None:
+            self._shared.own()
+        assert isinstance(self._store, KVStore)
+        self._store.pull(list(range(len(self._parameters))), out=[one.replicas for one in self._parameters])
+
+    def open_ballot(self) -> int | None:
+        """Make the ballot's key, which `sum` needs; None for a single worker."""
+        if self._store.num_workers == 1:
+            return None
+        self._store.leave_uncompressed([self._ballot_key])
+        ballot = torch.zeros(len(self._trained) + CONVENTIONS, dtype=torch.float32, device="cpu")
+        named = NamedKey(self._ballot_key, "the vote on who has which gradients")
+        self._store.broadcast([named], [ballot], out=[[ballot]])
+        return self._ballot_key
+
+    def update(self, grads: Grads, average: bool, samples: int) -> None:
+        """Send gradients to a store that updates, and get the new weights."""
+        weights = [parameter.replicas for _, parameter in self._trained]
+        if self._shared is None:
+            self._store.pushpull(self._keys, grads, out=weights, average=average, samples=samples)
+            return
+        assert isinstance(self._store, KVStore)
+        shown = self._store.pushpull_shared(self._keys, grads, weights, average=average, samples=samples)
+        self._shared.take(shown)
+
+    def sum(self, grads: Grads, average: bool) -> list[bool]:
+        """Replace the gradients, on every device, by their sums over devices and workers.
+
+        Returns:
+            For each trained parameter whether any worker had a gradient. Without one, it has none afterwards.
+
+        Raises:
+            ValueError: some workers average and others sum, on a store that cannot mix the two.
+        """
+        average = average or self.always_averages
+        if self._store.num_workers == 1:
+            here = [grad is not None for grad in grads]
+            self._sum([position for position, is_here in enumerate(here) if is_here], grads, average)
+            return here
+        given = self._sum(range(len(grads)), grads, average, is_voted=True)
+        for (_, parameter), is_given in zip(self._trained, given, strict=True):
+            if not is_given:
+                parameter.drop_filled()
+        return given
+
+    def _sum(self, positions: Sequence[int], grads: Grads, average: bool, is_voted: bool = False) -> list[bool]:
+        """Sum the gradients at these positions; with a vote, return for which of them any worker had one."""
+        members = [self._trained[position] for position in positions]
+        for _, parameter in members:
+            parameter.fill_grads()
+        keys = [key for key, _ in members]
+        given = [grads[position] for position in positions]
+        places = [parameter.grads() or [] for _, parameter in members]
+        here = [grad is not None for grad in given]
+        # A worker without gradients, as in a skipped step, accepts either convention.
+        convention = [any(here) and average, any(here) and not average]
+        ballot = torch.tensor([*here, *convention], dtype=torch.float32, device="cpu")
+        if is_voted:
+            keys, given, places = [*keys, self._ballot_key], [*given, [ballot]], [*places, [ballot]]
+        # In place is cheaper, and the usual case: every result has a given gradient.
+        complete = all(one is not None and len(one) == len(place) for one, place in zip(given, places, strict=True))
+        if keys:
+            self._store.pushpull(keys, given, out=None if complete else places, average=average)
+        *shares, averaging, summing = ballot.tolist()
+        if averaging > 0 and summing > 0 and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
+            raise ValueError(
+                "some workers called step(), which averages over the workers, and others step(batch_size), which sums:"
+                f" the store {self._store.type!r} cannot do both in one step. Call the same on all workers"
+            )
+        return [share > 0 for share in shares]

@@ -19,7 +19,7 @@ from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.checkpoints import Checkpoint, HeldArray, WorkerSaving
 from kvdist.optimizer.states import SliceState
 from kvdist.training.parameters import Parameter
-from kvdist.training.step import LocalUpdate
+from kvdist.training.weights import LocalUpdate
 
 
 class TrainingState:

@@ -14,7 +14,7 @@ import pytest
 from kvdist.config.settings import Limits
 from kvdist.core.machine import Send
 from kvdist.core.round import PullRequest
-from kvdist.core.server import replies as answers
+from kvdist.core.server import shard as answers
 from kvdist.core.server.block import ROUNDS_WORTH_IT, Block, Contribution
 from kvdist.core.server.buffers import BufferPool
 from kvdist.core.server.shard import DenseShard

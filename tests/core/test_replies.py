@@ -9,10 +9,10 @@ import pytest
 
 from kvdist.core.machine import Effect, Send
 from kvdist.core.policy import SYNC
-from kvdist.core.server import replies as module
+from kvdist.core.server import shard as module
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Buffer
-from kvdist.core.server.replies import Reply
+from kvdist.core.server.shard import Reply
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, worker

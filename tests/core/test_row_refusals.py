@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvdist.config.settings import Limits
 from kvdist.core.machine import Send
 from kvdist.core.server.peers import Peers
-from kvdist.core.server.replies import Replies, hints
+from kvdist.core.server.shard import Replies, hints
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.server.sparse_table import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, ReplyBuffer, SparseShard
 from kvdist.core.traffic import Traffic

@@ -10,7 +10,7 @@ import pytest
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import PeerConnected, PeerDisconnected
-from kvdist.core.server import replies as answers
+from kvdist.core.server import shard as answers
 from kvdist.core.server.buffers import Buffer
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker

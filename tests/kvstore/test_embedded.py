@@ -307,7 +307,7 @@ def test_buffers_are_not_kept_for_every_order_of_a_list(store):
         rotated = keys[turn:] + keys[:turn]
         store.pushpull(rotated, [np.ones(1 << 20, np.float32) for _ in keys])
     # Each order has a plan of 32 MiB; four times the model may be kept.
-    assert len(store._backend._arrays._stagings) <= 4
+    assert len(store._backend.arrays._stagings) <= 4
 
 
 @pytest.mark.parametrize("compression", [None, {"type": "fp16"}])

@@ -325,7 +325,7 @@ def test_pulls_of_small_arrays_are_gathered_beside_a_table_too():
         names = [f"w{i}" for i in range(5)]
         store.init(["t", *names], [table(), *(np.full(2, i, np.float32) for i in range(5))])
         outs = [np.empty(2, np.float32) for _ in names]
-        coalescer = store._backend._arrays._coalescer
+        coalescer = store._backend.arrays._coalescer
         gathered = mock.Mock(wraps=coalescer.pull)
         with mock.patch.object(coalescer, "pull", gathered):
             futures = [store.pull_async(name, out=out) for name, out in zip(names, outs, strict=True)]

@@ -27,8 +27,7 @@ from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.peers import Peers
-from kvdist.core.server.replies import Replies, hints
-from kvdist.core.server.shard import DenseShard
+from kvdist.core.server.shard import DenseShard, Replies, hints
 from kvdist.core.server.snapshots import Restoring, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, SparseShard
 from kvdist.core.traffic import Traffic

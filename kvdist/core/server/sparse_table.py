@@ -30,8 +30,7 @@ from kvdist.core.round import (
     setting_of,
 )
 from kvdist.core.server.buffers import Allocate
-from kvdist.core.server.replies import Replies, RoundWait
-from kvdist.core.server.shard import Shard
+from kvdist.core.server.shard import Replies, RoundWait, Shard
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.sharding import slices_of

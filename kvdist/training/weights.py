@@ -1,0 +1,146 @@
+"""The weights of a trainer that this process updates, or that show the memory of servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from kvdist.config.environment import read_setting
+from kvdist.kernels.interface import Device
+from kvdist.kernels.reference import REFERENCE
+from kvdist.kvstore import values
+from kvdist.kvstore.local_values import Updaters
+from kvdist.kvstore.placement import Devices, OnDevice, as_host_bits
+from kvdist.optimizer.base import Extent, Optimizer
+from kvdist.training.parameters import Parameter
+
+
+class SharedWeights:
+    """The parameters that show servers' memory, and whether the user's code has changed them.
+
+    Args:
+        parameters: the trained ones, each with one replica.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._parameters = parameters
+        self._versions: list[int | None] = [None] * len(parameters)
+        """torch's version counter at the last step; None for a parameter with memory of its own."""
+        self._changed: list[str] = []
+
+    def require_unchanged(self) -> None:
+        """Refuse weights that were written to since the last step.
+
+        Raises:
+            RuntimeError: some were, and `own` was not called since.
+        """
+        self._changed = self._changed or [
+            parameter.label
+            for parameter, version in zip(self._parameters, self._versions, strict=True)
+            if version is not None and _weight(parameter)._version != version
+        ]
+        if self._changed:
+            raise RuntimeError(
+                f"{', '.join(self._changed)} was changed outside of step(). With share_weights=True parameters show the"
+                " servers' memory, and no other worker sees a change here. Call trainer.broadcast_parameters() on every"
+                " worker after changing weights, such as by load_state_dict(); nothing was sent in this step"
+            )
+
+    def take(self, shown: Sequence[Any]) -> None:
+        """Show a step's results: per parameter a tensor with its new value, or None if it was written in place."""
+        for i, (parameter, tensor) in enumerate(zip(self._parameters, shown, strict=True)):
+            if tensor is None:
+                self._versions[i] = None
+                continue
+            weight = _weight(parameter)
+            # An operation on no elements writes nothing, but advances the version counter that autograd checks.
+            weight.detach().view(-1)[:0].zero_()
+            weight.data = tensor
+            self._versions[i] = weight._version
+
+    def own(self) -> None:
+        """Give every parameter memory of its own with its current value, including the user's changes."""
+        self._changed = []
+        for i, parameter in enumerate(self._parameters):
+            if self._versions[i] is not None:
+                weight = _weight(parameter)
+                weight.data = weight.detach().clone()
+                self._versions[i] = None
+
+
+def _weight(parameter: Parameter) -> torch.Tensor:
+    return parameter.replicas[0]
+
+
+class LocalUpdate:
+    """An optimizer that runs in this process, without a store or on the sums of one, with states for each device.
+
+    A replica on a GPU is updated there, with its states beside it.
+
+    Args:
+        optimizer: the rule and its hyper-parameters.
+        parameters: all, in the order of their keys, with the same number of replicas.
+        devices: the GPUs that are used; None reads the environment.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Parameter], devices: Devices | None = None) -> None:
+        self.devices = Devices(read_setting("KVDIST_GPU"), insists=False) if devices is None else devices
+        self._parameters = parameters
+        count = len(parameters[0].replicas)
+        self._updaters = [Updaters(optimizer, REFERENCE, self._home(place)) for place in range(count)]
+
+    @property
+    def updater(self) -> Updaters:
+        """The first device's; those of the others have the same states."""
+        return self._updaters[0]
+
+    def spread(self) -> None:
+        """Copy the first device's new states to the others."""
+        for key in range(len(self._parameters)) if len(self._updaters) > 1 else ():
+            state = self.updater.state_of(key)
+            for other in self._updaters[1:]:
+                other.restore(key, None if state is None else state.copy())
+
+    def apply(self, parameters: Iterable[tuple[int, Parameter]]) -> None:
+        """Update every replica that has a gradient, in place.
+
+        Args:
+            parameters: with their keys.
+
+        Raises:
+            TypeError, ValueError: a gradient does not fit its weight.
+            DeviceError: the optimizer cannot run on a weight's GPU.
+        """
+        for key, parameter in parameters:
+            for updaters, replica in zip(self._updaters, parameter.replicas, strict=True):
+                if replica.grad is not None:
+                    self._update(updaters, key, replica, replica.grad)
+
+    def _home(self, place: int) -> Callable[[Hashable], Device | None]:
+        def home(key: Hashable) -> Device | None:
+            assert isinstance(key, int), "states are named by keys"
+            return self.devices.of(self._parameters[key].replicas[place])
+
+        return home
+
+    def _update(self, updaters: Updaters, key: int, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        shape, dtype = values.describe(weight)
+        values.require(key, grad, shape, dtype)
+        updater, extent = updaters.of(key), Extent(key, shape)
+        scales = [updater.optimizer.rescale_grad]
+        present, gradient = self.devices.read(weight, dtype), self.devices.read(grad, dtype)
+        if isinstance(present, OnDevice):
+            assert isinstance(gradient, OnDevice), "torch gives a gradient where its weight is"
+            # A non-contiguous weight was copied, and takes its new value from the copy.
+            target = self.devices.place(weight, dtype) or present
+            updater.update(key, present.array, [gradient.array], scales, dtype, target.array, extent=extent)
+            if target is present:
+                values.write_bits(weight, target.on_host())
+            return
+        bits = values.writable_bits(weight)
+        own = present.copy() if bits is None else bits
+        updater.update(key, own, as_host_bits([gradient]), scales, dtype, own, extent=extent)
+        if bits is None:
+            values.write_bits(weight, own)
