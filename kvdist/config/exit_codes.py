@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
+from kvdist.config.environment import read_setting
 from kvdist.errors import KvdistError, PeerLostError
 
 EXIT_PEER_LOST = 75
@@ -41,11 +42,13 @@ def shorten_tracebacks() -> _Hook:
 def exit_with_peer_lost() -> None:
     """From now on, as a peer is lost, an uncaught `PeerLostError` ends the process with `EXIT_PEER_LOST`.
 
-    Our hook becomes the outermost one again, because one that was installed over it would not expect that it raises
-    `SystemExit`. An interactive interpreter does not end. Nor does an exception of a thread end a process, as ever in
-    Python.
+    Where a launcher started this process it is shown in one line, without a traceback: every process has it, and what
+    counts is why the peer was lost. Our hook becomes the outermost one again, because one that was installed over it
+    would not expect that it raises `SystemExit`. An interactive interpreter does not end. Nor does an exception of a
+    thread end a process, as ever in Python.
     """
-    shorten_tracebacks().ends = True
+    hook = shorten_tracebacks()
+    hook.ends, hook.is_launched = True, read_setting("KVDIST_LOCAL_RANK") is not None
 
 
 class _Hook:
@@ -53,11 +56,13 @@ class _Hook:
 
     Attributes:
         ends: whether an uncaught `PeerLostError` ends the process.
+        is_launched: whether a launcher started this process, with others.
     """
 
     def __init__(self, hook: Callable[..., object]) -> None:
         self._hook = hook
         self.ends = False
+        self.is_launched = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.inspect)
@@ -65,6 +70,8 @@ class _Hook:
         if not (is_interactive or sys.flags.dev_mode):
             for one in _chain(error):
                 _cut(one.__traceback__)
+            if ends and self.is_launched:
+                trace = error.__traceback__ = None
         self._hook(kind, error, trace)
         if ends:
             raise SystemExit(EXIT_PEER_LOST)

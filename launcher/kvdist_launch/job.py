@@ -303,19 +303,20 @@ class Job:
             return self.cause.exit_code or 1
         return 0 if self._interruption is None else SIGNAL_BASE + self._interruption
 
-    def conclude(self, now: float, last_lines: Sequence[str] = ()) -> list[str]:
+    def conclude(self, now: float, last_lines: Sequence[str] = (), is_on_screen: bool = False) -> list[str]:
         """Close the records. Returns the closing lines: reasons first, the sentence last.
 
         Args:
             now: when the last process ended.
             last_lines: the last lines that the process printed that failed the job.
+            is_on_screen: whether the user has just seen them.
         """
         self.sentence, self.last_lines = self._closing_sentence(now), list(last_lines)
         if self.cause is None:
             return [self.sentence]
         reasons = [f"the last lines of {self.cause.node}:", *(INDENT + line for line in last_lines)]
         others = self._fates_of_others()
-        return [*(reasons if last_lines else []), *([others] if others else []), self.sentence]
+        return [*(reasons if last_lines and not is_on_screen else []), *([others] if others else []), self.sentence]
 
     def record_of_cause(self, cause: ProcessExit) -> ProcessRecord:
         """The record of the process that failed the job."""

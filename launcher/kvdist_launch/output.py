@@ -51,6 +51,12 @@ COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 COLOUR_OF_OTHERS = 90
 """Scheduler and servers are grey: they print rarely, and users look for workers."""
 
+LOSS = re.compile(rb"kvdist: \S+ (\(.*\) )?was lost[,:] ")
+"""What the scheduler and the servers print of a lost peer. It is not shown: they all do, and the launcher names it."""
+
+SCREEN_LINES = 20
+"""The last lines of a process are not repeated if no more than so many were shown since."""
+
 CLEAR_LINE = b"\x1b[K"
 TABLE_WIDTH = 160
 
@@ -361,6 +367,8 @@ class _OutputStream:
     is_raw: bool
     splitter: LineSplitter = field(default_factory=LineSplitter)
     last_line: bytes = b""
+    shown_at: int | None = None
+    """How many lines of all processes had been shown when its last line was."""
 
 
 class JobOutput:
@@ -381,6 +389,7 @@ class JobOutput:
         self._logs = logs
         self._streams: dict[tuple[NodeId, int], _OutputStream] = {}
         self._last: dict[NodeId, deque[bytes]] = {}
+        self._lines_shown = 0
 
     def open(self, processes: Iterable[tuple[NodeId, str]], with_stdin: NodeId | None = None) -> list[str]:
         """Expect output of these. Returns warnings for the user.
@@ -429,6 +438,11 @@ class JobOutput:
         """The last line that is not blank of a process's standard error."""
         return self._streams[node, ERR].last_line
 
+    def is_on_screen(self, node: NodeId) -> bool:
+        """Whether the end of a process's standard error was shown just now."""
+        shown_at = self._streams[node, ERR].shown_at
+        return shown_at is not None and self._lines_shown - shown_at <= SCREEN_LINES
+
     def last_lines(self, node: NodeId) -> list[bytes]:
         """The last lines of a process, of both outputs as they came, without line ends."""
         return [line.rstrip(b"\r\n") for line in self._last[node]]
@@ -438,7 +452,10 @@ class JobOutput:
             return
         stream = self._streams[node, number]
         if stream.is_shown and not stream.is_raw:
-            stream.sink.write_lines(stream.prefix, lines)
+            hides = node.role is not Role.WORKER and not self._patterns
+            stream.sink.write_lines(stream.prefix, [line for line in lines if not (hides and LOSS.match(line))])
+            self._lines_shown += len(lines)
+            stream.shown_at = self._lines_shown
         stream.last_line = next((line for line in reversed(lines) if line.strip()), stream.last_line)
         self._last[node].extend(line for line in lines if line.strip())
         if self._logs is not None:

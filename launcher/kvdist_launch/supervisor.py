@@ -250,7 +250,8 @@ class Supervisor:
 
     def _conclude(self) -> None:
         cause = self.job.cause
-        for line in self.job.conclude(time.monotonic(), [] if cause is None else self.last_lines(cause.node)):
+        ending = () if cause is None else (self.last_lines(cause.node), self._output.is_on_screen(cause.node))
+        for line in self.job.conclude(time.monotonic(), *ending):
             (self.note if line.startswith(INDENT) else self.say)(line)
 
     def _take_events(self) -> None:

@@ -121,6 +121,27 @@ def test_a_supervisor_can_tell_a_lost_peer_from_a_bug(job, script, how, code):
         assert lines.count("the program's own hook") == 1
 
 
+@pytest.mark.parametrize("how", ["bug", "killed"])
+def test_a_failure_is_told_once_and_the_others_end_in_one_line_or_silently(job, script, how):
+    program = "".join(line for line in LEAVES.splitlines(keepends=True) if "excepthook" not in line)
+    launcher = job.launch(3, 2, sys.executable, script(program), how, options=PATIENT_END)
+    job.line("launcher", "trains", count=3)
+    if how == "killed":
+        job.kill("worker-1")
+    assert job.finish() == {"launcher": BY_SIGNAL_9 if how == "killed" else 1}, job.transcript()
+    told = [line for line in launcher.text.splitlines() if "OMP_" not in line and "trains" not in line]
+    said = {name: [line for line in told if line.startswith(f"{name} │ ")] for name in ("w0", "w1", "w2", "s0", "s1")}
+    assert not launcher.lines_with("sched │") and not said["s0"] + said["s1"], job.transcript()
+    for name in ("w0", "w2"):
+        (line,) = said[name]
+        assert line.startswith(f"{name} │ kvdist.errors.PeerLostError: worker-1 (host "), job.transcript()
+    if how == "bug":
+        assert told[0] == "w1 │ Traceback (most recent call last):" and said["w1"][-1] == "w1 │ ValueError: a bug"
+        assert not launcher.lines_with("the last lines of"), "they stand above"
+    else:
+        assert told[0].startswith("kvdist-launch: worker-1 (pid ") and "killed by signal 9" in told[0]
+
+
 def test_the_launcher_says_75_where_the_first_cause_is_a_lost_peer(job, script):
     launcher = job.launch(2, 1, sys.executable, script(LEAVES), "gone", options=PATIENT_END)
     assert job.finish() == {"launcher": LOST_A_PEER}, job.transcript()

@@ -287,7 +287,7 @@ def test_a_failure_is_concluded_with_its_last_lines_and_how_the_others_ended(lau
     script = (
         "import os, time\n"
         "if os.environ['KVDIST_RANK'] == '0':\n"
-        "    time.sleep(60)\n"
+        "    while True: print('on', flush=True); time.sleep(0.05)\n"
         "os.open(os.environ['READY_FIFO'], os.O_RDONLY)\n"  # the server is there
         "for number in range(12): print('step', number, flush=True)\n"
         "raise ValueError('mine')"

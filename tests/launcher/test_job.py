@@ -325,6 +325,13 @@ def test_a_failure_is_told_with_last_lines_and_how_the_others_ended():
     ]
 
 
+def test_last_lines_that_the_user_has_just_seen_are_not_repeated_but_in_the_summary():
+    job = failed_job()
+    assert job.conclude(110.0, ["ValueError: x"], is_on_screen=True)[-1:] == [FAILED]
+    assert len(job.conclude(110.0, ["ValueError: x"], is_on_screen=True)) == 2
+    assert summary([job], 3, 110.0)["first_failure"]["last_lines"] == ["ValueError: x"]
+
+
 def test_a_process_that_said_nothing_has_no_last_lines():
     assert len(failed_job().conclude(110.0)) == 2
 

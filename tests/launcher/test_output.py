@@ -16,6 +16,7 @@ from kvdist.nodes import SCHEDULER, server, worker
 from kvdist_launch.output import (
     LAST_LINES,
     LINE_BYTES_MAX,
+    SCREEN_LINES,
     TEXT_MAX,
     JobOutput,
     LineSplitter,
@@ -197,6 +198,32 @@ def test_what_is_filtered_is_not_shown_but_logged_and_remembered(screen, tmp_pat
     assert screen.text() == "w0@d1 │ seen\n"
     assert (tmp_path / "logs" / "worker-1.log").read_bytes() == b"not seen\n"
     assert output.last_lines(worker(1)) == [b"not seen"]
+
+
+LOST = b"kvdist: worker-1 (host d1, pid 7) was lost, last heard of in step 3: killed by signal 9 (SIGKILL)\n"
+
+
+@each("patterns, shown", [((), "w0 │ seen\n"), (("s*", "w0"), f"s0 │ {LOST.decode()}w0 │ seen\n")])
+def test_what_servers_print_of_a_lost_peer_is_not_shown_unless_asked_for_but_logged(screen, tmp_path, patterns, shown):
+    output = JobOutput(screen.sink, screen.sink, patterns, LogFiles(tmp_path, print))
+    output.open([(server(0), ""), (worker(0), "")])
+    output.feed(server(0), ERR, LOST)
+    output.feed(worker(0), OUT, b"seen\n")
+    output.close()
+    assert screen.text() == shown
+    assert (tmp_path / "server-0.log").read_bytes() == LOST
+    assert output.last_error_line(server(0)) == LOST
+
+
+def test_the_end_of_an_output_is_on_the_screen_until_many_lines_follow(screen):
+    output = JobOutput(screen.sink, screen.sink)
+    output.open([(worker(0), ""), (worker(1), "")])
+    assert not output.is_on_screen(worker(0))
+    output.feed(worker(0), ERR, b"ValueError: x\n")
+    output.feed(worker(1), OUT, b"on\n" * SCREEN_LINES)
+    assert output.is_on_screen(worker(0))
+    output.feed(worker(1), OUT, b"on\n")
+    assert not output.is_on_screen(worker(0))
 
 
 def test_a_log_has_both_outputs_in_the_order_in_which_they_came_and_no_prefix(screen, tmp_path):
