@@ -17,6 +17,7 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -40,6 +41,10 @@ RUN_MARK = "PYTEST_RUN_OF_KVDIST"
 OURS = "kvdist*"
 """The names of files that kvdist makes outside the project."""
 
+
+# What Python has compiled is kept: without that, each of thousands of processes compiles kvdist anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Set before anything imports a numeric library: side by side on two cores, more threads only get in each other's way.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -278,11 +283,17 @@ def grown_since(before: Counter[str]) -> Counter[str]:
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
+def popen() -> type[subprocess.Popen[bytes]]:
+    """What starts the processes of a job: a folder of tests may have another way."""
+    return subprocess.Popen
+
+
+@pytest.fixture
+def job(popen: type[subprocess.Popen[bytes]]) -> Iterator[Job]:
     """Processes of one cluster. Afterwards no process, port or temporary file of it may be left."""
     # Not pytest's own directory: its path is too long for the sockets that the standard library makes there.
     folder = Path(tempfile.mkdtemp(prefix="job-"))
-    job = Job(folder, uuid.uuid4().hex)
+    job = Job(folder, uuid.uuid4().hex, popen)
     try:
         yield job
         deadline = time.monotonic() + GRACE_S

@@ -16,6 +16,7 @@ import pytest
 from kvdist.config.settings import REPLACED_BY_PATIENCE, SETTINGS, WITHOUT_EFFECT
 from kvdist.kvstore.registry import DIST_NAMES, LOCAL_NAMES
 from kvdist_launch.environment import OWNED_VARIABLES
+from tests.forks import forking
 from tests.ports import held_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -284,50 +285,21 @@ def test_there_are_examples_to_run() -> None:
     assert {path for path, _ in PYTHON} >= {README, MANUAL}
 
 
-RUN_EACH = """
-import atexit, os, runpy, sys, threading, traceback
-import kvdist, kvdist.kv, kvdist_launch, numpy, torch
-
-kvdist.Trainer
-for folder in sys.argv[1:]:
-    if child := os.fork():
-        with open(os.path.join(folder, "code"), "w") as file:
-            file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-        continue
-    code = 1
-    os.chdir(folder)
-    for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
-    sys.argv[:] = ["train.py"]
-    try:
-        runpy.run_path("train.py", run_name="__main__")
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)  # an interpreter with torch takes a second to tear itself down
-"""
-"""A process that has imported what examples need, and forks for each of them."""
-
-
 def test_each_python_example_runs_alone_in_the_embedded_cluster(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    folders = [tmp_path / f"{number}" for number in range(len(PYTHON))]
-    for folder, (_, body) in zip(folders, PYTHON, strict=True):
-        folder.mkdir()
-        (folder / "train.py").write_text(body, "utf-8")
-    argv = [sys.executable, "-W", "error", "-c", RUN_EACH, *map(str, folders)]
-    subprocess.run(argv, env=plain_environment(), timeout=TIMEOUT_S, check=True)
-    for folder, (path, body) in zip(folders, PYTHON, strict=True):
-        said = (folder / "err").read_text("utf-8")
-        assert (folder / "code").read_text() == "0", f"{name_of(path)}:\n{body}\n{said}"
-        # A module of optimizers, say, makes no store, and what starts a job has a cluster.
-        is_alone = 'create("dist' in body and "kvdist_launch" not in body
-        expected = ["kv.create('dist') found no cluster in the"] * is_alone
-        assert [line.partition(" environment")[0] for line in said.splitlines()[:1]] == expected, name_of(path)
+    with forking("-W", "error") as popen:
+        for number, (path, body) in enumerate(PYTHON):
+            folder = tmp_path / f"{number}"
+            folder.mkdir()
+            (folder / "train.py").write_text(body, "utf-8")
+            argv, pipe = [sys.executable, "train.py"], subprocess.PIPE
+            with popen(argv, cwd=folder, env=plain_environment(), stdout=pipe, stderr=pipe, text=True) as process:
+                said = process.communicate(timeout=TIMEOUT_S)[1]
+            assert process.returncode == 0, f"{name_of(path)}:\n{body}\n{said}"
+            # A module of optimizers, say, makes no store, and what starts a job has a cluster.
+            is_alone = 'create("dist' in body and "kvdist_launch" not in body
+            expected = ["kv.create('dist') found no cluster in the"] * is_alone
+            assert [line.partition(" environment")[0] for line in said.splitlines()[:1]] == expected, name_of(path)
 
 
 def shell_words(body: str) -> Iterator[tuple[dict[str, str], list[str]]]:

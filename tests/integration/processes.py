@@ -42,11 +42,13 @@ EXIT_CONFIG = 2
 class Process:
     """One started process, its exit code, and all it has printed, both outputs in one text."""
 
-    def __init__(self, name: str, argv: list[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, argv: list[str], env: Mapping[str, str], popen: type[subprocess.Popen[bytes]]
+    ) -> None:
         self.name = name
         self.text = ""
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may come in two pieces
-        self.popen = subprocess.Popen(
+        self.popen = popen(
             argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         self.ended_at: float | None = None
@@ -82,13 +84,15 @@ class Job:
     Args:
         folder: an empty directory for the job's temporary files.
         mark: what tells this job's processes from all others.
+        popen: starts a process.
     """
 
-    def __init__(self, folder: Path, mark: str) -> None:
+    def __init__(self, folder: Path, mark: str, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
         self.folder = folder
         self.port = free_port()
         self.processes: dict[str, Process] = {}
         self._mark = mark
+        self._popen = popen
         self._selector = selectors.DefaultSelector()
         self._ends: dict[str, int] = {}
 
@@ -98,7 +102,7 @@ class Job:
         """Start any process as a part of the job, with these variables on top of the test's own."""
         env = {**os.environ, MARK: self._mark, "PYTHONUNBUFFERED": "1"}
         env |= {"TMPDIR": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder), **PATIENT, **variables}
-        process = self.processes[name] = Process(name, argv, env)
+        process = self.processes[name] = Process(name, argv, env, self._popen)
         assert process.popen.stdout is not None
         os.set_blocking(process.popen.stdout.fileno(), False)
         self._selector.register(process.popen.stdout, selectors.EVENT_READ, process)

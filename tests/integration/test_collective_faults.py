@@ -1,13 +1,10 @@
 """Ranks that are real processes die, stop and fail, and the others say so and end."""
 
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -28,56 +25,23 @@ print("ready", flush=True)
 """
 
 
-class Nursery:
-    """Starts ranks; see `collective_nursery`."""
-
-    def __init__(self):
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("collective_nursery.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, **asked):
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
-
-    def close(self):
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    made = Nursery()
-    yield made
-    made.close()
-
-
 class Job:
     """Three ranks under the variables of torchrun, without it."""
 
-    def __init__(self, nursery, folder, body, head=HEAD, **env):
-        self._nursery = nursery
+    def __init__(self, popen, folder, body, head=HEAD, **env):
         self._folder = folder
         program = folder / "program.py"
         program.write_text(head + body)
         common = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "KVDIST_START_TIMEOUT_S": f"{TIMEOUT_S:g}"}
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        self.pids = [
-            nursery.ask(
-                program=str(program),
-                output=str(folder / f"{rank}.out"),
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **env},
-            )
-            for rank in range(3)
-        ]
+        self._ranks = []
+        for rank in range(3):
+            own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), **env}
+            with (folder / f"{rank}.out").open("w") as output:
+                self._ranks.append(popen([sys.executable, str(program)], env=own, stdout=output, stderr=output))
 
     def said(self, rank):
-        path = self._folder / f"{rank}.out"
-        return path.read_text() if path.exists() else ""
+        return (self._folder / f"{rank}.out").read_text()
 
     def wait_for(self, text, ranks=range(3)):
         """Wait until these ranks have printed it."""
@@ -87,11 +51,11 @@ class Job:
             time.sleep(0.02)
 
     def signal(self, rank, number):
-        os.kill(self.pids[rank], number)
+        os.kill(self._ranks[rank].pid, number)
 
     def ends(self):
         """How the ranks ended."""
-        return [self._nursery.ask(wait=pid) for pid in self.pids]
+        return [rank.wait() for rank in self._ranks]
 
 
 # The others print when they hear of it, which is what has to be soon: ending Python takes what it takes.
@@ -106,8 +70,8 @@ except KvdistError:
 
 
 @pytest.mark.parametrize("victim", [2, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_the_others_soon_with_its_name_and_what_they_waited_for(nursery, tmp_path, victim):
-    job = Job(nursery, tmp_path, FOR_EVER)
+def test_a_killed_rank_ends_the_others_soon_with_its_name_and_what_they_waited_for(popen, tmp_path, victim):
+    job = Job(popen, tmp_path, FOR_EVER)
     job.wait_for("ready")
     killed_at = time.monotonic()
     job.signal(victim, signal.SIGKILL)
@@ -118,7 +82,7 @@ def test_a_killed_rank_ends_the_others_soon_with_its_name_and_what_they_waited_f
         assert float(said.partition("heard at ")[2].split()[0]) - killed_at < NOTICED_S
 
 
-def test_a_rank_that_dies_while_the_others_connect_to_it_ends_their_wait(nursery, tmp_path):
+def test_a_rank_that_dies_while_the_others_connect_to_it_ends_their_wait(popen, tmp_path):
     program = """
 import os
 import kvdist.collective as hvd
@@ -127,7 +91,7 @@ if os.environ["RANK"] == "1":
     Channel.open = lambda self: os._exit(7)
 hvd.init()
 """
-    job = Job(nursery, tmp_path, program, head="")
+    job = Job(popen, tmp_path, program, head="")
     first, second, third = job.ends()
     # The thread that is left waiting in gloo may come back while Python ends, which C++ then ends by an abort.
     assert second == 7 and {first, third} <= {EXIT_PEER_LOST, -signal.SIGABRT}
@@ -137,7 +101,7 @@ hvd.init()
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_while_the_others_compute_is_named_by_their_next_operation(nursery, tmp_path):
+def test_a_rank_that_is_killed_while_the_others_compute_is_named_by_their_next_operation(popen, tmp_path):
     body = """
 if rank == 1:
     time.sleep(60)
@@ -145,7 +109,7 @@ while not os.path.exists(os.environ["GO"]):
     time.sleep(0.02)
 hvd.barrier()
 """
-    job = Job(nursery, tmp_path, body, GO=str(tmp_path / "go"))
+    job = Job(popen, tmp_path, body, GO=str(tmp_path / "go"))
     job.wait_for("ready")
     job.signal(1, signal.SIGKILL)
     (tmp_path / "go").touch()
@@ -153,7 +117,7 @@ hvd.barrier()
     assert "RankLostError: rank 1 on host" in job.said(0) and "RankLostError: rank 1 on host" in job.said(2)
 
 
-def test_an_exception_of_one_rank_ends_the_others_with_its_text(nursery, tmp_path):
+def test_an_exception_of_one_rank_ends_the_others_with_its_text(popen, tmp_path):
     body = """
 if rank == 1:
     while not os.path.exists(os.environ["GO"]):
@@ -163,7 +127,7 @@ handle = hvd.allreduce_async(ones, name="second")
 print("called", flush=True)
 hvd.synchronize(handle)
 """
-    job = Job(nursery, tmp_path, body, GO=str(tmp_path / "go"))
+    job = Job(popen, tmp_path, body, GO=str(tmp_path / "go"))
     job.wait_for("called", (0, 2))
     (tmp_path / "go").touch()
     assert job.ends() == [EXIT_PEER_LOST, 1, EXIT_PEER_LOST]
@@ -177,9 +141,7 @@ ENDS = {"exit": ("sys.exit(3)", 3), "exception": ("raise FileNotFoundError('trai
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_rank_that_ends_while_it_waits_itself_is_named_to_those_who_wait_for_it_in_process_sets(
-    nursery, tmp_path, end
-):
+def test_a_rank_that_ends_while_it_waits_itself_is_named_to_those_who_wait_for_it_in_process_sets(popen, tmp_path, end):
     statement, code = ENDS[end]
     body = f"""
 first, second = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])
@@ -193,7 +155,7 @@ except KvdistError:
     print("heard at", time.monotonic(), flush=True)
     raise
 """
-    job = Job(nursery, tmp_path, body)
+    job = Job(popen, tmp_path, body)
     assert job.ends() == [EXIT_PEER_LOST, code, EXIT_PEER_LOST]
     ends_at = float(job.said(1).partition("ends at ")[2].split()[0])
     for rank in (0, 2):
@@ -203,13 +165,13 @@ except KvdistError:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_no_dead_one_and_is_told_of_by_name(nursery, tmp_path):
+def test_a_stopped_rank_is_no_dead_one_and_is_told_of_by_name(popen, tmp_path):
     body = """
 for _ in range(100):
     hvd.allreduce(ones, name="again")
     time.sleep(0.02)
 """
-    job = Job(nursery, tmp_path, body, KVDIST_STALL_CHECK_S="1")
+    job = Job(popen, tmp_path, body, KVDIST_STALL_CHECK_S="1")
     job.wait_for("ready")
     job.signal(2, signal.SIGSTOP)
     job.wait_for("rank 2 on host", [0])
@@ -219,7 +181,7 @@ for _ in range(100):
 
 
 @pytest.mark.slow
-def test_ranks_begin_anew_after_an_end_and_after_a_failure(nursery, tmp_path):
+def test_ranks_begin_anew_after_an_end_and_after_a_failure(popen, tmp_path):
     body = """
 pair = hvd.ProcessSet(0, 1)
 for attempt in range(3):
@@ -239,13 +201,13 @@ for attempt in range(3):
             raise AssertionError("ranks differ, and nobody has said so")
 print("well", flush=True)
 """
-    job = Job(nursery, tmp_path, body)
+    job = Job(popen, tmp_path, body)
     assert job.ends() == [0, 0, 0], [job.said(rank) for rank in range(3)]
     for rank in range(3):
         assert "failed ranks called different operations" in job.said(rank) and "well" in job.said(rank)
 
 
-def test_ranks_whose_connections_did_not_come_about_may_begin_again(nursery, tmp_path):
+def test_ranks_whose_connections_did_not_come_about_may_begin_again(popen, tmp_path):
     program = """
 import os
 import torch
@@ -267,7 +229,7 @@ except (KvdistError, RuntimeError) as error:
 hvd.init()
 print("sum", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist(), flush=True)
 """
-    job = Job(nursery, tmp_path, program, head="")
+    job = Job(popen, tmp_path, program, head="")
     # The threads of the first beginning still wait in gloo, see above.
     assert set(job.ends()) <= {0, -signal.SIGABRT}, [job.said(rank) for rank in range(3)]
     for rank in range(3):
@@ -275,7 +237,7 @@ print("sum", hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist(), flush=True)
 
 
 @pytest.mark.slow
-def test_a_rank_that_leaves_in_good_order_ends_well_and_the_others_hear_of_it(nursery, tmp_path):
+def test_a_rank_that_leaves_in_good_order_ends_well_and_the_others_hear_of_it(popen, tmp_path):
     body = """
 if rank == 0:
     hvd.shutdown()
@@ -285,6 +247,6 @@ else:
     except KvdistError as error:
         print("heard", error, flush=True)
 """
-    job = Job(nursery, tmp_path, body)
+    job = Job(popen, tmp_path, body)
     assert job.ends() == [0, 0, 0]
     assert all("rank 0 on host" in job.said(rank) and "has called shutdown()" in job.said(rank) for rank in (1, 2))

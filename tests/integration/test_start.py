@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
 
 from tests.integration.processes import program
+
+
+@pytest.fixture
+def popen():
+    """Every process of these tests is started from scratch."""
+    return subprocess.Popen
 
 
 def test_a_launched_job_ends_well(job):
