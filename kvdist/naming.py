@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
+
+Statement = TypeVar("Statement", bound=Hashable)
 
 NAME_MAX = 200
 """Characters of a name that are kept."""
 LISTED_MAX = 3
 """Keys that a message lists."""
+LISTED_WORKERS_MAX = 8
+"""Workers that a message lists."""
 
 
 class NamedKey(int):
@@ -46,6 +51,31 @@ def names_of(keys: Sequence[object], count: int | None = None) -> str:
         return name_of(keys[0])
     listed = ", ".join([key.name if isinstance(key, NamedKey) else repr(key) for key in keys[:LISTED_MAX]])
     return f"{count} keys ({listed}{', …' if count > LISTED_MAX else ''})"
+
+
+def minority_first(said: Iterable[tuple[int, Statement]]) -> list[tuple[str, Statement]]:
+    """Who says what: the workers that say the same together, the fewest first.
+
+    Args:
+        said: the rank of each worker, and what it says.
+    """
+    groups: dict[Statement, list[int]] = {}
+    for rank, statement in sorted(said, key=lambda one: one[0]):
+        groups.setdefault(statement, []).append(rank)
+    return [(workers_of(ranks), one) for one, ranks in sorted(groups.items(), key=lambda group: len(group[1]))]
+
+
+def workers_of(ranks: Sequence[int]) -> str:
+    """``worker-0, worker-1 and worker-3``; of many the first ones, and how many more."""
+    names = [f"worker-{rank}" for rank in ranks[:LISTED_WORKERS_MAX]]
+    more = len(ranks) - len(names)
+    *others, last = [*names, f"{more} more"] if more else names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def who_says_what(said: Iterable[tuple[int, str]]) -> str:
+    """What workers say that do not agree: ``worker-1 says: 3; worker-0 and worker-2 say: 2``."""
+    return "; ".join(f"{who} {'say' if ' ' in who else 'says'}: {text}" for who, text in minority_first(said))
 
 
 def waiting(seconds: float, who: str, deed: str) -> str:

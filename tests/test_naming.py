@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from kvdist.naming import NamedKey, name_of, names_of, waiting
+from kvdist.naming import NamedKey, minority_first, name_of, names_of, waiting, who_says_what, workers_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,6 +20,13 @@ def test_a_key_is_called_as_its_user_did():
     assert names_of([1, NamedKey(2, "'w'")]) == "2 keys (1, 'w')"
     assert names_of([1, 2, 3], 7) == "7 keys (1, 2, 3, …)"
     assert waiting(10.66, "worker-1", "push 'w' (step 12)") == "waiting 10.7 s for worker-1 to push 'w' (step 12)"
+
+
+def test_workers_that_say_the_same_stand_together_and_the_fewest_first():
+    said = [(3, "a"), (0, "a"), (2, "b"), (1, "a")]
+    assert minority_first(said) == [("worker-2", "b"), ("worker-0, worker-1 and worker-3", "a")]
+    assert who_says_what([(1, "b"), (0, "a")]) == "worker-0 says: a; worker-1 says: b"
+    assert workers_of(range(30)).endswith("worker-6, worker-7 and 22 more")
 
 
 def test_a_named_key_takes_the_place_of_its_number():

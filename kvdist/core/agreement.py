@@ -21,6 +21,7 @@ from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.messages import Message, Waiting
 
 Statement = TypeVar("Statement")
+Said = TypeVar("Said")
 
 Live = Mapping[NodeId, Member]
 """Members that are in the cluster. `Membership` changes it as they come and go."""
@@ -128,14 +129,14 @@ class Agreement(Generic[Statement]):
                 return tuple(sorted(missing, key=lambda node: node.rank))
         return ()
 
-    def disagreement(self, what: Callable[[Statement], object]) -> tuple[Member, object, Member, object] | None:
-        """The first two members that differ, each with what it said; None if all agree.
+    def disagreement(self, what: Callable[[Statement], Said]) -> list[tuple[int, Said]]:
+        """The rank of each worker with what it said; empty if all agree.
 
         Args:
             what: what of a statement must be equal.
         """
-        said = [(member, what(statement)) for member, statement in self.said.values()]
-        return next((said[0] + other for other in said[1:] if other[1] != said[0][1]), None)
+        said = [(node.rank, what(statement)) for node, (_, statement) in self.said.items()]
+        return said if any(one[1] != said[0][1] for one in said) else []
 
     def waits(self) -> Iterator[MemberWait]:
         """All that wait for the answer, and for whom."""

@@ -32,6 +32,7 @@ from kvdist.errors import BarrierTimeout, CollectiveError, InitMismatch, KvdistE
 from kvdist.kvstore import values
 from kvdist.kvstore.backend import Reduction
 from kvdist.kvstore.values import Key, Shape
+from kvdist.naming import who_says_what
 
 KEYS_NAMED_MAX = 8
 """Keys that are named where people read of a call; of more, the first and the last."""
@@ -377,5 +378,5 @@ def described(arrays: Sequence[Any]) -> str:
 
 
 def _who_said_what(all_said: Sequence[str]) -> str:
-    said = "; ".join(f"worker-{rank} says: {text[:SHOWN_MAX] or 'nothing'}" for rank, text in enumerate(all_said))
+    said = who_says_what((rank, text[:SHOWN_MAX] or "nothing") for rank, text in enumerate(all_said))
     return f"the workers do not agree. {said}. Every worker must run the same program on the same model"

@@ -53,7 +53,7 @@ from kvdist.kvstore.local import LocalBackend
 from kvdist.kvstore.placement import Devices, Matched
 from kvdist.kvstore.rowsparse import LazyRows
 from kvdist.kvstore.values import Key, Keys, UpdaterFunction, Value
-from kvdist.naming import name_of
+from kvdist.naming import minority_first, name_of
 from kvdist.optimizer.base import LIVE, Optimizer
 from kvdist.optimizer.compression import Half
 from kvdist.optimizer.states import SliceState
@@ -288,7 +288,7 @@ def first_difference(all_said: list[str]) -> str:
     """The sentence for workers that have declared different keys, one a line."""
     lines = itertools.zip_longest(*(said.split("\n") for said in all_said), fillvalue="no further key")
     differing = next(one for one in lines if len(set(one)) > 1)
-    said = "; ".join(f"worker-{rank}: {line}" for rank, line in enumerate(differing))
+    said = "; ".join(f"{who}: {line}" for who, line in minority_first(enumerate(differing)))
     return f"workers declared different keys: {said}. All must declare the same ones in the same order"
 
 

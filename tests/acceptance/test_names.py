@@ -58,7 +58,8 @@ def test_workers_that_declare_a_parameter_differently_hear_its_name(job, script,
     job.finish()
     for rank in range(2):
         text = job.processes[f"worker-{rank}"].text
-        assert re.search(rf"InitMismatch: {NAMES[how][1]} has shape \(\d, 4\)", text), text
+        told = rf"InitMismatch: worker-0 declares {NAMES[how][1]} with shape \(\d, 4\); worker-1 with shape "
+        assert re.search(told, text), text
 
 
 def test_workers_that_disagree_on_a_learning_rate_hear_the_name_of_a_parameter(job, script):

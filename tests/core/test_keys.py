@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist.core.machine import Send
-from kvdist.core.scheduler.keys import StoreKeys
+from kvdist.core.machine import NEVER, Send
+from kvdist.core.scheduler.keys import DISPUTE_S, StoreKeys
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, worker
 from kvdist.protocol.messages import Declare, Placed
@@ -66,23 +66,45 @@ def test_a_key_that_is_placed_is_answered_at_once_to_a_worker_that_declares_it_l
     assert [answer.request for answer in answered(store)] == [101]
 
 
-def test_two_shapes_are_an_error_that_names_both_workers(store: StoreKeys) -> None:
+ALIKE = "; every worker must initialise a key alike"
+
+
+def reason_of(store: StoreKeys) -> str:
+    """Why every worker's request is refused, once no further worker is awaited."""
+    assert store.settle_disputes({0, 1, 2, 3}, store.due)
+    (reason,) = {reason for _, reason in store.take_conflicts()}
+    return reason
+
+
+def test_the_workers_that_declare_another_shape_are_named_first_with_what_the_others_say(store: StoreKeys) -> None:
+    for rank in (1, 2, 0, 3):
+        assert declare(store, rank, {"w": (10, 5 if rank == 2 else 4)}) == ""
+        assert store.take_conflicts() == [], "they wait for the others"
+        assert store.settle_disputes({0, 1, 2, 3}, 1.5) == (rank == 3)
+    failed = store.take_conflicts()
+    others = "worker-0, worker-1 and worker-3 with shape (10, 4)"
+    assert {reason for _, reason in failed} == {f"worker-2 declares key 'w' with shape (10, 5); {others}{ALIKE}"}
+    assert sorted(request.member.node.rank for request, _ in failed) == [0, 1, 2, 3] and store.due == NEVER
+
+
+def test_a_worker_that_does_not_come_is_awaited_for_a_second(store: StoreKeys) -> None:
     declare(store, 0, {"w": (2, 3)})
-    reason = declare(store, 1, {"w": (6,)})
-    assert "shape (2, 3) and dtype float32 on worker-0, but shape (6,)" in reason
-    assert [(request.member, text) for request, text in store.take_conflicts()] == [(member(0), reason)]
+    declare(store, 1, {"w": (6,)})
+    assert store.due == 1.5 + DISPUTE_S and not store.settle_disputes({0, 1, 2}, 1.6)
+    with_others = f"worker-0 declares key 'w' with shape (2, 3); worker-1 with shape (6,){ALIKE}"
+    assert reason_of(store) == with_others
 
 
-def test_two_dtypes_are_an_error_that_names_them(store: StoreKeys) -> None:
+def test_only_what_differs_is_told(store: StoreKeys) -> None:
     declare(store, 0, {"w": (2,)})
-    reason = declare(store, 1, {"w": (2,)}, INT32)
-    assert "dtype float32 on worker-0, but shape (2,) and dtype int32 on worker-1" in reason
+    declare(store, 1, {"w": (2,)}, INT32)
+    assert reason_of(store) == f"worker-0 declares key 'w' with dtype float32; worker-1 with dtype int32{ALIKE}"
 
 
 def test_a_worker_that_comes_late_to_a_disagreement_gets_the_same_error(store: StoreKeys) -> None:
     declare(store, 0, {"w": (2,)})
-    reason = declare(store, 1, {"w": (3,)})
-    store.take_conflicts()
+    declare(store, 1, {"w": (3,)})
+    reason = reason_of(store)
     assert declare(store, 2, {"w": (2,)}) == reason
     assert store.take_agreed({0, 1, 2}) == []
 
@@ -90,8 +112,9 @@ def test_a_worker_that_comes_late_to_a_disagreement_gets_the_same_error(store: S
 def test_a_disagreement_fails_whole_requests_and_only_those_that_have_the_key(store: StoreKeys) -> None:
     declare(store, 0, {"good": (1,), "bad": (1,)})
     declare(store, 2, {"other": (1,)})
-    assert declare(store, 1, {"bad": (2,)})
-    assert [request.member for request, _ in store.take_conflicts()] == [member(0)]
+    declare(store, 1, {"bad": (2,)})
+    assert store.settle_disputes({0, 1}, 1.5)
+    assert [request.member for request, _ in store.take_conflicts()] == [member(0), member(1)]
     assert [request.member for request in store.requests] == [member(2)]
 
 

@@ -402,9 +402,13 @@ def test_a_pull_for_whose_answer_there_is_no_memory_is_refused_and_the_next_one_
 
 def test_a_table_that_workers_declare_otherwise_is_refused_to_all_naming_who_said_what() -> None:
     for shape, form, said in (
-        ((6, 3), ROWS, r"shape (6, 3) and dtype float32, as a table of rows on worker-1"),
-        ((6, 2), "", r"shape (6, 2) and dtype float32 on worker-1"),
-        ((6, 2), "zeros", r"as a table of rows that begin as zeros on worker-1"),
+        ((6, 3), ROWS, "worker-0 declares key 't' with shape (6, 2); worker-1 with shape (6, 3);"),
+        ((6, 2), "", "as a table of rows; worker-1 with shape (6, 2) and dtype float32;"),
+        (
+            (6, 2),
+            "zeros",
+            "; worker-1 with shape (6, 2) and dtype float32, as a table of rows that begin as zeros;",
+        ),
     ):
         wired = Tables(2, 1)
         for rank, (own_shape, own_form) in enumerate((((6, 2), ROWS), (shape, form))):
@@ -414,7 +418,7 @@ def test_a_table_that_workers_declare_otherwise_is_refused_to_all_naming_who_sai
         wired.settle()
         assert len(wired.failed) == 2
         for error in map(str, wired.failed.values()):
-            assert "key 't' has shape (6, 2) and dtype float32, as a table of rows on worker-0" in error
+            assert error.startswith("worker-0 declares key 't' with shape (6, 2)")
             assert said in error
 
 

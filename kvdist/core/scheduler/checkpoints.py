@@ -8,7 +8,7 @@ Restoring is an agreement of the workers; then every server reads, and all take 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvdist.checkpoint.snapshot import (
@@ -29,6 +29,7 @@ from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from kvdist.naming import minority_first
 from kvdist.nodes import Member, Role
 from kvdist.protocol.messages import (
     SAVING,
@@ -198,7 +199,7 @@ class Checkpoints:
         elif saving.failure:
             pass
         elif _place(said) != _place(message):
-            saving.fail(_differ(first, _place(said), sender, _place(message)))
+            saving.fail(_differ([(first.node.rank, _place(said)), (sender.node.rank, _place(message))]))
         elif not saving.keys:
             saving.fail("the store has no keys: init them before")
         elif message.num_keys != len(saving.keys):
@@ -304,8 +305,8 @@ class Checkpoints:
             if message.failure:
                 return self._end_loading(asked, f"{member}: {message.failure}")
         differing = loading.agreement.disagreement(_place)
-        if differing is not None:
-            return self._end_loading(asked, _differ(*differing))
+        if differing:
+            return self._end_loading(asked, _differ(differing))
         if not self._saved_keys(asked.store):
             return self._end_loading(asked, "the store has no keys: init them before")
         return [Persist(asked, ReadManifest(asked.folder))]
@@ -385,11 +386,12 @@ def _answer(request: int, failure: str) -> Done | Failed:
     return Failed(request, ErrorCode.CHECKPOINT, failure) if failure else Done(request)
 
 
-def _place(message: Save | Load) -> tuple[object, ...]:
+def _place(message: Save | Load) -> tuple[Hashable, ...]:
     """What all workers must say alike."""
     more = (message.step, message.keep) if isinstance(message, Save) else ()
     return (message.folder, message.contents, *more)
 
 
-def _differ(first: Member, said: object, other: Member, says: object) -> str:
-    return f"the workers do not agree: {first} names {said}, {other} names {says}; all must give the same arguments"
+def _differ(said: Sequence[tuple[int, Hashable]]) -> str:
+    places = ", ".join(f"{who} {'name' if ' ' in who else 'names'} {place}" for who, place in minority_first(said))
+    return f"the workers do not agree: {places}; all must give the same arguments"

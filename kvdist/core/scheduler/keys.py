@@ -10,18 +10,18 @@ The first worker that sets an optimizer decides for the store; the others have t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvdist.core.agreement import Agreement, MemberWait, Questions
-from kvdist.core.machine import Effect, Send
+from kvdist.core.machine import NEVER, Effect, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.server.table_rows import obstacle
 from kvdist.core.sharding import Keep, Placer, cut, keep_for, row_length
 from kvdist.core.worker.requests import KEYS_PER_MESSAGE
 from kvdist.dtypes import DType
-from kvdist.naming import name_of
+from kvdist.naming import minority_first, name_of
 from kvdist.nodes import Member, NodeId, worker
 from kvdist.optimizer.registry import from_description
 from kvdist.protocol.messages import (
@@ -37,7 +37,13 @@ from kvdist.protocol.messages import (
     SetOptimizer,
 )
 
+DISPUTE_S = 1.0
+"""How long a key that workers declare differently waits for the others, so that the error names the odd one out."""
+
 Description = dict[str, str | int | float | bool | None]
+
+Declared = tuple[tuple[int, ...], int, int, str]
+"""What a worker declares of a key: shape, dtype, the dtype in which values come back, what rows begin as."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,23 +79,27 @@ class DeclaredKey:
     first_slice: int = -1
     placed: bool = False
     conflict: str = ""
-    """The error that every worker gets once two have disagreed."""
+    """The error that every worker gets once they have disagreed."""
     waiters: tuple[KeyRequest, ...] = ()
 
-    def differs_from(self, shape: tuple[int, ...], dtype: int, pulled_as: int, form: str, sender: Member) -> str:
-        """Why a worker's declaration does not fit the first one; '' if it does."""
-        if (self.shape, self.dtype, self.form) != (shape, dtype, form):
-            ours, theirs = _said(self.shape, self.dtype, self.form), _said(shape, dtype, form)
-            return (
-                f"{name_of(self.key)} has {ours} on {self.first}, but {theirs} on {sender};"
-                " every worker must initialise a key alike"
-            )
-        if self.pulled_as != pulled_as:
-            return (
-                f"the values of {name_of(self.key)} come back as {DType(self.pulled_as).label} to {self.first}, but as"
-                f" {DType(pulled_as).label} to {sender}; every worker must set the same compression"
-            )
-        return ""
+    @property
+    def said(self) -> Declared:
+        """What the first worker has declared."""
+        return self.shape, self.dtype, self.pulled_as, self.form
+
+    def dispute(self, otherwise: Mapping[int, Declared]) -> str:
+        """What workers have declared that do not agree, for people; `otherwise` has what differs from the first one."""
+        groups = minority_first((rank, otherwise.get(rank, self.said)) for rank in self.declared)
+        shapes, dtypes, _, forms = (len(set(column)) > 1 for column in zip(*(said for _, said in groups), strict=True))
+        if not (shapes or dtypes or forms):
+            said = ", but as ".join(f"{DType(said[2]).label} to {who}" for who, said in groups)
+            return f"the values of {name_of(self.key)} come back as {said}; every worker must set the same compression"
+        clauses: list[str] = []
+        for who, (shape, dtype, _, form) in groups:
+            verb = "" if clauses else f" {'declare' if ' ' in who else 'declares'} {name_of(self.key)}"
+            told = [f"shape {shape}"] * (shapes or forms) + [f"dtype {DType(dtype).label}"] * (dtypes or forms)
+            clauses.append(f"{who}{verb} with {' and '.join(told)}{_kind(form) if forms else ''}")
+        return f"{'; '.join(clauses)}; every worker must initialise a key alike"
 
     def is_split(self, keep: Keep, num_servers: int, slice_bytes: int) -> bool:
         """Whether it has been placed otherwise than an optimizer needs that must have so much together."""
@@ -126,6 +136,10 @@ class StoreKeys:
     slice_bytes: int
     entries: dict[int | str, DeclaredKey] = field(default_factory=dict)
     requests: list[KeyRequest] = field(default_factory=list)
+    due: float = NEVER
+    """When `settle_disputes` waits for no further worker."""
+    _disputed: dict[int | str, dict[int, Declared]] = field(default_factory=dict)
+    """Key → what was declared otherwise than by the first worker, by rank."""
     _unplaced: dict[int | str, DeclaredKey] = field(default_factory=dict)
     """The entries for which no place was sought yet."""
     _declarers: dict[tuple[frozenset[int], int], frozenset[int]] = field(default_factory=dict)
@@ -146,8 +160,9 @@ class StoreKeys:
                 entry = self.entries[key] = self._unplaced[key] = DeclaredKey(
                     key, shape, dtype, sender, pulled_as, form
                 )
-            elif not entry.conflict:
-                entry.conflict = entry.differs_from(shape, dtype, pulled_as, form, sender)
+            elif not entry.conflict and entry.said != (shape, dtype, pulled_as, form):
+                self._disputed.setdefault(key, {})[rank] = shape, dtype, pulled_as, form
+                self.due = min(self.due, now + DISPUTE_S)
             if message.mode != self.mode:
                 entry.conflict = (
                     f"store {message.store} is {self.mode} on {self.opener} and {message.mode} on {sender}:"
@@ -162,6 +177,16 @@ class StoreKeys:
         if not conflict:
             self._enter(KeyRequest(sender, message.request, message.keys, 0, now), entries)
         return conflict
+
+    def settle_disputes(self, live: set[int], now: float) -> bool:
+        """Give up keys that workers have declared differently, once all have, or `DISPUTE_S` later; whether any was."""
+        given_up = [key for key in self._disputed if now >= self.due or live <= self.entries[key].declared]
+        for key in given_up:
+            entry, otherwise = self.entries[key], self._disputed.pop(key)
+            entry.conflict = entry.conflict or entry.dispute(otherwise)
+        if not self._disputed:
+            self.due = NEVER
+        return bool(given_up)
 
     def _with(self, ranks: frozenset[int], rank: int) -> frozenset[int]:
         found = self._declarers.get((ranks, rank))
@@ -198,7 +223,8 @@ class StoreKeys:
         unplaced = self._unplaced
         entries = unplaced.values() if keys is None else [unplaced[key] for key in keys if key in unplaced]
         complete = {ranks for ranks in {entry.declared for entry in entries} if live <= ranks}
-        agreed = [entry for entry in entries if entry.declared in complete and not entry.conflict]
+        disputed = self._disputed
+        agreed = [one for one in entries if one.declared in complete and not one.conflict and one.key not in disputed]
         for entry in agreed:
             del self._unplaced[entry.key]
         return agreed
@@ -269,12 +295,23 @@ class Keys:
         conflict = store.declare(sender, message, now)
         if conflict:
             effects.append(Send(sender, Failed(message.request, ErrorCode.INIT_MISMATCH, conflict)))
+        if store.settle_disputes(_ranks(self._membership.workers), now) or conflict:
             effects += _refuse(store, ErrorCode.INIT_MISMATCH)
         return effects + self._advance(store, message.keys)
 
-    def advance_all(self) -> list[Effect]:
-        """Fewer workers are awaited: place what is agreed now."""
-        return [effect for store in self.stores.values() for effect in self._advance(store)]
+    @property
+    def due(self) -> float:
+        """When `advance_all` has something to do, whatever workers declare."""
+        return min([store.due for store in self.stores.values()], default=NEVER)
+
+    def advance_all(self, now: float) -> list[Effect]:
+        """Fewer workers are awaited, or none for a disputed key any more: place what is agreed, refuse what is not."""
+        effects: list[Effect] = []
+        for store in self.stores.values():
+            if store.settle_disputes(_ranks(self._membership.workers), now):
+                effects += _refuse(store, ErrorCode.INIT_MISMATCH)
+            effects += self._advance(store)
+        return effects
 
     def _advance(self, store: StoreKeys, keys: Iterable[int | str] | None = None) -> list[Effect]:
         """Place what is agreed of these keys, or of all, and answer what is placed."""
@@ -406,10 +443,9 @@ def _cannot_update(chosen: InstalledOptimizer | None, message: Declare) -> str:
     return ""
 
 
-def _said(shape: tuple[int, ...], dtype: int, form: str) -> str:
-    """What a worker declared, for people."""
-    kind = "" if not form else ", as a table of rows" if form == ROWS else f", as a table of rows that begin as {form}"
-    return f"shape {shape} and dtype {DType(dtype).label}{kind}"
+def _kind(form: str) -> str:
+    """What rows begin as, if it is a table of rows."""
+    return "" if not form else ", as a table of rows" if form == ROWS else f", as a table of rows that begin as {form}"
 
 
 def _shown(description: Description) -> str:

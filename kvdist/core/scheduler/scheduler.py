@@ -35,6 +35,7 @@ from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.sharding import Placer
 from kvdist.errors import ConfigError, DeadlockError, KvdistError, PeerLostError
+from kvdist.naming import who_says_what
 from kvdist.nodes import UNRANKED, Member, Role
 from kvdist.protocol.messages import (
     Abort,
@@ -113,7 +114,7 @@ class Scheduler(Machine):
     def deadline(self) -> float:
         """When `tick` should run next."""
         form_by = NEVER if self.membership.is_complete else self._form_by
-        dues = (form_by, self._next_look, self._announce_at, self._stop_by, self._deadlocks.due)
+        dues = (form_by, self._next_look, self._announce_at, self._stop_by, self._deadlocks.due, self.keys.due)
         return min(self.membership.next_loss, *dues)
 
     def refuses(self, source: Member, message: Message) -> str | None:
@@ -196,6 +197,8 @@ class Scheduler(Machine):
             return self._abort(missing[0].split(" ")[0], "", cause, None, f"{sentence} did not register")
         if now >= self._announce_at:
             return self._announce(now)
+        if now >= self.keys.due:
+            return self.keys.advance_all(now)
         if now >= self._deadlocks.due:
             return self._look_for_deadlocks(now)
         if now >= self._next_look:
@@ -320,7 +323,7 @@ class Scheduler(Machine):
             return effects
         self.membership.leave(sender.node)
         effects += self._announce_soon(now)
-        effects += [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all()]
+        effects += [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
         return effects + self._end_if_alone(now)
 
     @property
@@ -423,11 +426,12 @@ class Scheduler(Machine):
 
 
 def _barrier_answer(barrier: Agreement[str]) -> Answer:
-    if barrier.disagreement(str) is None:
+    said = barrier.disagreement(lambda text: text or "nothing")
+    if not said:
         return Done
-    said = sorted(barrier.said.values(), key=lambda one: one[0].node.rank)
-    statements = "; ".join(f"{member} says: {text or 'nothing'}" for member, text in said)
-    reason = f"the workers do not agree. {statements}. Every worker must run the same program on the same model"
+    reason = (
+        f"the workers do not agree. {who_says_what(said)}. Every worker must run the same program on the same model"
+    )
     return lambda request: Failed(request, ErrorCode.INIT_MISMATCH, reason)
 
 
