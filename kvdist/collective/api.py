@@ -317,9 +317,9 @@ def grouped_allreduce(
         average: Horovod's older spelling of `op`: True for Average, False for Sum.
         name: for messages; names of operations in progress are unique.
         compression: of the tensors on their way, such as `Compression.fp16`.
-        op: Average by default. Averages of integers are rounded down.
+        op: Average by default. Averages of integers are cut toward zero.
         prescale_factor, postscale_factor: each tensor is multiplied before and after; integers by a product in float64,
-            rounded down.
+            cut toward zero.
         process_set: the ranks that take part.
 
     Raises:
@@ -395,7 +395,7 @@ def sparse_allreduce_async(
     def whole(results: Any) -> torch.Tensor:
         indices, values = results
         if reduced is Average:
-            values = values / divisor if values.is_floating_point() else values.div(divisor, rounding_mode="floor")
+            values = values / divisor if values.is_floating_point() else values.div(divisor, rounding_mode="trunc")
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
 
     divisor = group_of(process_set).size

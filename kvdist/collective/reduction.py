@@ -72,26 +72,28 @@ def check_reducible(kind: str, dtype: torch.dtype, op: ReduceOp, is_scaled: bool
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers by a product in float64, rounded down. Halves are multiplied in float32 by torch."""
+    """Multiply in place; integers by a product in float64, cut toward zero. Halves are multiplied in float32 by torch."""
     if factor == 1.0:
         return
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.mul_(factor)
     else:
-        tensor.copy_(tensor.double().mul_(factor).floor_())
+        tensor.copy_(tensor.double().mul_(factor))  # the conversion cuts, as Horovod's does
 
 
 def settle_(tensor: torch.Tensor, op: ReduceOp, size: int, postscale: float) -> None:
     """Turn the reduction over `size` ranks into the result of `op`, times a factor, in place.
 
-    At most one pass for floating-point tensors. An average of integers is rounded down.
+    At most one pass for floating-point tensors. An average of integers is cut toward zero.
     """
     if op is not Average or size == 1:
         scale_(tensor, postscale)
     elif not (tensor.is_floating_point() or tensor.is_complex()):
-        # Not a product: 49 x (1/49) is less than 1.
-        tensor.div_(size, rounding_mode="floor")
-        scale_(tensor, postscale)
+        if postscale == 1.0:
+            # Not a product: 49 x (1/49) is less than 1.
+            tensor.div_(size, rounding_mode="trunc")
+        else:
+            scale_(tensor, postscale / size)
     elif postscale == 1.0:
         tensor.div_(size)
     else:

@@ -55,6 +55,11 @@ class Signature:
         text = "\0".join((self.kind, self.name, *self.tensors, self.detail, self.device))
         return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
 
+    @cached_property
+    def key(self) -> str:
+        """What pairs it with the other ranks' operations: kind and name; '' where their order does."""
+        return f"{self.kind} {self.name}" if self.name else ""
+
     @property
     def takes_zeros(self) -> bool:
         """Whether a rank that has joined can take part in it."""

@@ -199,6 +199,15 @@ class LastCalls(ControlMessage):
 
 
 @dataclass(frozen=True, slots=True)
+class RankWaits(ControlMessage):
+    """The threads of a rank that call named operations of a group all wait, for this operation or later ones."""
+
+    KIND = 8
+    group: UInt32
+    sequence: UInt64
+
+
+@dataclass(frozen=True, slots=True)
 class AllConnected(ControlMessage):
     """All ranks are connected; their hosts."""
 
@@ -304,7 +313,22 @@ class RankLeaving(ControlMessage):
     counts: Pairs
 
 
-ToCoordinator = RankHello | DefineOperation | CallReport | OperationFailed | GroupMembers | RankBye | LastCalls
+@dataclass(frozen=True, slots=True)
+class Reorder(ControlMessage):
+    """To a rank that called named operations in another order: operation `place` becomes operation `sequence`.
+
+    Those from `sequence` on come one later, and all that this rank calls from there on waits for agreement.
+    """
+
+    KIND = 27
+    group: UInt32
+    sequence: UInt64
+    place: UInt64
+
+
+ToCoordinator = (
+    RankHello | DefineOperation | CallReport | OperationFailed | GroupMembers | RankBye | LastCalls | RankWaits
+)
 ToMember = (
     AllConnected
     | Agreed
@@ -317,6 +341,7 @@ ToMember = (
     | StallWarning
     | Farewell
     | RankLeaving
+    | Reorder
 )
 Message = ToCoordinator | ToMember
 

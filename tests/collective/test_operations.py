@@ -86,7 +86,7 @@ def test_of_truths_the_sum_is_whether_any_is_true_and_the_minimum_whether_all_ar
 
 
 @each("dtype", [*INTEGERS, *REALS])
-def test_factors_multiply_before_and_after_and_integers_are_rounded_down_each_time(dtype):
+def test_factors_multiply_before_and_after_and_integers_are_cut_each_time(dtype):
     def program(rank):
         mine = torch.tensor([1, 3, 5]).to(dtype)
         return [
@@ -104,6 +104,33 @@ def test_factors_multiply_before_and_after_and_integers_are_rounded_down_each_ti
         assert torch.equal(halved, floored(half)) and torch.equal(in_place, halved)
         torch.testing.assert_close(fifths, floored([0.8, 2.4, 4.0]), rtol=1e-2 if dtype in REALS else 0, atol=0)
         assert torch.equal(twice, floored([1.0, 3.0, 5.0]))
+
+
+@each("dtype", [one for one in INTEGERS if one is not torch.uint8])
+def test_factors_and_averages_of_negative_integers_are_cut_toward_zero(dtype):
+    """Horovod's `ScaleBufferCPUImpl` assigns a product in double to the integer, which C++ cuts."""
+
+    def program(rank):
+        mine = torch.tensor([-7, -1, 7, -8]).to(dtype)
+        odd = mine if rank else torch.zeros(4, dtype=dtype)
+        return [
+            hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5).tolist(),
+            hvd.allreduce(mine, op=hvd.Sum, postscale_factor=0.3).tolist(),
+            hvd.allreduce(odd).tolist(),
+            hvd.allreduce(odd, postscale_factor=3.0).tolist(),
+            hvd.reducescatter(odd)[: 2 - rank].tolist(),
+        ]
+
+    sums = [-14, -2, 14, -16]
+    expected = [
+        [2 * int(0.5 * one) for one in (-7, -1, 7, -8)],
+        [int(0.3 * one) for one in sums],
+        [int(one / 2) for one in (-7, -1, 7, -8)],
+        [int(one * (3.0 / 2)) for one in (-7, -1, 7, -8)],
+    ]
+    first, second = returned(run_ranks(2, program))
+    assert first[:4] == second[:4] == expected
+    assert (first[4], second[4]) == ([-3, 0], [3])
 
 
 def test_halves_are_multiplied_in_float32():
