@@ -102,6 +102,10 @@ class CollectiveMismatch(CollectiveError, ValueError):
     """Ranks called different operations at the same place of their programs; all of them get the same error."""
 
 
+class DuplicateNameError(CollectiveError, ValueError):
+    """An operation is called while another one of its kind and name is in progress; the other ranks do not learn it."""
+
+
 class RankLostError(PeerLostError, CollectiveError):
     """A rank of a collective job is gone. `node` is its name, such as ``rank 3``."""
 

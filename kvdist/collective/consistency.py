@@ -4,7 +4,8 @@ States of an operation: *called* (reported at once, so agreement runs ahead of t
 cache predicts it → *agreed*, *refused* (ranks differ: `CollectiveMismatch`, the group goes on), or *ended* (a rank is
 gone or the group has failed) → *done*. A predicted operation begins at once and is reported at the next tick of the
 control thread, or with 64 others. Where ranks differ, at most one of them has a predicted operation, so gloo never
-combines data of different operations.
+combines data of different operations. A rank whose operations rank 0 has reordered predicts nothing any more: its
+history is no longer that of the others.
 
 Threads of users and groups ask, the control thread brings answers. Groups are called without holding the lock.
 """
@@ -37,6 +38,8 @@ from kvdist.protocol.collective import (
     RankBye,
     RankGone,
     RankLeaving,
+    RankWaits,
+    Reorder,
     StallWarning,
     Throttle,
     ToCoordinator,
@@ -134,6 +137,8 @@ ALIVE_S = 1.0
 """How often a waiting rank reports that it is alive."""
 DEFINED_MAX = 32_768
 """Signatures that rank 0 is assumed to remember. Beyond this all are sent again."""
+STUCK_S = 0.2
+"""Waits of this length are reported: rank 0 refuses operations that no rank can be at the same one of."""
 EXPLAIN_S = 4.0
 """How long rank 0 may take to explain an error of torch: longer than its own `EXPLAIN_S`."""
 LEFT = "it has called shutdown() or has ended"
@@ -152,6 +157,12 @@ class Failable(Protocol):
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
         """Fail the operations from this one on; `error_of` makes the error for the operation that is waited for."""
 
+    def move(self, place: int, to: int) -> None:
+        """Do an operation before those from `to` on, none of which has begun."""
+
+    def stuck_at(self, before: float) -> int | None:
+        """The first operation that the program has waited for since then, if it can call no other before that ends."""
+
 
 @dataclass(slots=True)
 class _GroupCalls:
@@ -165,6 +176,7 @@ class _GroupCalls:
         refused: operations in which the ranks differ → the explanation.
         orders: what this rank does while it has joined.
         is_throttled: every operation waits for agreement, because a rank has joined.
+        reorders: how often rank 0 has changed their order, after which every operation waits for agreement.
         ends_at, end: the first operation that is not admitted any more, and the error.
     """
 
@@ -178,6 +190,7 @@ class _GroupCalls:
     refused: dict[int, str] = field(default_factory=dict)
     orders: deque[Participate | AllJoined] = field(default_factory=deque)
     is_throttled: bool = False
+    reorders: int = 0
     ends_at: int | None = None
     end: BaseException | None = None
 
@@ -208,6 +221,7 @@ class CoordinatedCheck(ConsistencyCheck):
         self._leaving: list[tuple[int, Callable[[str], BaseException], dict[int, int]]] = []
         """(rank, error, calls per group) of ranks that call nothing more: for groups that begin later."""
         self._said_alive = 0.0
+        self._said_stuck = 0.0
 
     # On the threads of users and groups.
 
@@ -238,7 +252,8 @@ class CoordinatedCheck(ConsistencyCheck):
         calls = self._calls_of[group]
         with self._changed:
             is_predicted, past = calls.cache.call(digest)
-            waits = not is_predicted or calls.is_throttled or signature.kind in ALWAYS_AGREED
+            must_wait = calls.is_throttled or calls.reorders > 0 or signature.kind in ALWAYS_AGREED
+            waits = must_wait or not is_predicted
             if waits:
                 calls.waited[calls.called] = past, digest
                 if digest not in self._defined:
@@ -340,6 +355,8 @@ class CoordinatedCheck(ConsistencyCheck):
                 outgoing += [
                     self._report(at, calls) for at, calls in self._calls_of.items() if calls.done < calls.called
                 ]
+            if waits and now - self._said_stuck >= ALIVE_S:
+                outgoing += self._stuck(now)
         # Definitions come before their reports, and a goodbye is the last message.
         return sorted(outgoing, key=lambda message: isinstance(message, RankBye))
 
@@ -348,6 +365,8 @@ class CoordinatedCheck(ConsistencyCheck):
         match message:
             case Agreed():
                 self._agree(message)
+            case Reorder():
+                self._reorder(message)
             case Mismatch(group=group, sequence=sequence, is_fatal=is_fatal, text=text):
                 if is_fatal:
                     self._end(group, lambda _: CollectiveMismatch(text), sequence)
@@ -417,6 +436,23 @@ class CoordinatedCheck(ConsistencyCheck):
         calls.reported_done = calls.done
         calls.unreported.clear()
         return report
+
+    def _stuck(self, now: float) -> list[ToCoordinator]:
+        stuck = [(number, group.stuck_at(now - STUCK_S)) for number, group in self._groups.items()]
+        if any(sequence is not None for _, sequence in stuck):
+            self._said_stuck = now
+        return [RankWaits(at, sequence, self._calls_of[at].reorders) for at, sequence in stuck if sequence is not None]
+
+    def _reorder(self, message: Reorder) -> None:
+        with self._changed:
+            calls = self._calls_of[message.group]
+            calls.reorders += 1
+            # The group waits for the first of these, so it has begun none.
+            for sequence in range(message.sequence, calls.called):
+                calls.waited.setdefault(sequence, (b"", b""))
+            group = self._groups.get(message.group)
+        if group is not None:
+            group.move(message.place, message.sequence)
 
     def _agree(self, message: Agreed) -> None:
         with self._changed:

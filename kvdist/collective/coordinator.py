@@ -5,6 +5,10 @@ earlier sequences of operations, reports come in batches and need no answer.
 
 An operation that a rank *waits* for has not begun on that rank. If the ranks' next operations differ and all of them
 wait, each gets an error and the group goes on. If one has begun, its data may be anywhere, and the group fails.
+
+Named operations pair by kind and name, others by their order. Ranks that wait are told to do first what all of them
+have called (`Reorder`), so all execute one order. They get an error where no operation can be next: names agree and the
+rest does not, or every rank is stuck, or more than `WINDOW` operations wait.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
+from itertools import islice
 
 from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, REMOVE_SET, Signature
 from kvdist.errors import ProtocolError
@@ -34,6 +39,8 @@ from kvdist.protocol.collective import (
     RankGone,
     RankHello,
     RankLeaving,
+    RankWaits,
+    Reorder,
     StallWarning,
     Throttle,
     ToCoordinator,
@@ -42,6 +49,10 @@ from kvdist.protocol.collective import (
 
 RECENT_MAX = 1024
 """Agreed operations that are remembered; a rank's work is never further behind."""
+
+WINDOW = 1024
+"""Operations of a rank among which named ones pair with those of the others."""
+FOR_EVER = 1 << 62
 
 Entry = tuple[bytes, bool]
 """The digest of a called operation, and whether its rank waits for agreement."""
@@ -55,12 +66,16 @@ class RankProgress:
         queue: operations that it has called and some other rank has not.
         called, done: numbers of operations since the beginning.
         since: when it began to wait for its oldest unfinished operation.
+        reorders: how often the order of its operations was changed, after which it waits for agreement on each.
+        stuck_at: it calls no named operation before this one has ended; -1 if it may.
     """
 
     queue: deque[Entry] = field(default_factory=deque)
     called: int = 0
     done: int = 0
     since: float = 0.0
+    reorders: int = 0
+    stuck_at: int = -1
 
     @property
     def waits(self) -> bool:
@@ -105,9 +120,11 @@ class GroupProgress:
         was_idle, was_done = not progress.waits, progress.done
         for at in range(0, len(entries), ENTRY_BYTES):
             digest = entries[at + 1 : at + ENTRY_BYTES]
-            progress.queue.append((digest, entries[at] == 1))
+            progress.queue.append((digest, entries[at] == 1 or progress.reorders > 0))
             if digest == JOIN_SIGNATURE.digest:
                 self.joining.append(rank)
+        if entries and progress.stuck_at < FOR_EVER:
+            progress.stuck_at = -1
         progress.called += len(entries) // ENTRY_BYTES
         progress.done = min(max(done, progress.done), progress.called)
         if was_idle or progress.done > was_done:
@@ -118,6 +135,15 @@ class GroupProgress:
         if not self.joining:
             return list(self.ranks)
         return [rank for rank in self.ranks if not self.of[rank].has_joined]
+
+    def move(self, rank: int, place: int) -> None:
+        """Put an operation of a rank that waits before the others that it has called."""
+        progress = self.of[rank]
+        queue = [(digest, True) for digest, _ in progress.queue]
+        queue.insert(0, queue.pop(place))
+        progress.queue = deque(queue)
+        progress.reorders += 1
+        progress.stuck_at = -1
 
     def pass_one(self, ranks: list[int], digest: bytes) -> None:
         """Advance by one operation, which these ranks have called; the others, which have joined, only count it."""
@@ -130,16 +156,18 @@ class GroupProgress:
         self.agreed += 1
         self._recent.append(digest)
 
-    def digest_of(self, sequence: int) -> bytes | None:
-        """The digest of an operation that some rank has called; None for one long past."""
+    def has_called(self, rank: int, first: int, sequence: int) -> bool:
+        """Whether a rank has called what is operation `sequence` of the rank `first`, in whichever order."""
+        digest = self.digest_of(sequence, first)
+        return sequence < self.agreed or any(entry == digest for entry, _ in self.of[rank].queue)
+
+    def digest_of(self, sequence: int, rank: int) -> bytes | None:
+        """The digest of an operation that a rank has called; None for one long past."""
         if sequence < self.agreed:
             back = self.agreed - sequence
             return self._recent[-back] if back <= len(self._recent) else None
-        for progress in self.of.values():
-            at = sequence - self.agreed
-            if not progress.has_joined and at < len(progress.queue):
-                return progress.queue[at][0]
-        return None
+        progress, at = self.of[rank], sequence - self.agreed
+        return progress.queue[at][0] if not progress.has_joined and at < len(progress.queue) else None
 
 
 SILENT_S = 3.0
@@ -216,6 +244,8 @@ class Coordinator:
                     self._tell(self._others(rank), RankLeaving(rank, self._host(rank), message.counts))
             case RankBye():
                 self._see_off(rank, message)
+            case RankWaits():
+                self._note_stuck(rank, message)
         return self._take()
 
     def lose(self, rank: int, cause: str) -> Answers:
@@ -254,23 +284,25 @@ class Coordinator:
         if not (is_due or is_fatal):
             return
         group.warned_s = waited_s
-        text = f"waiting {waited_s:.1f} s for {self._stall_cause(group, sequence, now)}; rank {first} has called it"
+        text = (
+            f"waiting {waited_s:.1f} s for {self._stall_cause(group, first, sequence, now)}; rank {first} has called it"
+        )
         if is_fatal:
             limit = f"{self._stall_shutdown_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)"
             self._fail(WHOLE_JOB, f"{text}; the job ends after {limit}")
         else:
             self._answers += [(rank, StallWarning(text)) for rank in sorted({0, first}) if self._is_alive(rank)]
 
-    def _stall_cause(self, group: GroupProgress, sequence: int, now: float) -> str:
-        """Who has to call or to finish the operation, and what these ranks do instead."""
+    def _stall_cause(self, group: GroupProgress, first: int, sequence: int, now: float) -> str:
+        """Who has to call or to finish what `first` waits for, and what these ranks do instead."""
 
         def silence(rank: int) -> str:
             silent_s = now - self._heard.get(rank, now)
             return f"rank {rank} has been silent for {silent_s:.0f} s" if silent_s >= SILENT_S else ""
 
         where = f"operation {sequence}" + (f" of process set {group.number}" if group.number else "")
-        operation = f"{self._name(group, sequence)} ({where})"
-        behind = [rank for rank in group.active() if group.of[rank].called <= sequence]
+        operation = f"{self._name(group, sequence, first)} ({where})"
+        behind = [rank for rank in group.active() if not group.has_called(rank, first, sequence)]
         culprits = behind or [rank for rank in group.active() if silence(rank)]
         if not culprits:
             return f"{operation} to end: all ranks are alive, and the network or a device is slow"
@@ -278,7 +310,7 @@ class Coordinator:
         for rank in culprits[:RANKS_SHOWN]:
             called = group.of[rank].called
             if behind:
-                last = f"rank {rank} called {self._name(group, called - 1)} last" if called else ""
+                last = f"rank {rank} called {self._name(group, called - 1, rank)} last" if called else ""
                 notes.append(last or f"rank {rank} has called nothing before")
             if not behind or group.of[rank].waits:
                 notes.append(silence(rank))
@@ -289,8 +321,8 @@ class Coordinator:
         """Such as ``rank 1 (host-a) and rank 2 (host-b)``."""
         return joined([f"rank {rank} ({self._host(rank)})" for rank in ranks])
 
-    def _name(self, group: GroupProgress, sequence: int) -> str:
-        return str(self._signatures.get(group.digest_of(sequence) or b"", f"operation {sequence}"))
+    def _name(self, group: GroupProgress, sequence: int, rank: int) -> str:
+        return str(self._signatures.get(group.digest_of(sequence, rank) or b"", f"operation {sequence}"))
 
     def _is_alive(self, rank: int) -> bool:
         return rank in self._hosts and rank not in self._left
@@ -334,6 +366,9 @@ class Coordinator:
             if number in self._groups and rank in self._groups[number].of
         }
         self._suspicions = {of: it for of, it in self._suspicions.items() if not self._is_explained(it[1])}
+        for group in [self._groups[number] for number in self._last_calls[rank] if not self._is_over]:
+            group.of[rank].stuck_at = FOR_EVER
+            self._advance(group)
 
     def _is_explained(self, failed: OperationFailed) -> bool:
         """Whether the failed operation is one that a leaving rank has not called: everything else goes on."""
@@ -381,6 +416,15 @@ class Coordinator:
         if report.entries:
             self._advance(group)
 
+    def _note_stuck(self, rank: int, message: RankWaits) -> None:
+        group = self._groups.get(message.group)
+        if group is None or rank not in group.of:
+            raise ProtocolError(f"rank {rank} is not in group {message.group}")
+        progress = group.of[rank]
+        if message.reorders == progress.reorders and not self._is_over:
+            progress.stuck_at = max(message.sequence, progress.stuck_at)
+            self._advance(group)
+
     def _advance(self, group: GroupProgress) -> None:
         """Compare what all ranks have called by now."""
         awaited = set[int]()
@@ -395,6 +439,12 @@ class Coordinator:
             if not all(queues):
                 break
             heads = {queue[0][0] for queue in queues}
+            if len(heads) > 1:
+                places = self._next_places(group, active)
+                if places is None:
+                    break
+                self._reorder(group, places)
+                heads = {group.of[rank].queue[0][0] for rank in active}
             signature = self._signatures.get(next(iter(heads)))
             refused_by_join = len(active) < len(group.ranks) and (signature is None or not signature.takes_zeros)
             if len(heads) > 1 or (refused_by_join and not self._is_refused(heads)):
@@ -408,6 +458,44 @@ class Coordinator:
                 self._groups.pop(int(signature.detail.rpartition(" ")[2]), None)
         self._agree(group, awaited)
         self._set_throttle(group)
+
+    def _next_places(self, group: GroupProgress, active: list[int]) -> dict[int, int] | None:
+        """Where the operation that comes next is in the queue of each rank; None if a rank must call it first.
+
+        The first of each queue if they can only be refused.
+        """
+        queues = {rank: group.of[rank].queue for rank in active}
+        heads = dict.fromkeys(active, 0)
+        if any(self._is_refused([queue[0][0]]) for queue in queues.values()):
+            return heads
+        begun = [rank for rank, queue in queues.items() if not queue[0][1]]
+        places_of = {rank: self._places(queue) for rank, queue in queues.items()}
+        for key in places_of[(begun or active)[0]]:
+            if all(key in places for places in places_of.values()):
+                found = {rank: places[key] for rank, places in places_of.items()}
+                if not any(found[rank] for rank in begun):
+                    return found
+        is_stuck = all(group.of[rank].stuck_at >= group.agreed for rank in active)
+        return heads if is_stuck or any(len(queue) >= WINDOW for queue in queues.values()) else None
+
+    def _places(self, queue: deque[Entry]) -> dict[str, int]:
+        """The named operations of a queue and the first one without a name, by key."""
+        places: dict[str, int] = {}
+        for place, (digest, _) in enumerate(islice(queue, WINDOW)):
+            signature = self._signatures.get(digest)
+            if signature is not JOIN_SIGNATURE:  # the last one that its rank calls
+                places.setdefault(signature.key if signature is not None else "", place)
+        return places
+
+    def _reorder(self, group: GroupProgress, places: dict[int, int]) -> None:
+        """Bring the next operation to the front, where none has begun. Afterwards the ranks' histories differ."""
+        if not any(places.values()):
+            return
+        for rank, place in places.items():
+            progress = group.of[rank]
+            if progress.queue[0][1] and (place or not progress.reorders):
+                group.move(rank, place)
+                self._tell([rank], Reorder(group.number, group.agreed, group.agreed + place))
 
     def _agree(self, group: GroupProgress, awaited: set[int]) -> None:
         """Tell ranks that wait that all have called the same up to here."""

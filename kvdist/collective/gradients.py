@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -305,8 +304,8 @@ def _is_sparse(grad: torch.Tensor | None) -> bool:
 
 def wait_for(handles: Sequence[Handle]) -> None:
     """Wait until operations have ended, successfully or not."""
-    futures: list[Future[Any]] = [handle._future for handle in handles]
-    wait(futures)
+    for handle in handles:
+        handle._future.exception()
 
 
 def buckets_of(parameters: Sequence[torch.Tensor], groups: Groups) -> list[Bucket]:

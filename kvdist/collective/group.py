@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,19 +32,47 @@ from kvdist.collective.consistency import ConsistencyCheck
 from kvdist.collective.operations import Operation, failed_operation
 from kvdist.collective.signature import JOIN
 from kvdist.collective.timeline import NO_TIMELINE, Timeline
-from kvdist.errors import CollectiveError, PeerLostError
+from kvdist.errors import CollectiveError, DuplicateNameError, PeerLostError
 from kvdist.protocol.collective import Participate
 
+Waiters = dict[threading.Thread, tuple[float, Future[Any]]]
+"""Thread that waits for a future → since when, and for which."""
 
-class DeviceFuture(Future[Any]):
+
+class OperationFuture(Future[Any]):
+    """The future of an operation, which notes the threads that wait for it."""
+
+    def __init__(self, waiters: Waiters) -> None:
+        super().__init__()
+        self._awaited_by = waiters
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the result, or raise the error."""
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end; return the error, None after success."""
+        if self.done():
+            return super().exception()
+        thread = threading.current_thread()
+        self._awaited_by[thread] = time.monotonic(), self
+        try:
+            return super().exception(timeout)
+        finally:
+            self._awaited_by.pop(thread, None)
+
+
+class DeviceFuture(OperationFuture):
     """The future of an operation on CUDA tensors.
 
     Args:
+        waiters: as for `OperationFuture`.
         operation: kept until the result is taken, with the tensors that the device may still read.
     """
 
-    def __init__(self, operation: Operation) -> None:
-        super().__init__()
+    def __init__(self, waiters: Waiters, operation: Operation) -> None:
+        super().__init__(waiters)
         self._operation: Operation | None = operation
         # An operation without a known device has its tensors on the caller's device.
         self.device = operation.cuda_device if operation.cuda_device is not None else torch.cuda.current_device()
@@ -154,9 +183,15 @@ class Group:
         self._check = check
         self._stand_in = stand_in
         self._stream = Stream()
-        self._queue: SimpleQueue[PendingOperation | None] = SimpleQueue()
+        self._queue: SimpleQueue[bool] = SimpleQueue()
+        """True for each operation that is called, False for the end."""
         self._waiting: dict[int, PendingOperation] = {}
+        self._turn = 0
+        """The operation that begins next."""
         self._names: set[str] = set()
+        self._callers: set[threading.Thread] = set()
+        """The threads that have called named operations."""
+        self._waiters: Waiters = {}
         self._lock = threading.Lock()
         self._failure: Callable[[str], BaseException] | None = None
         """Makes the error of later calls, given the operation."""
@@ -175,18 +210,18 @@ class Group:
         """Queue an operation behind those submitted before.
 
         Raises:
-            CollectiveError: the group has failed or is closed, or an operation of that name is under way.
+            CollectiveError: the group has failed or is closed.
+            DuplicateNameError: an operation of that kind and name is under way; the other ranks learn nothing of this.
         """
-        name = operation.signature.name
-        future: Future[Any] = DeviceFuture(operation) if operation.signature.device == "cuda" else Future()
+        signature = operation.signature
+        is_on_device = signature.device == "cuda"
+        future = DeviceFuture(self._waiters, operation) if is_on_device else OperationFuture(self._waiters)
         with self._lock:
-            if name in self._names:
-                error = CollectiveError(
-                    f"{operation.signature} is called while an operation named {name!r} is in progress: give each its"
+            if signature.key in self._names:
+                raise DuplicateNameError(
+                    f"{signature} has the same name as another tensor that is currently being processed: give each its"
                     " own name, or synchronize() the first one before"
                 )
-                self._put(failed_operation(error), Future())
-                raise error
             self._put(operation, future)
         return future
 
@@ -206,7 +241,7 @@ class Group:
             ended = [called for sequence, called in self._waiting.items() if sequence >= from_sequence]
             for called in ended:
                 del self._waiting[called.sequence]
-                self._names.discard(called.operation.signature.name)
+                self._names.discard(called.operation.signature.key)
             error = error_of(str(ended[0].operation.signature) if ended else "")
             self._is_broken = True
             if ended:
@@ -217,6 +252,24 @@ class Group:
             called.future.set_exception(error)
         if from_sequence == 0:
             self._channel.abort()
+
+    def move(self, place: int, to: int) -> None:
+        """Do an operation before those from `to` on, none of which has begun."""
+        with self._lock:
+            moved = {at: self._waiting.pop(at) for at in range(to, place + 1) if at in self._waiting}
+            for at, called in moved.items():
+                called.sequence = to if at == place else at + 1
+                self._waiting[called.sequence] = called
+
+    def stuck_at(self, before: float) -> int | None:
+        """The first operation that threads have waited for since then, if all that call named operations wait."""
+        waiters = dict(self._waiters)
+        if not waiters or any(one.is_alive() and one not in waiters for one in list(self._callers)):
+            return None
+        if max(since for since, _ in waiters.values()) > before:
+            return None
+        awaited = {id(future) for _, future in waiters.values()}
+        return min((one.sequence for one in list(self._waiting.values()) if id(one.future) in awaited), default=None)
 
     def stop_calls(self) -> int | None:
         """Accept no more operations; return how many were called, None if a pending `join` may add to them."""
@@ -231,7 +284,7 @@ class Group:
         with self._lock:
             # Operations that a rank had called before it left can still be finished.
             has_failed = self._is_broken and not self._waiting
-        self._queue.put(None)
+        self._queue.put(False)
         if threading.current_thread() is not self._thread:
             self._thread.join(LAST_WAIT_S if has_failed else None)
 
@@ -247,10 +300,11 @@ class Group:
         self._called += 1
         self._has_joined = signature.kind == JOIN
         if signature.name:
-            self._names.add(signature.name)
+            self._names.add(signature.key)
+            self._callers.add(threading.current_thread())
         self._waiting[called.sequence] = called
         self._check.called(self.number, signature)
-        self._queue.put(called)
+        self._queue.put(True)
 
     def _note(self, error: BaseException | None) -> None:
         """Remember the loss of a rank, before any future is resolved with it."""
@@ -265,23 +319,44 @@ class Group:
                 self._finish(*self._begun.popleft())
             if self._queue.empty():
                 self.timeline.mark_cycle()
-            called = self._queue.get()
-            if called is None:
+            if not self._queue.get():
                 break
-            if called.operation.signature.kind == JOIN:
-                self._join(called)
-            else:
-                self._begin(called)
+            self._begin_next()
         while self._begun:
             self._finish(*self._begun.popleft())
         self._channel.close()
 
-    def _begin(self, called: PendingOperation) -> None:
+    def _begin_next(self) -> None:
+        """Begin the operation whose turn it is: the next one called, or another one where ranks have other orders."""
+        turn, asked_ns = self._turn, self.timeline.now()
+        called = self._at(turn)
+        if called is not None and called.operation.signature.kind == JOIN:
+            self._join(called)
+            self._turn = called.sequence + 1
+            return
+        self._turn += 1
+        refusal = None
+        if called is not None:  # else `fail` has resolved it
+            try:
+                self._check.admit(self.number, turn)
+            except CollectiveError as error:
+                refusal = error
+            called = self._at(turn)
+        if called is None:
+            self._check.done(self.number)
+        elif refusal is not None:
+            self._resolve(called, None, refusal)
+        else:
+            self._begin(called, asked_ns)
+
+    def _at(self, sequence: int) -> PendingOperation | None:
+        with self._lock:  # not in the middle of a `move`
+            return self._waiting.get(sequence)
+
+    def _begin(self, called: PendingOperation, asked_ns: int) -> None:
         kind, name = called.operation.signature.kind, called.operation.signature.name
         try:
-            asked_ns = self.timeline.queued(kind, name, called.since_ns)
-            self._check.admit(self.number, called.sequence)
-            begun_ns = self.timeline.negotiated(kind, name, asked_ns)
+            begun_ns = self.timeline.negotiated(kind, name, called.since_ns, asked_ns)
             with self._stream.entered(called.future):
                 self._stream.follow(called.future)
                 self._begun.append((called, called.operation.begin(self._channel), begun_ns))
@@ -335,7 +410,7 @@ class Group:
 
     def _resolve(self, called: PendingOperation, result: Any, error: BaseException | None) -> None:
         with self._lock:
-            self._names.discard(called.operation.signature.name)
+            self._names.discard(called.operation.signature.key)
             is_waited_for = self._waiting.pop(called.sequence, None) is not None
             self._note(error)
         self._check.done(self.number)

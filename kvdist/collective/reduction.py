@@ -72,7 +72,7 @@ def check_reducible(kind: str, dtype: torch.dtype, op: ReduceOp, is_scaled: bool
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers by a product in float64, cut toward zero. Halves are multiplied in float32 by torch."""
+    """Multiply in place; integers by a product in float64, cut toward zero. Torch multiplies halves in float32."""
     if factor == 1.0:
         return
     if tensor.is_floating_point() or tensor.is_complex():

@@ -4,14 +4,16 @@ A thread rewrites the whole file from time to time, so a valid one exists howeve
 and keeps its newest events. Rank 0 writes to the given path; other ranks insert their number before the suffix, as in
 ``timeline.rank1.json``, so all ranks may be given the same path.
 
-Events have Horovod's names: ``QUEUE`` until the group's thread takes the operation, ``NEGOTIATE_ALLREDUCE`` until all
-ranks agree on it, ``ALLREDUCE`` until it is done. ``CYCLE_START`` marks when the queue was empty.
+Events have Horovod's names, and operations too, as in ``allreduce.loss``: ``QUEUE`` until the group's thread takes the
+operation, ``NEGOTIATE_ALLREDUCE`` until all ranks agree on it, ``ALLREDUCE`` until it is done. ``CYCLE_START`` marks
+when the queue was empty.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 
 from kvdist.runtime.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable
@@ -31,12 +33,8 @@ class Timeline:
         """The time, in nanoseconds, or 0 where it is not needed."""
         return 0
 
-    def queued(self, kind: str, name: str, since_ns: int) -> int:
-        """Record that the group's thread has taken an operation called at `since_ns`; return `now`."""
-        return 0
-
-    def negotiated(self, kind: str, name: str, since_ns: int) -> int:
-        """Record that all ranks agree on the operation; return `now`."""
+    def negotiated(self, kind: str, name: str, called_ns: int, asked_ns: int) -> int:
+        """Record that all ranks agree on an operation that the group's thread took at `asked_ns`; return `now`."""
         return 0
 
     def finished(self, kind: str, name: str, since_ns: int) -> None:
@@ -65,6 +63,7 @@ class FileTimeline(Timeline):
         self.path = _of_rank(Path(path).absolute(), rank)
         require_writable(self.path)
         self._process = f"rank {rank}"
+        self._about = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}
         self._marks_cycles = marks_cycles
         self._trace = Trace(EVENTS_MAX)
         self._files = TraceFiles()
@@ -77,11 +76,9 @@ class FileTimeline(Timeline):
     def now(self) -> int:
         return now_ns()
 
-    def queued(self, kind: str, name: str, since_ns: int) -> int:
-        return self._add("QUEUE", kind, name, since_ns)
-
-    def negotiated(self, kind: str, name: str, since_ns: int) -> int:
-        return self._add(f"NEGOTIATE_{_label(kind)}", kind, name, since_ns)
+    def negotiated(self, kind: str, name: str, called_ns: int, asked_ns: int) -> int:
+        self._add("QUEUE", kind, name, called_ns, asked_ns)
+        return self._add(f"NEGOTIATE_{_label(kind)}", kind, name, asked_ns)
 
     def finished(self, kind: str, name: str, since_ns: int) -> None:
         self._add(_label(kind), kind, name, since_ns)
@@ -95,9 +92,10 @@ class FileTimeline(Timeline):
         self._stopped.set()
         self._thread.join()
 
-    def _add(self, label: str, kind: str, name: str, since_ns: int) -> int:
+    def _add(self, label: str, kind: str, name: str, since_ns: int, end_ns: int = 0) -> int:
+        about = {"name": f"{_verb(kind)}.{name or 'noname'}"}
         # Operations that were called before the timeline began have no time.
-        self._trace.add(label, kind, since_ns or now_ns(), {"name": name} if name else {}, overlaps=True)
+        self._trace.add(label, kind, since_ns or end_ns or now_ns(), about, overlaps=True, end_ns=end_ns)
         return now_ns()
 
     def _run(self) -> None:
@@ -111,15 +109,20 @@ class FileTimeline(Timeline):
         begun_ns, snapshot = now_ns(), self._trace.snapshot()
         if snapshot.last != self._written:
             try:
-                self._files.put(TraceCopy(self.path, 1, snapshot, self._process, {}))
+                self._files.put(TraceCopy(self.path, 1, snapshot, self._process, self._about))
                 self._written = snapshot.last
             except OSError as error:
                 LOG.warning("the timeline cannot be written to %s: %s", self.path, error)
         return (now_ns() - begun_ns) / 1e9
 
 
+def _verb(kind: str) -> str:
+    """Horovod's word for an operation: members of a group and objects have that of the operation which moves them."""
+    return kind.removeprefix("grouped ").removesuffix("_object").replace(" ", "_")
+
+
 def _label(kind: str) -> str:
-    return kind.upper().replace(" ", "_")
+    return _verb(kind).upper()
 
 
 def _of_rank(path: Path, rank: int) -> Path:

@@ -200,11 +200,15 @@ class LastCalls(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class RankWaits(ControlMessage):
-    """The threads of a rank that call named operations of a group all wait, for this operation or later ones."""
+    """The threads of a rank that call named operations of a group all wait, for this operation or later ones.
+
+    `reorders` is the number of `Reorder` that it has received, without which `sequence` means nothing.
+    """
 
     KIND = 8
     group: UInt32
     sequence: UInt64
+    reorders: UInt64
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,14 +109,15 @@ class Trace:
         *,
         overlaps: bool = False,
         tells: bool = True,
+        end_ns: int = 0,
     ) -> None:
-        """Note what began then and ends now, on the calling thread; `tells`: it is worth a file."""
+        """Note what began then and ends now, or at `end_ns`, on the calling thread; `tells`: it is worth a file."""
         self._tells = self._tells or tells
         thread = threading.get_native_id()
         if thread not in self._threads:
             self._threads[thread] = threading.current_thread().name
         number = next(self._numbers)
-        self._spans.append(Span(number, name, category, begin_ns, now_ns(), thread, arguments, overlaps))
+        self._spans.append(Span(number, name, category, begin_ns, end_ns or now_ns(), thread, arguments, overlaps))
 
     @property
     def last(self) -> int:

@@ -1,12 +1,13 @@
 """Ranks that call different things all get the same error, and go on."""
 
+import random
 import threading
 
 import pytest
 import torch
 
-import kvdist.collective as hvd
-from kvdist.collective.basics import current
+import kvdist.horovod as hvd
+from kvdist.collective.basics import current, using
 from kvdist.collective.group import Group
 from kvdist.collective.operations import Operation
 from kvdist.collective.signature import Signature
@@ -115,22 +116,82 @@ def test_a_name_may_be_as_long_as_a_message_takes_and_a_longer_one_says_so():
     assert returned(run_ranks(2, program)) == [1, 1]
 
 
-def test_a_name_that_is_under_way_is_refused_on_all_ranks_and_the_first_goes_on():
+def test_a_name_that_is_under_way_is_a_value_error_there_and_the_next_operation_matches():
     def program(rank):
         first = hvd.allreduce_async(torch.ones(2), name="same", op=hvd.Sum) if rank == 0 else None
         if rank == 0:
-            with pytest.raises(CollectiveError, match="while an operation named 'same' is in progress"):
+            with pytest.raises(ValueError, match="same name as another tensor that is currently being processed") as it:
                 hvd.allreduce_async(torch.ones(2), name="same", op=hvd.Sum)
+            assert isinstance(it.value, hvd.HorovodInternalError)
+            of_another_kind = hvd.broadcast_async(torch.ones(1), 0, name="same")
             called.set()
-            return hvd.synchronize(first).tolist()
         called.wait()
-        value = hvd.allreduce(torch.ones(2), name="same", op=hvd.Sum).tolist()
-        with pytest.raises(CollectiveMismatch, match="rank 0 on host .* cannot call operation 1: .*'same'"):
-            hvd.barrier()
-        return value
+        if rank == 1:
+            first = hvd.allreduce_async(torch.ones(2), name="same", op=hvd.Sum)
+            of_another_kind = hvd.broadcast_async(torch.zeros(1), 0, name="same")
+        after = hvd.allreduce(torch.full((2,), float(rank)), op=hvd.Sum).tolist()
+        return hvd.synchronize(first).tolist(), hvd.synchronize(of_another_kind).item(), after
 
     called = threading.Event()
-    assert returned(run_ranks(2, program)) == [[2.0, 2.0]] * 2
+    assert returned(run_ranks(2, program)) == [([2.0, 2.0], 1.0, [1.0, 1.0])] * 2
+
+
+def test_named_operations_pair_in_any_order_per_rank():
+    """As in Horovod; also where earlier steps were all in one order, which the response cache knows."""
+    names = [f"n{i}" for i in range(40)]
+
+    def program(rank):
+        results, orders = [], random.Random(rank)
+        for step in range(6):
+            order = list(names)
+            if step in (2, 3, 5):
+                orders.shuffle(order)
+            values = {name: torch.full((3,), float(names.index(name) + rank)) for name in order}
+            handles = {name: hvd.allreduce_async_(values[name], name=name, op=hvd.Sum) for name in order}
+            unnamed = hvd.allreduce(torch.full((2,), float(step)), op=hvd.Sum)
+            results.append([hvd.synchronize(handles[name])[0].item() for name in names] + unnamed.tolist())
+        return results
+
+    expected = [[3.0 * i + 3 for i in range(40)] + [3.0 * step] * 2 for step in range(6)]
+    assert returned(run_ranks(3, program)) == [expected] * 3
+
+
+def test_named_operations_of_two_threads_pair_in_whichever_order_they_run():
+    def program(rank):
+        def call(name, mine, go, then):
+            go.wait(30)
+            # The other rank begins with the other name, and each waits for its own result.
+            found[rank, name] = hvd.allreduce(torch.full((2,), mine), name=name, op=hvd.Sum)[0].item()
+            then.set()
+
+        engine, go, never = current(), threading.Event(), threading.Event()
+
+        def within(*args):
+            with using(engine):
+                call(*args)
+
+        go.set()
+        order = ["a", "b"] if rank == 0 else ["b", "a"]
+        threads = [threading.Thread(target=within, args=(name, 1.0 + len(name), go, never)) for name in order]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return [found[rank, name] for name in "ab"]
+
+    found = {}
+    assert returned(run_ranks(2, program)) == [[4.0, 4.0]] * 2
+
+
+def test_what_a_rank_called_by_other_names_before_it_left_does_not_hold_the_others_for_ever():
+    def program(rank):
+        handle = hvd.allreduce_async(ONES, name=f"only {rank}")
+        if rank == 0:
+            with pytest.raises(CollectiveError, match="only 0"):
+                hvd.synchronize(handle)
+        return rank
+
+    assert returned(run_ranks(2, program)) == [0, 1]
 
 
 @each("size", [6, 4096])

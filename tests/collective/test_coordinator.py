@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvdist.collective.coordinator import Coordinator, named
+from kvdist.collective.coordinator import WINDOW, Coordinator, named
 from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, Signature
 from kvdist.errors import ProtocolError
 from kvdist.protocol.collective import (
@@ -23,6 +23,8 @@ from kvdist.protocol.collective import (
     RankGone,
     RankHello,
     RankLeaving,
+    RankWaits,
+    Reorder,
     StallWarning,
     Throttle,
 )
@@ -129,6 +131,79 @@ def test_what_was_agreed_on_before_a_difference_is_told_before_it():
     answers = second.call(GATHER, LONGER)
     assert [type(message) for _, message in answers] == [Agreed, Agreed, Mismatch, Mismatch]
     assert answers[0] == (0, Agreed(0, 1))
+
+
+OTHER = Signature("allreduce", "b", ("float32[3]",), "Sum")
+
+
+def test_named_operations_in_another_order_are_done_in_one_and_the_rank_that_waits_moves_its_own():
+    _, (first, second) = callers(2)
+    first.call(SUM, OTHER)
+    moves = [(0, Reorder(0, 0, 1)), (1, Reorder(0, 0, 0))]
+    assert second.call(OTHER) == [*moves, (0, Agreed(0, 1)), (1, Agreed(0, 1))]
+    assert second.call(SUM) == [(0, Agreed(0, 2)), (1, Agreed(0, 2))]
+
+
+def test_who_has_begun_a_named_operation_sets_the_order():
+    _, (first, second, third) = callers(3)
+    first.call(OTHER, SUM)
+    second.call(SUM, OTHER, waits=False)
+    answers = third.call(OTHER, SUM)
+    assert [a for a in answers if isinstance(a[1], Reorder)] == [(0, Reorder(0, 0, 1)), (2, Reorder(0, 0, 1))]
+    assert [rank for rank, message in answers if message == Agreed(0, 2)] == [0, 2]
+
+
+def test_unnamed_operations_pair_by_their_order_past_named_ones():
+    _, (first, second) = callers(2)
+    first.call(SUM, GATHER)
+    assert second.call(GATHER)[:2] == [(0, Reorder(0, 0, 1)), (1, Reorder(0, 0, 0))]
+    assert second.call(SUM)[-1] == (1, Agreed(0, 2))
+
+
+def test_after_a_new_order_its_ranks_wait_for_agreement_whatever_they_had_reported():
+    _, (first, second) = callers(2)
+    first.call(SUM, OTHER)
+    second.call(OTHER, SUM)
+    second.call(GATHER, waits=False)
+    assert first.call(GATHER, waits=False) == [(0, Agreed(0, 3)), (1, Agreed(0, 3))]
+
+
+def test_names_that_no_rank_can_share_are_refused_when_all_are_stuck():
+    coordinator, (first, second) = callers(2)
+    first.call(SUM)
+    assert second.call(OTHER) == []
+    assert coordinator.hear(0, RankWaits(0, 0, 0), 1.0) == []
+    refused = coordinator.hear(1, RankWaits(0, 0, 0), 1.0)
+    assert [rank for rank, _ in refused] == [0, 1]
+    assert "rank 0 allreduce 'a' of float32[3] (Sum), rank 1 allreduce 'b' of float32[3] (Sum)" in refused[0][1].text
+
+
+def test_a_wait_that_is_over_or_was_numbered_otherwise_is_no_sign_of_being_stuck():
+    coordinator, (first, second) = callers(2)
+    first.call(SUM, OTHER)
+    second.call(OTHER, SUM, LONGER)
+    first.call(GATHER)
+    assert coordinator.hear(0, RankWaits(0, 2, 1), 1.0) == []
+    assert coordinator.hear(1, RankWaits(0, 2, 0), 1.0) == [], "it had not heard of its new order"
+    assert coordinator.hear(1, RankWaits(0, 1, 1), 1.0) == [], "operation 1 is agreed on"
+    assert len(coordinator.hear(1, RankWaits(0, 2, 1), 1.0)) == 2
+
+
+def test_a_name_that_no_rank_shares_is_refused_when_a_rank_is_too_far_ahead():
+    _, (first, second) = callers(2)
+    second.call(OTHER)
+    many = [Signature("allreduce", f"n{i}", ("float32[3]",), "Sum") for i in range(WINDOW)]
+    assert first.call(*many[:-1]) == []
+    assert [type(message) for _, message in first.call(many[-1])] == [Mismatch, Mismatch]
+
+
+def test_a_stall_names_who_has_not_called_that_name_however_much_it_called():
+    coordinator, (first, second) = callers(2, stall_check_s=10.0)
+    first.call(SUM, now=0.0)
+    second.call(OTHER, GATHER, now=0.0)
+    ((_, said),) = coordinator.tick(10.0)
+    assert "for rank 1 (h1) to call allreduce 'a' of float32[3] (Sum)" in said.text
+    assert "rank 1 called allgather of float32[*] last" in said.text
 
 
 def test_a_difference_that_somebody_has_begun_already_ends_the_group():

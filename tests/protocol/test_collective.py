@@ -29,6 +29,8 @@ from kvdist.protocol.collective import (
     RankGone,
     RankHello,
     RankLeaving,
+    RankWaits,
+    Reorder,
     StallWarning,
     Throttle,
     decode,
@@ -55,6 +57,8 @@ EXAMPLES = [
     Farewell(),
     LastCalls(((0, 2**40), (7, 0))),
     RankLeaving(3, "h", ((0, 2),)),
+    RankWaits(0, 2**40, 3),
+    Reorder(1, 7, 2**33),
 ]
 
 
