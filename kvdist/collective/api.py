@@ -67,6 +67,9 @@ class Handle:
             self._finished.append(self._finish(self._future.result()))
         return self._finished[0]
 
+    __call__ = result
+    """Horovod's sparse handles are called."""
+
 
 def poll(handle: Handle) -> bool:
     """Whether an operation has ended, so that `synchronize` returns or raises at once."""

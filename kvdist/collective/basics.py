@@ -12,7 +12,7 @@ from kvdist.collective.engine import CollectiveEngine, of_process
 from kvdist.collective.engine import current as current
 from kvdist.collective.engine import is_initialized as is_initialized
 from kvdist.collective.engine import using as using
-from kvdist.collective.process_sets import ProcessSet, add_process_set
+from kvdist.collective.process_sets import ProcessSet, add_process_sets
 from kvdist.collective.rendezvous import forget_port, leave_port, meet, meet_again
 from kvdist.config.environment import World, collective_settings_from_env, world_from_env
 from kvdist.config.exit_codes import shorten_tracebacks
@@ -53,6 +53,7 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
     Raises:
         ConfigError: the environment is incomplete.
         CollectiveError: the other ranks were not found in time.
+        ValueError: the process sets are invalid or differ between ranks. All ranks raise, and may call it again.
     """
     if is_initialized():
         return
@@ -66,10 +67,10 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
     if found.size > 1:
         name_process(f"worker-{found.rank}")
     try:
-        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-            add_process_set(process_set)
+        add_process_sets([] if process_sets is None or isinstance(process_sets, str) else list(process_sets))
     except BaseException as error:
-        _close(error)  # a second call would not make the rest of them
+        # A second call would not make the rest of them. All ranks know of a ValueError.
+        _close(None if isinstance(error, ValueError) else error)
         raise
 
 

@@ -80,16 +80,21 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: ProcessSet = global_process_set
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Replace the state and the options of an optimizer by those of one rank.
 
     The root's ``state_dict()`` is sent and loaded. Unlike Horovod's function it takes no step to create state, so no
-    parameter moves and no counter advances; an optimizer without state gets the options too.
+    parameter moves and no counter advances; an optimizer without state gets the options too. As in Horovod, gradients
+    are zeros afterwards where the optimizer had no state.
 
     Args:
         optimizer: of the same class and parameters on all ranks.
         root_rank: the global rank whose state it is.
+        model: tells which gradients of SGD are sparse zeros: those of its ``Embedding(sparse=True)``.
         process_set: the ranks that take part.
 
     Raises:
@@ -99,9 +104,21 @@ def broadcast_optimizer_state(
     """
     group = group_of(process_set)
     is_root = group.ranks[group.rank] == root_rank
+    is_new = not optimizer.state
     state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, "optimizer state", process_set)
     if not is_root:
         optimizer.load_state_dict(state)
+    if is_new:
+        _zero_gradients(optimizer, model)
+
+
+def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    tables = [one for one in (() if model is None else model.modules()) if isinstance(one, torch.nn.Embedding)]
+    sparse = {id(one.weight) for one in tables if one.sparse and isinstance(optimizer, torch.optim.SGD)}
+    for parameter in [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]:
+        zeros = torch.zeros_like(parameter, requires_grad=False)
+        is_sparse = id(parameter) in sparse or isinstance(optimizer, torch.optim.SparseAdam)
+        parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
 def metric_average(

@@ -44,7 +44,7 @@ class ReduceOptions:
         predivide_factor: f, for averages: gradients are divided by f before they are summed and by size / f afterwards,
             so half precision overflows later.
         process_set: the ranks that take part.
-        sparse_as_dense: sparse gradients are made dense rather than gathered.
+        sparse_as_dense: sparse gradients travel dense rather than gathered, and are sparse again afterwards.
         passes: backward passes whose gradients add up locally first.
         groups: the number of groups that travel together, or lists of parameters; None for buckets by size.
     """
@@ -81,7 +81,8 @@ class ReduceOptions:
     @property
     def ranks(self) -> int:
         """The number of ranks that take part."""
-        return self.process_set.size()
+        self.process_set._number()
+        return len(self.process_set.ranks)
 
     def require_linear(self) -> ReduceOptions:
         """Return the options if `op` is Average or Sum.
@@ -163,6 +164,8 @@ class GradientReducer(GradientBuckets):
         self._is_eager = is_eager
         self._sparse: frozenset[int] | None = frozenset() if options.sparse_as_dense else None
         """Parameters whose gradients travel as sparse tensors; None until the ranks have agreed."""
+        self._made_dense: dict[int, int] = {}
+        """Parameter whose sparse gradient travels dense → its number of sparse dimensions."""
         self._deferred: list[Bucket] = []
         self._under_way: list[tuple[Handle, list[_Sent]]] = []
         self.is_finished = False
@@ -216,6 +219,10 @@ class GradientReducer(GradientBuckets):
         for handle, sent in under_way:
             handle.result()
             self._put_back(sent)
+        for member, dimensions in self._made_dense.items():
+            grad = self.parameters[member].grad
+            if grad is not None and self.parameters[member].requires_grad:
+                self.parameters[member].grad = grad.to_sparse(dimensions)
         for member, handle in gathered:
             total = handle.result()
             if self.parameters[member].requires_grad:
@@ -253,6 +260,7 @@ class GradientReducer(GradientBuckets):
         if grad is None:
             grad = torch.zeros_like(parameter, requires_grad=False)
         elif grad.layout != torch.strided:
+            self._made_dense[member] = grad.sparse_dim()
             grad = grad.to_dense()
         if parameter.requires_grad:
             parameter.grad = grad

@@ -39,8 +39,38 @@ class _Distributed(Distributed, torch.optim.Optimizer):
         self._known = set()
         self._should_synchronize = True
         self._is_synchronized_early = False
-        self._watch()
-        self.register_step_pre_hook(_before_step)
+        if options.process_set.included():  # other ranks step by their own gradients
+            self._watch()
+            self.register_step_pre_hook(_before_step)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The backward passes that add up before gradients are reduced."""
+        return self._options.passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
+
+    @property
+    def op(self) -> ReduceOp:
+        """How gradients are combined."""
+        return self._options.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """By which gradients are divided before they are summed."""
+        return self._options.predivide_factor
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients travel as dense ones."""
+        return self._options.sparse_as_dense
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return self._options.process_set
 
     def _watch(self) -> None:
         """Start to reduce the gradients of parameters that are new or were unfrozen."""
@@ -64,7 +94,8 @@ class _Distributed(Distributed, torch.optim.Optimizer):
             CollectiveError: an operation failed.
             RuntimeError: a gradient was changed while it was being reduced.
         """
-        self._watch()
+        if self.process_set.included():
+            self._watch()
         for reducer in self._reducers:
             reducer.finish()
 
@@ -85,7 +116,8 @@ class _Distributed(Distributed, torch.optim.Optimizer):
             reducer.remove_hooks()
         self._reducers = []
         self._known = set()
-        self._watch()
+        if self.process_set.included():
+            self._watch()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients; not between a backward pass and the step that uses its gradients."""
@@ -124,8 +156,9 @@ class _Distributed(Distributed, torch.optim.Optimizer):
         elif not is_early or self._is_pending:
             if self._reducers and all(reducer.is_finished for reducer in self._reducers):
                 warnings.warn(
-                    "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; call it within"
-                    " `with optimizer.skip_synchronize():`",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after"
+                    " optimizer.synchronize(). This can cause training slowdown. It reduces the gradients a second"
+                    " time; call it within `with optimizer.skip_synchronize():`",
                     stacklevel=6,
                 )
             self.synchronize()
@@ -275,19 +308,20 @@ def DistributedOptimizer(
             follows afterwards; for Average only.
         num_groups: an older spelling of `groups`.
         groups: the number of groups of gradients, each reduced as one; or lists of parameters.
-        sparse_as_dense: sparse gradients are made dense, rather than gathered.
-        process_set: the ranks that take part.
+        sparse_as_dense: sparse gradients travel as dense ones, rather than gathered, and are sparse again afterwards.
+        process_set: the ranks that take part; other ranks step by their own gradients.
 
     Returns:
         The optimizer, with the further methods ``synchronize()``, ``skip_synchronize()`` and
-        ``set_backward_passes_per_step(passes)``.
+        ``set_backward_passes_per_step(passes)``, and the options ``op``, ``process_set``, ``sparse_as_dense``,
+        ``gradient_predivide_factor`` and ``backward_passes_per_step`` as attributes.
 
     Raises:
         ValueError: arguments are invalid or contradict each other.
     """
     op = ReduceOp(op)
     if num_groups:
-        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
     options = ReduceOptions(
         op=op,
         compression=compression,
@@ -298,6 +332,7 @@ def DistributedOptimizer(
         groups=num_groups or None if groups is None else groups,
     )
     named = _checked_named(optimizer, named_parameters)
+    process_set._number()
     put_before(optimizer, _DistributedAdasum if op is Adasum else _Distributed)
     optimizer._begin(named, options)  # type: ignore[attr-defined]
     return optimizer

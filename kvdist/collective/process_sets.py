@@ -5,7 +5,8 @@ All ranks add and remove the same sets in the same order; numbers count up from 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine, current
 from kvdist.collective.operations import MarkerOperation
@@ -18,13 +19,18 @@ class ProcessSet:
     Args:
         ranks: the members, as numbers or as one list of them.
 
+    Raises:
+        ValueError: the members are not numbers.
+
     Attributes:
         process_set_id: its number; None while it is not registered.
     """
 
     def __init__(self, *ranks: int | Iterable[int]) -> None:
         given = [rank for item in ranks for rank in ([item] if isinstance(item, int) else item)]
-        self._ranks: tuple[int, ...] | None = tuple(sorted(given))
+        if not all(isinstance(rank, Integral) for rank in given):
+            raise ValueError(f"a process set is made of ranks, which are int, not {given}")
+        self._ranks: tuple[int, ...] | None = tuple(sorted(map(int, given)))
         self.process_set_id: int | None = None
 
     @property
@@ -32,33 +38,26 @@ class ProcessSet:
         """The members, ascending."""
         return list(range(current().world.size)) if self._ranks is None else list(self._ranks)
 
-    def included(self) -> bool:
-        """Whether this rank is a member.
+    def included(self) -> bool | None:
+        """Whether this rank is a member; None while the set is not registered."""
+        return None if self.process_set_id is None else current().world.rank in self.ranks
+
+    def rank(self) -> int | None:
+        """This rank's number within the set; None while the set is not registered.
 
         Raises:
-            ValueError: the set is not registered.
+            ValueError: it is not a member.
         """
-        self._number()
-        return current().world.rank in self.ranks
-
-    def rank(self) -> int:
-        """This rank's number within the set.
-
-        Raises:
-            ValueError: it is not a member, or the set is not registered.
-        """
-        if not self.included():
+        included = self.included()
+        if included is None:
+            return None
+        if not included:
             raise ValueError(f"rank {current().world.rank} is not in process set {self}")
         return self.ranks.index(current().world.rank)
 
-    def size(self) -> int:
-        """The number of members.
-
-        Raises:
-            ValueError: the set is not registered.
-        """
-        self._number()
-        return len(self.ranks)
+    def size(self) -> int | None:
+        """The number of members; None while the set is not registered."""
+        return None if self.process_set_id is None else len(self.ranks)
 
     def __repr__(self) -> str:
         ranks = "all ranks" if self._ranks is None else f"ranks {', '.join(map(str, self._ranks))}"
@@ -85,9 +84,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     Raises:
         ValueError: a set of these ranks exists already, the ranks are invalid, or ranks called this differently.
     """
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     engine = current()
     try:
+        made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         _check(made, engine)
     except ValueError as error:
         engine.refuse(error)
@@ -97,6 +96,20 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     made.process_set_id = engine.submit(MarkerOperation(signature, lambda: engine.open_set(ranks))).result()
     engine.at_close(made._forget)
     return made
+
+
+def add_process_sets(process_sets: Sequence[ProcessSet | Iterable[int]]) -> None:
+    """Register process sets, the same list on all ranks.
+
+    Raises:
+        ValueError: as for `add_process_set`; also where a rank has more sets than another one.
+    """
+    engine = current()
+    if process_sets:
+        detail = f"{len(process_sets)} process sets"
+        engine.submit(MarkerOperation(Signature("init", "", (), detail))).result()
+    for process_set in process_sets:
+        add_process_set(process_set)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

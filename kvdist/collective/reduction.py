@@ -48,7 +48,10 @@ def op_of(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
         ValueError: both are given, or the operator is unknown.
     """
     if average is not None and op is not None:
-        raise ValueError("give op or average, not both; average=True is op=Average, average=False is op=Sum")
+        raise ValueError(
+            "The op parameter supersedes average. Please provide only one of them: average=True is op=Average,"
+            " average=False is op=Sum"
+        )
     if op is None:
         return Average if average in (None, True) else Sum
     return ReduceOp(op)

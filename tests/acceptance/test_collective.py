@@ -449,6 +449,13 @@ def test_ranks_may_end_and_begin_again():
     assert not hvd.is_initialized()
     with pytest.raises(Exception, match="init"):
         hvd.allreduce(torch.ones(1))
+    for bad in ([[0], [0, 7]], [[0, 7]] if hvd.rank() else [[0]]):
+        hvd.shutdown()
+        with pytest.raises(ValueError, match="distinct ranks"):
+            hvd.init(process_sets=bad)
+        assert not hvd.is_initialized()
+        hvd.init()
+    hvd.shutdown()
     hvd.init(process_sets=[[0, 1]])
     same(hvd.allreduce(torch.ones(1), op=hvd.Sum), [3])
 

@@ -144,6 +144,19 @@ def test_an_optimizer_without_state_gets_the_options_of_the_root_all_the_same():
     assert returned(run_ranks(2, program)) == [[(0.2, 0.9, True, 0), (2.0, 0.9, True, 0.5)]] * 2
 
 
+def test_gradients_are_zeros_afterwards_where_the_optimizer_was_new():
+    """As after Horovod's function, which takes a step with them; sparse ones where the model says so."""
+
+    def program(rank):
+        model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        hvd.broadcast_optimizer_state(optimizer, 0, model)
+        table, *rest = [one.grad for one in model.parameters()]
+        return table.is_sparse, table.to_dense().any().item(), [one.count_nonzero().item() for one in rest]
+
+    assert returned(run_ranks(2, program)) == [(True, False, [0, 0])] * 2
+
+
 def test_metrics_are_averaged():
     def program(rank):
         return hvd.metric_average(0.1 * rank, name="loss"), hvd.metric_average(torch.tensor([rank]))

@@ -5,7 +5,9 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 from contextlib import nullcontext
@@ -437,12 +439,14 @@ def test_the_timeline_has_horovods_events_and_each_rank_a_file(tmp_path):
     returned(run_ranks(2, program))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.json", "t.rank1.json"]
     for path in tmp_path.iterdir():
-        events = json.loads(path.read_text())["traceEvents"]
+        written = json.loads(path.read_text())
+        assert written["otherData"]["start_time_since_epoch_in_micros"] > 0
+        events = written["traceEvents"]
         begun = [event for event in events if event["ph"] in "bX"]
         names = {event["name"] for event in begun}
         assert names >= {"QUEUE", "NEGOTIATE_ALLREDUCE", "ALLREDUCE", "NEGOTIATE_ALLGATHER", "ALLGATHER", "CYCLE_START"}
         assert sum(event["name"] == "ALLREDUCE" for event in begun) == 3
-        assert all(event["args"]["name"] == "grad" for event in begun if event["name"] == "ALLREDUCE")
+        assert all(event["args"]["name"] == "allreduce.grad" for event in begun if event["name"] == "ALLREDUCE")
 
 
 def test_a_timeline_from_the_start_is_whole_while_it_is_written(tmp_path):
@@ -458,6 +462,20 @@ def test_a_timeline_from_the_start_is_whole_while_it_is_written(tmp_path):
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert sum(event["name"] == "ALLREDUCE" and event["ph"] == "b" for event in events) == 5
     assert not any(event["name"] == "CYCLE_START" for event in events)
+
+
+def test_a_timeline_is_written_to_its_end_when_the_program_ends(tmp_path):
+    program = f"""
+        import torch, kvdist.horovod as hvd
+        hvd.init()
+        hvd.start_timeline({str(tmp_path / "t.json")!r})
+        hvd.allreduce(torch.ones(1), name="last")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {"allreduce.last"} == {
+        event["args"]["name"] for event in events if event["name"] == "ALLREDUCE" and event["args"]
+    }
 
 
 def test_a_place_where_no_timeline_can_be_written_is_refused_at_once(tmp_path):

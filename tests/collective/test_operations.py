@@ -467,7 +467,11 @@ REFUSED = {
     "a list": (lambda: hvd.broadcast([1.0], 0), TypeError, "broadcast takes torch tensors, not list"),
     "a sparse tensor": (lambda: hvd.allgather(torch.eye(2).to_sparse()), TypeError, "dense tensors"),
     "a dense tensor as sparse": (lambda: hvd.sparse_allreduce_async(torch.eye(2)), TypeError, "sparse COO"),
-    "two ways to say it": (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), ValueError, "not both"),
+    "two ways to say it": (
+        lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum),
+        ValueError,
+        "provide only one of them",
+    ),
     "an average of bools": (lambda: hvd.allreduce(torch.ones(1).bool()), TypeError, "no average"),
     "an order of complex numbers": (
         lambda: hvd.allreduce(torch.ones(1).cfloat(), op=hvd.Max),
