@@ -137,7 +137,7 @@ ALIVE_S = 1.0
 """How often a waiting rank reports that it is alive."""
 DEFINED_MAX = 32_768
 """Signatures that rank 0 is assumed to remember. Beyond this all are sent again."""
-STUCK_S = 0.2
+STUCK_S = 1.0
 """Waits of this length are reported: rank 0 refuses operations that no rank can be at the same one of."""
 EXPLAIN_S = 4.0
 """How long rank 0 may take to explain an error of torch: longer than its own `EXPLAIN_S`."""

@@ -39,7 +39,7 @@ class _Distributed(Distributed, torch.optim.Optimizer):
         self._known = set()
         self._should_synchronize = True
         self._is_synchronized_early = False
-        if options.process_set.included():  # other ranks step by their own gradients
+        if self._takes_part:  # other ranks step by their own gradients
             self._watch()
             self.register_step_pre_hook(_before_step)
 
@@ -72,6 +72,11 @@ class _Distributed(Distributed, torch.optim.Optimizer):
         """The ranks that take part."""
         return self._options.process_set
 
+    @property
+    def _takes_part(self) -> bool:
+        # All ranks do in the set of all, also where `init` comes later.
+        return self.process_set is global_process_set or bool(self.process_set.included())
+
     def _watch(self) -> None:
         """Start to reduce the gradients of parameters that are new or were unfrozen."""
         known = self._known
@@ -94,7 +99,7 @@ class _Distributed(Distributed, torch.optim.Optimizer):
             CollectiveError: an operation failed.
             RuntimeError: a gradient was changed while it was being reduced.
         """
-        if self.process_set.included():
+        if self._takes_part:
             self._watch()
         for reducer in self._reducers:
             reducer.finish()
@@ -116,7 +121,7 @@ class _Distributed(Distributed, torch.optim.Optimizer):
             reducer.remove_hooks()
         self._reducers = []
         self._known = set()
-        if self.process_set.included():
+        if self._takes_part:
             self._watch()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -161,7 +161,7 @@ def test_what_contradicts_itself_is_refused():
                 make(**options)
         with pytest.raises(ValueError, match="distributed already"):
             hvd.DistributedOptimizer(make())
-        with pytest.warns(DeprecationWarning, match="use groups"):
+        with pytest.warns(DeprecationWarning, match="has been replaced by `groups`"):
             make(num_groups=2)
 
     returned(run_ranks(1, program))
